@@ -1,0 +1,27 @@
+"""Quire: one LLM inference engine from a laptop to a fleet. The same tokens every time, told why, told the price.
+
+Importing this package imports nothing heavy; the names below arrive when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from quire.llm import LLM, AsyncLLM
+    from quire.runner.params import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "AsyncLLM"):
+        from quire import llm
+
+        return getattr(llm, name)
+    if name == "SamplingParams":
+        from quire.runner.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -1,0 +1,35 @@
+"""The ragged batch: one layout for prefill, chunks, decode and verification, on every backend.
+
+T tokens of B sequences lie one after another; sequence b owns rows q_start[b] to q_start[b + 1], and attends to its
+first kv_len[b] cached tokens (its own new rows included, causally).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Batch:
+    """int32 arrays, contiguous. A page holds `page_size` tokens; token i of sequence b lies in pages[b, i // page_size]."""
+
+    ids: I32  # [T] token ids
+    pos: I32  # [T] absolute positions
+    q_start: I32  # [B + 1] first row of each sequence
+    kv_len: I32  # [B] tokens in the cache once this step has written its own
+    pages: I32  # [B, P] page table rows, padded with -1
+    write: I32  # [T] where each token's K and V go: page * page_size + offset
+    logit_rows: I32  # [L] rows whose logits are wanted
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.size
+
+    @property
+    def sequences(self) -> int:
+        return self.kv_len.size

@@ -1,0 +1,58 @@
+"""The middle: what every dialect asks for, and what it gets back. Text here, tokens below, wire formats above."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.engine.types import Receipt
+from quire.runner.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One prompt, n continuations."""
+
+    id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token as a client sees it."""
+
+    id: int
+    text: str  # what it adds to the text, with U+FFFD for bytes that are not whole characters
+    bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One position of the output (or of the prompt) with its alternatives."""
+
+    token: TokenText
+    logprob: float
+    rank: int
+    top: list[tuple[TokenText, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """News of one choice. Texts of a choice, joined, are the answer; the last chunk has `finish` and the receipt.
+
+    Text that might become a stop string or is half a character is held back; tokens and logprobs come with the chunk
+    in which they were computed.
+    """
+
+    index: int = 0
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # first chunk of choice 0
+    finish: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: str | int | None = None  # the stop string or token id, when one was asked for
+    error: str | None = None
+    receipt: Receipt | None = None

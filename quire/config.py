@@ -1,0 +1,143 @@
+"""Every setting, in one place: frozen dataclasses, and the only file that reads the environment.
+
+`Environment.read()` looks at the process environment once; `resolve_*` are pure and return the decisions they made, as
+lines that the CLI prints. Nothing below mutates a config.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_SIZE = 16
+DEFAULT_MODEL = "smollm2:135m"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment variables that mean something to Quire. There are no others."""
+
+    home: Path  # QUIRE_HOME: the model store
+    threads: int | None = None  # QUIRE_THREADS
+    kv_memory: str | None = None  # QUIRE_KV_MEMORY, for instance "2GiB"
+    api_key: str | None = None  # QUIRE_API_KEY
+    isa: str | None = None  # QUIRE_ISA: force a kernel set (scalar, neon, avx2, avx512)
+    hf_endpoint: str = "https://huggingface.co"  # HF_ENDPOINT
+    hf_token: str | None = None  # HF_TOKEN
+    pypi_index: str | None = None  # PIP_INDEX_URL
+
+    @classmethod
+    def read(cls) -> Environment:
+        """The environment as it is now."""
+        get = os.environ.get
+        threads = get("QUIRE_THREADS", "")
+        return cls(
+            home=Path(get("QUIRE_HOME") or Path.home() / ".cache" / "quire"),
+            threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
+            kv_memory=get("QUIRE_KV_MEMORY") or None,
+            api_key=get("QUIRE_API_KEY") or None,
+            isa=get("QUIRE_ISA") or None,
+            hf_endpoint=(get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"),
+            hf_token=get("HF_TOKEN") or None,
+            pypi_index=get("PIP_INDEX_URL") or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: one model on one backend."""
+
+    path: str  # the model file, already found
+    name: str = ""  # what clients call it
+    backend: str = "native"  # or "reference"
+    threads: int | None = None  # None: every core this process may use
+    isa: str | None = None
+    kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
+    context: int | None = None  # None: what the model was trained for
+    max_seqs: int = 64  # sequences in a batch
+    max_batch_tokens: int = 512  # tokens in a step
+    max_waiting: int = 1024  # requests in the queue
+    depth: int = 0  # steps in flight beyond the one being planned
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP process."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_body: int = 8 * 1024 * 1024
+    max_prompts: int = 64  # prompts in one completions request
+    drain_seconds: float = 30.0
+    restarts: int = 5  # engine restarts within a minute before giving up
+    log_requests: bool = True
+
+
+def parse_size(text: str) -> int:
+    """'512MiB', '2GB', '1.5g' or plain bytes, as bytes. Raises ValueError with the accepted forms."""
+    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    number = text.strip().lower()
+    unit = ""
+    for suffix in ("kib", "mib", "gib", "tib", "kb", "mb", "gb", "tb", "k", "m", "g", "t", "b"):
+        if number.endswith(suffix):
+            number, unit = number[: -len(suffix)].strip(), suffix[0]
+            break
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, OverflowError):
+        raise ValueError(f"{text!r} is not a size: write for instance 512MiB, 2GiB or 1500000000") from None
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a positive size")
+    return size
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve_threads(asked: int | None, env: Environment) -> tuple[int, str]:
+    """The thread count, and the sentence that says why."""
+    cores = available_cores()
+    if asked:
+        return asked, f"threads: {asked} (asked for; {cores} cores available)"
+    if env.threads:
+        return env.threads, f"threads: {env.threads} (QUIRE_THREADS; {cores} cores available)"
+    return cores, f"threads: {cores} (every core available)"
+
+
+def resolve_pool(
+    asked: int | None, available: int, page_bytes: int, context: int, max_seqs: int, page_size: int = PAGE_SIZE
+) -> tuple[int, str]:
+    """Pages of the KV pool, and the sentence that says why.
+
+    Unasked, the pool holds four full contexts, but never more than half of the memory available now, never more
+    than every sequence could use, and never less than one page.
+    """
+    if asked is not None:
+        pages = max(1, asked // page_bytes)
+        return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB (asked for)"
+    per_context = -(-context // page_size)
+    wanted = min(4, max_seqs) * per_context
+    most = max(1, available // 2 // page_bytes)
+    pages = min(wanted, most)
+    why = "four full contexts" if pages == wanted else f"half of the {available / 2**20:.0f} MiB available"
+    return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB ({why})"
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be had now without swapping."""
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError):
+        return 4 << 30

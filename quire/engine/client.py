@@ -1,0 +1,46 @@
+"""How anything above the engine talks to one: in this process, in another, over a network or to a fleet.
+
+Callers cannot tell which. A client is used from one asyncio loop; `generate` yields events until one has `finish`, and
+leaving the iteration early (break, cancellation, aclose) aborts the request within one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from quire.engine.types import EngineInfo, Event, Request, Stats
+
+
+class EngineClient(Protocol):
+    """One engine, wherever it runs."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine decided at start; None until it is ready."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False while the engine is starting, restarting or dead."""
+        ...
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Events of one request. Raises Busy, Unavailable or EngineDead; a bad request ends in an error event."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Let a request go; its generator ends with finish "abort"."""
+        ...
+
+    def stats(self) -> Stats:
+        """The newest snapshot."""
+        ...
+
+    async def start(self) -> EngineInfo:
+        """Load the model; returns when the first request can run."""
+        ...
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Wait for running requests up to the limit, then abort them, and stop the engine."""
+        ...

@@ -1,0 +1,94 @@
+"""What crosses between a client and an engine: a Request in, Events out. Frozen, msgspec-encoded, never pickled.
+
+The engine knows tokens, never text: stop strings, templates and detokenization belong to `chat/`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.runner.params import SamplingParams
+from quire.runner.plan import Logprob
+
+FINISH_STOP = "stop"  # an end-of-sequence or stop token
+FINISH_LENGTH = "length"  # max_tokens or the context
+FINISH_ABORT = "abort"  # the client let go
+FINISH_ERROR = "error"  # Event.error says why
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to compute. `n > 1` is several of these with one prompt; `follows` lets them share it."""
+
+    id: str
+    tokens: list[int]
+    sampling: SamplingParams = SamplingParams()
+    eos_ids: tuple[int, ...] = ()  # honoured unless sampling.ignore_eos
+    index: int = 0  # which of n; part of the random stream
+    priority: int = 0  # lower runs first
+    deadline: float | None = None  # wall-clock seconds since the epoch; past it the request is aborted
+    namespace: str = ""  # tenant salt: prefixes are shared within one namespace only
+    follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What happened to a request. Times are seconds; they add up to the whole."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens taken from the prefix tree at the first admission
+    chunks: int = 0  # steps that computed prompt tokens
+    steps: int = 0  # all steps
+    preemptions: int = 0
+    seed: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # admission to first token
+    decode_seconds: float = 0.0
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """News of one request. The last one has `finish`, and a receipt."""
+
+    id: str
+    tokens: list[int] = []
+    logprobs: list[Logprob] = []
+    prompt_logprobs: list[Logprob] = []
+    finish: str | None = None
+    stop_id: int | None = None  # the token that ended it, when finish is "stop"
+    error: str | None = None
+    receipt: Receipt | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A snapshot of the engine, for metrics, admission and `quire ps`. Counters never go down."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0  # leased or locked; cached but unlocked pages count as free
+    page_size: int = 16
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # prompt tokens found
+    preemptions: int = 0
+    evictions: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine tells when it is ready: the decisions it took at start."""
+
+    model: str
+    architecture: str
+    vocab_size: int
+    context: int  # longest sequence: prompt and output together
+    max_seqs: int
+    max_batch_tokens: int
+    pages: int
+    page_size: int
+    backend: str  # for instance "native (avx512, 2 threads)"
+    weight_bytes: int
+    kv_bytes: int
+    load_seconds: float = 0.0
+    decisions: list[str] = []  # human-readable lines, printed at start

@@ -1,0 +1,160 @@
+"""The canonical weight layouts: what a tensor is once its file format no longer matters.
+
+A format file (`formats/`) describes its blocks as data; a kernel reads the description, never the format's name. So a
+new format costs one file, and a new backend one reader of these classes.
+
+  Dense   numbers as they are: float32, float16 or bfloat16
+  Affine  w = scale[group] * (code - offset) + bias[group], codes and scales somewhere inside fixed-size blocks
+
+`dequantize` is exact: the product and the sum above, each rounded once to float32, in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of each number in a block: ((block[byte[i]] ^ flip) >> shift[i] & mask) << lift."""
+
+    byte: npt.NDArray[np.uint16]  # [count] where in the block
+    shift: npt.NDArray[np.uint8]  # [count]
+    mask: int
+    lift: int = 0
+    flip: int = 0  # 0x80 turns a two's complement byte into an unsigned one, offset by 128
+
+
+@dataclass(frozen=True)
+class Ints:
+    """`count` unsigned integers in a block, put together from planes; the value is their sum minus offset."""
+
+    planes: tuple[Plane, ...]
+    offset: int = 0
+
+    def unpack(self, blocks: Bytes) -> npt.NDArray[np.int16]:
+        """blocks [..., nbytes] -> values [..., count], offset taken off."""
+        total = np.zeros((*blocks.shape[:-1], self.planes[0].byte.size), np.int16)
+        for p in self.planes:
+            bits = ((blocks[..., p.byte] ^ p.flip) >> p.shift) & p.mask
+            total += bits.astype(np.int16) << p.lift
+        return total - np.int16(self.offset)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Per-group factors of a block: a float16 at byte `at`, times a small integer per group when `codes` is given."""
+
+    at: int
+    codes: Ints | None = None
+    negate: bool = False
+
+    def unpack(self, blocks: Bytes, groups: int) -> Floats:
+        """blocks [..., nbytes] -> float32 [..., groups]; the product is exact (11 bits times at most 8)."""
+        half = np.ascontiguousarray(blocks[..., self.at : self.at + 2]).view("<f2").astype(np.float32)  # [..., 1]
+        if self.negate:
+            half = -half
+        if self.codes is None:
+            return np.repeat(half, groups, axis=-1)
+        return half * self.codes.unpack(blocks).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How an Affine tensor's blocks store their numbers. Pure data: a backend may compile it into a repacker."""
+
+    name: str
+    block: int  # elements in a block: 32 or 256
+    nbytes: int  # bytes of a block
+    group: int  # elements that share a scale: 16 or 32
+    bits: int  # of a code: 2, 3, 4, 5, 6 or 8
+    codes: Ints
+    scale: Scale
+    bias: Scale | None = None
+
+    @property
+    def groups(self) -> int:
+        """Groups in a block."""
+        return self.block // self.group
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A tensor of plain numbers. bfloat16 is kept as its uint16 bits."""
+
+    data: npt.NDArray[np.generic]  # [N, K] or [K]
+    dtype: str  # "f32", "f16" or "bf16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def dequantize(self, rows: slice = slice(None)) -> Floats:
+        """float32, exact."""
+        part = self.data[rows]
+        if self.dtype == "bf16":
+            return (part.astype(np.uint32) << 16).view(np.float32)
+        return part.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A matrix of codes with per-group scales (and biases), in its blocks."""
+
+    data: Bytes  # [N, K / block * nbytes], often a view of the mapped file
+    codec: Codec
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1] // self.codec.nbytes * self.codec.block
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def parts(self, rows: slice = slice(None)) -> tuple[npt.NDArray[np.int16], Floats, Floats | None]:
+        """Codes minus offset [n, K], scales [n, K/group], biases [n, K/group] or None."""
+        c = self.codec
+        blocks = self.data[rows].reshape(-1, self.data.shape[1] // c.nbytes, c.nbytes)
+        n = blocks.shape[0]
+        codes = c.codes.unpack(blocks).reshape(n, -1)
+        scale = c.scale.unpack(blocks, c.groups).reshape(n, -1)
+        bias = c.bias.unpack(blocks, c.groups).reshape(n, -1) if c.bias else None
+        return codes, scale, bias
+
+    def dequantize(self, rows: slice = slice(None)) -> Floats:
+        """float32, exact."""
+        codes, scale, bias = self.parts(rows)
+        grouped = codes.reshape(codes.shape[0], -1, self.codec.group).astype(np.float32) * scale[..., None]
+        if bias is not None:
+            grouped += bias[..., None]
+        return grouped.reshape(codes.shape)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding as a model uses it: one angle per pair of dimensions, and where the pairs lie.
+
+    pairs=True rotates (0,1), (2,3), …; pairs=False rotates (i, i + dim/2). Scaling variants (linear, llama3, yarn)
+    are already inside `frequencies` and `magnitude`.
+    """
+
+    frequencies: Floats = field(repr=False)  # [dim / 2], radians per position
+    dim: int
+    pairs: bool
+    magnitude: float = 1.0  # cos and sin are multiplied by this (yarn)
+
+
+Layout: TypeAlias = Dense | Affine

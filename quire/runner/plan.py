@@ -1,0 +1,84 @@
+"""What the runner is told to do in one step, and what it answers: plain ints, no tensors, no requests.
+
+The scheduler fills a Plan; the runner turns it into device work and returns a Result, row for row. Both may cross a
+process boundary (tensor-parallel ranks), so they are msgspec structs.
+
+A sequence's life on the device: `Open` gives it a slot, any number of `Work` rows compute tokens for it, and its slot
+number in `Plan.closed` ends it. Plans are executed in the order they were made.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.runner.params import SamplingParams
+
+
+class Open(msgspec.Struct, kw_only=True):
+    """A sequence takes a slot: everything the device must know that does not change from step to step."""
+
+    slot: int
+    sampling: SamplingParams
+    seed: int  # already resolved; the random stream depends on it and on the output position alone
+    tokens: list[int]  # all tokens so far: the prompt and, after a preemption, what was already generated
+    prompt_len: int
+    stop_ids: list[int]  # end-of-sequence and stop token ids: masked until min_tokens
+
+
+class Work(msgspec.Struct, kw_only=True):
+    """Compute `n` tokens of the sequence in `slot`.
+
+    With `tokens` the host knows the ids, and they start at absolute position `start`. Without, the device knows the
+    id (the last one it sampled) and the position: n is 1 + drafts.
+    """
+
+    key: int  # the scheduler's name for the sequence
+    epoch: int  # its epoch when this was planned; stale results are dropped
+    slot: int
+    n: int
+    start: int  # absolute position, or -1 when the device knows it
+    tokens: list[int] | None
+    drafts: int = 0
+    sample: bool = False  # the last row yields a token
+    prompt_logits: int = 0  # that many of the leading rows want prompt logprobs (of the token after each)
+    page_from: int = 0  # the page-table row changes from this index on ...
+    pages: list[int] = []  # ... to these pages
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """One step. `opened` is applied before the work, `closed` (slots) before that."""
+
+    step: int
+    work: list[Work]
+    opened: list[Open] = []
+    closed: list[int] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(w.n for w in self.work)
+
+
+class Logprob(msgspec.Struct, array_like=True):
+    """One position: the token there, its log probability, its rank (1 is best), and the best alternatives."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Row(msgspec.Struct):
+    """The answer to one Work: how many of its computed tokens count, and what was sampled."""
+
+    accepted: int  # tokens whose KV is verified: n for host-known ids; 1 + accepted drafts otherwise
+    tokens: list[int] = []
+    logprobs: list[Logprob] = []  # one per token, when the request asked
+    prompt_logprobs: list[Logprob] = []  # one per prompt_logits row
+    error: str | None = None  # this row alone failed (for instance, logits that are not numbers)
+
+
+class Result(msgspec.Struct):
+    """Rows in the order of Plan.work."""
+
+    rows: list[Row]
