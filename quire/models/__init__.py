@@ -1,0 +1,70 @@
+"""Models: one file per family, each plain Python over the op table. The registry is the directory listing.
+
+A family module has `ARCHS` (the architecture names it answers to) and `Model`, with
+  Model.from_gguf(gguf)            reads the configuration and takes its tensors, all checked
+  model.config                     what the engine must know: see Facts
+  model.kv(pages, page_size)       the KV pool it needs
+  model.forward(ops, batch, inputs) -> logits of batch.logit_rows
+  model.release(layout)            a backend has taken that weight over
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Protocol
+
+from quire.backends.batch import Batch
+from quire.backends.ops import KV, Ops, Tensor
+from quire.layouts import Layout
+from quire.observe.errors import Unsupported
+from quire.weights.gguf import GGUF
+
+
+class Facts(Protocol):
+    """The part of a configuration that the engine reads."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context(self) -> int: ...  # the longest sequence it was made for
+
+
+class Model(Protocol):
+    """A loaded model: configuration and weights, no computation of its own."""
+
+    @property
+    def config(self) -> Facts: ...
+    def kv(self, pages: int, page_size: int) -> KV: ...
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor: ...
+    def release(self, layout: Layout) -> None: ...
+    @property
+    def notes(self) -> list[str]:
+        """Decisions worth telling, such as tensors that were not used."""
+        ...
+
+
+def families() -> list[ModuleType]:
+    """Every family module of this package."""
+    names = [info.name for info in pkgutil.iter_modules(__path__)]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return [module for module in modules if hasattr(module, "ARCHS")]
+
+
+def supported() -> list[str]:
+    """Every architecture name that can be loaded."""
+    return sorted(arch for module in families() for arch in module.ARCHS)
+
+
+def load(gguf: GGUF) -> Model:
+    """The model in that file. Raises Unsupported, naming the architecture and what there is instead."""
+    for module in families():
+        if gguf.architecture in module.ARCHS:
+            return module.Model.from_gguf(gguf)
+    raise Unsupported(
+        f"the architecture {gguf.architecture!r} is not supported", cure=f"supported: {', '.join(supported())}"
+    )

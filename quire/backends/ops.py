@@ -1,0 +1,138 @@
+"""The op table: everything a model may do, what each op means, and how a backend must do it.
+
+A model combines tensors only through `Ops`, so a run of its `forward` is a program: the reference backend executes it as
+it goes, the native backend records it once and replays it, the CUDA backend launches or captures it. Tensors are
+two-dimensional, [rows, width]; a vector weight is [width]. There is no data-dependent control flow.
+
+`TABLE` describes each op: one sentence of semantics, generated inputs and a tolerance. The conformance test
+(`tests/unit/backends/test_conformance.py`) runs every case on every backend against the reference; a new op is not done
+before its row is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from quire.backends.batch import Batch
+from quire.layouts import Dense, Floats, Layout, Rope
+
+Tensor: TypeAlias = Any  # an array, or a symbol while recording
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """The KV pool of one program: float16 K and V of every layer, in pages."""
+
+    layers: int
+    pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.layers * 2 * self.page_size * self.kv_heads * self.head_dim * 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes
+
+
+class Ops(Protocol):
+    """What a model is written over."""
+
+    def embed(self, ids: Tensor, table: Layout) -> Tensor:
+        """Row ids[t] of the table, as float32. [T] -> [T, d]"""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Dense, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, per row."""
+        ...
+
+    def linear(self, x: Tensor, weight: Layout, bias: Dense | None = None) -> Tensor:
+        """x @ weight.T (+ bias). weight [n, k]. A backend may round x to int8 per 32 columns for Affine weights."""
+        ...
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b."""
+        ...
+
+    def rope(self, x: Tensor, pos: Tensor, rope: Rope, heads: int) -> Tensor:
+        """Rotate the first rope.dim columns of each head by float32(pos) * frequency."""
+        ...
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, layer: int, heads: int, scale: float
+    ) -> Tensor:
+        """Write k and v (rounded to float16) at batch.write, then softmax(q k^T * scale) v over each row's past.
+
+        Row t of sequence b sees the cached tokens 0 .. pos[t] of that sequence. heads / kv_heads queries share a key.
+        """
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate * sigmoid(gate) * up."""
+        ...
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The rows of x named by `rows`. [T, d], [L] -> [L, d]"""
+        ...
+
+
+Forward: TypeAlias = Callable[[Ops, Batch, Mapping[str, Tensor]], Tensor]
+"""A program: (ops, batch, named inputs) -> one output tensor."""
+
+
+class Program(Protocol):
+    """A compiled forward with its KV pool."""
+
+    def run(self, batch: Batch, inputs: Mapping[str, Floats] = ...) -> Floats:
+        """Execute one step. The array returned is valid until the next run."""
+        ...
+
+
+class Backend(Protocol):
+    """Where programs run. It keeps packed weights by identity, so programs of one model share them."""
+
+    name: str
+
+    def compile(
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = ...,
+        packed: Callable[[Layout, int, int], None] | None = None,
+    ) -> Program:
+        """Record `forward` and make it ready to run with up to max_tokens tokens and max_rows logit rows a step.
+
+        `inputs` gives the width of each named input. `packed(layout, done_bytes, total_bytes)` is called once a weight
+        has been taken over, so that the caller can show progress and give its file pages back.
+        """
+        ...
+
+    def describe(self) -> str:
+        """For people: the instruction set and thread count in use."""
+        ...
+
+    def implementations(self) -> dict[str, str]:
+        """op -> what runs it here, for `quire doctor --ops`."""
+        ...
+
+
+def open_backend(name: str, *, threads: int = 1, isa: str | None = None) -> Backend:
+    """The backend of that name. Imported here, so that nothing loads a backend it does not use."""
+    if name == "native":
+        from quire.backends.native.backend import NativeBackend
+
+        return NativeBackend(threads=threads, isa=isa)
+    if name == "reference":
+        from quire.backends.reference.backend import ReferenceBackend
+
+        return ReferenceBackend()
+    raise ValueError(f"no backend named {name!r}: there are native and reference")
