@@ -21,6 +21,8 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+_CHUNK = 1 << 17  # bytes of codes that are dequantized at a time
+
 
 @dataclass(frozen=True)
 class Plane:
@@ -31,6 +33,20 @@ class Plane:
     mask: int
     lift: int = 0
     flip: int = 0  # 0x80 turns a two's complement byte into an unsigned one, offset by 128
+
+    @classmethod
+    def packed(cls, at: int, count: int, run: int, bits: int, *, shift: int = 0, lift: int = 0, flip: int = 0) -> Plane:
+        """`count` fields of `bits` bits from byte `at` on: `run` bytes give their lowest bits first, then their next, …
+
+        run=4, bits=4:  byte  at     at+1   at+2   at+3   at+4 …
+                        low   0      1      2      3      8
+                        high  4      5      6      7      12
+        """
+        per = 8 // bits  # fields in a byte
+        i = np.arange(count)
+        byte = at + i // (run * per) * run + i % run
+        shifts = shift + i // run % per * bits
+        return cls(byte.astype(np.uint16), shifts.astype(np.uint8), (1 << bits) - 1, lift, flip)
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class Ints:
         """blocks [..., nbytes] -> values [..., count], offset taken off."""
         total = np.zeros((*blocks.shape[:-1], self.planes[0].byte.size), np.int16)
         for p in self.planes:
-            bits = ((blocks[..., p.byte] ^ p.flip) >> p.shift) & p.mask
+            bits = ((np.take(blocks, p.byte, axis=-1) ^ p.flip) >> p.shift) & p.mask
             total += bits.astype(np.int16) << p.lift
         return total - np.int16(self.offset)
 
@@ -93,6 +109,11 @@ class Dense:
     data: npt.NDArray[np.generic]  # [N, K] or [K]
     dtype: str  # "f32", "f16" or "bf16"
 
+    @classmethod
+    def of(cls, data: Bytes, shape: tuple[int, ...], dtype: str) -> Dense:
+        """A view of little-endian bytes, which may start at any address."""
+        return cls(data.view({"f32": "<f4", "f16": "<f2", "bf16": "<u2"}[dtype]).reshape(shape), dtype)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
@@ -106,19 +127,25 @@ class Dense:
         part = self.data[rows]
         if self.dtype == "bf16":
             return (part.astype(np.uint32) << 16).view(np.float32)
-        return part.astype(np.float32)
+        with np.errstate(invalid="ignore"):  # a signalling NaN is data here, not an accident
+            return part.astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A matrix of codes with per-group scales (and biases), in its blocks."""
+    """A matrix of codes with per-group scales (and biases), in its blocks; a stack of matrices has more axes."""
 
     data: Bytes  # [N, K / block * nbytes], often a view of the mapped file
     codec: Codec
 
+    @classmethod
+    def of(cls, data: Bytes, shape: tuple[int, ...], codec: Codec) -> Affine:
+        """A view of bytes as a tensor of this shape; its last axis is made of whole blocks."""
+        return cls(data.reshape(*shape[:-1], shape[-1] // codec.block * codec.nbytes), codec)
+
     @cached_property
-    def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.data.shape[1] // self.codec.nbytes * self.codec.block
+    def shape(self) -> tuple[int, ...]:
+        return *self.data.shape[:-1], self.data.shape[-1] // self.codec.nbytes * self.codec.block
 
     @property
     def nbytes(self) -> int:
@@ -127,19 +154,33 @@ class Affine:
     def parts(self, rows: slice = slice(None)) -> tuple[npt.NDArray[np.int16], Floats, Floats | None]:
         """Codes minus offset [n, K], scales [n, K/group], biases [n, K/group] or None."""
         c = self.codec
-        blocks = self.data[rows].reshape(-1, self.data.shape[1] // c.nbytes, c.nbytes)
-        n = blocks.shape[0]
-        codes = c.codes.unpack(blocks).reshape(n, -1)
-        scale = c.scale.unpack(blocks, c.groups).reshape(n, -1)
-        bias = c.bias.unpack(blocks, c.groups).reshape(n, -1) if c.bias else None
+        part = self.data[rows] if self.data.ndim > 1 else self.data
+        lead, n = part.shape[:-1], part.shape[-1] // c.nbytes
+        blocks = part.reshape(*lead, n, c.nbytes)
+        with np.errstate(invalid="ignore"):  # scales that are not numbers stay what they are
+            codes = c.codes.unpack(blocks).reshape(*lead, n * c.block)
+            scale = c.scale.unpack(blocks, c.groups).reshape(*lead, n * c.groups)
+            bias = c.bias.unpack(blocks, c.groups).reshape(*lead, n * c.groups) if c.bias else None
         return codes, scale, bias
 
     def dequantize(self, rows: slice = slice(None)) -> Floats:
         """float32, exact."""
+        if self.data.ndim == 1:
+            return self._floats(slice(None))[rows]
+        out = np.empty((len(range(*rows.indices(self.shape[0]))), *self.shape[1:]), np.float32)
+        part = Affine(self.data[rows], self.codec)
+        step = max(1, _CHUNK * len(self.data) // max(1, self.data.size))  # temporaries that stay in the cache
+        for i in range(0, out.shape[0], step):
+            out[i : i + step] = part._floats(slice(i, i + step))
+        return out
+
+    def _floats(self, rows: slice) -> Floats:
         codes, scale, bias = self.parts(rows)
-        grouped = codes.reshape(codes.shape[0], -1, self.codec.group).astype(np.float32) * scale[..., None]
-        if bias is not None:
-            grouped += bias[..., None]
+        grouped = codes.reshape(*scale.shape, self.codec.group).astype(np.float32)
+        with np.errstate(invalid="ignore"):
+            grouped *= scale[..., None]
+            if bias is not None:
+                grouped += bias[..., None]
         return grouped.reshape(codes.shape)
 
 
