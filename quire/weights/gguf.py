@@ -1,0 +1,176 @@
+"""A GGUF model file: mapped into memory, checked, and handed out as layouts that are views of the map.
+
+`GGUF.open` believes nothing the file says (`gguf_header`): what it returns has tensors that lie in the file, whole and
+apart from each other, in formats that can be read. Whatever is wrong raises BadModelFile with the byte and the name.
+
+Not covered: a file that somebody cuts short while it is mapped. Reading a page that is gone ends the process (SIGBUS),
+as for every program that maps files; replace a model file by renaming a new one over it, never by writing into it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from types import MappingProxyType, TracebackType
+
+import numpy as np
+
+from quire import formats
+from quire.layouts import Layout
+from quire.observe.errors import BadModelFile, NotFound
+from quire.weights.gguf_header import TensorInfo, parse
+from quire.weights.gguf_metadata import Metadata
+from quire.weights.gguf_strings import Strings
+
+__all__ = ["GGUF", "Metadata", "Strings", "TensorInfo", "describe"]
+
+
+class GGUF:
+    """One open model file. Read-only; layouts stay valid after `close()`, which only gives up the file's own hold."""
+
+    path: str
+    size: int  # bytes
+    version: int
+    alignment: int
+    metadata: Metadata
+    tensors: Mapping[str, TensorInfo]  # in file order
+
+    def __init__(self, path: str, file: mmap.mmap):
+        self._map = file
+        data = np.frombuffer(file, np.uint8)
+        header = parse(data, path)
+        self._data: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = data
+        self.path = path
+        self.size = data.size
+        self.version = header.version
+        self.alignment = header.alignment
+        self.data_start = header.data_start
+        self.metadata = Metadata(path, header.values)
+        self.tensors = MappingProxyType(header.tensors)
+        self._refuse_splits()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> GGUF:
+        """Map the file and check its header. Reads no weights."""
+        path = os.fspath(path)
+        try:
+            # Asked before opening: opening a pipe would wait for somebody to write into it.
+            mode = os.stat(path).st_mode
+            if not stat.S_ISREG(mode):
+                kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+                raise BadModelFile(f"{path} is {kind}", cure="name a .gguf file")
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    raise BadModelFile(f"{path} is empty: 0 bytes", cure="fetch it again")
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise NotFound(f"there is no file {path}") from None
+        except (OSError, ValueError) as e:
+            raise BadModelFile(f"{path} cannot be opened: {e}") from None
+        return cls(path, mapped)
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`, for instance "llama"."""
+        return self.metadata.get_str("general.architecture")
+
+    def tensor(self, name: str) -> Layout:
+        """A tensor's bytes as a layout: a view of the mapped file, no copy."""
+        if self._data is None:
+            raise ValueError(f"{self.path} is closed")
+        info = self.tensors.get(name)
+        if info is None:
+            raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
+        return formats.load(info.type).read(self._data[info.offset : info.offset + info.nbytes], info.shape)
+
+    def release(self, name: str) -> None:
+        """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""
+        info = self.tensors[name]
+        self.release_range(info.offset, info.nbytes)
+
+    def release_range(self, start: int, nbytes: int) -> None:
+        """Let go of the pages that hold these bytes. Does nothing where the system has no such call."""
+        if self._data is None or nbytes <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        # Whole pages, outwards: a neighbour's bytes in the first or last page are read again when they are used.
+        first = max(0, start) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(start + nbytes, self.size)
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def close(self) -> None:
+        """Give up the map. If layouts or strings still use it, it goes when the last of them does."""
+        self._data = None
+        with suppress(BufferError):  # views are alive, and hold the map themselves
+            self._map.close()
+
+    def __enter__(self) -> GGUF:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<GGUF {self.path}: {len(self.metadata)} keys, {len(self.tensors)} tensors, {self.size} bytes>"
+
+    def _refuse_splits(self) -> None:
+        parts = self.metadata.get_int("split.count", 1)
+        if parts > 1:
+            number = self.metadata.get_int("split.no", 0) + 1
+            raise BadModelFile(
+                f"{self.path} is part {number} of {parts} (key 'split.count'): split models are not supported",
+                cure="merge the parts into one file",
+            )
+
+
+def describe(gguf: GGUF) -> dict[str, object]:
+    """What `quire show` tells about a file. A key that the file does not have is None; text is safe to print."""
+    meta = gguf.metadata
+    arch = meta.get_str("general.architecture", None)
+
+    def text(key: str) -> str | None:
+        value = meta.get_str(key, None)
+        return None if value is None else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def number(key: str) -> int | list[int] | None:
+        value = meta.get(f"{arch}.{key}")
+        if isinstance(value, np.ndarray):  # one per layer
+            return sorted({int(v) for v in meta.get_array(f"{arch}.{key}", kinds="iu")})
+        return meta.get_int(f"{arch}.{key}", None)
+
+    by_type: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for info in gguf.tensors.values():
+        by_type[info.type] += info.nbytes
+        elements[info.type] += info.elements
+    tokens = meta.get_strings("tokenizer.ggml.tokens", None)
+    weights = sum(by_type.values())
+    parameters = sum(elements.values())
+    return {
+        "name": text("general.name"),
+        "architecture": text("general.architecture"),
+        "parameters": parameters,
+        "size": gguf.size,
+        "weights": weights,
+        "bits_per_weight": round(8 * weights / parameters, 2) if parameters else None,
+        "types": dict(by_type.most_common()),  # bytes by type, largest first
+        "tensors": len(gguf.tensors),
+        "context_length": number("context_length"),
+        "layers": number("block_count"),
+        "embedding_length": number("embedding_length"),
+        "feed_forward_length": number("feed_forward_length"),
+        "heads": number("attention.head_count"),
+        "kv_heads": number("attention.head_count_kv"),
+        "experts": number("expert_count"),
+        "vocabulary": None if tokens is None else len(tokens),
+        "tokenizer": text("tokenizer.ggml.model"),
+        "pre_tokenizer": text("tokenizer.ggml.pre"),
+        "chat_template": "tokenizer.chat_template" in meta,
+        "license": text("general.license"),
+        "gguf_version": gguf.version,
+        "alignment": gguf.alignment,
+    }
