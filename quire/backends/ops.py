@@ -4,9 +4,9 @@ A model combines tensors only through `Ops`, so a run of its `forward` is a prog
 it goes, the native backend records it once and replays it, the CUDA backend launches or captures it. Tensors are
 two-dimensional, [rows, width]; a vector weight is [width]. There is no data-dependent control flow.
 
-`TABLE` describes each op: one sentence of semantics, generated inputs and a tolerance. The conformance test
-(`tests/unit/backends/test_conformance.py`) runs every case on every backend against the reference; a new op is not done
-before its row is here.
+`TABLE` names each op with its shapes and the error it may show; `cases.py` generates its inputs. The conformance test
+(`tests/unit/backends/test_conformance.py`) is made from the two and runs every case on every backend against the
+reference; a new op is not done before its row is here.
 """
 
 from __future__ import annotations
@@ -80,6 +80,31 @@ class Ops(Protocol):
     def take(self, x: Tensor, rows: Tensor) -> Tensor:
         """The rows of x named by `rows`. [T, d], [L] -> [L, d]"""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A row of the table. `cases` of cases.py is `<name>_cases`."""
+
+    name: str
+    shapes: str
+    tolerance: str
+
+
+TABLE: tuple[Op, ...] = (
+    Op("embed", "ids [T], table [V, d] -> [T, d]", "exact"),
+    Op("rms_norm", "x [T, d], weight [d] -> [T, d]", "2e-6 relative"),
+    Op(
+        "linear",
+        "x [T, k], weight [n, k], bias [n] -> [T, n]",
+        "float32 sums; for Affine weights also half an int8 step of x per 32 columns",
+    ),
+    Op("add", "[T, d], [T, d] -> [T, d]", "exact"),
+    Op("rope", "x [T, heads * D], pos [T] -> same", "4e-6 absolute for unit inputs"),
+    Op("attention", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs, KV in float16"),
+    Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
+    Op("take", "x [T, d], rows [L] -> [L, d]", "exact"),
+)
 
 
 Forward: TypeAlias = Callable[[Ops, Batch, Mapping[str, Tensor]], Tensor]

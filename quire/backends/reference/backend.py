@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from quire.backends.batch import I32, Batch
-from quire.backends.ops import KV, Forward
+from quire.backends.ops import KV, TABLE, Forward
 from quire.layouts import Dense, Floats, Layout, Rope
 
 
@@ -131,5 +131,4 @@ class ReferenceBackend:
         return "reference (numpy)"
 
     def implementations(self) -> dict[str, str]:
-        names = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
-        return dict.fromkeys(names, "numpy")
+        return {op.name: "numpy" for op in TABLE}

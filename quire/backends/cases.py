@@ -1,0 +1,224 @@
+"""Inputs for the conformance test: for each op, small programs with generated inputs and the error they may show.
+
+A case runs the same program over the same steps on two backends. The bound is what the op table allows: rounding of
+float32 sums, and for quantized weights the rounding of activations to int8, which is computed, not guessed:
+|error| <= sum over groups of (half a step of the activation) * (sum of |w| in the group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.backends.batch import Batch
+from quire.backends.ops import KV, Forward, Ops, Tensor
+from quire.layouts import Affine, Dense, Floats, Layout, Rope
+
+NO_KV = KV(layers=1, pages=1, page_size=16, kv_heads=1, head_dim=16)
+MakeWeight = Callable[[int, int, np.random.Generator], Layout]
+ROUND = float(np.finfo(np.float32).eps)
+
+
+@dataclass(slots=True)
+class Step:
+    """One run: its batch, its inputs, and the absolute error allowed for each element of the output."""
+
+    batch: Batch
+    inputs: dict[str, Floats]
+    bound: Callable[[Floats], Floats | float]
+
+
+@dataclass(slots=True)
+class Case:
+    """A program with the steps to run it over."""
+
+    name: str
+    forward: Forward
+    steps: list[Step]
+    widths: dict[str, int] = field(default_factory=dict)
+    kv: KV = NO_KV
+
+
+def single(tokens: int, ids: np.ndarray | None = None, start: int = 0) -> Batch:
+    """One sequence of that many tokens, all of them wanted, in page 0 onward."""
+    pages = -(-(start + tokens) // 16)
+    return ragged([(start, tokens, list(range(pages)))], ids=ids)
+
+
+def ragged(rows: list[tuple[int, int, list[int]]], ids: np.ndarray | None = None) -> Batch:
+    """A batch of (first position, tokens, page row) sequences."""
+    pos = np.concatenate([np.arange(start, start + n) for start, n, _ in rows]).astype(np.int32)
+    write = np.concatenate(
+        [np.array([row[p // 16] * 16 + p % 16 for p in range(start, start + n)]) for start, n, row in rows]
+    ).astype(np.int32)
+    table = np.full((len(rows), max(len(row) for _, _, row in rows)), -1, np.int32)
+    for b, (_, _, row) in enumerate(rows):
+        table[b, : len(row)] = row
+    total = pos.size
+    return Batch(
+        ids=np.zeros(total, np.int32) if ids is None else ids.astype(np.int32),
+        pos=pos,
+        q_start=np.cumsum([0] + [n for _, n, _ in rows]).astype(np.int32),
+        kv_len=np.array([start + n for start, n, _ in rows], np.int32),
+        pages=table,
+        write=write,
+        logit_rows=np.arange(total, dtype=np.int32),
+    )
+
+
+def floats(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Floats:
+    return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+
+def embed_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Rows of a table of every format; exact."""
+    for label, make in weights.items():
+        table = make(37, 256, rng)
+
+        def forward(ops: Ops, batch: Batch, _: Mapping[str, Tensor], table: Layout = table) -> Tensor:
+            return ops.embed(batch.ids, table)
+
+        ids = rng.permutation(37)
+        yield Case(f"embed-{label}", forward, [Step(single(37, ids), {}, lambda _: 0.0)])
+
+
+def linear_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Every format, with row counts around the tile sizes, odd column counts, and columns that are zero or huge."""
+    for label, make in weights.items():
+        for n, k in ((64, 256), (50, 768)):
+            weight, bias = make(n, k, rng), Dense(floats(rng, n), "f32")
+
+            def forward(
+                ops: Ops, _: Batch, inputs: Mapping[str, Tensor], weight: Layout = weight, bias: Dense = bias
+            ) -> Tensor:
+                return ops.linear(inputs["x"], weight, bias)
+
+            steps = []
+            for tokens in (1, 2, 5, 16, 33):
+                x = floats(rng, tokens, k)
+                x[:, :32] = 0.0
+                x[0, 40] = 1000.0
+                steps.append(Step(single(tokens), {"x": x}, linear_bound(weight, x)))
+            yield Case(f"linear-{label}-{n}x{k}", forward, steps, {"x": k})
+
+
+def linear_bound(weight: Layout, x: Floats) -> Callable[[Floats], Floats]:
+    """The error a product may show: float32 sums, plus int8 activations when the weight is quantized."""
+    w = np.abs(weight.dequantize().astype(np.float64))
+    error = (np.abs(x).astype(np.float64) @ w.T) * (4 * np.sqrt(x.shape[1]) * ROUND)
+    if isinstance(weight, Affine):
+        grouped = np.abs(x.reshape(x.shape[0], -1, 32)).max(axis=-1) / 127.0  # [M, groups], one step of x
+        sums = w.reshape(w.shape[0], -1, 32).sum(axis=-1)  # [N, groups]
+        error = error + (grouped.astype(np.float64) * 0.5001) @ sums.T
+    return lambda _: (error + 1e-6).astype(np.float32)
+
+
+def relative(tolerance: float) -> Callable[[Floats], Floats]:
+    """Allowed error in proportion to each value, with a floor for values near zero."""
+    return lambda expected: tolerance * np.abs(expected) + tolerance * 1e-2
+
+
+def rms_norm_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Widths off the vector size, tiny and large rows, a row of zeros."""
+    for width in (64, 576, 72):
+        weight = Dense(floats(rng, width), "f32")
+
+        def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor], weight: Dense = weight) -> Tensor:
+            return ops.rms_norm(inputs["x"], weight, 1e-5)
+
+        x = floats(rng, 7, width)
+        x[1] *= 1e-4
+        x[2] *= 1e4
+        x[3] = 0.0
+        yield Case(f"rms_norm-{width}", forward, [Step(single(7), {"x": x}, relative(2e-6))], {"x": width})
+
+
+def add_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Exact."""
+
+    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.add(inputs["a"], inputs["b"])
+
+    for tokens, width in ((1, 64), (5, 72)):
+        inputs = {"a": floats(rng, tokens, width), "b": floats(rng, tokens, width)}
+        yield Case(
+            f"add-{tokens}x{width}", forward, [Step(single(tokens), inputs, lambda _: 0.0)], {"a": width, "b": width}
+        )
+
+
+def swiglu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """The whole range of the exponential, both tails included."""
+
+    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.swiglu(inputs["gate"], inputs["up"])
+
+    gate = floats(rng, 4, 208, scale=4.0)
+    gate[0, :8] = [0.0, -0.0, 80.0, -80.0, 120.0, -120.0, 1e-30, -1e-30]
+    inputs = {"gate": gate, "up": floats(rng, 4, 208)}
+    step = Step(single(4), inputs, lambda expected: 2e-6 * np.abs(expected) + 1e-30)
+    yield Case("swiglu", forward, [step], {"gate": 208, "up": 208})
+
+
+def rope_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Both pairings, partial rotation, a magnitude, and positions far out."""
+    for pairs in (True, False):
+        for dim, head, magnitude in ((64, 64, 1.0), (32, 64, 1.2), (80, 80, 1.0)):
+            freq = (1.0 / 10000.0 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
+            rope = Rope(frequencies=freq, dim=dim, pairs=pairs, magnitude=magnitude)
+
+            def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor], rope: Rope = rope) -> Tensor:
+                return ops.rope(inputs["x"], batch.pos, rope, 3)
+
+            steps = [
+                Step(single(6, start=start), {"x": floats(rng, 6, 3 * head)}, lambda _: 4e-6) for start in (0, 1000)
+            ]
+            kv = KV(layers=1, pages=64, page_size=16, kv_heads=1, head_dim=16)
+            yield Case(f"rope-{'pairs' if pairs else 'half'}-{dim}of{head}", forward, steps, {"x": 3 * head}, kv)
+
+
+def take_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Some rows, not in order of importance; exact."""
+
+    def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.take(inputs["x"], batch.logit_rows)
+
+    batch = single(9)
+    batch.logit_rows = np.array([0, 3, 8], np.int32)
+    yield Case("take", forward, [Step(batch, {"x": floats(rng, 9, 72)}, lambda _: 0.0)], {"x": 72})
+
+
+def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Prefill, chunks, decode and a mix of them, over shuffled pages, with several head shapes."""
+    for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 2, 256), (6, 2, 24)):
+        kv = KV(layers=2, pages=24, page_size=16, kv_heads=kv_heads, head_dim=dim)
+        scale = dim**-0.5
+
+        def forward(
+            ops: Ops, batch: Batch, inputs: Mapping[str, Tensor], heads: int = heads, scale: float = scale
+        ) -> Tensor:
+            return ops.attention(inputs["q"], inputs["k"], inputs["v"], batch, layer=1, heads=heads, scale=scale)
+
+        pages = [int(p) for p in rng.permutation(24)]
+        a, b, c = pages[:6], pages[6:12], pages[12:18]
+        batches = [
+            ragged([(0, 37, a), (0, 1, b)]),  # two prefills, one of a single token
+            ragged([(37, 1, a), (1, 20, b), (0, 5, c)]),  # decode, a chunk and a new one together
+            ragged([(38, 1, a), (21, 1, b), (5, 60, c)]),
+            ragged([(39, 1, a), (22, 1, b), (65, 1, c)]),
+        ]
+        steps = [
+            Step(
+                batch,
+                {
+                    "q": floats(rng, batch.tokens, heads * dim, scale=2.0),
+                    "k": floats(rng, batch.tokens, kv_heads * dim),
+                    "v": floats(rng, batch.tokens, kv_heads * dim),
+                },
+                lambda _: 2e-5,
+            )
+            for batch in batches
+        ]
+        widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+        yield Case(f"attention-{heads}of{kv_heads}x{dim}", forward, steps, widths, kv)

@@ -1,0 +1,145 @@
+"""The house holds: imports go one way, there are no cycles, and what must not be imported is not.
+
+Rooms are listed from the roof down; a file may import from its own room and from rooms below it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "quire"
+ROOMS = (
+    "cli",
+    "llm",
+    "fleet",
+    "server",
+    "chat",
+    "engine",
+    "cache",
+    "runner",
+    "models",
+    "weights",
+    "formats",
+    "backends",
+    "layouts",
+    "observe",
+    "config",
+)
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imports(path: Path, *, top_only: bool = False) -> list[str]:
+    """Modules of this package that a file imports, as full names. Type-checking-only imports count too."""
+    found = []
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.append(full if full in MODULES else str(node.module))
+    return found
+
+
+def room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "quire" and len(parts) > 1 else None
+
+
+def test_every_file_is_in_a_room():
+    strays = [str(p.relative_to(ROOT)) for m, p in MODULES.items() if m != "quire" and room(m) not in ROOMS]
+    assert not strays, f"not in a known room: {strays}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "quire"])
+def test_imports_go_down(module: str):
+    here = ROOMS.index(room(module) or "")
+    for target in imports(MODULES[module]):
+        if target == "quire" or not target.startswith("quire."):
+            continue
+        there = ROOMS.index(room(target) or "")
+        assert there >= here, f"{module} imports {target}, which is above it"
+
+
+def test_no_import_cycles():
+    graph = {m: [t for t in imports(p, top_only=True) if t in MODULES and t != m] for m, p in MODULES.items()}
+    state: dict[str, int] = {}
+
+    def visit(module: str, trail: list[str]) -> None:
+        if state.get(module) == 2:
+            return
+        assert state.get(module) != 1, f"cycle: {' -> '.join([*trail[trail.index(module) :], module])}"
+        state[module] = 1
+        for target in graph[module]:
+            visit(target, [*trail, module])
+        state[module] = 2
+
+    for module in graph:
+        visit(module, [])
+
+
+def test_the_environment_is_read_in_one_file():
+    for path in FILES:
+        if path == PACKAGE / "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
+                pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno} reads the environment")
+
+
+def test_nothing_unpickles_or_needs_torch():
+    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch", "transformers"}
+    for path in FILES:
+        for target in imports(path):
+            assert target.split(".")[0] not in banned, f"{path.relative_to(ROOT)} imports {target}"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_cpu_path_loads_no_torch_and_no_server():
+    """What `quire run` loads before its first token."""
+    out = run_python(
+        "import sys, quire.engine.inprocess, quire.engine.build, quire.chat.completer, quire.models, quire.llm\n"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    loaded = set(out.split())
+    assert not loaded & {"torch", "transformers", "fastapi", "uvicorn", "pydantic", "prometheus_client"}
+
+
+def test_configuration_stays_small():
+    """At most 60 fields and 10 environment variables."""
+    tree = ast.parse((PACKAGE / "config.py").read_text())
+    fields = [
+        node
+        for cls in tree.body
+        if isinstance(cls, ast.ClassDef)
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign)
+    ]
+    assert len(fields) <= 60
+    from dataclasses import fields as dataclass_fields
+
+    from quire.config import Environment
+
+    assert len(dataclass_fields(Environment)) <= 10

@@ -1,0 +1,90 @@
+"""Every op of the table, on every backend, against the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from quire.backends import cases
+from quire.backends.ops import TABLE, open_backend
+from quire.layouts import Affine, Dense, Layout
+
+BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+
+
+def blocks(name: str):
+    """Random blocks of a format, with scales that are numbers of ordinary size."""
+
+    def make(n: int, k: int, rng: np.random.Generator) -> Layout:
+        codec = importlib.import_module(f"quire.formats.{name}").CODEC
+        data = rng.integers(0, 256, (n, k // codec.block, codec.nbytes), dtype=np.uint8)
+        for scale in (codec.scale, codec.bias):
+            if scale is not None:
+                half = rng.uniform(-0.02, 0.02, (n, k // codec.block)).astype("<f2")
+                data[..., scale.at : scale.at + 2] = half[..., None].view(np.uint8)
+        return Affine(data.reshape(n, -1), codec)
+
+    return make
+
+
+def dense(dtype: str):
+    def make(n: int, k: int, rng: np.random.Generator) -> Layout:
+        values = (rng.standard_normal((n, k)) * 0.05).astype(np.float32)
+        if dtype == "f16":
+            return Dense(values.astype(np.float16), dtype)
+        if dtype == "bf16":
+            return Dense((values.view(np.uint32) >> 16).astype(np.uint16), dtype)
+        return Dense(values, dtype)
+
+    return make
+
+
+WEIGHTS = {name: blocks(name) for name in BLOCK_FORMATS} | {t: dense(t) for t in ("f32", "f16", "bf16")}
+
+
+def native_variants() -> list[tuple[str, str | None, int]]:
+    if importlib.util.find_spec("quire.backends.native._native") is None:
+        return []
+    from quire.backends.native import available
+
+    return [("native", isa, threads) for isa in available() for threads in (1, 2)]
+
+
+VARIANTS = native_variants()
+
+
+def all_cases():
+    for op in TABLE:
+        rng = np.random.default_rng([ord(c) for c in op.name])
+        yield from getattr(cases, f"{op.name}_cases")(WEIGHTS, rng)
+
+
+CASES = list(all_cases())
+
+
+def test_the_native_backend_is_built():
+    assert VARIANTS, "quire.backends.native._native is missing: build it with `pip install -e .`"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_conformance(case: cases.Case, variant: tuple[str, str | None, int]):
+    name, isa, threads = variant
+    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
+    oracle = open_backend("reference").compile(case.forward, **limits)
+    program = open_backend(name, threads=threads, isa=isa).compile(case.forward, **limits)
+    for i, step in enumerate(case.steps):
+        expected = oracle.run(step.batch, step.inputs)
+        got = program.run(step.batch, step.inputs)
+        assert got.shape == expected.shape
+        error = np.abs(got.astype(np.float64) - expected)
+        bound = np.broadcast_to(step.bound(expected), error.shape)
+        assert (error <= bound).all(), f"step {i}: error {error.max():g}, worst {np.max(error / (bound + 1e-30)):.2f}x"
+
+
+def test_every_backend_implements_the_table():
+    for name, isa, threads in [("reference", None, 1), *VARIANTS]:
+        implementations = open_backend(name, threads=threads, isa=isa).implementations()
+        assert set(implementations) == {op.name for op in TABLE}
