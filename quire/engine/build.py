@@ -1,0 +1,212 @@
+"""From a configuration to an engine that can run: file, model, memory, backend, scheduler, runner, in that order.
+
+Everything decided on the way is a line in `EngineInfo.decisions`; nothing is printed here. What cannot be honoured as asked
+(a context the model was not made for, a pool that is not there) is refused before any weight is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.backends.ops import Backend, open_backend
+from quire.cache.pool import Pool
+from quire.cache.prefix_tree import PrefixTree
+from quire.config import (
+    PAGE_SIZE,
+    EngineConfig,
+    Environment,
+    available_memory,
+    parse_size,
+    resolve_pool,
+    resolve_threads,
+)
+from quire.engine.engine import Engine
+from quire.engine.limits import standard
+from quire.engine.scheduler import Scheduler
+from quire.engine.types import EngineInfo
+from quire.layouts import Layout
+from quire.models import Model, load
+from quire.observe.errors import BadRequest, Unsupported
+from quire.runner.runner import Runner
+from quire.weights.gguf import GGUF
+
+EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
+
+Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything, and the sentences that say why."""
+
+    context: int
+    pages: int
+    lines: list[str]
+
+
+def build_engine(
+    config: EngineConfig, env: Environment, progress: Progress | None = None, gguf: GGUF | None = None
+) -> tuple[Engine, EngineInfo]:
+    """Load the model and make it ready. `gguf` is the file when the caller has it open already."""
+    watch = _Watch()
+    _check(config)
+    gguf = gguf or GGUF.open(config.path)
+    watch.lap("file")
+    model = load(gguf)
+    sizes = resolve_sizes(config, env, model, available_memory())
+    kv = model.kv(sizes.pages, PAGE_SIZE)
+    watch.lap("model")
+    threads, threads_line = resolve_threads(config.threads, env)
+    backend = _open(config, env, threads)
+    watch.lap("backend")
+
+    def packed(layout: Layout, done: int, total: int) -> None:
+        model.release(layout)
+        if progress is not None:
+            progress(done, total)
+
+    max_rows = config.max_seqs + EXTRA_ROWS
+    program = backend.compile(
+        model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
+    )
+    watch.lap("weights")
+    scheduler = Scheduler(
+        PrefixTree(Pool(sizes.pages), PAGE_SIZE),
+        slots=config.max_seqs,
+        budget=config.max_batch_tokens,
+        context=sizes.context,
+        draw=lambda: secrets.randbits(63),
+        limits=standard(max_rows),
+        prefix_cache=config.prefix_cache,
+    )
+    runner = Runner(
+        program,
+        kv=kv,
+        vocab_size=model.config.vocab_size,
+        max_seqs=config.max_seqs,
+        max_tokens=config.max_batch_tokens,
+        max_context=sizes.context,
+        max_rows=max_rows,
+        overlap=config.depth > 0,
+    )
+    watch.lap("engine")
+    weight_bytes = sum(info.nbytes for info in gguf.tensors.values())
+    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
+    lines = [
+        f"model: {name}, architecture {model.config.architecture}, {weight_bytes / 2**20:.0f} MiB of weights",
+        *model.notes,
+        f"backend: {backend.describe()}",
+        threads_line,
+        *sizes.lines,
+        f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
+        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {config.depth}",
+        watch.line(),
+    ]
+    info = EngineInfo(
+        model=name,
+        architecture=model.config.architecture,
+        vocab_size=model.config.vocab_size,
+        context=sizes.context,
+        max_seqs=config.max_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        pages=sizes.pages,
+        page_size=PAGE_SIZE,
+        backend=backend.describe(),
+        weight_bytes=weight_bytes,
+        kv_bytes=kv.nbytes,
+        load_seconds=watch.total,
+        decisions=lines,
+    )
+    return Engine(scheduler, runner, config.depth), info
+
+
+def resolve_sizes(config: EngineConfig, env: Environment, model: Model, available: int) -> Sizes:
+    """The context and the KV pool. Pure; refuses what was asked for and cannot be."""
+    trained = model.config.context
+    if config.context is not None and config.context > trained:
+        raise BadRequest(
+            f"a context of {config.context} was asked for: the model was made for {trained}",
+            param="context",
+            cure=f"ask for at most {trained}",
+        )
+    context = config.context or trained
+    asked = config.kv_memory
+    if asked is None and env.kv_memory is not None:
+        try:
+            asked = parse_size(env.kv_memory)
+        except ValueError as e:
+            raise BadRequest(f"QUIRE_KV_MEMORY: {e}", param="kv_memory") from None
+    if asked is not None and asked > available:
+        raise BadRequest(
+            f"{asked / 2**20:.0f} MiB were asked for as KV memory: {available / 2**20:.0f} MiB are available",
+            param="kv_memory",
+            cure="ask for less, or leave it out",
+        )
+    page_bytes = model.kv(1, PAGE_SIZE).page_bytes
+    if asked is not None and asked < page_bytes:
+        raise BadRequest(
+            f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}",
+            param="kv_memory",
+        )
+    pages, line = resolve_pool(asked, available, page_bytes, context, config.max_seqs)
+    holds = pages * PAGE_SIZE
+    if config.context is not None and holds < config.context:
+        raise BadRequest(
+            f"a context of {config.context} was asked for: the KV pool of {pages * page_bytes / 2**20:.0f} MiB "
+            f"holds {holds} tokens",
+            param="context",
+            cure=f"give it {-(-config.context // PAGE_SIZE) * page_bytes / 2**20:.0f} MiB of KV memory",
+        )
+    if config.context is not None:
+        why = f"asked for; the model was made for {trained}"
+    else:
+        why = "what the model was made for" if holds >= context else f"what the KV pool holds; the model: {trained}"
+    return Sizes(min(context, holds), pages, [line, f"context: {min(context, holds)} tokens ({why})"])
+
+
+def _check(config: EngineConfig) -> None:
+    """Numbers that could never work."""
+    for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise BadRequest(f"{name} is {value}: it must be at least 1", param=name)
+    if config.max_waiting < 0:
+        raise BadRequest(f"max_waiting is {config.max_waiting}: it must not be negative", param="max_waiting")
+    if not 0 <= config.depth <= 8:
+        raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")
+
+
+def _open(config: EngineConfig, env: Environment, threads: int) -> Backend:
+    try:
+        return open_backend(config.backend, threads=threads, isa=config.isa or env.isa)
+    except ValueError as e:
+        raise BadRequest(str(e), param="backend") from None
+    except ImportError as e:
+        raise Unsupported(
+            f"the {config.backend} backend cannot be loaded here: {e}",
+            cure="install the package so that it is built, or use --backend reference (slow)",
+        ) from e
+
+
+class _Watch:
+    """Splits the load time into laps that add up."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._laps: list[tuple[str, float]] = []
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps.append((name, now - self._last))
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._start
+
+    def line(self) -> str:
+        parts = ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in self._laps)
+        return f"loaded in {self.total * 1000:.0f} ms: {parts}"

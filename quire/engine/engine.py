@@ -1,0 +1,206 @@
+"""The loop: plan, forward, sample, collect. One for CPU and GPU, in whatever process or thread a client runs it.
+
+`depth` is how many steps may be in flight when the next one is planned: 0 is exact and traceable, more overlaps host work
+with the device. The engine owns the clock (the scheduler has none): it stamps receipts and enforces deadlines.
+It decides nothing else, knows no feature, and keeps going when a step fails: that step's requests end in errors.
+
+    add ──► scheduler.plan ──► runner.forward ──► runner.sample ──► [ticket, ticket]  ──► scheduler.commit ──► events
+                                                                     up to `depth`
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats
+from quire.observe.errors import QuireError
+from quire.runner.plan import Plan, Result, Row
+
+STALL = 8  # steps in a row without a plan, a result or an event: no scheduler needs that many to sort itself out
+
+log = logging.getLogger("quire.engine")
+
+
+class Ticket(Protocol):
+    """A step whose results are on their way."""
+
+    def result(self) -> Result:
+        """Wait for them."""
+        ...
+
+
+class Steps(Protocol):
+    """What the loop needs of a runner."""
+
+    def forward(self, plan: Plan) -> Any: ...
+    def sample(self, pending: Any) -> Ticket: ...
+
+
+class Schedules(Protocol):
+    """What the loop needs of a scheduler."""
+
+    admitted: list[str]  # ids that are in a plan for the first time, in the newest one
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> int: ...
+    def abort(self, request_id: str) -> list[Event]: ...
+    def plan(self) -> Plan | None: ...
+    def commit(self, plan: Plan, result: Result) -> list[Event]: ...
+    def stats(self) -> Stats: ...
+
+
+@dataclass(slots=True)
+class _Times:
+    """When a request reached its stations; -1 is not yet."""
+
+    arrived: float
+    admitted: float = -1.0
+    first: float = -1.0
+
+
+class Engine:
+    """Scheduler and runner, turned by `step`. Used from one thread."""
+
+    def __init__(
+        self, scheduler: Schedules, runner: Steps, depth: int = 0, *, clock: Callable[[], float] = time.monotonic
+    ):
+        self.depth = depth
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._flight: deque[tuple[Plan, Ticket]] = deque()
+        self._times: dict[str, _Times] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._idle_steps = 0
+        self._owed: list[Event] = []  # made outside of step
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._owed or self._flight) or self._scheduler.has_work
+
+    def stats(self) -> Stats:
+        """A snapshot."""
+        return self._scheduler.stats()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that cannot be honoured gets its error event from the next step."""
+        if request.id in self._times:
+            # Not an event: it would end the other request of that name.
+            log.error("request id %r is already running: the second one is ignored", request.id)
+            return
+        now = self._clock()
+        try:
+            self._scheduler.add(request)
+        except QuireError as e:
+            receipt = Receipt(prompt_tokens=len(request.tokens))
+            self._owed.append(Event(id=request.id, finish=FINISH_ERROR, error=str(e), receipt=receipt))
+            return
+        self._times[request.id] = _Times(now)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
+
+    def abort(self, request_id: str, error: str | None = None) -> None:
+        """Let a request go; its last event comes from the next step. Unknown ids have finished already."""
+        if request_id not in self._times:
+            return
+        events = self._scheduler.abort(request_id)
+        if error is not None:
+            events = [msgspec.structs.replace(e, error=error) if e.finish == FINISH_ABORT else e for e in events]
+        self._owed += self._stamp(events)
+
+    def step(self) -> list[Event]:
+        """One iteration: start a step if one can be planned, finish one if it is time to."""
+        self._expire()
+        events, self._owed = self._owed, []
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._start(plan, events)
+        if self._flight and (plan is None or len(self._flight) > self.depth):
+            events += self._collect()
+        elif plan is None and not events and self._scheduler.has_work:
+            self._idle_steps += 1
+            if self._idle_steps >= STALL:
+                return self._stalled()
+            return events
+        self._idle_steps = 0
+        return events
+
+    def _start(self, plan: Plan, events: list[Event]) -> None:
+        """Send a step on its way; one that cannot start ends its requests in errors."""
+        if self._scheduler.admitted:
+            now = self._clock()
+            for request_id in self._scheduler.admitted:
+                self._times[request_id].admitted = now
+        try:
+            ticket = self._runner.sample(self._runner.forward(plan))
+        except Exception as e:
+            # Commits are in order: what is in flight comes before the failure.
+            while self._flight:
+                events += self._collect()
+            events += self._stamp(self._scheduler.commit(plan, _failed(plan, e)))
+            return
+        self._flight.append((plan, ticket))
+
+    def _collect(self) -> list[Event]:
+        """Finish the oldest step in flight."""
+        plan, ticket = self._flight.popleft()
+        try:
+            result = ticket.result()
+        except Exception as e:
+            result = _failed(plan, e)
+        return self._stamp(self._scheduler.commit(plan, result))
+
+    def _stalled(self) -> list[Event]:
+        """Work, but no plan and nothing in flight: a fault. Better an error for each request than a spinning loop."""
+        log.error("the scheduler has work and plans nothing: failing %d requests", len(self._times))
+        events: list[Event] = []
+        for request_id in list(self._times):
+            for event in self._scheduler.abort(request_id):
+                text = "the engine could not make progress with this request"
+                events.append(msgspec.structs.replace(event, finish=FINISH_ERROR, error=text))
+        return self._stamp(events)
+
+    def _expire(self) -> None:
+        """Abort what is past its deadline."""
+        while self._deadlines and (self._deadlines[0][1] not in self._times or self._deadlines[0][0] <= time.time()):
+            self.abort(heapq.heappop(self._deadlines)[1], "deadline passed")
+
+    def _stamp(self, events: list[Event]) -> list[Event]:
+        """Put times on receipts. They are differences of the same four readings, so they add up."""
+        now = self._clock()
+        for i, event in enumerate(events):
+            times = self._times.get(event.id)
+            if times is None:
+                continue
+            if event.tokens and times.first < 0:
+                times.first = now
+            if event.finish is None:
+                continue
+            del self._times[event.id]
+            admitted = times.admitted if times.admitted >= 0 else now
+            first = times.first if times.first >= 0 else now
+            receipt = msgspec.structs.replace(
+                event.receipt or Receipt(),
+                queue_seconds=admitted - times.arrived,
+                prefill_seconds=first - admitted,
+                decode_seconds=now - first,
+            )
+            events[i] = msgspec.structs.replace(event, receipt=receipt)
+        return events
+
+
+def _failed(plan: Plan, error: Exception) -> Result:
+    """The result of a step that did not happen."""
+    log.error("step %d failed", plan.step, exc_info=error)
+    text = f"the step that computed this request failed: {type(error).__name__}: {error}"
+    return Result(rows=[Row(accepted=0, error=text) for _ in plan.work])

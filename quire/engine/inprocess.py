@@ -1,0 +1,158 @@
+"""An engine in this process, on one background thread. For `quire run`, the library, and tests.
+
+Requests go in through a list under a condition; the thread sleeps on that condition when it has nothing to do. Events go
+back to whichever asyncio loop asked: several loops, in several threads, may share one client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+
+from quire.config import EngineConfig, Environment
+from quire.engine.engine import Engine
+from quire.engine.pending import Pending
+from quire.engine.types import EngineInfo, Event, Request, Stats
+from quire.observe.errors import EngineDead, QuireError, Unavailable
+
+Builder = Callable[..., tuple[Engine, EngineInfo]]
+
+
+class InProcessClient:
+    """An EngineClient whose engine lives on a thread of this process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        env: Environment | None = None,
+        build: Builder | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        self._config = config
+        self._env = env
+        self._build = build
+        self._progress = progress
+        self._pending = Pending(config.max_seqs + config.max_waiting)
+        self._wake = threading.Condition()
+        self._inbox: list[Request | str] = []  # a request, or the id of one to abort
+        self._thread: threading.Thread | None = None
+        self._loaded = threading.Event()  # set when loading ended, well or badly
+        self._stopping = False
+        self._info: EngineInfo | None = None
+        self._error: QuireError | None = None
+        self._stats = Stats()
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        return self._info is not None and self._error is None and not self._stopping
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        return self._pending.events(request, self._submit, self.abort)
+
+    def abort(self, request_id: str) -> None:
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify()
+
+    def begin(self) -> None:
+        """Start loading, without waiting for it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._life, name="quire-engine", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> EngineInfo:
+        """Load, and block this thread until that is done."""
+        self.begin()
+        self._loaded.wait()
+        if self._error is not None:
+            raise self._error
+        if self._info is None:
+            raise Unavailable("the engine was closed before it had loaded")
+        return self._info
+
+    async def start(self) -> EngineInfo:
+        self.begin()
+        return await asyncio.get_running_loop().run_in_executor(None, self.wait)
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        with self._wake:
+            self._stopping = True
+        if drain_seconds > 0:
+            await self._pending.drained(drain_seconds)
+        thread = self.stop()
+        if thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+
+    def stop(self) -> threading.Thread | None:
+        """Abort what runs and tell the thread to end, without waiting for it."""
+        with self._wake:
+            self._stopping = True
+            self._inbox.extend(self._pending.ids())
+            self._wake.notify()
+        return self._thread
+
+    def _submit(self, request: Request) -> None:
+        with self._wake:
+            if self._error is not None:
+                raise EngineDead(str(self._error))
+            if self._stopping or self._info is None:
+                raise Unavailable("the engine is closed" if self._stopping else "the engine has not been started")
+            self._inbox.append(request)
+            self._wake.notify()
+
+    def _life(self) -> None:
+        engine: Engine | None = None
+        try:
+            engine = self._load()
+        except QuireError as e:
+            self._error = e
+        except Exception as e:  # a fault of ours: the caller gets it with its trace
+            self._error = QuireError(f"the engine could not start: {type(e).__name__}: {e}")
+            self._error.__cause__ = e
+        self._loaded.set()
+        if engine is None:
+            return
+        try:
+            self._serve(engine)
+        except Exception as e:
+            reason = f"the engine failed: {type(e).__name__}: {e}"
+            self._error = EngineDead(reason)
+            self._error.__cause__ = e
+            self._pending.fail(lambda: EngineDead(reason))
+
+    def _load(self) -> Engine:
+        build = self._build
+        if build is None:
+            from quire.engine.build import build_engine as build
+        engine, self._info = build(self._config, self._env or Environment.read(), progress=self._progress)
+        self._stats = engine.stats()
+        return engine
+
+    def _serve(self, engine: Engine) -> None:
+        """Step while there is work, sleep while there is none; stop when told and idle."""
+        while True:
+            with self._wake:
+                while not self._inbox and not engine.busy:
+                    if self._stopping:
+                        return
+                    self._wake.wait()
+                inbox, self._inbox = self._inbox, []
+            for item in inbox:
+                if isinstance(item, str):
+                    engine.abort(item)
+                else:
+                    engine.add(item)
+            if engine.busy:
+                events = engine.step()
+                self._stats = engine.stats()
+                if events:
+                    self._pending.deliver(events)
