@@ -183,11 +183,12 @@ class Transfer:
 
     def _past_the_end(self, reply: Reply) -> bool:
         total = (reply.get("Content-Range") or "").rpartition("/")[2]
-        if self.have and total.isdigit() and int(total) == self.have:
-            return True  # nothing was missing but the news
         if not self.have:
             raise DownloadFailed(f"{display(self.remote.url)} answered 416 to a request for the whole file")
-        self._restart("the remote file is shorter than what is here")
+        if total == str(self.have) and self.state.total in (None, self.have):
+            return True  # nothing was missing but the news
+        said = f"; it was {self.state.total:,} bytes before" if self.state.total else ""
+        self._restart(f"the remote file ends at or before what is here{said}")
         return False
 
     def _continues(self, reply: Reply) -> bool:

@@ -17,7 +17,7 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -116,7 +116,7 @@ class Store:
         """The manifest of `name`, or None."""
         try:
             data = self._manifest_path(look_up(name).name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as e:
             raise QuireError(f"cannot read the manifest of {name}: {e.strerror or e}") from e
@@ -411,7 +411,7 @@ class Store:
             ) from e
 
     @contextmanager
-    def _lock(self, key: str, waiting: object = None) -> Iterator[bool]:
+    def _lock(self, key: str, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
         """Hold the lock called `key`, against other processes and other threads alike; yields whether it waited.
 
         flock belongs to the open file, so each holder opens its own. Lock files stay: deleting one that another
@@ -432,7 +432,7 @@ class Store:
                 if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise QuireError(f"{self.home} is on a filesystem without locks: {e.strerror}") from e
                 waited = True
-                if callable(waiting):
+                if waiting is not None:
                     waiting()
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield waited

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from email.message import Message
+from functools import cache
 from typing import IO, Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urljoin, urlsplit
@@ -190,7 +191,7 @@ class Http:
 
     def _send(self, request: urllib.request.Request, url: str) -> Reply:
         try:
-            stream = self._opener().open(request, timeout=self.timeout)
+            stream = _opener(self.cafile).open(request, timeout=self.timeout)
             return Reply(stream.status, stream.headers, url, stream)
         except HTTPError as e:
             return Reply(e.code, e.headers, url, e)
@@ -199,14 +200,17 @@ class Http:
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise _unreachable(e, url) from e
 
-    def _opener(self) -> urllib.request.OpenerDirector:
-        context = ssl.create_default_context()
-        if self.cafile:
-            try:
-                context.load_verify_locations(self.cafile)
-            except (OSError, ssl.SSLError) as e:
-                raise DownloadFailed(f"cannot read the certificates in {self.cafile}: {_why(e)}") from e
-        return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _StayHere())
+
+@cache
+def _opener(cafile: str | None) -> urllib.request.OpenerDirector:
+    """Reading the system's certificates takes tens of milliseconds: once per process."""
+    context = ssl.create_default_context()
+    if cafile:
+        try:
+            context.load_verify_locations(cafile)
+        except (OSError, ssl.SSLError) as e:
+            raise DownloadFailed(f"cannot read the certificates in {cafile}: {_why(e)}") from e
+    return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _StayHere())
 
 
 def _next_hop(here: str, reply: Reply) -> str:
