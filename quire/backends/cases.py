@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Forward, Ops, Tensor
 from quire.layouts import Affine, Dense, Floats, Layout, Rope
 
 NO_KV = KV(layers=1, pages=1, page_size=16, kv_heads=1, head_dim=16)
+Bound = Callable[[Floats], npt.NDArray[np.floating] | float]  # allowed error, from the expected output
 MakeWeight = Callable[[int, int, np.random.Generator], Layout]
 ROUND = float(np.finfo(np.float32).eps)
 
@@ -27,7 +29,7 @@ class Step:
 
     batch: Batch
     inputs: dict[str, Floats]
-    bound: Callable[[Floats], Floats | float]
+    bound: Bound
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ def linear_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) ->
             yield Case(f"linear-{label}-{n}x{k}", forward, steps, {"x": k})
 
 
-def linear_bound(weight: Layout, x: Floats) -> Callable[[Floats], Floats]:
+def linear_bound(weight: Layout, x: Floats) -> Bound:
     """The error a product may show: float32 sums, plus int8 activations when the weight is quantized."""
     w = np.abs(weight.dequantize().astype(np.float64))
     error = (np.abs(x).astype(np.float64) @ w.T) * (4 * np.sqrt(x.shape[1]) * ROUND)
@@ -115,7 +117,7 @@ def linear_bound(weight: Layout, x: Floats) -> Callable[[Floats], Floats]:
     return lambda _: (error + 1e-6).astype(np.float32)
 
 
-def relative(tolerance: float) -> Callable[[Floats], Floats]:
+def relative(tolerance: float) -> Bound:
     """Allowed error in proportion to each value, with a floor for values near zero."""
     return lambda expected: tolerance * np.abs(expected) + tolerance * 1e-2
 

@@ -44,27 +44,27 @@ class Config:
     @classmethod
     def from_gguf(cls, gguf: GGUF, tensors: Tensors) -> Config:
         """Read and check the metadata; every number that is not possible is an error that names its key."""
-        arch = gguf.architecture
+        arch, meta = gguf.architecture, gguf.metadata
 
         def count(key: str, default: int | None = None, most: int = 1 << 24) -> int:
-            value = gguf.get_int(f"{arch}.{key}", default)
+            value = meta.get_int(f"{arch}.{key}") if default is None else meta.get_int(f"{arch}.{key}", default)
             if not 0 < value <= most:
                 raise BadModelFile(f"metadata {arch}.{key} is {value}: it must be between 1 and {most}")
             return value
 
         def number(key: str, default: float) -> float:
-            value = gguf.get_float(f"{arch}.{key}", default)
+            value = meta.get_float(f"{arch}.{key}", default)
             if not (math.isfinite(value) and value > 0):
                 raise BadModelFile(f"metadata {arch}.{key} is {value}: it must be a positive number")
             return value
 
-        if gguf.get_int(f"{arch}.expert_count", 0) > 0:
+        if meta.get_int(f"{arch}.expert_count", 0) > 0:
             raise Unsupported("mixture-of-experts models of the llama architecture are not supported yet")
         heads = count("attention.head_count", most=4096)
         width = count("embedding_length")
         kv_heads = count("attention.head_count_kv", heads, most=4096)
         head_dim = count("attention.key_length", max(1, width // heads), most=MAX_HEAD_DIM)
-        if gguf.get_int(f"{arch}.attention.value_length", head_dim) != head_dim:
+        if meta.get_int(f"{arch}.attention.value_length", head_dim) != head_dim:
             raise Unsupported("keys and values of different sizes are not supported by this architecture")
         rope_dim = count("rope.dimension_count", head_dim, most=MAX_HEAD_DIM)
         if heads % kv_heads:
@@ -72,7 +72,7 @@ class Config:
         if head_dim % 8 or rope_dim % 2 or rope_dim > head_dim:
             raise Unsupported(f"head size {head_dim} with {rope_dim} rotated dimensions is not supported")
         context = count("context_length", most=1 << 26)
-        window = gguf.get_int(f"{arch}.attention.sliding_window", 0)
+        window = meta.get_int(f"{arch}.attention.sliding_window", 0)
         return cls(
             architecture=arch,
             vocab_size=_vocabulary(gguf),
@@ -101,27 +101,27 @@ def _vocabulary(gguf: GGUF) -> int:
 
 
 def _scaling(gguf: GGUF, tensors: Tensors, rope_dim: int, context: int) -> Scaling:
-    arch = gguf.architecture
-    kind = gguf.get_str(f"{arch}.rope.scaling.type", "none")
+    arch, meta = gguf.architecture, gguf.metadata
+    kind = meta.get_str(f"{arch}.rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise Unsupported(f"rope scaling {kind!r} is not supported", cure="supported: none, linear, llama3, yarn")
-    factor = gguf.get_float(f"{arch}.rope.scaling.factor", 1.0)
+    factor = meta.get_float(f"{arch}.rope.scaling.factor", 1.0)
     if not (math.isfinite(factor) and factor > 0):
         raise BadModelFile(f"metadata {arch}.rope.scaling.factor is {factor}: it must be a positive number")
     factors = tensors.optional_vector("rope_freqs.weight", rope_dim // 2)
     divisors = factors.dequantize() if factors else None
     if divisors is not None and not (np.isfinite(divisors) & (divisors > 0)).all():
         raise BadModelFile("tensor 'rope_freqs.weight' holds divisors that are not positive numbers")
-    original = gguf.get_int(f"{arch}.rope.scaling.original_context_length", context)
+    original = meta.get_int(f"{arch}.rope.scaling.original_context_length", context)
     if kind == "yarn" and original <= 0:
         raise BadModelFile(f"metadata {arch}.rope.scaling.original_context_length is {original}")
-    attention = gguf.get_float(f"{arch}.rope.scaling.attn_factor", 0.0)
+    attention = meta.get_float(f"{arch}.rope.scaling.attn_factor", 0.0)
     return Scaling(
         kind=kind,
         factor=factor,
         original_context=original,
-        beta_fast=gguf.get_float(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=gguf.get_float(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=meta.get_float(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=meta.get_float(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=attention if attention > 0 else None,
         factors=divisors,
     )

