@@ -74,6 +74,8 @@ class ServerConfig:
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
     log_requests: bool = True
+    allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
+    cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
 
 
 def parse_size(text: str) -> int:

@@ -1,0 +1,231 @@
+"""Prometheus metrics: vLLM's names, types, labels and bucket edges, so that its boards and routers work unchanged.
+
+Takes plain numbers and a snapshot struct handed in from above; knows no engine, no HTTP framework, no request. Each
+Metrics has a registry of its own: two servers in one process do not mix. Names start with `quire_` only where vLLM has
+none. Gauges and engine counters are read when scraped, so an idle server does nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+BETWEEN_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+WHOLE_REQUEST = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+CHOICES = (1, 2, 5, 10, 20)
+LABELS = ("model_name", "engine")
+
+
+class Snapshot(Protocol):
+    """The engine's own counts, as `engine.types.Stats` has them."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def pages_total(self) -> int: ...
+    @property
+    def pages_used(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def prefix_queries(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+
+
+def one_two_five(limit: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to `limit`."""
+    edges = []
+    power = 1
+    while power <= limit:
+        edges += [power * m for m in (1, 2, 5) if power * m <= limit]
+        power *= 10
+    return edges
+
+
+class Metrics:
+    """What the HTTP process counts by itself, from its first moment."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._http = Counter(
+            "quire_http_requests", "HTTP requests by route and status.", ["route", "method", "status"], registry=self.registry
+        )
+        self._http_seconds = Histogram(
+            "quire_http_request_seconds", "From first byte in to last byte out.", ["route"], registry=self.registry
+        )
+
+    def http(self, route: str, method: str, status: int, seconds: float) -> None:
+        """One HTTP request ended. `route` is the route's pattern, never a client's path."""
+        self._http.labels(route, method, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def model(
+        self,
+        name: str,
+        *,
+        context: int,
+        page_size: int,
+        pages: int,
+        snapshot: Callable[[], Snapshot],
+        restarts: Callable[[], int] = lambda: 0,
+    ) -> ModelMetrics:
+        """Start counting for a model that became ready."""
+        self.registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts))
+        return ModelMetrics(self.registry, name, context)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """Per-request observations of one model. A request with n choices counts each as a sequence, as vLLM does."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, context: int):
+        tokens = one_two_five(context)
+
+        def histogram(suffix: str, what: str, edges: Iterable[float]) -> Histogram:
+            metric = Histogram(f"vllm:{suffix}", what, LABELS, buckets=tuple(edges), registry=registry)
+            return metric.labels(name, "0")
+
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
+        self._itl = histogram("inter_token_latency_seconds", "Between one token and the next.", BETWEEN_TOKENS)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Decode time per output token.", BETWEEN_TOKENS
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", WHOLE_REQUEST)
+        self._queue = histogram("request_queue_time_seconds", "Waiting to be scheduled.", WHOLE_REQUEST)
+        self._prefill = histogram("request_prefill_time_seconds", "Scheduled to first token.", WHOLE_REQUEST)
+        self._decode = histogram("request_decode_time_seconds", "First token to last.", WHOLE_REQUEST)
+        self._inference = histogram("request_inference_time_seconds", "Scheduled to last token.", WHOLE_REQUEST)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
+        self._output = histogram("request_generation_tokens", "Output tokens of a request.", tokens)
+        self._n = histogram("request_params_n", "The n asked for.", CHOICES)
+        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens asked for.", tokens)
+        success = Counter(
+            "vllm:request_success", "Requests that ended, by reason.", (*LABELS, "finished_reason"), registry=registry
+        )
+        # Every reason exists from the start: a rate over a series that appears late is wrong at its first sample.
+        self._success = {r: success.labels(name, "0", r) for r in ("stop", "length", "abort", "error")}
+        self._aborted = Counter(
+            "quire_client_disconnects", "Requests whose client went away.", ["model_name"], registry=registry
+        ).labels(name)
+        self._refused = Counter(
+            "quire_requests_refused", "Requests refused, by error code.", ["model_name", "code"], registry=registry
+        )
+        self._name = name
+
+    def asked(self, n: int, max_tokens: int | None) -> None:
+        """A request was admitted."""
+        self._n.observe(n)
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        """A sequence's first token, `seconds` after its request arrived."""
+        self._ttft.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """A later token, `seconds` after the one before."""
+        self._itl.observe(seconds)
+
+    def finished(
+        self, reason: str, *, prompt: int, output: int, e2e: float, queue: float, prefill: float, decode: float
+    ) -> None:
+        """A sequence ended and its times are known."""
+        self._success[reason if reason in self._success else "error"].inc()
+        self._prompt.observe(prompt)
+        self._output.observe(output)
+        self._e2e.observe(e2e)
+        self._queue.observe(queue)
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        self._inference.observe(prefill + decode)
+        if output > 1:
+            self._per_token.observe(decode / (output - 1))
+
+    def ended(self, reason: str) -> None:
+        """A sequence ended early ("abort" or "error"): it counts, but has no times worth a histogram."""
+        self._success[reason].inc()
+
+    def disconnected(self) -> None:
+        """A client went away before its answer was whole."""
+        self._aborted.inc()
+
+    def refused(self, code: str) -> None:
+        """A request was answered with an error from the catalogue."""
+        self._refused.labels(self._name, code).inc()
+
+
+class _EngineGauges(Collector):
+    """The engine's own counts, read at scrape time. A restarted engine starts its counters at zero, as processes do."""
+
+    def __init__(
+        self, name: str, page_size: int, pages: int, snapshot: Callable[[], Snapshot], restarts: Callable[[], int]
+    ):
+        self.labels = [name, "0"]
+        self.page_size = page_size
+        self.pages = pages
+        self.snapshot = snapshot
+        self.restarts = restarts
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # unchecked: nothing else registers these names
+
+    def collect(self) -> Iterable[Metric]:
+        s = self.snapshot()
+        used = s.pages_used / s.pages_total if s.pages_total else 0.0
+        gauges = (
+            ("vllm:num_requests_running", "Sequences in the running batch.", s.running),
+            ("vllm:num_requests_waiting", "Sequences waiting to be scheduled.", s.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.", used),
+        )
+        counters = (
+            ("vllm:num_preemptions", "Sequences that lost their pages for a while.", s.preemptions),
+            ("vllm:prompt_tokens", "Prompt tokens processed, cached ones included.", s.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", s.output_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", s.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix tree.", s.prefix_hits),
+            ("quire_engine_steps", "Steps run.", s.steps),
+            ("quire_cache_evictions", "Cached pages given up for room.", s.evictions),
+            ("quire_engine_restarts", "Times the engine process was started again.", self.restarts()),
+        )
+        for name, what, value in gauges:
+            gauge = GaugeMetricFamily(name, what, labels=LABELS)
+            gauge.add_metric(self.labels, value)
+            yield gauge
+        for name, what, value in counters:
+            counter = CounterMetricFamily(name, what, labels=LABELS)
+            counter.add_metric(self.labels, value)
+            yield counter
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool.", labels=[*LABELS, "block_size", "num_gpu_blocks"]
+        )
+        info.add_metric([*self.labels, str(self.page_size), str(self.pages)], 1)
+        yield info

@@ -1,0 +1,105 @@
+"""The HTTP application: routes from every dialect file, probes, and the layers in front of them.
+
+    Access (log, count, drain) -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> router -> dialects/*
+
+Every layer is pure ASGI, so streams flow and a client's departure is seen. A dialect is a file in `dialects/` with
+`register(app, service)`; files that begin with an underscore are shared parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.config import ServerConfig
+from quire.observe.errors import QuireError
+from quire.observe.metrics import CONTENT_TYPE
+from quire.server import dialects, errors
+from quire.server.access import Access
+from quire.server.errors import ClientGone
+from quire.server.guard import LOOPBACK_NAMES, Cors, HostCheck, KeyCheck, is_loopback
+from quire.server.limits import BodyLimit
+from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.chat.completer import Completer
+
+
+def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
+    """The application over a Service (which may still be loading) or over a completer that is ready."""
+    if isinstance(source, Service):
+        service = source
+    else:
+        service = Service(config, source.info.model)
+        service.attach(source.client, source)
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=_layers(config, service),
+        exception_handlers={
+            QuireError: errors.on_quire_error,
+            HTTPException: errors.on_http_exception,
+            ClientGone: errors.on_client_gone,
+            Exception: errors.on_exception,
+        },
+    )
+    app.state.service = service
+    _probes(app, service)
+    for module in pkgutil.iter_modules(dialects.__path__):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"{dialects.__name__}.{module.name}").register(app, service)
+    return app
+
+
+def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
+    layers = [Middleware(Access, service=service, log_requests=config.log_requests)]
+    if is_loopback(config.host):
+        layers.append(Middleware(HostCheck, names=LOOPBACK_NAMES | {config.host} | set(config.allowed_hosts)))
+    elif config.allowed_hosts:
+        layers.append(Middleware(HostCheck, names=config.allowed_hosts))
+    if config.cors_origins:
+        layers.append(Middleware(Cors, origins=config.cors_origins))
+    if config.api_key:
+        layers.append(Middleware(KeyCheck, key=config.api_key))
+    layers.append(Middleware(BodyLimit, limit=config.max_body))
+    return layers
+
+
+def _probes(app: FastAPI, service: Service) -> None:
+    async def health(request: Request) -> Response:
+        """The process answers."""
+        return _json({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        """A request sent now would be taken."""
+        stage = service.stage
+        body = {"status": stage, "model": service.name}
+        if stage == "loading":
+            body["detail"] = service.note
+        return _json(body) if stage == "ready" else _json(body, 503, {"retry-after": "2"})
+
+    async def version(request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    for path, handler in (("/health", health), ("/ready", ready), ("/version", version), ("/metrics", metrics)):
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

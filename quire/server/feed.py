@@ -1,0 +1,171 @@
+"""One HTTP request's news in one place: chunks of every choice, errors, a client that left, a server that stops.
+
+    completer.stream(prompt 0) --\\
+    completer.stream(prompt 1) ---+--> items --> whoever answers (a JSON body or an event stream)
+    receive(): http.disconnect --/
+    drain timeout, keep-alive --/
+
+Leaving the `async with` block, for whatever reason, aborts what still runs. Measures first-token and inter-token times
+on the way. Knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from types import TracebackType
+from typing import TypeAlias
+
+from starlette.types import Receive
+
+from quire.chat.types import Chunk, Generation
+from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
+from quire.server.errors import ClientGone, engine_error
+from quire.server.service import Service
+
+KEEP_ALIVE_SECONDS = 10.0
+
+News: TypeAlias = tuple[int, Chunk]  # which prompt, what
+
+
+class Feed:
+    """Runs the generations and hands out their news in batches: all that has arrived since the last look."""
+
+    def __init__(self, service: Service, generations: list[Generation], receive: Receive, arrived: float):
+        self.service = service
+        self.completer = service.ready()
+        self.generations = generations
+        self.arrived = arrived  # time.monotonic() when the request came
+        self._receive = receive
+        self._items: list[News] = []
+        self._failure: BaseException | None = None
+        self._running = len(generations)
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._finished: set[tuple[int, int]] = set()
+
+    async def __aenter__(self) -> Feed:
+        self.service.feeds.add(self)
+        metrics = self.service.model_metrics
+        for i, generation in enumerate(self.generations):
+            if metrics is not None:
+                metrics.asked(generation.sampling.n, generation.sampling.max_tokens)
+            self._tasks.append(asyncio.create_task(self._produce(i, generation)))
+        self._tasks.append(asyncio.create_task(self._watch()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.service.feeds.discard(self)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._count_end(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the answer with `error`, after the news that already arrived."""
+        if self._failure is None:
+            self._failure = error
+        self._news.set()
+
+    async def first(self, seconds: float) -> None:
+        """Wait for the first news. Raises what would have been an error status, while it still can be one."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        if self._failure is not None and not self._items:
+            raise self._failure
+
+    async def batches(self, keep_alive: float | None = None) -> AsyncIterator[list[News]]:
+        """Batches until every choice has finished. With `keep_alive`, an empty batch after that many quiet seconds."""
+        while True:
+            try:
+                async with asyncio.timeout(keep_alive):
+                    await self._news.wait()
+            except TimeoutError:
+                yield []
+                continue
+            self._news.clear()
+            items, self._items = self._items, []
+            if items:
+                yield items
+            if self._failure is not None and not self._items:
+                raise self._failure
+            if self._running == 0 and not self._items:
+                return
+
+    async def _produce(self, prompt: int, generation: Generation) -> None:
+        metrics = self.service.model_metrics
+        last: dict[int, float] = {}  # choice -> when its newest token came
+        open_choices = generation.sampling.n
+        try:
+            async with aclosing(self.completer.stream(generation)) as chunks:
+                async for chunk in chunks:
+                    now = time.monotonic()
+                    if chunk.finish == "error":
+                        raise engine_error(chunk.error, started=bool(last))
+                    if chunk.finish == "abort":
+                        raise Unavailable("the request was aborted before its answer was whole")
+                    if chunk.tokens:
+                        before = last.get(chunk.index)
+                        last[chunk.index] = now
+                        if metrics is not None and before is None:
+                            metrics.first_token(now - self.arrived)
+                        elif metrics is not None and before is not None:
+                            metrics.next_token(now - before)
+                    if chunk.finish is not None:
+                        open_choices -= 1
+                        self._finish(prompt, chunk, now)
+                    self._items.append((prompt, chunk))
+                    self._news.set()
+            if open_choices > 0:
+                raise EngineDead("the engine ended the request without finishing it")
+        except Exception as error:
+            self.fail(error)
+        self._running -= 1
+        self._news.set()
+
+    def _finish(self, prompt: int, chunk: Chunk, now: float) -> None:
+        self._finished.add((prompt, chunk.index))
+        metrics, receipt = self.service.model_metrics, chunk.receipt
+        if metrics is None:
+            return
+        if receipt is None:
+            metrics.ended("stop" if chunk.finish == "stop" else "error")
+            return
+        metrics.finished(
+            chunk.finish or "stop",
+            prompt=receipt.prompt_tokens,
+            output=receipt.output_tokens,
+            e2e=now - self.arrived,
+            queue=receipt.queue_seconds,
+            prefill=receipt.prefill_seconds,
+            decode=receipt.decode_seconds,
+        )
+
+    def _count_end(self, error: BaseException | None) -> None:
+        metrics = self.service.model_metrics
+        if metrics is None or error is None:
+            return
+        gone = isinstance(error, ClientGone | asyncio.CancelledError)
+        if gone:
+            metrics.disconnected()
+        if isinstance(error, QuireError):
+            metrics.refused(error.code)
+        if isinstance(error, Busy):
+            return  # it never ran
+        total = sum(g.sampling.n for g in self.generations)
+        for _ in range(total - len(self._finished)):
+            metrics.ended("abort" if gone or isinstance(error, Unavailable) else "error")
+
+    async def _watch(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.fail(ClientGone())
+                return

@@ -1,0 +1,158 @@
+"""Bounds on what a client may send, before anything is built from it.
+
+`BodyLimit` counts bytes as they arrive (a length header is only a promise) and answers 413 with the bound; `read_json`
+takes the whole body as bytes; `parse` turns it into a msgspec struct, with errors that name the field. Knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.observe.errors import BadRequest, TooLarge
+from quire.server import errors
+from quire.server.errors import ClientGone, UnsupportedMedia
+
+MAX_DEPTH = 32  # of nested JSON in fields whose shape is open
+MAX_NODES = 10_000
+LINGER_SECONDS = 2.0  # a refused body is read and thrown away this long, so that its sender can read the refusal
+LINGER_BYTES = 64 << 20
+
+T = TypeVar("T")
+_TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})")
+
+
+class BodyLimit:
+    """Pure ASGI: refuses bodies over `limit` bytes with 413, whether announced or found out while reading."""
+
+    def __init__(self, app: ASGIApp, limit: int):
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        if announced.isdigit() and int(announced) > self.limit:
+            return await self._refuse(scope, receive, send)
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self.limit:
+                    raise _Over
+            return message
+
+        try:
+            await self.app(scope, counted, send)
+        except _Over:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = errors.response(
+            TooLarge(f"the body is over {self.limit} bytes, the most this server reads"), {"connection": "close"}
+        )
+        await send({"type": "http.response.start", "status": 413, "headers": refusal.raw_headers})
+        await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
+        # Closing now, with bytes unread, would reset the connection and lose the answer on its way.
+        thrown = 0
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while thrown < LINGER_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        break
+                    thrown += len(message.get("body", b""))
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _Over(BaseException):
+    """Passes through every handler up to BodyLimit."""
+
+
+async def read_json(request: Request) -> bytes:
+    """The whole body. A body that does not say it is JSON is refused: a web page cannot send one that does unasked."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise UnsupportedMedia("the body must be JSON", cure="send the header content-type: application/json")
+    parts: list[bytes] = []
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def top_level(body: bytes) -> dict[str, msgspec.Raw]:
+    """The names in a JSON object, values undecoded."""
+    return _decode(_TOP, body)
+
+
+def parse(body: bytes | msgspec.Raw, shape: type[T]) -> T:
+    """`body` as a struct; BadRequest names the field that does not fit."""
+    return _decode(msgspec.json.Decoder(shape), body)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        match = _WHERE.match(str(error))
+        what, where = (match[1], match[2] or "") if match else (str(error), "")
+        said = f"{where}: {what}" if where else what
+        if named := _FIELD.search(what):
+            where = f"{where}.{named[1]}" if where else named[1]
+        raise BadRequest(said.replace("`", "").strip(), param=where or None) from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not valid UTF-8", code="invalid_json") from None
+
+
+def unknown_field(name: str, known: list[str]) -> BadRequest:
+    """The refusal of a field nobody knows, with the one that was probably meant."""
+    name = name[:64]
+    near = difflib.get_close_matches(name, known, n=1)
+    cure = f"did you mean {near[0]}?" if near else ""
+    return BadRequest(
+        f"Unrecognized request argument supplied: {name}", cure=cure, param=name, code="unknown_parameter"
+    )
+
+
+def bounded(name: str, value: Any) -> None:
+    """Refuse open-shaped JSON that is deeper or larger than any honest one."""
+    level: list[Any] = [value]
+    nodes = 0
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        nodes += len(below)
+        if nodes > MAX_NODES:
+            raise BadRequest(f"{name} has over {MAX_NODES} values", param=name)
+        if not below:
+            return
+        level = below
+    raise BadRequest(f"{name} is nested over {MAX_DEPTH} levels", param=name)

@@ -1,0 +1,137 @@
+"""What every route shares: the model being served, the stage it is in, and the requests in flight.
+
+One Service per app, used from one event loop. Stages: loading -> ready <-> restarting, and draining at the end. A route
+asks `ready()` for the completer and gets it or a 503 that says the stage. Knows the engine client only by its protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from typing import TYPE_CHECKING
+
+from quire import __version__
+from quire.config import ServerConfig
+from quire.engine.client import EngineClient
+from quire.engine.types import EngineInfo
+from quire.observe.errors import EngineDead, NotFound, Unavailable
+from quire.observe.metrics import Metrics, ModelMetrics
+
+if TYPE_CHECKING:
+    from quire.chat.completer import Completer
+    from quire.server.feed import Feed
+
+
+class Service:
+    """The served model and the traffic on it."""
+
+    def __init__(self, config: ServerConfig, name: str):
+        self.config = config
+        self.name = name  # what clients call the model
+        self.created = int(time.time())
+        self.metrics = Metrics()
+        self.model_metrics: ModelMetrics | None = None
+        self.client: EngineClient | None = None
+        self.completer: Completer | None = None
+        self.fingerprint = ""
+        self.longest_token = 1  # characters, of any token in the vocabulary
+        self.note = "starting"  # what loading is busy with
+        self.feeds: set[Feed] = set()
+        self.in_flight = 0  # HTTP requests between their first byte in and last byte out, probes not counted
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def stage(self) -> str:
+        """loading, ready, restarting, dead or draining."""
+        if self.draining:
+            return "draining"
+        if self.completer is None or self.client is None:
+            return "loading"
+        if self.client.alive:
+            return "ready"
+        return "dead" if getattr(self.client, "gave_up", False) else "restarting"
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's decisions; only once ready."""
+        if self.completer is None:
+            raise Unavailable(f"the model is {self.stage}", cure="wait until GET /ready answers 200")
+        return self.completer.info
+
+    def attach(self, client: EngineClient, completer: Completer) -> None:
+        """The model is loaded: from now on requests are taken."""
+        info = completer.info
+        tokenizer = completer.tokenizer
+        self.longest_token = max((len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)), default=1) or 1
+        self.fingerprint = fingerprint(info)
+        self.model_metrics = self.metrics.model(
+            self.name,
+            context=info.context,
+            page_size=info.page_size,
+            pages=info.pages,
+            snapshot=client.stats,
+            restarts=lambda: int(getattr(client, "restarted", 0)),
+        )
+        self.client = client
+        self.completer = completer
+
+    def ready(self) -> Completer:
+        """The completer, or 503 with the stage."""
+        stage = self.stage
+        if stage != "ready" or self.completer is None:
+            if stage == "dead":
+                raise EngineDead("the engine process died too often and is not started again", cure="restart the server")
+            what = {
+                "loading": f"the model is still loading ({self.note})",
+                "restarting": "the engine process died and is being started again",
+                "draining": "the server is shutting down",
+            }
+            raise Unavailable(what.get(stage, stage), cure="try again when GET /ready answers 200")
+        return self.completer
+
+    def check_model(self, name: str | None) -> None:
+        """404 unless `name` is the served model; no name means that one. The text is the same for every other name."""
+        if name is not None and name != self.name:
+            raise NotFound(
+                "that model is not served here", cure="GET /v1/models lists what is", param="model", code="model_not_found"
+            )
+
+    def enter(self) -> None:
+        """An HTTP request began."""
+        self.in_flight += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """An HTTP request ended."""
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests, wait for those in flight, then fail the rest. True when none had to be failed."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+            return True
+        except TimeoutError:
+            pass
+        for feed in list(self.feeds):
+            feed.fail(Unavailable("the server is shutting down and this answer was not finished in time"))
+        try:
+            async with asyncio.timeout(2.0):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return False
+
+
+def fingerprint(info: EngineInfo) -> str:
+    """Changes when the tokens might: another version, model or kernel set. The number of threads is not part of it."""
+    backend = re.sub(r",?\s*\d+ threads?", "", info.backend)
+    parts = (__version__, info.model, info.architecture, info.vocab_size, info.weight_bytes, backend)
+    return "fp_" + hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]

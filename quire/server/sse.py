@@ -1,0 +1,80 @@
+"""A server-sent event stream as a pure ASGI response.
+
+Nothing is sent until the first news or a few quiet seconds: so a full queue or a refused request is still an HTTP
+status, and only later trouble is an error event. Several events that are ready together leave in one write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.observe.errors import QuireError
+from quire.server import errors
+from quire.server.errors import ClientGone
+from quire.server.feed import KEEP_ALIVE_SECONDS, Feed, News
+
+FIRST_SECONDS = 5.0
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+
+
+class Encoder(Protocol):
+    """A dialect's half of a stream: objects for the opening, for each batch of news, and for the end."""
+
+    def opening(self) -> Iterable[object]: ...
+    def news(self, items: list[News]) -> Iterable[object]: ...
+    def closing(self) -> Iterable[object]: ...
+
+
+def event(value: object) -> bytes:
+    """One `data:` event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Runs a feed and sends what the encoder makes of it, then `[DONE]`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, encoder: Encoder):
+        self.feed = feed
+        self.encoder = encoder
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers(HEADERS)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        started = False
+        try:
+            async with self.feed as feed:
+                await feed.first(FIRST_SECONDS)
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                started = True
+                await write(b"".join(map(event, self.encoder.opening())))
+                async for items in feed.batches(KEEP_ALIVE_SECONDS):
+                    # An empty batch is silence: a comment keeps proxies from closing the connection.
+                    data = b"".join(map(event, self.encoder.news(items))) if items else b": waiting\n\n"
+                    if data:
+                        await write(data)
+            await write(b"".join(map(event, self.encoder.closing())) + DONE, more=False)
+        except ClientGone:
+            if not started:
+                raise
+            await write(b"", more=False)  # goes nowhere; says that the response was ended on purpose
+        except Exception as error:
+            if not started:
+                raise
+            if not isinstance(error, QuireError):
+                errors.log.error("unexpected %s in a stream", type(error).__name__, exc_info=error)
+                error = QuireError("the server failed on this request; its log has the cause")
+            await write(event(errors.body(error)) + DONE, more=False)

@@ -1,0 +1,191 @@
+"""A scripted engine behind the server: byte tokens, a fixed answer, and switches for every way it can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
+from quire.config import ServerConfig
+from quire.engine.types import EngineInfo, Receipt, Stats
+from quire.observe.errors import QuireError
+from quire.server.app import create_app
+from quire.server.service import Service
+
+MODEL = "fake:1b"
+VOCAB = 300  # 256 bytes, then specials
+EOS = 256
+URL = "http://127.0.0.1"
+
+
+class FakeTokenizer:
+    """One token per byte."""
+
+    vocab_size = VOCAB
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_text(self, token: int) -> str:
+        return bytes([token]).decode(errors="replace") if token < 256 else f"<{token}>"
+
+
+class FakeClient:
+    """Only what the server asks an engine client directly."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.gave_up = False
+        self.restarted = 0
+        self.snapshot = Stats(running=1, waiting=2, pages_total=100, pages_used=25, prompt_tokens=7, output_tokens=9)
+        self.closed: float | None = None
+
+    def stats(self) -> Stats:
+        return self.snapshot
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        self.closed = drain_seconds
+
+
+class FakeCompleter:
+    """Answers every prompt with `answer`, a byte a token, `delay` seconds apart; choice i gets its index appended."""
+
+    def __init__(self, answer: str = "Hello, wörld", context: int = 200):
+        self.info = EngineInfo(
+            model=MODEL,
+            architecture="fake",
+            vocab_size=VOCAB,
+            context=context,
+            max_seqs=4,
+            max_batch_tokens=64,
+            pages=100,
+            page_size=16,
+            backend="fake (2 threads)",
+            weight_bytes=1000,
+            kv_bytes=1000,
+        )
+        self.client = FakeClient()
+        self.tokenizer = FakeTokenizer()
+        self.template = SimpleNamespace(source="{{ messages }}")
+        self.answer = answer
+        self.delay = 0.0
+        self.before_first = 0.0
+        self.raises: QuireError | None = None  # before any token
+        self.dies: Exception | None = None  # after three tokens
+        self.error_event: str | None = None
+        self.seen: list[Generation] = []
+        self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+        self.running = 0
+        self.aborted = 0
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    async def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        self.rendered.append((messages, kwargs))
+        return self.tokenizer.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
+        self.seen.append(generation)
+        self.running += 1
+        done = False
+        try:
+            async for chunk in self._chunks(generation):
+                yield chunk
+            done = True
+        finally:
+            self.running -= 1
+            self.aborted += not done
+
+    async def _chunks(self, g: Generation) -> AsyncIterator[Chunk]:
+        if self.raises is not None:
+            raise self.raises
+        await asyncio.sleep(self.before_first)
+        if self.error_event is not None:
+            yield Chunk(finish="error", error=self.error_event)
+            return
+        s = g.sampling
+        for index in range(s.n):
+            data = (self.answer + (str(index) if index else "")).encode()
+            finish = "stop"
+            if s.max_tokens is not None and len(data) > s.max_tokens:
+                data, finish = data[: s.max_tokens], "length"
+            held = b""
+            for i, byte in enumerate(data):
+                await asyncio.sleep(self.delay)
+                if self.dies is not None and i == 3:
+                    raise self.dies
+                held += bytes([byte])
+                try:
+                    text, held = held.decode(), b""
+                except UnicodeDecodeError:
+                    text = ""
+                last = i == len(data) - 1
+                receipt = Receipt(
+                    prompt_tokens=len(g.prompt),
+                    output_tokens=len(data),
+                    cached_tokens=min(16, len(g.prompt)),
+                    seed=1234 if s.seed is None else s.seed,
+                    queue_seconds=0.01,
+                    prefill_seconds=0.02,
+                    decode_seconds=0.03,
+                )
+                yield Chunk(
+                    index=index,
+                    text=text,
+                    tokens=[byte],
+                    logprobs=[self._entry(byte, s.logprobs)] if s.logprobs is not None else [],
+                    prompt_logprobs=[self._entry(t, s.prompt_logprobs) for t in g.prompt[1:]]
+                    if s.prompt_logprobs is not None and index == 0 and i == 0
+                    else [],
+                    finish=finish if last else None,
+                    receipt=receipt if last else None,
+                )
+
+    def _entry(self, token: int, k: int | None) -> TokenLogprob:
+        def text(t: int) -> TokenText:
+            raw = bytes([t]) if t < 256 else b""
+            return TokenText(t, raw.decode(errors="replace"), raw)
+
+        best = [(text((token + j) % 256), -0.5 - j) for j in range(k or 0)]
+        return TokenLogprob(text(token), -0.5, 1, best)
+
+
+def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -> Service:
+    """A ready service."""
+    service = Service(config or ServerConfig(), MODEL)
+    service.attach(completer.client, completer)  # type: ignore[arg-type]
+    return service
+
+
+@asynccontextmanager
+async def client_for(
+    completer: FakeCompleter | None = None, config: ServerConfig | None = None, service: Service | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client wired straight into the app."""
+    config = config or ServerConfig()
+    service = service or service_over(completer or FakeCompleter(), config)
+    app = create_app(config, service)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
+        yield client
+
+
+def events(text: str) -> list[Any]:
+    """The data of an event stream, `[DONE]` included, comments left out."""
+    import json
+
+    found = []
+    for block in text.split("\n\n"):
+        if block.startswith("data: "):
+            data = block[6:]
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found
