@@ -1,0 +1,115 @@
+"""Limits: what may keep a sequence from computing all the tokens it could in this step. One object each.
+
+The scheduler asks every limit how much a sequence may compute, takes the least, and tells all of them what was
+planned. It never learns why: a feature with a bound of its own adds a class here and an entry to the list. A limit
+must grant something to the first sequence it is asked about in a fresh plan, or that sequence never moves; `Follows`
+may refuse because what it waits for is itself moving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from quire.engine.sequence import Sequence
+
+
+class Limit(Protocol):
+    """Asked in the order of planning."""
+
+    def begin(self, live: Mapping[str, Sequence]) -> None:
+        """A new plan starts; `live` are all unfinished sequences by request id."""
+        ...
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        """How many of the n tokens from position `start` may be computed now; 0 is not in this step."""
+        ...
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        """Those n tokens are planned."""
+        ...
+
+
+class TokenBudget:
+    """At most `most` tokens in a step."""
+
+    __slots__ = ("left", "most")
+
+    def __init__(self, most: int) -> None:
+        if most < 1:
+            raise ValueError(f"a budget of {most} tokens: a step computes at least one")
+        self.most = self.left = most
+
+    def begin(self, live: Mapping[str, Sequence]) -> None:
+        self.left = self.most
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        return n if n < self.left else self.left
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        self.left -= n
+
+
+class LogitRows:
+    """At most `most` rows of logits in a step: they are as wide as the vocabulary.
+
+    A token that is sampled or verified takes a row, and so does each prompt position whose logprobs are wanted.
+    """
+
+    __slots__ = ("left", "most")
+
+    def __init__(self, most: int) -> None:
+        if most < 1:
+            raise ValueError(f"a bound of {most} logit rows: a step needs at least one")
+        self.most = self.left = most
+
+    def begin(self, live: Mapping[str, Sequence]) -> None:
+        self.left = self.most
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        left = self.left
+        if start < seq.prompt_rows or start >= len(seq.tokens) - 1:
+            return n if n < left else left  # every token takes a row
+        if start + n >= len(seq.tokens) and not left:
+            return n - 1  # all but the one that would sample
+        return n
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        known = len(seq.tokens)
+        if start >= known - 1:
+            self.left -= n
+            return
+        if start < seq.prompt_rows:
+            self.left -= min(start + n, seq.prompt_rows) - start
+        if start + n >= known:
+            self.left -= 1
+
+
+class Follows:
+    """A sequence that asked to share another's prompt waits until that prompt is computed, or its owner is gone.
+
+    Only an earlier arrival is waited for, so nobody waits in a circle.
+    """
+
+    __slots__ = ("_live",)
+
+    def __init__(self) -> None:
+        self._live: Mapping[str, Sequence] = {}
+
+    def begin(self, live: Mapping[str, Sequence]) -> None:
+        self._live = live
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        name = seq.request.follows
+        if name is None or seq.admitted:
+            return n
+        leader = self._live.get(name)
+        return n if leader is None or leader.prompt_done or leader.key >= seq.key else 0
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+
+def standard(logit_rows: int | None = None) -> tuple[Limit, ...]:
+    """The limits of an engine, besides its token budget."""
+    return (Follows(),) if logit_rows is None else (Follows(), LogitRows(logit_rows))

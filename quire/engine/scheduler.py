@@ -1,0 +1,395 @@
+"""The scheduler: the only place that decides. It touches no tensor, no clock and no I/O, and names no feature.
+
+plan() says what the next step computes, commit() takes its results. Any number of plans may be in flight in between, as
+long as they are executed and committed in order: the device then knows a sequence's last token and true length, and
+the scheduler an upper bound.
+
+  * running sequences come first: those with one token to compute (nobody waits behind a long prompt), then chunks of
+    prompts; then waiting ones are admitted, each group in `order` (policy, then arrival)
+  * no pages left: the last running sequence in that order is preempted, which may be the one that asked. So the first
+    always moves, and since one sequence alone fits the pool, all of them finish
+  * a waiting sequence never preempts a running one, whatever its priority: it is next when a slot or pages come free.
+    (Taking them by force can throw work away and still not make enough room.)
+  * stale work (sequence gone, or an older epoch) is dropped, never delivered; only verified KV is published
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
+from quire.cache.prefix_tree import PrefixTree
+from quire.engine.limits import Limit, TokenBudget, standard
+from quire.engine.sequence import FINISHED, RUNNING, WAITING, Sequence, mix_seed
+from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
+from quire.observe.errors import BadRequest
+from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
+
+_order = attrgetter("order")
+
+
+def by_priority(request: Request) -> int:
+    """The default policy: lower priority values first. Equals go by arrival, as under any policy."""
+    return request.priority
+
+
+class Scheduler:
+    """Decides for one engine.
+
+    `slots`   sequences that can run at once            `budget`  tokens in a step
+    `context` longest sequence; cut to what the pool holds, and told in `self.context`
+    `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
+    `limits`  what else bounds a step                   `policy`  sorts requests: what it ranks lowest goes first
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        *,
+        slots: int,
+        budget: int,
+        context: int,
+        draw: Callable[[], int],
+        limits: Iterable[Limit] | None = None,
+        drafts: int = 0,
+        prefix_cache: bool = True,
+        policy: Callable[[Request], Any] = by_priority,
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"{slots} slots: at least one sequence must be able to run")
+        self.tree = tree
+        self.context = min(context, tree.pool.size * tree.page_size)
+        self.admitted: list[str] = []  # ids that took a slot for the first time in the newest plan
+        self._budget = TokenBudget(budget)
+        self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
+        self._draw = draw
+        self._drafts = drafts
+        self._prefix_cache = prefix_cache
+        self._policy = policy
+        self._waiting: list[Sequence] = []  # both lists sorted by order
+        self._running: list[Sequence] = []
+        self._ids: dict[str, Sequence] = {}
+        self._keys: dict[int, Sequence] = {}
+        self._slots = list(range(slots - 1, -1, -1))
+        self._closed: list[int] = []  # slots left since the last plan
+        self._arrivals = 0
+        self._planned = 0
+        self._committed = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._computed_prompt_tokens = 0
+        self._output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Some request is not finished."""
+        return bool(self._keys)
+
+    @property
+    def idle(self) -> bool:
+        """No request is left."""
+        return not self._keys
+
+    def stats(self) -> Stats:
+        """A snapshot."""
+        tree = self.tree
+        return Stats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_total=tree.pool.size,
+            pages_used=tree.pool.size - tree.available,
+            page_size=tree.page_size,
+            steps=self._planned,
+            prompt_tokens=self._prompt_tokens,
+            computed_prompt_tokens=self._computed_prompt_tokens,
+            output_tokens=self._output_tokens,
+            prefix_queries=tree.queries,
+            prefix_hits=tree.hits,
+            preemptions=self._preemptions,
+            evictions=tree.evictions,
+        )
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its key in plans. Raises BadRequest for one that could never run."""
+        prompt, sampling = len(request.tokens), request.sampling
+        if request.id in self._ids:
+            raise BadRequest(f"request id {request.id!r} is in use", param="id", cure="wait for it, or choose another")
+        if not prompt:
+            raise BadRequest("the prompt has no tokens: there is nothing to continue", param="tokens")
+        if prompt + 1 > self.context:
+            pool = self.tree.pool.size * self.tree.page_size
+            why = f", which is all that the KV pool holds ({self.tree.pool.size} pages)" if pool == self.context else ""
+            raise BadRequest(
+                f"the prompt has {prompt} tokens, and with at least one for the answer that is {prompt + 1}: "
+                f"the context is {self.context}{why}",
+                param="tokens",
+                code="context_length_exceeded",
+            )
+        if sampling.max_tokens is not None and sampling.max_tokens < 1:
+            raise BadRequest(f"max_tokens is {sampling.max_tokens}: it must be at least 1", param="max_tokens")
+        seed = self._draw() if sampling.seed is None else sampling.seed
+        seq = Sequence.of(request, self._arrivals, self._policy(request), seed, self.context)
+        self._arrivals += 1
+        self._ids[request.id] = self._keys[seq.key] = seq
+        insort(self._waiting, seq, key=_order)
+        return seq.key
+
+    def abort(self, request_id: str) -> list[Event]:
+        """Let a request go now, with its pages. Its work in flight is dropped when it comes back."""
+        seq = self._ids.get(request_id)
+        return [] if seq is None else [self._finish(seq, FINISH_ABORT)]
+
+    def _finish(self, seq: Sequence, reason: str, **news: Any) -> Event:
+        if seq.status == RUNNING:
+            self._leave(seq)
+        else:
+            _take(self._waiting, seq)
+        seq.status = FINISHED
+        del self._ids[seq.request.id], self._keys[seq.key]
+        return Event(id=seq.request.id, finish=reason, receipt=seq.receipt(), **news)
+
+    def _leave(self, seq: Sequence) -> None:
+        """A running sequence gives up its lease and its slot."""
+        _take(self._running, seq)
+        if seq.lease is not None:
+            self.tree.release(seq.lease)
+        self._closed.append(seq.slot)
+        self._slots.append(seq.slot)
+        seq.lease, seq.slot = None, -1
+        seq.computed = seq.in_flight = seq.sampling = 0
+        seq.sampled_here = False
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to waiting, in its place. What it has published is still cached: resuming is a hit."""
+        self._leave(seq)
+        seq.epoch += 1
+        seq.preemptions += 1
+        self._preemptions += 1
+        seq.status = WAITING
+        insort(self._waiting, seq, key=_order)
+
+    # ---- the next step
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to compute before the next commit."""
+        self.admitted = []
+        for limit in self._limits:
+            limit.begin(self._ids)
+        running, budget, preemptions = self._running, self._budget, self._preemptions
+        work: list[Work] = []
+        chunks: list[Sequence] = []
+        i = 0
+        while i < len(running) and budget.left:  # preemption takes from the end, so this stays in step
+            seq = running[i]
+            i += 1
+            if seq.sampling or seq.computed + seq.in_flight >= len(seq.tokens) - 1:
+                self._compute(seq, work)
+            else:
+                chunks.append(seq)
+        for seq in chunks:
+            if not budget.left:
+                break
+            if seq.status == RUNNING:
+                self._compute(seq, work)
+        opened: list[Open] = []
+        if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one; no room for more
+            work = [w for w in work if self._keys[w.key].epoch == w.epoch]
+        elif self._waiting and self._slots and budget.left:
+            self._admit(work, opened)
+        if not work:
+            return None
+        plan = Plan(step=self._planned, work=work, opened=opened, closed=self._closed)
+        self._planned += 1
+        self._closed = []
+        return plan
+
+    def _compute(self, seq: Sequence, work: list[Work]) -> None:
+        """Plan what a running sequence can compute now, making room by preemption if it must."""
+        start = seq.computed + seq.in_flight  # an upper bound when the device knows better
+        guess = seq.sampling > 0 or (self._drafts > 0 and seq.sampled_here)
+        if guess:
+            n = min(1 + self._drafts, seq.max_len - 1 - start)  # the last token's own KV is never needed
+            if n <= 0:
+                return
+        else:
+            n = len(seq.tokens) - start
+        for limit in self._limits:
+            n = limit.grant(seq, start, n)
+            if n <= 0:
+                return
+        lease = seq.lease
+        if lease is None:
+            raise RuntimeError(f"sequence {seq.key} runs without a lease")
+        upto = start + n
+        if upto > len(lease.pages) * self.tree.page_size:
+            while not self.tree.extend(lease, upto):
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    return
+        for limit in self._limits:
+            limit.charge(seq, start, n)
+        pages, page_from = [], lease.dirty
+        if page_from < len(lease.pages):
+            pages = lease.pages[page_from:]
+            lease.dirty = len(lease.pages)
+        else:
+            page_from = 0
+        sample = guess or upto == len(seq.tokens)
+        seq.in_flight += n
+        if sample:
+            seq.sampling += 1
+        work.append(
+            Work(
+                key=seq.key,
+                epoch=seq.epoch,
+                slot=seq.slot,
+                n=n,
+                start=-1 if guess else start,
+                tokens=None if guess else seq.tokens[start:upto],
+                drafts=n - 1 if guess else 0,
+                sample=sample,
+                prompt_logits=max(0, min(upto, seq.prompt_rows) - start),
+                page_from=page_from,
+                pages=pages,
+            )
+        )
+
+    def _admit(self, work: list[Work], opened: list[Open]) -> None:
+        """Waiting sequences take slots, in order. One that a limit holds back is passed; one without room is not."""
+        tree, waiting, running, size = self.tree, self._waiting, self._running, self.tree.page_size
+        # Pages that running sequences still need for the tokens they have and the next one: not to be given away.
+        promised = sum(seq.pages_short(size) for seq in running)
+        passed: list[Sequence] = []
+        i = 0
+        while i < len(waiting) and self._slots and self._budget.left and tree.available > promised:
+            seq = waiting[i]
+            if not all(limit.grant(seq, 0, 1) for limit in self._limits):
+                passed.append(seq)
+                i += 1
+                continue
+            reusable = seq.reusable if self._prefix_cache else 0
+            seq.lease = lease = tree.match(seq.request.namespace, seq.tokens, reusable)
+            if seq.pages_short(size) + promised > tree.available:
+                tree.release(lease)
+                seq.lease = None
+                break
+            i += 1
+            seq.computed, seq.slot = lease.shared * size, self._slots.pop()
+            insort(running, seq, key=_order)
+            before = len(work)
+            self._compute(seq, work)
+            if len(work) == before:  # a limit holds it back after all
+                _take(running, seq)
+                tree.release(lease)
+                self._slots.append(seq.slot)
+                seq.lease, seq.slot, seq.computed = None, -1, 0
+                passed.append(seq)
+                continue
+            promised += seq.pages_short(size)
+            self._opened(seq, reusable, lease.shared * size, opened)
+        if i > len(passed):
+            waiting[:i] = passed
+
+    def _opened(self, seq: Sequence, reusable: int, found: int, opened: list[Open]) -> None:
+        """Note a sequence that has just taken a slot."""
+        seq.status = RUNNING
+        request = seq.request
+        if not seq.admitted:
+            seq.admitted = True
+            seq.cached = found
+            self.admitted.append(request.id)
+            self._prompt_tokens += seq.prompt_len
+            self.tree.count(reusable, found)
+        opened.append(
+            Open(
+                slot=seq.slot,
+                sampling=request.sampling,
+                seed=mix_seed(seq.seed, request.index),
+                tokens=seq.tokens.copy(),
+                prompt_len=seq.prompt_len,
+                stop_ids=list(seq.stop_ids),
+            )
+        )
+
+    # ---- its results
+
+    def commit(self, plan: Plan, result: Result) -> list[Event]:
+        """Take a step's results, in the order of plans. Returns the news of every request that has any."""
+        if plan.step != self._committed:
+            raise RuntimeError(f"step {plan.step} committed, but step {self._committed} is next")
+        if len(plan.work) != len(result.rows):
+            raise RuntimeError(f"step {plan.step} has {len(plan.work)} rows of work and {len(result.rows)} of results")
+        self._committed += 1
+        events: list[Event] = []
+        size = self.tree.page_size
+        for work, row in zip(plan.work, result.rows, strict=True):
+            seq = self._keys.get(work.key)
+            if seq is None or seq.epoch != work.epoch:
+                continue  # gone, or preempted since: nobody wants this
+            seq.in_flight -= work.n
+            seq.steps += 1
+            if row.error is not None:
+                events.append(self._finish(seq, FINISH_ERROR, error=row.error))
+                continue
+            seq.computed += row.accepted
+            if 0 <= work.start < seq.prompt_len:
+                seq.chunks += 1
+                self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
+            if work.sample:
+                seq.sampling -= 1
+                seq.sampled_here = True
+                finish, taken = self._append(seq, row.tokens)
+            else:
+                finish, taken = None, 0
+            lease = seq.lease
+            verified = min(seq.computed, len(seq.tokens))
+            if self._prefix_cache and lease is not None and verified // size > lease.shared:
+                self.tree.publish(lease, seq.tokens, verified)
+            if taken or work.prompt_logits:
+                event = self._news(seq, work, row, finish, taken)
+                if event is not None:
+                    events.append(event)
+        return events
+
+    def _append(self, seq: Sequence, sampled: list[int]) -> tuple[str | None, int]:
+        """Add sampled tokens up to the one that ends the sequence. Returns why it ends, and how many were taken."""
+        tokens = seq.tokens
+        for i, token in enumerate(sampled):
+            tokens.append(token)
+            if token in seq.stop_ids and len(tokens) > seq.min_len:
+                return FINISH_STOP, i + 1
+            if len(tokens) >= seq.max_len:
+                return FINISH_LENGTH, i + 1
+        return None, len(sampled)
+
+    def _news(self, seq: Sequence, work: Work, row: Row, finish: str | None, taken: int) -> Event | None:
+        """The event of one row: its tokens, and the prompt's logprobs once they are all there."""
+        self._output_tokens += taken
+        prompt: list[Logprob] = []
+        have = seq.prompt_logprobs
+        if work.prompt_logits and len(have) < seq.prompt_rows:
+            have += row.prompt_logprobs[len(have) - work.start :]  # after a preemption some come again
+            if len(have) == seq.prompt_rows:
+                prompt = have.copy()
+        tokens, logprobs = row.tokens, row.logprobs
+        if finish is None:
+            if not tokens and not prompt:
+                return None
+            return Event(id=seq.request.id, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+        if taken < len(tokens):
+            tokens, logprobs = tokens[:taken], logprobs[:taken]
+        stop = tokens[-1] if finish == FINISH_STOP else None
+        return self._finish(seq, finish, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt, stop_id=stop)
+
+
+def _take(sequences: list[Sequence], seq: Sequence) -> None:
+    """Remove a sequence from a list sorted by order."""
+    i = bisect_left(sequences, seq.order, key=_order)
+    if i == len(sequences) or sequences[i] is not seq:
+        raise RuntimeError(f"sequence {seq.key} is {seq.status}, but not where such sequences are")
+    del sequences[i]

@@ -1,0 +1,112 @@
+"""A request on its way through the engine. Mutable, and owned by the scheduler alone.
+
+  tokens     [ prompt ........ | output ... ]
+  KV         [ computed ....... | in flight .. ]        in flight: dispatched, not yet committed
+
+* 0 <= computed <= len(tokens): KV of tokens[:computed] is present and verified
+* the lease covers [0, computed + in_flight), an upper bound of what the device has written
+* epoch += 1 on preemption, so that results of work planned before it can be told and dropped
+* waiting -> running -> finished; running -> waiting is a preemption
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.cache.prefix_tree import Lease
+from quire.engine.types import Receipt, Request
+from quire.runner.plan import Logprob
+
+WAITING = "waiting"
+RUNNING = "running"
+FINISHED = "finished"
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th sequence of a request: 64 bits, well spread even for neighbouring seeds."""
+    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's state."""
+
+    key: int  # its name in plans; also its order of arrival
+    request: Request
+    order: tuple[Any, int]  # what comes first is planned first and preempted last
+    seed: int  # as asked or drawn; the device gets it mixed with request.index
+    stop_ids: dict[int, None]  # ordered, for a stable Open
+    max_len: int  # prompt and output together
+    tokens: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+    min_len: int = 0  # up to here a stop token does not end it
+    status: str = WAITING
+    computed: int = 0
+    in_flight: int = 0
+    sampling: int = 0  # steps in flight that sample: while there are any, only the device knows the last token
+    sampled_here: bool = False  # the device sampled the last token in this slot, so it knows it
+    slot: int = -1
+    lease: Lease | None = None
+    epoch: int = 0
+    prompt_rows: int = 0  # leading positions whose logits are wanted
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    admitted: bool = False  # has held a slot at least once
+    cached: int = 0
+    chunks: int = 0
+    steps: int = 0
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: Request, key: int, rank: Any, seed: int, context: int) -> Sequence:
+        """A waiting sequence that may grow to `context` tokens."""
+        sampling = request.sampling
+        prompt = len(request.tokens)
+        stops = [*(() if sampling.ignore_eos else request.eos_ids), *sampling.stop_token_ids]
+        room = context - prompt
+        return cls(
+            key=key,
+            request=request,
+            order=(rank, key),
+            seed=seed,
+            stop_ids=dict.fromkeys(stops),
+            max_len=prompt + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
+            tokens=list(request.tokens),
+            prompt_len=prompt,
+            min_len=prompt + sampling.min_tokens,
+            prompt_rows=0 if sampling.prompt_logprobs is None else prompt - 1,
+        )
+
+    @property
+    def prompt_done(self) -> bool:
+        """Its prompt has been computed (perhaps in an earlier epoch: those pages are cached, or can be again)."""
+        return len(self.tokens) > self.prompt_len
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that may come from the tree: not the last, whose logits are needed, and no row still wanted."""
+        if len(self.prompt_logprobs) < self.prompt_rows:
+            return len(self.prompt_logprobs)
+        return len(self.tokens) - 1
+
+    def pages_short(self, page_size: int) -> int:
+        """Pages missing for the tokens it has and the next one; the last token of all needs no KV."""
+        held = 0 if self.lease is None else len(self.lease.pages)
+        return max(0, -(-min(len(self.tokens) + 1, self.max_len - 1) // page_size) - held)
+
+    def receipt(self) -> Receipt:
+        """What happened so far; the engine loop adds the times."""
+        return Receipt(
+            prompt_tokens=self.prompt_len,
+            output_tokens=len(self.tokens) - self.prompt_len,
+            cached_tokens=self.cached,
+            chunks=self.chunks,
+            steps=self.steps,
+            preemptions=self.preemptions,
+            seed=self.seed,
+        )

@@ -1,0 +1,169 @@
+"""A device without a model. It applies plans as a runner must, owns true lengths, and checks every KV read.
+
+The "KV" of a position is a hash of the whole prefix up to it, so that a page read where it does not belong, or that was
+overwritten, is caught at the read. Steps are executed when launched, in order, as one stream of a real device would;
+results reach the scheduler later.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
+
+VOCAB = 11
+WRONG = 99  # a draft that is never right
+
+
+class Caught(AssertionError):
+    """The harness found a fault."""
+
+
+def expect(condition: bool, *what: object) -> None:
+    """Raise Caught unless the condition holds."""
+    if not condition:
+        raise Caught(*what)
+
+
+def start_of(namespace: str) -> int:
+    """The hash of an empty prefix. Namespaces differ, so reading across them is caught."""
+    return sum((i + 1) * ord(c) for i, c in enumerate(namespace))
+
+
+def grow(prefix: int, token: int) -> int:
+    """The hash of a prefix with one more token."""
+    return hash((prefix, token))
+
+
+def choose(prefix: int, seed: int, banned: frozenset[int]) -> int:
+    """The next token after a prefix: the whole of this model."""
+    token = hash((prefix, seed)) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def logprob(prefix: int, token: int) -> Logprob:
+    """A log probability that depends on everything before it."""
+    return Logprob(token, -(hash((prefix, token, 5)) % 997) / 100, 1 + hash((prefix, token)) % 7, [])
+
+
+@dataclass
+class Slot:
+    """What the device keeps for a sequence."""
+
+    opened: Open
+    prefix: list[int]  # prefix[i] is the hash of tokens[:i]
+    tokens: list[int]
+    length: int = 0  # KV written and verified
+    row: list[int] = field(default_factory=list)
+    failed: bool = False  # what is in flight behind an error has nothing to go on
+
+    def push(self, token: int) -> None:
+        self.tokens.append(token)
+        self.prefix.append(grow(self.prefix[-1], token))
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.prefix[length + 1 :]
+
+    def sample(self) -> int:
+        """The token after all of self.tokens."""
+        early = len(self.tokens) - self.opened.prompt_len < self.opened.sampling.min_tokens
+        return choose(self.prefix[-1], self.opened.seed, frozenset(self.opened.stop_ids if early else ()))
+
+
+class Device:
+    """Executes plans. `fail` is the chance that a row reports an error, `hit` that a draft is right."""
+
+    def __init__(self, pages: int, page_size: int, slots: int, rng: random.Random, fail: float, hit: float) -> None:
+        self.page_size = page_size
+        self.kv: list[int | None] = [None] * (pages * page_size)
+        self.slots: list[Slot | None] = [None] * slots
+        self.rng = rng
+        self.fail = fail
+        self.hit = hit
+        self.reads = 0
+
+    def launch(self, plan: Plan, namespaces: dict[int, str]) -> Result:
+        """Execute a step. `namespaces` maps keys of sequences to theirs: only the check of reads uses it."""
+        for number in plan.closed:
+            expect(self.slots[number] is not None, "a slot was closed that is not open", number)
+            self.slots[number] = None
+        owner = {w.slot: namespaces[w.key] for w in plan.work}
+        expect(len(owner) == len(plan.work), "two rows for one slot")
+        for opened in plan.opened:
+            expect(self.slots[opened.slot] is None, "a slot was opened that is in use", opened.slot)
+            expect(opened.slot in owner, "a slot was opened without work", opened.slot)
+            slot = self.slots[opened.slot] = Slot(opened, [start_of(owner[opened.slot])], [])
+            for token in opened.tokens:
+                slot.push(token)
+        return Result([self._row(work) for work in plan.work])
+
+    def _row(self, work: Work) -> Row:
+        slot = self.slots[work.slot]
+        if slot is None:
+            raise Caught("work for a slot that is not open", work.slot)
+        if work.pages:
+            expect(work.page_from <= len(slot.row), "a gap in the page row", work.page_from, len(slot.row))
+            slot.row[work.page_from : work.page_from + len(work.pages)] = work.pages
+        if slot.failed or self.rng.random() < self.fail:
+            slot.failed = True
+            self._write(slot, slot.length, min(work.n, len(slot.tokens) - slot.length))
+            return Row(0, error="this row failed")
+        return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
+
+    def _known(self, slot: Slot, work: Work) -> Row:
+        """The host gave the tokens and where they start."""
+        start, end = work.start, work.start + work.n
+        expect(slot.tokens[start:end] == work.tokens, "the host's tokens are not the device's", start)
+        expect(slot.length in (0, start), "a chunk does not start where the last one ended", start, slot.length)
+        expect(not work.sample or end == len(slot.tokens), "sampled before the end")
+        self._write(slot, start, work.n)
+        slot.length = end
+        row = Row(work.n)
+        if slot.opened.sampling.prompt_logprobs is not None:
+            for at in range(start, start + work.prompt_logits):
+                row.prompt_logprobs.append(logprob(slot.prefix[at + 1], slot.tokens[at + 1]))
+        if work.sample:
+            token = slot.sample()
+            self._say(slot, row, token)
+            slot.push(token)
+        return row
+
+    def _guess(self, slot: Slot, work: Work) -> Row:
+        """The device knows the last token. Draft more, compute all, keep what sampling would have chosen."""
+        expect(slot.length == len(slot.tokens) - 1, "the device does not know the last token")
+        expect(work.n == 1 + work.drafts and work.sample, "n is not one and the drafts")
+        start = slot.length
+        for _ in range(work.drafts):
+            slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
+        drafts = slot.tokens[start + 1 :]
+        self._write(slot, start, work.n)
+        slot.cut(start + 1)
+        row = Row(0)
+        for draft in [*drafts, None]:
+            token = slot.sample()
+            self._say(slot, row, token)
+            slot.push(token)
+            row.accepted += 1
+            if token != draft:
+                break
+        slot.length = start + row.accepted
+        return row
+
+    def _say(self, slot: Slot, row: Row, token: int) -> None:
+        row.tokens.append(token)
+        if slot.opened.sampling.logprobs is not None:
+            row.logprobs.append(logprob(slot.prefix[-1], token))
+
+    def _write(self, slot: Slot, start: int, n: int) -> None:
+        """Compute n positions from `start`: write their KV, then read all KV they attend to."""
+        size, row, kv, prefix = self.page_size, slot.row, self.kv, slot.prefix
+        expect(start + n <= len(row) * size, "KV written past the page row", start + n, len(row))
+        for at in range(start, start + n):
+            kv[row[at // size] * size + at % size] = prefix[at + 1]
+        for at in range(start + n):
+            if kv[row[at // size] * size + at % size] != prefix[at + 1]:
+                raise Caught("stale KV", at, start, n)
+        self.reads += start + n

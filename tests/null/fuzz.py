@@ -1,0 +1,303 @@
+"""Random workloads against the real scheduler and the real tree, with a device that checks every KV read.
+
+One run is one seed: a pool, a budget, a mix of requests, arrivals, aborts and faults. After every step each page must be
+in exactly one place; at the end each request's tokens, logprobs and finish must be those of a naive recompute.
+
+    python -m tests.null.fuzz --runs 20000 [--first 0] [--depth 0 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import quire.cache.pool
+import quire.cache.prefix_tree
+import quire.engine.limits
+import quire.engine.scheduler
+import quire.engine.sequence
+from quire.engine.types import Event, Request
+from quire.observe.errors import BadRequest
+from quire.runner.params import SamplingParams
+from quire.runner.plan import Logprob, Plan, Result
+from tests.null.device import VOCAB, Device, choose, expect, grow, logprob, start_of
+
+PAGE = 4
+DRAWN = 1234567  # the seed of requests without one
+
+
+@dataclass
+class Parts:
+    """The code under test; a planted fault replaces one of these."""
+
+    pool: ModuleType | Any = quire.cache.pool
+    tree: ModuleType | Any = quire.cache.prefix_tree
+    scheduler: ModuleType | Any = quire.engine.scheduler
+    check: bool = True  # False: leave out the check of the tree's own books, so that the device has to notice
+
+
+@dataclass
+class Answer:
+    """What a request should get, or got."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    finish: str | None = None
+    stop_id: int | None = None
+    receipt: Any = None
+
+
+@dataclass
+class Report:
+    """What a batch of runs went through: a harness that never preempts proves nothing about preemption."""
+
+    runs: int = 0
+    steps: int = 0
+    reads: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    hits: int = 0
+    stale: int = 0  # rows that came back for a sequence gone or preempted
+    rewritten: int = 0  # page rows changed below their end
+    finishes: dict[str, int] = field(default_factory=dict)
+
+
+def naive(request: Request, context: int) -> Answer:
+    """The whole answer, computed one token at a time with nothing shared."""
+    params = request.sampling
+    seed = quire.engine.sequence.mix_seed(DRAWN if params.seed is None else params.seed, request.index)
+    stops = frozenset((() if params.ignore_eos else request.eos_ids) + params.stop_token_ids)
+    prefix, answer = start_of(request.namespace), Answer()
+    for i, token in enumerate(request.tokens):
+        if i and params.prompt_logprobs is not None:
+            answer.prompt_logprobs.append(logprob(prefix, token))
+        prefix = grow(prefix, token)
+    room = context - len(request.tokens)
+    most = room if params.max_tokens is None else min(room, params.max_tokens)
+    while answer.finish is None:
+        early = len(answer.tokens) < params.min_tokens
+        token = choose(prefix, seed, stops if early else frozenset())
+        if params.logprobs is not None:
+            answer.logprobs.append(logprob(prefix, token))
+        answer.tokens.append(token)
+        prefix = grow(prefix, token)
+        if token in stops and not early:
+            answer.finish, answer.stop_id = "stop", token
+        elif len(answer.tokens) == most:
+            answer.finish = "length"
+    return answer
+
+
+def workload(rng: random.Random, context: int, turns: dict[str, str]) -> list[Request]:
+    """Requests that share prompts, whole or in part, within and across namespaces, or go on from another's answer.
+
+    The last kind is noted in `turns`, with the request it goes on from.
+    """
+    base = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))] for _ in range(3)]
+    priorities = rng.choice([[0], [0, 0, 1], [-1, 0, 5]])
+    namespaces = rng.choice([[""], ["", "tenant"]])
+    requests: list[Request] = []
+    for i in range(rng.randint(3, 14)):
+        again = rng.choice(requests) if requests and rng.random() < 0.4 else None
+        if again is None:
+            tokens = rng.choice(base) + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
+        elif rng.random() < 0.5 or len(again.tokens) >= context:
+            tokens = list(again.tokens)  # the same prompt
+        else:  # the next turn of a conversation
+            turns[f"r{i}"] = again.id
+            tokens = (
+                again.tokens + naive(again, context).tokens + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 3))]
+            )
+        most = rng.choice([None, *range(1, 13), 16, 20, 24])
+        params = SamplingParams(
+            seed=rng.choice([None, 7, 7, -3]),
+            max_tokens=most,
+            min_tokens=rng.randint(0, min(4, most or 4)) if rng.random() < 0.4 else 0,
+            ignore_eos=rng.random() < 0.2,
+            stop_token_ids=(rng.randrange(VOCAB),) if rng.random() < 0.2 else (),
+            logprobs=0 if rng.random() < 0.3 else None,
+            prompt_logprobs=0 if rng.random() < 0.15 else None,
+        )
+        requests.append(
+            Request(
+                id=f"r{i}",
+                tokens=tokens,
+                sampling=params,
+                eos_ids=(3,) if most is None or rng.random() < 0.5 else (),
+                index=rng.choice([0, 0, 1]),
+                priority=rng.choice(priorities),
+                namespace=again.namespace if again and rng.random() < 0.7 else rng.choice(namespaces),
+                follows=again.id if again and rng.random() < 0.6 else ("r99" if rng.random() < 0.05 else None),
+            )
+        )
+    return requests
+
+
+class Run:
+    """One seed at one depth."""
+
+    def __init__(self, seed: int, depth: int, parts: Parts, report: Report) -> None:
+        self.rng = rng = random.Random(seed)
+        self.depth, self.report, self.check = depth, report, parts.check
+        pages = rng.randint(6, 14) if rng.random() < 0.6 else rng.randint(12, 40)
+        self.budget, self.slots, self.drafts = rng.randint(3, 24), rng.randint(1, 6), rng.choice([0, 0, 2, 3])
+        self.rows = rng.choice([1, 3, 8, 64])
+        self.tree = parts.tree.PrefixTree(parts.pool.Pool(pages), PAGE)
+        self.scheduler = parts.scheduler.Scheduler(
+            self.tree,
+            slots=self.slots,
+            budget=self.budget,
+            context=rng.choice([24, 40, 400]),
+            draw=lambda: DRAWN,
+            limits=quire.engine.limits.standard(self.rows),
+            drafts=self.drafts,
+            prefix_cache=rng.random() < 0.9,
+        )
+        fail = 0.02 if rng.random() < 0.15 else 0.0
+        self.device = Device(pages, PAGE, self.slots, rng, fail, rng.choice([0.3, 0.6, 0.95]))
+        self.context = min(self.scheduler.context, pages * PAGE)
+        self.turns: dict[str, str] = {}
+        self.requests = {r.id: r for r in workload(rng, self.context, self.turns)}
+        self.answers: dict[str, Answer] = {}
+        self.keys: dict[int, str] = {}
+
+    def go(self) -> None:
+        """Run it to the end, checking as it goes."""
+        rng, scheduler = self.rng, self.scheduler
+        arriving = deque(self.requests.values())
+        aborts = rng.choice([0.0, 0.05, 0.15])
+        flight: deque[tuple[Plan, Result]] = deque()
+        steps = 0
+        while arriving or scheduler.has_work or flight:
+            for _ in range(rng.randint(0, 3)):
+                if arriving and self.ready(arriving[0]):
+                    self.add(arriving.popleft())
+            if rng.random() < aborts and (live := [i for i, a in self.answers.items() if a.finish is None]):
+                self.take(scheduler.abort(rng.choice(live)))
+            plan = scheduler.plan()
+            if plan is not None:
+                self.look(plan)
+                flight.append((plan, self.device.launch(plan, self.namespaces(plan))))
+            elif not flight:
+                expect(not scheduler.has_work, "work, but nothing planned and nothing in flight")
+            if flight and (plan is None or len(flight) > self.depth):
+                plan, result = flight.popleft()
+                self.report.stale += sum(1 for w in plan.work if self.stale(w.key, w.epoch))
+                self.take(scheduler.commit(plan, result))
+            if self.check:
+                self.tree.check(seq.lease for seq in scheduler._keys.values() if seq.lease is not None)
+            steps += 1
+            expect(steps < 5000, "livelock")
+        self.finish(steps)
+
+    def ready(self, request: Request) -> bool:
+        """The next turn of a conversation mostly comes once its answer is there."""
+        turn = self.answers.get(self.turns.get(request.id, ""))
+        return turn is None or turn.finish is not None or self.rng.random() < 0.05
+
+    def add(self, request: Request) -> None:
+        self.answers[request.id] = Answer()
+        try:
+            self.keys[self.scheduler.add(request)] = request.id
+        except BadRequest:
+            expect(len(request.tokens) + 1 > self.context, "refused, but it fits", request.id)
+            del self.answers[request.id], self.requests[request.id]
+
+    def namespaces(self, plan: Plan) -> dict[int, str]:
+        return {w.key: self.requests[self.keys[w.key]].namespace for w in plan.work}
+
+    def stale(self, key: int, epoch: int) -> bool:
+        seq = self.scheduler._keys.get(key)
+        return seq is None or seq.epoch != epoch
+
+    def look(self, plan: Plan) -> None:
+        """What a plan must keep to, whatever is in it."""
+        expect(0 < plan.tokens <= self.budget, "over the token budget", plan.tokens)
+        rows = sum(w.prompt_logits + (1 + w.drafts if w.sample else 0) for w in plan.work)
+        expect(rows <= self.rows, "over the logit rows", rows, self.rows)
+        expect(all(w.n > 0 and w.drafts <= self.drafts for w in plan.work), "an empty row, or too many drafts")
+        waited = {self.requests[self.keys[k]].follows for k in (w.key for w in plan.work)} - {None}
+        for name in waited & self.answers.keys():
+            leader = self.scheduler._ids.get(name)
+            expect(leader is None or leader.prompt_done, "a follower ran before its leader's prompt was done", name)
+        for w in plan.work:
+            slot = self.device.slots[w.slot]
+            if w.pages and slot is not None and w.slot not in plan.closed and w.page_from < len(slot.row):
+                self.report.rewritten += 1
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            answer = self.answers[event.id]
+            expect(answer.finish is None, "news of a finished request", event.id)
+            expect(event.tokens or event.finish or event.prompt_logprobs, "an event that says nothing", event.id)
+            answer.tokens += event.tokens
+            answer.logprobs += event.logprobs
+            expect(not (answer.prompt_logprobs and event.prompt_logprobs), "prompt logprobs sent twice", event.id)
+            answer.prompt_logprobs += event.prompt_logprobs
+            answer.finish, answer.stop_id, answer.receipt = event.finish, event.stop_id, event.receipt
+            expect((event.finish is None) == (event.receipt is None), "a receipt comes with the finish", event.id)
+            expect((event.finish == "error") == (event.error is not None), "an error says why", event.id)
+
+    def finish(self, steps: int) -> None:
+        """Everything is over: compare with the naive answers, and look for leaks."""
+        report = self.report
+        for name, request in self.requests.items():
+            got, want = self.answers[name], naive(request, self.context)
+            cut = got.finish in ("abort", "error")
+            expect(cut or got.finish == want.finish, "wrong finish", name, got.finish, want.finish)
+            if cut:
+                del want.tokens[len(got.tokens) :], want.logprobs[len(got.tokens) :]
+                want.prompt_logprobs = want.prompt_logprobs if got.prompt_logprobs else []
+            expect(got.tokens == want.tokens, "wrong tokens", name, got.tokens, want.tokens)
+            expect(got.logprobs == want.logprobs, "wrong logprobs", name)
+            expect(got.prompt_logprobs == want.prompt_logprobs, "wrong prompt logprobs", name)
+            expect(cut or got.stop_id == want.stop_id, "wrong stop id", name)
+            expect(got.receipt.output_tokens == len(got.tokens), "wrong receipt", name)
+            report.finishes[str(got.finish)] = report.finishes.get(str(got.finish), 0) + 1
+        if self.check:
+            self.tree.check([])
+        stats = self.scheduler.stats()
+        expect(stats.pages_used == stats.running == stats.waiting == 0, "something was left behind", stats)
+        report.runs += 1
+        report.steps += steps
+        report.reads += self.device.reads
+        report.preemptions += stats.preemptions
+        report.evictions += stats.evictions
+        report.hits += stats.prefix_hits
+
+
+def fuzz(first: int, count: int, depths: tuple[int, ...] = (0, 1, 2), parts: Parts | None = None) -> Report:
+    """Run seeds first .. first + count - 1 at each depth. The first fault found is raised, with its seed."""
+    report = Report()
+    for seed in range(first, first + count):
+        for depth in depths:
+            try:
+                Run(seed, depth, parts or Parts(), report).go()
+            except Exception as e:
+                e.add_note(
+                    f"seed {seed}, depth {depth}: python -m tests.null.fuzz --first {seed} --runs 1 --depth {depth}"
+                )
+                raise
+    return report
+
+
+def main() -> None:
+    """As many runs as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=6000, help="over all depths")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--depth", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    began = time.perf_counter()
+    report = fuzz(args.first, -(-args.runs // len(args.depth)), tuple(args.depth))
+    print(f"{time.perf_counter() - began:.1f} s, no fault found: {report}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The harness over its seeds: nothing is found, and what it went through is enough to mean something."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.null.fuzz import fuzz
+
+BLOCK = 250  # seeds; each runs at depth 0, 1 and 2
+BLOCKS = 10  # 7500 runs
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_runs_find_no_fault(block: int) -> None:
+    report = fuzz(block * BLOCK, BLOCK)
+    assert report.runs == 3 * BLOCK
+    # Each of the things that could go wrong was tried, many times over.
+    assert report.preemptions > 100
+    assert report.evictions > 500
+    assert report.hits > 1000
+    assert report.stale > 100
+    assert report.rewritten > 50
+    assert all(report.finishes.get(reason, 0) > 0 for reason in ("stop", "length", "abort", "error"))
