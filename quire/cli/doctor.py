@@ -1,0 +1,222 @@
+"""`quire doctor`: look at this machine and this installation, and give a cure with everything that is wrong.
+
+A check is a function that returns findings; a finding passes, warns or fails. Nothing is changed, and nothing is asked
+of the network unless `--network` says so. Exit code 1 when something fails.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from quire.cli import ui
+from quire.cli.version import kernels
+from quire.config import DEFAULT_MODEL, Environment, ServerConfig, available_cores, available_memory, resolve_threads
+from quire.observe.errors import QuireError
+from quire.weights.fetch import mb
+from quire.weights.store import Store
+
+Status = Literal["pass", "warn", "fail"]
+COLOURS = {"pass": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+# The features that decide which kernels run, of the many that a CPU has.
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "i8mm", "sve")  # fmt: skip
+OLDEST_PYTHON = (3, 11)
+LITTLE_MEMORY = 1 << 30
+LITTLE_DISK = 2 << 30
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one look found."""
+
+    check: str
+    status: Status
+    detail: str
+    cure: str = ""
+
+
+def command(
+    deep: Annotated[bool, typer.Option("--deep", help="Read every model whole and compare its digest.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Try to reach the places models come from.")] = False,
+    ops: Annotated[bool, typer.Option("--ops", help="Also print which implementation runs each op.")] = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port that `quire serve` would use.")] = 8000,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Check this machine, and say how to cure what is wrong."""
+    env = Environment.read()
+    store = Store(env)
+    found: list[Finding] = []
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        python,
+        native,
+        lambda: cpu(env),
+        memory,
+        lambda: disk(env.home),
+        lambda: models(store, deep),
+        lambda: free_port(port),
+    ]
+    if network:
+        checks.append(lambda: reach(store))
+    for check in checks:
+        for finding in check():
+            found.append(finding)
+            if not json:
+                _print(finding)
+    table = op_table(env) if ops else []
+    if json:
+        ui.emit({"findings": found, **({"ops": table} if ops else {})})
+    elif ops:
+        typer.echo("")
+        ui.table(("OP", "BACKEND", "IMPLEMENTATION"), [(r["op"], r["backend"], r["implementation"]) for r in table])
+    if any(f.status == "fail" for f in found):
+        raise typer.Exit(1)
+
+
+def _print(f: Finding) -> None:
+    typer.echo(f"{typer.style(f.status, fg=COLOURS[f.status])}  {f.check}: {f.detail}")
+    if f.cure:
+        typer.echo(f"      cure: {f.cure}")
+
+
+def python() -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.version_info[:2] >= OLDEST_PYTHON:
+        yield Finding("python", "pass", f"{version} at {sys.executable}")
+    else:
+        yield Finding("python", "fail", f"{version} is too old", "install Python 3.11 or newer")
+
+
+def native() -> Iterator[Finding]:
+    isa, why = kernels()
+    if isa is None:
+        cure = "`pip install .` (or `make`) in the checkout builds it; a C++ compiler is needed (apt install g++)"
+        yield Finding("native kernels", "fail", f"the native extension cannot be loaded: {why}", cure)
+    elif isa == "scalar":
+        cure = "unset QUIRE_ISA if it is set; otherwise this CPU has no kernels here yet: expect slow answers"
+        yield Finding("native kernels", "warn", "the portable scalar kernels are in use", cure)
+    else:
+        yield Finding("native kernels", "pass", isa)
+
+
+def cpu(env: Environment) -> Iterator[Finding]:
+    features = cpu_features()
+    has = ", ".join(f for f in FEATURES if f in features) or "no vector extension that matters here is visible"
+    yield Finding("cpu", "pass", f"{platform.machine()}: {has}")
+    threads, why = resolve_threads(None, env)
+    cores = available_cores()
+    if threads > cores:
+        yield Finding("cores", "warn", why, f"QUIRE_THREADS={threads} is more than {cores} cores: decoding slows down")
+    else:
+        yield Finding("cores", "pass", why)
+
+
+def cpu_features(path: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """What the kernel says the CPU can do; empty where it does not say."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return {"asimd", "asimddp"} if platform.system() == "Darwin" and platform.machine() == "arm64" else set()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
+
+
+def memory() -> Iterator[Finding]:
+    free = available_memory()
+    if free < LITTLE_MEMORY:
+        yield Finding(
+            "memory", "warn", f"{mb(free)} available", "close something, or use a smaller model and --kv-memory"
+        )
+    else:
+        yield Finding("memory", "pass", f"{mb(free)} available")
+
+
+def disk(home: Path) -> Iterator[Finding]:
+    folder = home
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < LITTLE_DISK:
+        cure = "free some (`quire rm NAME`), or set QUIRE_HOME to a larger disk"
+        yield Finding("disk", "warn", f"{mb(free)} free for the store at {home}", cure)
+    else:
+        yield Finding("disk", "pass", f"{mb(free)} free for the store at {home}")
+
+
+def models(store: Store, deep: bool) -> Iterator[Finding]:
+    problems = store.problems()
+    for p in problems:
+        yield Finding("store", "fail" if p.fatal else "warn", p.text, p.cure)
+    listed = store.list()
+    if deep:
+        for m in listed:
+            try:
+                store.verify(m.name, ui.progress())
+                yield Finding("store", "pass", f"{m.name}: its digest is right")
+            except QuireError as e:
+                yield Finding("store", "fail", e.message, e.cure)
+    elif not problems:
+        total = mb(sum(m.size for m in listed))
+        detail = f"{len(listed)} models, {total}" if listed else "empty"
+        cure = "" if listed else f"`quire pull {DEFAULT_MODEL}` fetches the default model"
+        yield Finding("store", "pass", detail, cure)
+
+
+def free_port(port: int) -> Iterator[Finding]:
+    host = ServerConfig().host
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself would bind
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            cure = "`quire ps` shows whether it is one of ours; `quire serve --port N` takes another"
+            yield Finding("port", "warn", f"{host}:{port} cannot be used: {e.strerror}", cure)
+            return
+    yield Finding("port", "pass", f"{host}:{port} is free")
+
+
+def reach(store: Store) -> Iterator[Finding]:
+    """Each source of the default model is asked where its bytes are; the hub is asked for its front door."""
+    from dataclasses import replace
+
+    from quire.weights import sources
+    from quire.weights.store import look_up
+    from quire.weights.web import host_of
+
+    http = replace(store.http, attempts=1, timeout=10.0)
+    for reference in look_up(DEFAULT_MODEL).references:
+        try:
+            where = sources.load(reference.scheme).locate(reference.target, store.env, http)
+            host = host_of(where.url) if isinstance(where, sources.Remote) else "this machine"
+            yield Finding("network", "pass", f"{DEFAULT_MODEL} can be had from {host}")
+        except QuireError as e:
+            yield Finding("network", "fail", e.message, e.cure)
+    try:
+        http.head(store.env.hf_endpoint)
+        yield Finding("network", "pass", f"{host_of(store.env.hf_endpoint)} answers")
+    except QuireError as e:
+        yield Finding("network", "warn", e.message, e.cure or "hf: names will not work; the others do")
+
+
+def op_table(env: Environment) -> list[dict[str, str]]:
+    """op x backend -> what runs it, or why nothing does."""
+    from quire.backends.ops import TABLE, open_backend
+
+    rows: list[dict[str, str]] = []
+    for name in ("native", "reference"):
+        try:
+            does = open_backend(name, isa=env.isa).implementations()
+            why = "not implemented"
+        except Exception as e:  # a backend that cannot start is an answer here, not a failure
+            does, why = {}, f"unavailable: {e}"
+        rows += [{"op": op.name, "backend": name, "implementation": does.get(op.name, why)} for op in TABLE]
+    return sorted(rows, key=lambda r: [op.name for op in TABLE].index(r["op"]))

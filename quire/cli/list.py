@@ -1,0 +1,49 @@
+"""`quire list`: the models in the store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quire.cli import ui
+from quire.config import DEFAULT_MODEL
+from quire.weights.catalogue import ENTRIES
+from quire.weights.fetch import mb
+from quire.weights.store import Store
+
+
+def command(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    known: Annotated[bool, typer.Option("--known", help="The short names that can be pulled, instead.")] = False,
+) -> None:
+    """The models on this machine."""
+    if known:
+        _known(json)
+        return
+    store = Store()
+    models = store.list()
+    if json:
+        ui.emit([{**_plain(m), "path": str(store.blob(m))} for m in models])
+    elif models:
+        rows = [(m.name, mb(m.size), m.format, ui.ago(m.pulled_at)) for m in models]
+        ui.table(("NAME", "SIZE", "FORMAT", "PULLED"), rows)
+    else:
+        ui.note(f"No models yet. `quire pull {DEFAULT_MODEL}` fetches the default one.")
+    for problem in store.problems():
+        if problem.fatal:
+            ui.note(f"warning: {problem.text}: {problem.cure}")
+
+
+def _known(json: bool) -> None:
+    if json:
+        ui.emit(ENTRIES)
+    else:
+        rows = [(e.name, mb(e.size), e.licence, e.description) for e in ENTRIES]
+        ui.table(("NAME", "SIZE", "LICENCE", "WHAT"), rows)
+
+
+def _plain(manifest: object) -> dict[str, object]:
+    import msgspec
+
+    return msgspec.to_builtins(manifest)

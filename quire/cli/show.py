@@ -1,0 +1,97 @@
+"""`quire show`: what is inside a model, from its header alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli import ui
+from quire.weights.fetch import mb
+from quire.weights.store import Store, look_up
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="A model in the store, or a path.")],
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """What is inside a model: architecture, size, quantization, context, tokenizer, where it came from."""
+    facts = gather(Store(), name)
+    if json:
+        ui.emit(facts)
+    else:
+        ui.fields(lines(facts))
+
+
+def gather(store: Store, name: str) -> dict[str, Any]:
+    """Every fact, as JSON would have it: the file's own, then the store's."""
+    from quire.weights.gguf import GGUF, describe
+
+    wanted = look_up(name)
+    path = store.resolve(name)
+    with GGUF.open(path) as file:
+        facts: dict[str, Any] = {"model": wanted.name, **describe(file)}
+    manifest = store.get(name) if wanted.references[0].scheme != "file" else None
+    facts |= {
+        "path": str(path),
+        "digest": manifest.digest if manifest else None,
+        "source": manifest.source if manifest else None,
+        "pulled_at": manifest.pulled_at if manifest else None,
+    }
+    if manifest and manifest.licence:
+        facts["license"] = manifest.licence  # what we checked, before what the file says of itself
+    return facts
+
+
+def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The facts for people; what the file does not say is left out."""
+
+    def number(key: str) -> str:
+        value = facts.get(key)
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    types: dict[str, int] = facts.get("types") or {}
+    total = sum(types.values())
+    mix = (
+        ", ".join(f"{t} {100 * n / total:.1f}%" for t, n in sorted(types.items(), key=lambda i: -i[1])) if total else ""
+    )
+    shape = [f"{number('layers')} layers", f"width {number('embedding_length')}"]
+    shape.append(f"{number('heads')} heads over {number('kv_heads')} KV heads")
+    if facts.get("experts"):
+        shape.append(f"{number('experts')} experts")
+    pre = f", pre-tokenizer {facts['pre_tokenizer']}" if facts.get("pre_tokenizer") else ""
+    vocabulary = f", {number('vocabulary')} tokens" if facts.get("vocabulary") else ""
+    bits = f" ({facts['bits_per_weight']} bits a weight)" if facts.get("bits_per_weight") else ""
+    pairs = [
+        ("model", facts["model"]),
+        ("title", facts.get("name")),
+        ("architecture", facts.get("architecture")),
+        ("shape", ", ".join(shape)),
+        ("parameters", people(facts.get("parameters"))),
+        ("quantization", mix + bits),
+        ("context", f"{number('context_length')} tokens" if facts.get("context_length") else None),
+        ("tokenizer", f"{facts['tokenizer']}{pre}{vocabulary}" if facts.get("tokenizer") else None),
+        ("chat template", "yes" if facts.get("chat_template") else "no"),
+        ("licence", facts.get("license")),
+        ("size", mb(facts["size"]) if facts.get("size") else None),
+        ("digest", facts.get("digest")),
+        ("source", facts.get("source")),
+        ("pulled", facts.get("pulled_at")),
+        ("path", facts["path"]),
+    ]
+    return [(name, clean(str(value))) for name, value in pairs if value]
+
+
+def people(count: int | None) -> str | None:
+    """134515008 as 134.5 M."""
+    if not count:
+        return None
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)
+
+
+def clean(text: str) -> str:
+    """Text from a file, made unable to steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,40 @@
+"""`quire version`: what is running, for a bug report."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from typing import Annotated
+
+import typer
+
+from quire import __version__
+from quire.cli import ui
+
+
+def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Version, Python, platform and kernels."""
+    facts = gather()
+    if json:
+        ui.emit(facts)
+    else:
+        ui.fields((name, value or "not built") for name, value in facts.items())
+
+
+def gather() -> dict[str, str | None]:
+    """The facts; `kernels` is None where the native extension cannot be loaded."""
+    return {
+        "quire": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "kernels": kernels()[0],
+    }
+
+
+def kernels() -> tuple[str | None, str]:
+    """The instruction set that the native backend has chosen, or None and why there is none."""
+    try:
+        return str(importlib.import_module("quire.backends.native").isa()), ""
+    except Exception as e:  # a broken extension can fail in any way, and this command is for finding out
+        return None, f"{type(e).__name__}: {e}"
