@@ -60,17 +60,16 @@ class Strings(Sequence[str]):
 
     def tolist(self) -> list[str]:
         """All of them."""
-        # Each 8-byte length becomes one NUL; then one decode and one split do the work of a loop over strings.
-        n = len(self)
+        # If the only zeros are those of the lengths, one zero can stand for each length: then one decode and one split
+        # do the work of a loop. The two low bytes of a length are blotted out; more makes a string for the loop.
         data = self._data.copy()
-        keep = np.ones(data.size, np.bool_)
-        for i in range(1, 8):
-            keep[self._heads[:-1] + i] = False
-        data[self._heads[:-1]] = 0
-        texts = data[keep].tobytes().decode("utf-8", ESCAPE).split("\0")
-        if len(texts) == n + 1:
-            return texts[1:]
-        return [b.decode("utf-8", ESCAPE) for b in self.tobytes()]  # some string holds a NUL of its own
+        heads = self._heads[:-1]
+        data[heads] = data[heads + 1] = 0
+        keep = data != 0
+        if keep.size - np.count_nonzero(keep) == 8 * heads.size:
+            keep[heads] = True
+            return data[keep].tobytes().decode("utf-8", ESCAPE).split("\0")[1:]
+        return [text.decode("utf-8", ESCAPE) for text in self.tobytes()]
 
     def tobytes(self) -> list[bytes]:
         """All of them, as the bytes they are in the file."""
