@@ -78,9 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not text:
                 raise BadRequest("a stop string is empty", param="stop")
             if len(text) > MAX_STOP_LENGTH:
-                raise BadRequest(
-                    f"a stop string has {len(text)} characters: at most {MAX_STOP_LENGTH}", param="stop"
-                )
+                raise BadRequest(f"a stop string has {len(text)} characters: at most {MAX_STOP_LENGTH}", param="stop")
 
     def _validate_ids(self, vocab_size: int | None) -> None:
         if len(self.stop_token_ids) > MAX_STOP_IDS:

@@ -1,0 +1,141 @@
+"""Work becomes a ragged Batch: the rows of a plan joined with what the slots know.
+
+It knows arrays and slots, never scheduling or sampling. What the host left open (the token and position of a decode row)
+is read from the slots here, so this must run after the step before it has finished. Everything a backend would have to
+trust is checked: token ids, positions, pages. The arrays are views of buffers that the next build overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.backends.batch import I32, Batch
+from quire.runner.plan import Work
+from quire.runner.slots import Slots
+
+
+class BadWork(ValueError):
+    """One Work cannot be computed. `index` is its place in what was given to `build`."""
+
+    def __init__(self, index: int, message: str):
+        super().__init__(message)
+        self.index = index
+
+
+class BatchBuilder:
+    """Buffers for the largest step."""
+
+    def __init__(
+        self, *, page_size: int, vocab_size: int, max_seqs: int, max_tokens: int, max_context: int, max_rows: int
+    ):
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+        self._count = np.arange(max_tokens, dtype=np.int32)
+        self._ids: I32 = np.zeros(max_tokens, np.int32)
+        self._pos: I32 = np.zeros(max_tokens, np.int32)
+        self._write: I32 = np.zeros(max_tokens, np.int32)
+        self._q_start: I32 = np.zeros(max_seqs + 1, np.int32)
+        self._kv_len: I32 = np.zeros(max_seqs, np.int32)
+        self._rows: I32 = np.zeros(max_rows, np.int32)
+        self._pages: I32 = np.zeros(max_seqs * -(-max_context // page_size), np.int32)
+
+    def build(self, work: Sequence[Work], slots: Slots) -> Batch:
+        """One Batch of all the work, whose slots must be open. logit_rows has the sampled rows first, then the prompt_logits rows, work by work.
+
+        Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
+        """
+        tokens = self._flatten(work)
+        count, total = len(work), len(tokens)
+        if total > self._ids.size:
+            raise ValueError(f"{total} tokens in a step of at most {self._ids.size}")
+        slot = np.array([w.slot for w in work], np.intp)
+        n = np.array([w.n for w in work], np.int32)
+        start = np.array([w.start for w in work], np.int32)
+        ids, pos, write = self._ids[:total], self._pos[:total], self._write[:total]
+        q_start, kv_len = self._q_start[: count + 1], self._kv_len[:count]
+
+        np.cumsum(n, out=q_start[1:])
+        ids[:] = tokens
+        device = np.array([w.tokens is None for w in work], np.bool_)
+        if device.any():
+            start[device] = slots.length[slot[device]]
+            ids[q_start[:-1][device]] = slots.last[slot[device]]
+        np.add(start, n, out=kv_len)
+        self._check(work, slots, slot, start, device, ids)
+
+        owner = np.repeat(np.arange(count), n)
+        np.add(self._count[:total], (start - q_start[:-1])[owner], out=pos)
+        page, offset = np.divmod(pos, self._page_size)
+        write[:] = slots.table[slot[owner], page]
+        write *= self._page_size
+        write += offset
+        width = -(-int(kv_len.max()) // self._page_size)
+        pages = self._pages[: count * width].reshape(count, width)
+        pages[:] = slots.table[slot, :width]
+        return Batch(ids, pos, q_start, kv_len, pages, write, self._logit_rows(work, q_start))
+
+    def _flatten(self, work: Sequence[Work]) -> list[int]:
+        """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""
+        tokens: list[int] = []
+        seen: set[int] = set()
+        for i, w in enumerate(work):
+            if w.slot in seen:
+                raise BadWork(i, f"slot {w.slot} has two rows in one step")
+            seen.add(w.slot)
+            if w.drafts:
+                raise BadWork(i, f"slot {w.slot}: {w.drafts} drafts to verify, and no proposer that makes drafts")
+            if w.tokens is None:
+                if w.n != 1 or w.start != -1 or w.prompt_logits:
+                    raise BadWork(
+                        i, f"slot {w.slot}: a row without tokens has n=1 and start=-1, not {w.n} and {w.start}"
+                    )
+                tokens.append(0)
+                continue
+            if not w.tokens or len(w.tokens) != w.n or w.start < 0:
+                raise BadWork(i, f"slot {w.slot}: n={w.n} with {len(w.tokens)} tokens from position {w.start}")
+            if not 0 <= w.prompt_logits <= w.n - w.sample:
+                raise BadWork(i, f"slot {w.slot}: prompt logits for {w.prompt_logits} of {w.n} rows")
+            tokens += w.tokens
+        return tokens
+
+    def _check(
+        self, work: Sequence[Work], slots: Slots, slot: np.ndarray, start: I32, device: np.ndarray, ids: I32
+    ) -> None:
+        """Everything that an array operation can check for all rows at once."""
+        kv_len, q_start = self._kv_len[: slot.size], self._q_start[: slot.size]
+        length = slots.length[slot]
+        unsampled = device & (slots.last[slot] < 0)
+        if unsampled.any():
+            i = int(unsampled.argmax())
+            raise BadWork(i, f"slot {slot[i]}: its last token is asked for, and none was sampled yet")
+        gap = (length > 0) & (start > length)
+        if gap.any():
+            i = int(gap.argmax())
+            raise BadWork(i, f"slot {slot[i]}: position {start[i]} follows {length[i]} computed tokens")
+        if int(kv_len.max()) > self._max_context:
+            i = int(kv_len.argmax())
+            raise BadWork(i, f"slot {slot[i]}: {kv_len[i]} tokens in a context of {self._max_context}")
+        uncovered = -(-kv_len // self._page_size) > slots.covered[slot]
+        if uncovered.any():
+            i = int(uncovered.argmax())
+            raise BadWork(i, f"slot {slot[i]}: {slots.covered[slot[i]]} pages do not hold {kv_len[i]} tokens")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
+            at = int(((ids < 0) | (ids >= self._vocab_size)).argmax())
+            i = int(np.searchsorted(q_start, at, side="right")) - 1
+            raise BadWork(i, f"token {ids[at]}: the vocabulary has {self._vocab_size}")
+
+    def _logit_rows(self, work: Sequence[Work], q_start: I32) -> I32:
+        sampled = np.array([w.sample for w in work], np.bool_)
+        last = q_start[1:][sampled] - 1
+        rows = [last]
+        for i, w in enumerate(work):
+            if w.prompt_logits:
+                rows.append(q_start[i] + self._count[: w.prompt_logits])
+        wanted = np.concatenate(rows) if len(rows) > 1 else last
+        if wanted.size > self._rows.size:
+            raise ValueError(f"{wanted.size} logit rows in a step of at most {self._rows.size}")
+        self._rows[: wanted.size] = wanted
+        return self._rows[: wanted.size]

@@ -1,0 +1,34 @@
+"""Random numbers that depend on a seed and a position, and on nothing else.
+
+A request's draw number i is a pure function of (seed, i): no generator state exists, so a preempted, resumed, retried or
+reordered request draws the same numbers. The function is Philox4x64 with 10 rounds (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011) in plain integers: a few microseconds for the one draw a token needs, and the same
+bits on every machine.
+"""
+
+from __future__ import annotations
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 10
+_MULTIPLY_0, _MULTIPLY_1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+_WEYL_0, _WEYL_1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Four 64-bit words for a 256-bit counter and a 128-bit key, least significant word first."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLY_0, c2 * _MULTIPLY_1
+        c0, c1, c2, c3 = (p1 >> 64) ^ c1 ^ k0, p1 & _MASK, (p0 >> 64) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int) -> float:
+    """The draw of `seed` at output position `position`: a multiple of 2**-53 in [0, 1).
+
+    Seeds are taken modulo 2**64, so that -1 and 2**64 - 1 are the same stream.
+    """
+    word = philox((position & _MASK, 0, 0, 0), (seed & _MASK, 0))[0]
+    return (word >> 11) * 2.0**-53

@@ -1,0 +1,274 @@
+"""The runner: a Plan becomes device work, and a Result comes back. The only file that calls a program.
+
+Plans run in the order they are given, and everything that depends on the step before (the last token, the true length,
+penalty counts) is read when the step runs, never when it is planned. So the host may be some steps ahead:
+
+    overlap=False   forward and sample run where they are called; result() has nothing to wait for
+    overlap=True    host     | plan k+1 | plan k+2 .. commit k | ..
+                    worker   | forward k, sample k | forward k+1, sample k+1 | ..      result() waits for the worker
+
+Both give the same bits. A failure stays with the sequences it hit: bad logits or a bad row fail one sequence, an
+exception in the program fails the sequences of that step, and the runner goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+import numpy as np
+
+from quire.backends.ops import KV, Program
+from quire.layouts import Floats
+from quire.observe.errors import QuireError
+from quire.runner.batch_builder import BadWork, BatchBuilder
+from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.sampler import Masks, Sampler
+from quire.runner.slots import Slots
+
+log = logging.getLogger(__name__)
+
+
+class Pending:
+    """A forward that was given to the device: logits wait in it for `sample`."""
+
+    __slots__ = ("logits", "plan", "rows", "sampled")
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.rows = [Row(accepted=0) for _ in plan.work]
+        self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
+        self.logits: Floats | None = None  # [len(sampled), V]; valid until the next forward runs
+
+
+class Ticket:
+    """A step's answer, perhaps not there yet."""
+
+    __slots__ = ("_done", "_failure", "_result")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: Result | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether result() would return at once."""
+        return self._done.is_set()
+
+    def result(self) -> Result:
+        """The answer, row for row. Waits for it."""
+        self._done.wait()
+        if self._result is None:
+            raise RuntimeError("the runner could not finish this step") from self._failure
+        return self._result
+
+    def _settle(self, result: Result | None, failure: BaseException | None = None) -> None:
+        self._result, self._failure = result, failure
+        self._done.set()
+
+
+class Runner:
+    """One program, its slots and its sampler. The caller alternates forward and sample; a Plan is not changed after."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        kv: KV,
+        vocab_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
+        max_rows: int,
+        overlap: bool = False,
+    ):
+        if max_rows < max_seqs:
+            raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
+        self._program = program
+        self._slots = Slots(max_seqs, -(-max_context // kv.page_size), pages=kv.pages, vocab_size=vocab_size)
+        self._builder = BatchBuilder(
+            page_size=kv.page_size,
+            vocab_size=vocab_size,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            max_context=max_context,
+            max_rows=max_rows,
+        )
+        self._sampler = Sampler(vocab_size)
+        self._unsampled: Pending | None = None
+        self._closed = False
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        if overlap:
+            self._worker = threading.Thread(target=self._work, name="quire-runner", daemon=True)
+            self._worker.start()
+
+    def forward(self, plan: Plan) -> Pending:
+        """Apply the plan to the slots and compute its tokens. Returns before that is done when overlapping."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        if self._unsampled is not None:
+            raise RuntimeError("forward was called twice without sample between: the first logits would be lost")
+        pending = Pending(plan)
+        self._submit(lambda: self._forward(pending))
+        self._unsampled = pending
+        return pending
+
+    def sample(self, pending: Pending, masks: Masks | None = None) -> Ticket:
+        """Choose the tokens of that forward. `masks` are by place in plan.work."""
+        if pending is not self._unsampled:
+            raise RuntimeError("sample was called for a forward that is not the last one")
+        self._unsampled = None
+        ticket = Ticket()
+
+        def task() -> None:
+            try:
+                ticket._settle(self._sample(pending, masks))
+            except BaseException as error:
+                ticket._settle(None, error)
+                raise
+
+        self._submit(task)
+        return ticket
+
+    def step(self, plan: Plan) -> Result:
+        """forward, sample and result in one."""
+        return self.sample(self.forward(plan)).result()
+
+    def close(self) -> None:
+        """Finish what was given, then stop the worker. Harmless when called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._worker is not None:
+            self._tasks.put(None)
+            self._worker.join()
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        if self._worker is None:
+            task()
+        else:
+            self._tasks.put(task)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException:  # the ticket carries it to result(); the worker must live for the next step
+                log.exception("a step could not be finished")
+
+    def _forward(self, pending: Pending) -> None:
+        plan = pending.plan
+        try:
+            self._apply(plan)
+            works = {i: w for i, w in enumerate(plan.work) if not self._refused(pending, i)}
+            logits = self._run(pending, works)
+            pending.sampled = [i for i, w in works.items() if w.sample]
+            pending.logits = logits[: len(pending.sampled)]
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            self._fail(pending, range(len(plan.work)), _reason(error))
+            pending.sampled, pending.logits = [], None
+
+    def _apply(self, plan: Plan) -> None:
+        """Closed slots, opened slots, pages. What is wrong with one sequence fails that one."""
+        slots = self._slots
+        for slot in plan.closed:
+            slots.close(slot)
+        for new in plan.opened:
+            try:
+                slots.open(new)
+            except ValueError as error:
+                slots.fail([new.slot], str(error))
+        for work in plan.work:
+            if work.pages and slots.failure(work.slot) is None:
+                try:
+                    slots.place(work)
+                except ValueError as error:
+                    slots.fail([work.slot], str(error))
+
+    def _refused(self, pending: Pending, index: int) -> bool:
+        """Whether this row's sequence has failed already."""
+        why = self._slots.failure(pending.plan.work[index].slot)
+        if why is not None:
+            pending.rows[index] = Row(accepted=0, error=why)
+        return why is not None
+
+    def _run(self, pending: Pending, works: dict[int, Work]) -> Floats:
+        """Run the program over the work; a row that cannot be built is dropped and answered with its error."""
+        slots, batch = self._slots, None
+        while works and batch is None:
+            try:
+                batch = self._builder.build(list(works.values()), slots)
+            except BadWork as error:
+                index = list(works)[error.index]
+                self._fail(pending, [index], str(error))
+                del works[index]
+        if batch is None:
+            return np.empty((0, 0), np.float32)
+        logits = self._program.run(batch)
+        slot = np.array([w.slot for w in works.values()], np.intp)
+        slots.length[slot] = batch.kv_len
+        row = sum(w.sample for w in works.values())
+        for i, w in works.items():
+            pending.rows[i].accepted = w.n
+            if w.prompt_logits:
+                self._prompt_logprobs(pending, i, w, logits[row : row + w.prompt_logits])
+                row += w.prompt_logits
+        return logits
+
+    def _prompt_logprobs(self, pending: Pending, index: int, work: Work, logits: Floats) -> None:
+        top = self._slots.stream(work.slot).params.prompt_logprobs or 0
+        try:
+            tokens = self._slots.after(work.slot, work.start, work.prompt_logits)
+            new = [self._sampler.logprob(row, token, top) for row, token in zip(logits, tokens, strict=True)]
+        except ValueError as error:
+            self._fail(pending, [index], str(error))
+        else:
+            pending.rows[index].prompt_logprobs = new
+
+    def _sample(self, pending: Pending, masks: Masks | None) -> Result:
+        plan, rows, logits = pending.plan, pending.rows, pending.logits
+        pending.logits = None
+        places = [j for j, i in enumerate(pending.sampled) if rows[i].error is None]
+        indices = [pending.sampled[j] for j in places]
+        if indices and logits is not None:
+            if len(places) < len(pending.sampled):
+                logits = logits[places]
+            try:
+                self._choose(pending, indices, logits, masks or {})
+            except Exception as error:
+                log.exception("step %d failed", plan.step)
+                self._fail(pending, indices, _reason(error))
+        return Result(rows)
+
+    def _choose(self, pending: Pending, indices: list[int], logits: Floats, masks: Masks) -> None:
+        """Sample the rows of `indices`, and tell the slots what came out."""
+        slots, work = self._slots, pending.plan.work
+        slot = [work[i].slot for i in indices]
+        own = {j: masks[i] for j, i in enumerate(indices) if i in masks} if masks else None
+        chosen = self._sampler.sample(logits, [slots.stream(s) for s in slot], slots.position[slot].tolist(), masks=own)
+        for s, i, choice in zip(slot, indices, chosen, strict=True):
+            if choice.error is not None:
+                self._fail(pending, [i], choice.error)
+                continue
+            row = pending.rows[i]
+            row.tokens, row.logprobs = choice.tokens, choice.logprobs
+            slots.last[s] = choice.tokens[-1]
+            slots.position[s] += len(choice.tokens)
+
+    def _fail(self, pending: Pending, indices: Iterable[int], why: str) -> None:
+        """Answer these rows with an error, and let their slots remember it."""
+        for i in indices:
+            if pending.rows[i].error is None:
+                pending.rows[i] = Row(accepted=0, error=why)
+                self._slots.fail([pending.plan.work[i].slot], why)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "the machine ran out of memory in this step"
+    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

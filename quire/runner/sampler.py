@@ -1,0 +1,183 @@
+"""The sampler: rows of logits become tokens and log probabilities, on the host.
+
+It knows rows and streams, never slots, plans or a device. A row's answer depends on that row and its stream alone: rows
+are handled one by one in the same scratch memory, so batch mates cannot change a bit of it.
+
+Sampling and verifying drafts are one call. A token is a pure function of (logits, stream, position), so a draft is right
+exactly when it equals the token that plain sampling gives there: k = 0 drafts is plain sampling, and k > 0 changes how
+many rows are used, never which tokens come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.layouts import Floats
+from quire.runner.params import SamplingParams
+from quire.runner.plan import Logprob
+from quire.runner.random import uniform
+from quire.runner.rules import Choice, History, NoToken, needs_history, rules_for
+from quire.runner.select import best
+
+Masks: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]
+"""Which tokens a constraint allows: [V], or [1 + drafts, V], by the sequence's place in the batch."""
+
+
+class Stream:
+    """How one sequence chooses its tokens: parameters, the rules they need, seed, and history where a rule looks at it."""
+
+    __slots__ = ("history", "masked_rules", "params", "plain", "rules", "seed", "stop_ids")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        vocab_size: int,
+        *,
+        stop_ids: Sequence[int] = (),
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+    ):
+        self.params = params
+        self.seed = seed
+        self.rules = rules_for(params)
+        self.masked_rules = rules_for(params, masked=True)
+        self.stop_ids = np.array(stop_ids, np.intp)
+        self.history = History(prompt, output) if needs_history(params) else None
+        self.plain = params.temperature == 0.0 and not self.rules and params.logprobs is None
+        bias = np.array(list(params.logit_bias), np.intp)
+        seen = self.history.ids if self.history is not None else bias[:0]
+        for name, ids in (("logit_bias", bias), ("stop_ids", self.stop_ids), ("tokens", seen)):
+            outside = ids[(ids < 0) | (ids >= vocab_size)]  # a negative index would quietly mean another token
+            if outside.size:
+                raise ValueError(f"{name} has token {outside[0]}: the vocabulary has {vocab_size}")
+
+
+@dataclass(slots=True)
+class Chosen:
+    """What one sequence got: the accepted drafts and one token more, or an error."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    error: str | None = None
+
+
+class Sampler:
+    """Holds scratch memory for one row, and nothing between calls."""
+
+    def __init__(self, vocab_size: int):
+        self._scratch = np.empty(vocab_size, np.float64)
+
+    def sample(
+        self,
+        logits: Floats,
+        streams: Sequence[Stream],
+        positions: Sequence[int],
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
+        masks: Masks | None = None,
+    ) -> list[Chosen]:
+        """Tokens for each stream. logits [L, V] holds 1 + len(drafts[i]) rows for stream i, one stream after another.
+
+        `positions[i]` is how many tokens the sequence has generated. Histories are updated; logits are not changed.
+        """
+        rows = len(streams) + (sum(map(len, drafts)) if drafts else 0)
+        if logits.shape != (rows, self._scratch.size):
+            raise ValueError(f"logits are {list(logits.shape)}: expected {[rows, self._scratch.size]}")
+        if not drafts and not masks and all(stream.plain for stream in streams):
+            return self._argmax(logits)
+        chosen, first = [], 0
+        for i, stream in enumerate(streams):
+            guesses = drafts[i] if drafts else ()
+            own = logits[first : first + 1 + len(guesses)]
+            mask = np.atleast_2d(masks[i]) if masks and i in masks else None
+            chosen.append(self._sequence(own, stream, int(positions[i]), guesses, mask))
+            first += own.shape[0]
+        return chosen
+
+    def _argmax(self, logits: Floats) -> list[Chosen]:
+        """Plain greedy: the best logit, the smallest id among equals. NaN beats every number here, so it is seen."""
+        tokens = logits.argmax(axis=1)
+        fine = np.isfinite(np.take_along_axis(logits, tokens[:, None], axis=1))[:, 0]
+        if fine.all():
+            return [Chosen([token]) for token in tokens.tolist()]
+        pairs = enumerate(zip(tokens.tolist(), fine.tolist(), strict=True))
+        return [Chosen([token]) if ok else Chosen(error=_broken(logits[i])) for i, (token, ok) in pairs]
+
+    def _sequence(
+        self,
+        logits: Floats,
+        stream: Stream,
+        position: int,
+        drafts: Sequence[int],
+        mask: npt.NDArray[np.bool_] | None,
+    ) -> Chosen:
+        out = Chosen()
+        for j, row in enumerate(logits):
+            if not math.isfinite(float(row.max())):
+                return Chosen(error=_broken(row))
+            try:
+                token = self._choose(row, stream, position + j, None if mask is None else mask[j])
+            except NoToken as error:
+                return Chosen(error=str(error))
+            out.tokens.append(token)
+            if stream.params.logprobs is not None:
+                out.logprobs.append(self.logprob(row, token, stream.params.logprobs))
+            if stream.history is not None:
+                stream.history.add(token)
+            if j < len(drafts) and drafts[j] != token:
+                break  # what follows was computed after a wrong guess
+        return out
+
+    def _choose(self, row: Floats, stream: Stream, position: int, mask: npt.NDArray[np.bool_] | None) -> int:
+        rules = stream.rules if mask is None else stream.masked_rules
+        if not rules and stream.params.temperature == 0.0:
+            return int(row.argmax())
+        np.copyto(self._scratch, row)
+        choice = Choice(self._scratch, stream.params, position, stream.stop_ids, stream.history, mask)
+        for rule in rules:
+            rule.apply(choice)
+        if stream.params.temperature == 0.0:
+            choice.peak()  # raises when nothing is left
+            return int(choice.scores.argmax())
+        return draw(choice, uniform(stream.seed, position))
+
+    def logprob(self, row: Floats, token: int, top: int) -> Logprob:
+        """Log-softmax of the logits as the model gave them: of `token`, and of the `top` best, ties by id.
+
+        The rank counts tokens that come before it in that order. Raises ValueError when the row is not numbers.
+        """
+        peak = float(row.max())
+        if not math.isfinite(peak):
+            raise ValueError(_broken(row))
+        np.copyto(self._scratch, row)
+        self._scratch -= peak
+        with np.errstate(under="ignore"):
+            np.exp(self._scratch, out=self._scratch)
+        total = peak + math.log(float(self._scratch.sum()))
+        own = row[token]
+        rank = 1 + int(np.count_nonzero(row > own)) + int(np.count_nonzero(row[:token] == own))
+        alternatives = best(row, top) if top else ()
+        return Logprob(token, float(own) - total, rank, [(int(t), float(row[t]) - total) for t in alternatives])
+
+
+def draw(choice: Choice, u: float) -> int:
+    """The token at `u` of the cumulative distribution, tokens in the order of their ids."""
+    cumulative = np.cumsum(choice.weights())
+    place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    if place == cumulative.size:  # u * total rounded up to the total: the last token that has a share of it
+        place = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return place if choice.ids is None else int(choice.ids[place])
+
+
+def _broken(row: Floats) -> str:
+    """Why these logits cannot be used: NaN and +inf have no place in a softmax, and neither has a row of -inf."""
+    counts = (("NaN", np.isnan(row).sum()), ("+inf", np.isposinf(row).sum()), ("-inf", np.isneginf(row).sum()))
+    found = ", ".join(f"{int(count)} {name}" for name, count in counts if count)
+    return f"the model produced NaN or infinite logits ({found} of {row.size})"

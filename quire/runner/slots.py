@@ -1,0 +1,124 @@
+"""Slots: what the device knows about each running sequence. The device owns this truth; the host plans on bounds.
+
+One row per slot: the last token sampled, how many tokens have their K and V in the cache, how many tokens were
+generated, the page table, and how tokens are chosen. Only the runner's own thread touches it, in the order of the plans,
+so a step may be planned before the one that it depends on has run.
+
+A slot that failed stays failed until it is opened again: a later step, planned before the failure was known, gets the
+same error instead of continuing from a state that is not true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.backends.batch import I32
+from quire.runner.plan import Open, Work
+from quire.runner.sampler import Stream
+
+
+class Slots:
+    """Arrays over slots. `last`, `length` and `position` are read and written by rows of slot numbers."""
+
+    def __init__(self, max_seqs: int, max_pages: int, *, pages: int, vocab_size: int):
+        self._pages = pages
+        self._vocab_size = vocab_size
+        self.last: I32 = np.full(max_seqs, -1, np.int32)  # the token sampled last; -1: none yet
+        self.length: I32 = np.zeros(max_seqs, np.int32)  # tokens in the cache; the next one goes here
+        self.position: npt.NDArray[np.int64] = np.zeros(max_seqs, np.int64)  # tokens generated
+        self.table: I32 = np.full((max_seqs, max_pages), -1, np.int32)
+        self.covered: I32 = np.zeros(max_seqs, np.int32)  # leading pages of the table that are there
+        self.streams: list[Stream | None] = [None] * max_seqs
+        self._known: list[list[int]] = [
+            [] for _ in range(max_seqs)
+        ]  # tokens at opening, where their logprobs are wanted
+        self._failure: dict[int, str] = {}
+
+    @property
+    def count(self) -> int:
+        return self.last.size
+
+    def close(self, slot: int) -> None:
+        """The sequence is over. Closing a slot twice is harmless."""
+        self._check(slot)
+        self.streams[slot] = None
+        self._known[slot] = []
+        self._failure.pop(slot, None)
+        self._clear(slot)
+
+    def open(self, new: Open) -> None:
+        """A sequence takes a slot; with tokens beyond its prompt it resumes where it was."""
+        slot, prompt_len = new.slot, new.prompt_len
+        self._check(slot)
+        if self.streams[slot] is not None:
+            raise ValueError(f"slot {slot} is opened twice")
+        if not 0 < prompt_len <= len(new.tokens):
+            raise ValueError(f"slot {slot}: a prompt of {prompt_len} tokens in a sequence of {len(new.tokens)}")
+        self._failure.pop(slot, None)
+        self._clear(slot)
+        self.position[slot] = len(new.tokens) - prompt_len
+        self._known[slot] = new.tokens if new.sampling.prompt_logprobs is not None else []
+        self.streams[slot] = Stream(
+            new.sampling,
+            new.seed,
+            self._vocab_size,
+            stop_ids=new.stop_ids,
+            prompt=new.tokens[:prompt_len],
+            output=new.tokens[prompt_len:],
+        )
+
+    def place(self, work: Work) -> None:
+        """Apply the page-table change that a Work brings."""
+        if not work.pages:
+            return
+        end, covered = work.page_from + len(work.pages), int(self.covered[work.slot])
+        if not 0 <= work.page_from <= covered or end > self.table.shape[1]:
+            raise ValueError(
+                f"slot {work.slot}: pages {work.page_from} to {end} follow {covered} of {self.table.shape[1]}"
+            )
+        if min(work.pages) < 0 or max(work.pages) >= self._pages:
+            raise ValueError(f"slot {work.slot}: page numbers {work.pages} in a pool of {self._pages}")
+        self.table[work.slot, work.page_from : end] = work.pages
+        self.covered[work.slot] = max(covered, end)
+
+    def stream(self, slot: int) -> Stream:
+        """How the sequence in `slot` chooses its tokens."""
+        self._check(slot)
+        stream = self.streams[slot]
+        if stream is None:
+            raise ValueError(f"slot {slot} is not open")
+        return stream
+
+    def after(self, slot: int, first: int, n: int) -> list[int]:
+        """The tokens that follow positions first .. first + n - 1, known since the slot was opened."""
+        tokens = self._known[slot][first + 1 : first + 1 + n]
+        if len(tokens) != n:
+            raise ValueError(
+                f"slot {slot}: prompt logprobs after position {first + n - 1} of {len(self._known[slot])} known tokens"
+            )
+        return tokens
+
+    def fail(self, slots: Sequence[int], why: str) -> None:
+        """These sequences cannot go on."""
+        self._failure.update((slot, why) for slot in slots)
+
+    def failure(self, slot: int) -> str | None:
+        """Why the sequence in `slot` cannot go on, if it cannot."""
+        if slot in self._failure:
+            return self._failure[slot]
+        if not 0 <= slot < self.count or self.streams[slot] is None:
+            return f"slot {slot} is not open"
+        return None
+
+    def _clear(self, slot: int) -> None:
+        self.last[slot] = -1
+        self.length[slot] = 0
+        self.table[slot, : self.covered[slot]] = -1
+        self.covered[slot] = 0
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < self.last.size:
+            raise ValueError(f"slot {slot} of {self.last.size}")

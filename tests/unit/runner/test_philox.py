@@ -1,0 +1,60 @@
+"""The random stream: known answers, numpy's generator as oracle, uniformity, independence."""
+
+import numpy as np
+from naive_sampling import uniform as numpy_uniform
+
+from quire.runner.random import philox, uniform
+
+ONES = 2**64 - 1
+
+
+def test_published_vectors():
+    """The known-answer file of Random123, philox4x64 with 10 rounds."""
+    assert philox((0, 0, 0, 0), (0, 0)) == (
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    )
+    assert philox((ONES,) * 4, (ONES,) * 2) == (
+        0x87B092C3013FE90B,
+        0x438C3C67BE8D0224,
+        0x9CC7D7C69CD777B6,
+        0xA09CAEBF594F0BA0,
+    )
+
+
+def test_agrees_with_numpy():
+    rng = np.random.default_rng(1)
+    for seed in [0, 1, -1, 2**63, 2**64 - 1, -(2**63), *(int(s) for s in rng.integers(0, 2**63, 50))]:
+        for position in [0, 1, 2, 1000, 2**31, int(rng.integers(0, 2**40))]:
+            assert uniform(seed, position) == numpy_uniform(seed, position)
+
+
+def test_fixed_values_never_change():
+    """A seed that a user wrote down must give the same text in every later version."""
+    assert uniform(0, 0) == 0x16554D9ECA36314C // 2**11 / 2**53
+    assert uniform(42, 7) == 0.8495411558862143
+    assert uniform(-1, 3) == uniform(2**64 - 1, 3) == 0.05573648632486816
+
+
+def _chi_square(draws: np.ndarray, bins: int) -> float:
+    """(statistic - degrees of freedom) in standard deviations."""
+    count = np.histogram(draws, bins=bins, range=(0, 1))[0]
+    expected = draws.size / bins
+    return (((count - expected) ** 2 / expected).sum() - (bins - 1)) / np.sqrt(2 * (bins - 1))
+
+
+def test_uniform_over_positions_and_over_seeds():
+    over_positions = np.array([uniform(123, i) for i in range(20000)])
+    over_seeds = np.array([uniform(s, 5) for s in range(20000)])
+    for draws in (over_positions, over_seeds):
+        assert draws.min() >= 0 and draws.max() < 1
+        assert abs(_chi_square(draws, 100)) < 4
+
+
+def test_neighbours_are_independent():
+    grid = np.array([[uniform(s, i) for i in range(100)] for s in range(200)])
+    for a, b in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1]), (grid[1:, 1:], grid[:-1, :-1])):
+        correlation = np.corrcoef(a.ravel(), b.ravel())[0, 1]
+        assert abs(correlation) < 4 / np.sqrt(a.size)
