@@ -1,0 +1,97 @@
+# Quire: `make run` on a fresh machine answers; `make test` proves it. Everything lives in .venv and build/.
+#
+# The package is installed in editable mode: Python changes are live, and a change under native/ or in pyproject.toml
+# rebuilds the extension at the next `make` (the stamp files in .venv say what was last installed).
+
+SHELL  := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run serve setup test check fmt lint type bench clean
+
+PYTHON ?= python3
+MODEL  ?= smollm2:135m
+ARGS   ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+TORCH  := torch==2.13.0
+
+NATIVE := $(shell find native -type f -not -path 'native/build/*' 2>/dev/null)
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+# PROMPT="..." on make's command line reaches the shell through the environment, unexpanded, so that neither make nor the
+# shell reads anything into its quotes and dollars. A PROMPT that the shell merely has (zsh does) means nothing.
+ifneq ($(origin PROMPT),command line)
+override PROMPT :=
+endif
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+help: ## This list
+	@echo "Quire: make TARGET"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@echo 'For instance: make run PROMPT="Why is the sky blue?"  make run MODEL=./model.gguf  make serve ARGS="--port 9000"'
+
+run: $(VENV)/.installed ## Set up, fetch the default model, and chat (or answer PROMPT="...")
+	@if [ -n "$$PROMPT" ]; then exec $(BIN)/quire run $(MODEL) $(ARGS) -- "$$PROMPT"; else exec $(BIN)/quire run $(MODEL) $(ARGS); fi
+
+serve: $(VENV)/.installed ## Set up and serve MODEL over HTTP
+	@exec $(BIN)/quire serve $(MODEL) $(ARGS)
+
+setup: $(VENV)/.installed ## Set up .venv and build, nothing else
+
+test: check ## Set up, then lint, type check and every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.tested
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+fmt: $(VENV)/.tested ## Format the code and fix what the linter can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+lint: $(VENV)/.tested ## Lint and check the format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+type: $(VENV)/.tested ## Type check
+	@$(BIN)/pyright
+
+bench: $(VENV)/.installed ## Our figures, beside llama.cpp's when llama-bench is on the PATH
+	@$(BIN)/python -m benchmarks.one_stream $(ARGS)
+
+clean: ## Remove .venv and everything built (models stay)
+	rm -rf $(VENV) build dist native/build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find quire tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find quire -name '*.so' -delete
+
+# --- How the environment is made ------------------------------------------------------------------------------------
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is missing: install Python 3.11 or newer (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), 3.11 or newer is needed (make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make: no C++ compiler: install g++ or clang (Debian: apt install g++; macOS: xcode-select --install)" >&2; exit 1; }
+	@echo "make: setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make virtual environments (Debian: apt install python3-venv)" >&2; exit 1; }
+	@$(PIP) install --upgrade pip
+	@touch $@
+
+# The build happens in this environment (no isolation), so that a rebuild reuses what is already compiled.
+$(VENV)/.builders: $(VENV)/.made
+	@$(PIP) install 'scikit-build-core>=0.11' 'nanobind>=2.9'
+	@command -v cmake >/dev/null || $(PIP) install cmake
+	@command -v ninja >/dev/null || $(PIP) install ninja
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(NATIVE) | $(VENV)/.builders
+	@echo "make: building and installing Quire"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e .
+	@touch $@
+
+# torch is pinned, and installed first, by itself: it is the test extra's oracle and by far the largest thing here.
+$(VENV)/.tested: pyproject.toml $(NATIVE) | $(VENV)/.builders
+	@echo "make: building and installing Quire, and what its tests need"
+	@$(PIP) install '$(TORCH)'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e '.[test,dev]'
+	@touch $(VENV)/.installed $@

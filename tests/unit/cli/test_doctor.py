@@ -1,0 +1,129 @@
+"""doctor: every finding is true, a failure is exit code 1, and each one that is not a pass has a cure."""
+
+from __future__ import annotations
+
+import json
+import socket
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import quire.cli.doctor as doctor
+from quire.cli import main
+from quire.config import Environment
+from quire.weights.store import Store
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "kernels", lambda: ("avx2", ""))
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(main.app, ["doctor", *args])
+
+
+def findings(*args: str) -> dict[str, dict[str, str]]:
+    return {f["check"]: f for f in json.loads(run("--json", *args).stdout)["findings"]}
+
+
+def test_a_healthy_machine(home: Path, healthy: None):
+    result = run()
+    assert result.exit_code == 0 and "fail" not in result.stdout
+    for check in ("python", "native kernels", "cpu", "cores", "memory", "disk", "store", "port"):
+        assert f"  {check}: " in result.stdout
+
+
+def test_a_missing_extension_fails_with_a_cure(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "kernels", lambda: (None, "ImportError: no _native"))
+    result = run()
+    assert result.exit_code == 1 and "no _native" in result.stdout and "cure: `pip install .`" in result.stdout
+
+
+def test_scalar_kernels_warn(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "kernels", lambda: ("scalar", ""))
+    assert findings()["native kernels"]["status"] == "warn"
+    assert run().exit_code == 0
+
+
+def test_a_taken_port_warns(home: Path, healthy: None):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        found = findings("--port", str(port))["port"]
+        assert found["status"] == "warn" and "--port" in found["cure"]
+    assert findings("--port", str(port))["port"]["status"] == "pass"
+
+
+def test_a_damaged_store_fails(home: Path, healthy: None):
+    (home / "manifests").mkdir(parents=True)
+    (home / "manifests" / "x.json").write_text("{")
+    found = findings()["store"]
+    assert found["status"] == "fail" and "delete" in found["cure"]
+    assert run().exit_code == 1
+
+
+def test_deep_reads_digests(home: Path, healthy: None, tmp_path: Path):
+    import hashlib
+
+    from tests.unit.weights.origin import Body, Origin
+
+    data = b"GGUF" + bytes(5000)
+    origin = Origin()
+    try:
+        origin.files["/m.gguf"] = Body(data)
+        blob = Store(Environment(home=home)).pull(origin.url + "/m.gguf")
+    finally:
+        origin.close()
+    assert run("--deep").exit_code == 0
+    blob.write_bytes(b"GGUF" + bytes(4999) + b"\x01")
+    assert run().exit_code == 0  # the quick look cannot see it
+    result = run("--deep")
+    assert result.exit_code == 1 and hashlib.sha256(data).hexdigest() in result.stdout
+
+
+def test_little_of_everything_warns(home: Path, healthy: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda p: types.SimpleNamespace(free=1 << 20))
+    monkeypatch.setenv("QUIRE_THREADS", "4096")
+    found = findings()
+    for check in ("memory", "disk", "cores"):
+        assert found[check]["status"] == "warn" and found[check]["cure"]
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("flags\t\t: fpu avx2 avx512f\n", {"fpu", "avx2", "avx512f"}),
+        ("Features : asimd asimddp\n", {"asimd", "asimddp"}),
+        ("", set()),
+    ],
+)
+def test_cpu_features(tmp_path: Path, text: str, has: set[str]):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert doctor.cpu_features(tmp_path / "cpuinfo") == has
+
+
+def test_network_is_asked_only_when_told(home: Path, healthy: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "network" not in findings()
+    result = run("--network")
+    assert result.exit_code == 1 and "cannot reach 127.0.0.1" in result.stdout
+
+
+def test_ops_names_every_op_and_backend(home: Path, healthy: None):
+    from quire.backends.ops import TABLE
+
+    rows = json.loads(run("--ops", "--json").stdout)["ops"]
+    assert {r["op"] for r in rows} == {op.name for op in TABLE}
+    assert all(r["implementation"] == "numpy" for r in rows if r["backend"] == "reference")

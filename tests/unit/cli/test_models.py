@@ -1,0 +1,187 @@
+"""pull, list, show and rm over a private store and a local server."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter
+from typer.testing import CliRunner, Result
+
+from quire.cli import main, ui
+from quire.weights.store import Store
+from tests.unit.weights.origin import Body, Fault, Origin
+
+from .test_main import ROOT, quire
+
+FILLER = b"GGUF" + random.Random(5).randbytes(50_000)
+
+
+@pytest.fixture
+def origin() -> Iterator[Origin]:
+    server = Origin()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def run(*args: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(main.app, list(args), input=input)
+
+
+def a_model(folder: Path) -> bytes:
+    """A small GGUF file made by an independent writer."""
+    import numpy as np
+
+    path = folder / "made.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_name("Tiny\x1b[2J")
+    writer.add_context_length(128)
+    writer.add_block_count(2)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_tensor("token_embd.weight", np.zeros((10, 64), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_pull_list_show_rm(home: Path, origin: Origin, tmp_path: Path):
+    origin.files["/m.gguf"] = Body(a_model(tmp_path))
+    name = origin.url + "/m.gguf"
+    pulled = run("pull", name)
+    assert pulled.exit_code == 0 and "pulled" in pulled.stderr and pulled.stdout == ""
+
+    listed = run("list")
+    assert re.search(rf"{re.escape(name)}\s+\d+\.\d kB\s+gguf\s+just now", listed.stdout)
+    as_json = json.loads(run("list", "--json").stdout)
+    assert as_json[0]["name"] == name and Path(as_json[0]["path"]).exists()
+
+    shown = run("show", name)
+    assert shown.exit_code == 0
+    for part in ("llama", "2 layers", "4 heads over 2 KV heads", "128 tokens", "F32 100.0%", as_json[0]["digest"]):
+        assert part in shown.stdout
+    assert "\x1b[2J" not in shown.stdout and "Tiny\\x1b[2J" in shown.stdout
+    facts = json.loads(run("show", name, "--json").stdout)
+    assert (facts["architecture"], facts["parameters"], facts["source"]) == ("llama", 640, name)
+
+    removed = run("rm", name)
+    assert removed.exit_code == 0 and "freed" in removed.stderr
+    assert run("list").stdout == "" and "No models yet" in run("list").stderr
+    assert run("rm", name).exit_code == 1
+
+
+def test_show_a_path(home: Path, tmp_path: Path):
+    a_model(tmp_path)
+    shown = run("show", str(tmp_path / "made.gguf"))
+    assert shown.exit_code == 0 and str(tmp_path / "made.gguf") in shown.stdout and not home.exists()
+
+
+def test_pull_goes_on_after_one_that_fails(home: Path, origin: Origin):
+    origin.files["/b.gguf"] = Body(FILLER)
+    result = run("pull", origin.url + "/a.gguf", origin.url + "/b.gguf")
+    assert result.exit_code == 1 and "404" in result.stderr
+    assert [m.name for m in Store().list()] == [origin.url + "/b.gguf"]
+
+
+def test_pull_of_one_that_fails_leaves_no_traceback(tmp_path: Path, origin: Origin):
+    origin.always = Fault(status=403)
+    done = quire("pull", origin.url + "/a.gguf", home=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("answer", "left", "code"), [("n", 1, 1), ("", 1, 1), ("y", 0, 0)])
+def test_rm_asks_on_a_terminal(home: Path, origin: Origin, answer: str, left: int, code: int):
+    origin.files["/m.gguf"] = Body(FILLER)
+    name = origin.url + "/m.gguf"
+    run("pull", name)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "quire.cli.main", "rm", name]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    os.write(ours, f"{answer}\n".encode())
+    out, _ = child.communicate(timeout=30)
+    os.close(ours)
+    os.close(theirs)
+    assert child.returncode == code and f"Remove {name}?" in out
+    assert len(Store().list()) == left
+
+
+def test_rm_judges_every_name_before_it_removes_one(home: Path, origin: Origin):
+    origin.files["/m.gguf"] = Body(FILLER)
+    name = origin.url + "/m.gguf"
+    run("pull", name)
+    assert run("rm", "--yes", name, "hf:nonsense").exit_code == 1
+    assert len(Store().list()) == 1
+
+
+def test_list_warns_of_damage(home: Path, origin: Origin):
+    origin.files["/m.gguf"] = Body(FILLER)
+    path = Store().pull(origin.url + "/m.gguf")
+    path.unlink()
+    listed = run("list")
+    assert listed.exit_code == 0 and "missing" in listed.stderr and "--force" in listed.stderr
+
+
+def test_known_names():
+    assert "smollm2:135m" in run("list", "--known").stdout
+    assert json.loads(run("list", "--known", "--json").stdout)[0]["licence"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (5, "just now"),
+        (61, "1 minute ago"),
+        (7300, "2 hours ago"),
+        (86400 * 3, "3 days ago"),
+        (86400 * 400, "1 year ago"),
+    ],
+)
+def test_ago(seconds: int, text: str):
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert ui.ago((now - timedelta(seconds=seconds)).isoformat(), now) == text
+
+
+def test_lines_speak_seldom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    clock = [100.0]
+    monkeypatch.setattr(ui.time, "monotonic", lambda: clock[0])
+    lines = ui.Lines()
+    lines.start(10_000_000, "x")
+    for _ in range(100):
+        clock[0] += 0.125
+        lines.advance(100_000)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "x: 10.0 MB" and len(said) == 3  # 12.5 seconds in all
+    assert said[1] == "x: 4.0 MB of 10.0 MB (40%), 800.0 kB/s, 8 s left"
+
+
+def test_bar_survives_restarts_and_odd_labels(capsys: pytest.CaptureFixture[str]):
+    bar = ui.Bar()
+    bar.note("before")
+    bar.start(100, "hf:[bold]x[/nope]")
+    bar.advance(50)
+    bar.note("[red]during[/oops]")
+    bar.start(None, "again", 10)
+    bar.advance(5)
+    bar.finish()
+    bar.finish()
+    err = capsys.readouterr().err
+    assert "before" in err and "[red]during[/oops]" in err
