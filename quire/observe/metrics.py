@@ -74,7 +74,10 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._http = Counter(
-            "quire_http_requests", "HTTP requests by route and status.", ["route", "method", "status"], registry=self.registry
+            "quire_http_requests",
+            "HTTP requests by route and status.",
+            ["route", "method", "status"],
+            registry=self.registry,
         )
         self._http_seconds = Histogram(
             "quire_http_request_seconds", "From first byte in to last byte out.", ["route"], registry=self.registry

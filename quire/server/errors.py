@@ -52,7 +52,9 @@ class ClientGone(Exception):
 def clean(message: str) -> str:
     """`message` if it is fit for strangers, else a sentence that says where to look."""
     message = message[:MAX_MESSAGE]
-    return "the engine could not run the request; the server's log has the cause" if _PRIVATE.search(message) else message
+    return (
+        "the engine could not run the request; the server's log has the cause" if _PRIVATE.search(message) else message
+    )
 
 
 def body(error: QuireError) -> dict[str, object]:

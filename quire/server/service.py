@@ -16,7 +16,7 @@ from quire import __version__
 from quire.config import ServerConfig
 from quire.engine.client import EngineClient
 from quire.engine.types import EngineInfo
-from quire.observe.errors import EngineDead, NotFound, Unavailable
+from quire.observe.errors import NotFound, Unavailable
 from quire.observe.metrics import Metrics, ModelMetrics
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ class Service:
         self.client: EngineClient | None = None
         self.completer: Completer | None = None
         self.fingerprint = ""
-        self.longest_token = 1  # characters, of any token in the vocabulary
+        self.longest_token: int | None = None  # bytes of text one token can stand for; None: any number
         self.note = "starting"  # what loading is busy with
+        self.restarted = 0  # times the engine process was started again
         self.feeds: set[Feed] = set()
         self.in_flight = 0  # HTTP requests between their first byte in and last byte out, probes not counted
         self.draining = False
@@ -46,14 +47,17 @@ class Service:
 
     @property
     def stage(self) -> str:
-        """loading, ready, restarting, dead or draining."""
+        """loading, ready, restarting or draining."""
         if self.draining:
             return "draining"
         if self.completer is None or self.client is None:
             return "loading"
-        if self.client.alive:
-            return "ready"
-        return "dead" if getattr(self.client, "gave_up", False) else "restarting"
+        return "ready" if self.client.alive else "restarting"
+
+    @property
+    def _why(self) -> str:
+        """Why the engine is not alive, where the client can tell."""
+        return str(getattr(self.client, "why", ""))
 
     @property
     def info(self) -> EngineInfo:
@@ -65,8 +69,7 @@ class Service:
     def attach(self, client: EngineClient, completer: Completer) -> None:
         """The model is loaded: from now on requests are taken."""
         info = completer.info
-        tokenizer = completer.tokenizer
-        self.longest_token = max((len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)), default=1) or 1
+        self.longest_token = completer.tokenizer.max_token_bytes
         self.fingerprint = fingerprint(info)
         self.model_metrics = self.metrics.model(
             self.name,
@@ -74,7 +77,7 @@ class Service:
             page_size=info.page_size,
             pages=info.pages,
             snapshot=client.stats,
-            restarts=lambda: int(getattr(client, "restarted", 0)),
+            restarts=lambda: self.restarted,
         )
         self.client = client
         self.completer = completer
@@ -83,21 +86,22 @@ class Service:
         """The completer, or 503 with the stage."""
         stage = self.stage
         if stage != "ready" or self.completer is None:
-            if stage == "dead":
-                raise EngineDead("the engine process died too often and is not started again", cure="restart the server")
             what = {
                 "loading": f"the model is still loading ({self.note})",
-                "restarting": "the engine process died and is being started again",
+                "restarting": self._why or "the engine process died and is being started again",
                 "draining": "the server is shutting down",
             }
-            raise Unavailable(what.get(stage, stage), cure="try again when GET /ready answers 200")
+            raise Unavailable(what[stage], cure="try again when GET /ready answers 200")
         return self.completer
 
     def check_model(self, name: str | None) -> None:
         """404 unless `name` is the served model; no name means that one. The text is the same for every other name."""
         if name is not None and name != self.name:
             raise NotFound(
-                "that model is not served here", cure="GET /v1/models lists what is", param="model", code="model_not_found"
+                "that model is not served here",
+                cure="GET /v1/models lists what is",
+                param="model",
+                code="model_not_found",
             )
 
     def enter(self) -> None:

@@ -1,9 +1,9 @@
 """What becomes of every request field that OpenAI or vLLM know and Quire does not act on. One table.
 
-  honoured   a field of the route's struct; not listed here
-  IGNORED    cannot change the tokens: accepted with any value
-  NEUTRAL    would change the answer: accepted only with a value that asks for nothing, else 400 naming the field
-  (others)   unknown: 400 "Unrecognized request argument supplied", as OpenAI does
+honoured   a field of the route's struct; not listed here
+IGNORED    cannot change the tokens: accepted with any value
+NEUTRAL    would change the answer: accepted only with a value that asks for nothing, else 400 naming the field
+(others)   unknown: 400 "Unrecognized request argument supplied", as OpenAI does
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def prompt(entries: list[TokenLogprob], prompt_len: int) -> list[dict[str, Any] 
     body: list[dict[str, Any] | None] = [None] * (prompt_len - len(entries))
     for e in entries:
         top = {
-            str(t.id): {"logprob": _finite(p), "rank": i + 1, "decoded_token": name(t)} for i, (t, p) in enumerate(e.top)
+            str(t.id): {"logprob": _finite(p), "rank": i + 1, "decoded_token": name(t)}
+            for i, (t, p) in enumerate(e.top)
         }
         top[str(e.token.id)] = {"logprob": _finite(e.logprob), "rank": e.rank, "decoded_token": name(e.token)}
         body.append(top)

@@ -133,8 +133,7 @@ def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -
 def check_text(service: Service, text: str, param: str) -> None:
     """Refuse text that cannot fit the context however it is tokenized, before the work of tokenizing it."""
     context = service.info.context
-    # Four times the longest token: room for normalizers that shorten text.
-    if len(text) > context * service.longest_token * 4:
+    if service.longest_token is not None and len(text) > context * service.longest_token:
         raise BadRequest(
             f"{param} has {len(text)} characters, more than any {context} tokens (the context of this model)",
             param=param,

@@ -120,13 +120,17 @@ def _check(asked: ChatRequest) -> None:
                 f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
             )
     if asked.tools and asked.tool_choice != "none":
-        raise BadRequest("tools are not supported yet", cure="leave them out, or set tool_choice to none", param="tools")
+        raise BadRequest(
+            "tools are not supported yet", cure="leave them out, or set tool_choice to none", param="tools"
+        )
     if asked.tool_choice not in (None, "none", "auto"):
         raise BadRequest("tool_choice is not supported yet: only none and auto are taken", param="tool_choice")
     if asked.echo:
         raise BadRequest("echo is for /v1/completions", param="echo")
     if asked.add_special_tokens:
-        raise BadRequest("add_special_tokens is not supported here: the template writes them", param="add_special_tokens")
+        raise BadRequest(
+            "add_special_tokens is not supported here: the template writes them", param="add_special_tokens"
+        )
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
@@ -186,7 +190,9 @@ def _content(where: str, content: str | list[Part] | None) -> str:
         at = f"{where}.content[{j}]"
         if part.type != "text":
             raise BadRequest(
-                f"{at}.type: this model takes text only, so type must be text", param=f"{at}.type", code="unsupported_content"
+                f"{at}.type: this model takes text only, so type must be text",
+                param=f"{at}.type",
+                code="unsupported_content",
             )
         if part.text is None:
             raise BadRequest(f"{at}.text is missing", param=f"{at}.text")

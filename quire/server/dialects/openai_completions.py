@@ -81,7 +81,11 @@ def register(app: FastAPI, service: Service) -> None:
         for i, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             text = prompt if isinstance(prompt, str) else None
-            ids = prompt if isinstance(prompt, list) else await encode_text(service, prompt, param, asked.add_special_tokens)
+            ids = (
+                prompt
+                if isinstance(prompt, list)
+                else await encode_text(service, prompt, param, asked.add_special_tokens)
+            )
             check_prompt(service, ids, sampling.max_tokens if asked.max_tokens else None, param, "max_tokens")
             encoded.append(Prompt(ids, text))
         if asked.max_tokens is None:  # a default never refuses a prompt that leaves less room than itself
@@ -243,8 +247,7 @@ class _Answer:
         choice.legacy.characters = len(shown)
 
     def _text(self, token: int) -> TokenText:
-        text = self.tokenizer.token_text(token)
-        return TokenText(token, text, text.encode())
+        return TokenText(token, self.tokenizer.token_text(token), self.tokenizer.token_bytes(token))
 
 
 def _best(entries: list[TokenLogprob], k: int) -> list[TokenLogprob]:
@@ -270,7 +273,10 @@ async def _whole(feed: Feed, answer: _Answer) -> bytes:
 
 def _join(index: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The parts of a choice as one object."""
-    joined: dict[str, Any] = {**parts[0], **{k: v for k, v in parts[-1].items() if k in ("finish_reason", "stop_reason")}}
+    joined: dict[str, Any] = {
+        **parts[0],
+        **{k: v for k, v in parts[-1].items() if k in ("finish_reason", "stop_reason")},
+    }
     joined["index"] = index
     joined["text"] = "".join(p["text"] for p in parts)
     if joined["logprobs"] is not None:

@@ -50,7 +50,9 @@ def register(app: FastAPI, service: Service) -> None:
             raise BadRequest("send either prompt or messages", param="prompt")
         if asked.messages is not None:
             if asked.add_special_tokens:
-                raise BadRequest("add_special_tokens is for prompt: the template writes them", param="add_special_tokens")
+                raise BadRequest(
+                    "add_special_tokens is for prompt: the template writes them", param="add_special_tokens"
+                )
             tokens = await encode(service, asked.messages, asked.add_generation_prompt, asked.chat_template_kwargs)
         else:
             tokens = await encode_text(service, asked.prompt or "", "prompt", asked.add_special_tokens)

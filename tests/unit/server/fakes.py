@@ -27,12 +27,16 @@ class FakeTokenizer:
     """One token per byte."""
 
     vocab_size = VOCAB
+    max_token_bytes = 5
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else f"<{token}>".encode()
 
     def token_text(self, token: int) -> str:
         return bytes([token]).decode(errors="replace") if token < 256 else f"<{token}>"
@@ -43,8 +47,6 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.alive = True
-        self.gave_up = False
-        self.restarted = 0
         self.snapshot = Stats(running=1, waiting=2, pages_total=100, pages_used=25, prompt_tokens=7, output_tokens=9)
         self.closed: float | None = None
 

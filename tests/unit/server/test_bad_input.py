@@ -291,5 +291,7 @@ async def test_only_json_by_its_own_word(kind: str):
         r = await http.post(CHAT, content=json.dumps(chat()), headers={"content-type": kind} if kind else {})
         assert r.status_code == 415
         check(r.status_code, r.json())
-        r = await http.post(CHAT, content=json.dumps(chat()), headers={"content-type": "Application/JSON; charset=utf-8"})
+        r = await http.post(
+            CHAT, content=json.dumps(chat()), headers={"content-type": "Application/JSON; charset=utf-8"}
+        )
         assert r.status_code == 200

@@ -1,0 +1,134 @@
+"""The small routes: probes, models, tokenize, version, request ids; and the stages a service goes through."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from quire import __version__
+from quire.config import ServerConfig
+from quire.engine.types import EngineInfo
+from quire.server.app import create_app
+from quire.server.service import Service, fingerprint
+from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+async def test_probes_and_version():
+    async with client_for() as http:
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert (await http.get("/ready")).json() == {"status": "ready", "model": MODEL}
+        assert (await http.get("/version")).json() == {"version": __version__}
+
+
+async def test_stages():
+    completer = FakeCompleter()
+    service = Service(ServerConfig(), MODEL)
+    async with client_for(service=service) as http:
+
+        async def stage() -> tuple[int, str]:
+            r = await http.get("/ready")
+            return r.status_code, r.json()["status"]
+
+        assert await stage() == (503, "loading")
+        r = await http.post("/tokenize", json={"prompt": "x"})
+        assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
+        service.attach(completer.client, completer)  # type: ignore[arg-type]
+        assert await stage() == (200, "ready")
+        completer.client.alive = False
+        assert await stage() == (503, "restarting")
+        r = await http.post(CHAT, json=HI)
+        assert r.status_code == 503
+        assert r.headers["retry-after"]
+        completer.client.alive = True
+        assert (await http.post(CHAT, json=HI)).status_code == 200
+        service.draining = True
+        assert await stage() == (503, "draining")
+        for path in (CHAT, "/v1/completions", "/tokenize"):
+            r = await http.post(path, json={})
+            assert r.status_code == 503
+            assert r.headers["connection"] == "close"
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_models():
+    async with client_for() as http:
+        listed = (await http.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        (card,) = listed["data"]
+        assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 200)
+        assert (await http.get(f"/v1/models/{MODEL}")).json() == card
+        missing = await http.get("/v1/models/org/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_tokenize_and_back():
+    async with client_for() as http:
+        r = (await http.post("/tokenize", json={"model": MODEL, "prompt": "hé", "return_token_strs": True})).json()
+        assert r["tokens"] == [104, 195, 169]
+        assert (r["count"], r["max_model_len"]) == (3, 200)
+        assert r["token_strs"][0] == "h"
+        assert (await http.post("/detokenize", json={"tokens": r["tokens"]})).json() == {"prompt": "hé"}
+        chat = (await http.post("/tokenize", json=HI | {"add_generation_prompt": True})).json()
+        assert chat["tokens"] == list(b"user:hi\n")
+        assert chat["token_strs"] is None
+        assert (await http.post("/tokenize", json={"prompt": "", "add_special_tokens": False})).json()["tokens"] == []
+        # longer than the context is fine here: nothing is going to be computed
+        assert (await http.post("/tokenize", json={"prompt": "x" * 300})).json()["count"] == 300
+
+
+async def test_request_ids_go_round():
+    async with client_for() as http:
+        r = await http.get("/health", headers={"x-request-id": "abc-1"})
+        assert r.headers["x-request-id"] == "abc-1"
+        r = await http.get("/health", headers={"x-request-id": "bad id!"})
+        assert len(r.headers["x-request-id"]) == 16
+
+
+async def test_log_lines_cannot_be_forged(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "quire.access")
+    async with client_for() as http:
+        await http.get("/nope%0AINFO fake line")
+        await http.get("/health")
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "quire.access"]
+    assert line.startswith("GET /nope%0AINFO%20fake%20line 404 ")
+
+
+async def test_an_app_over_a_ready_completer():
+    completer = FakeCompleter()
+    app = create_app(ServerConfig(), completer)  # type: ignore[arg-type]
+    assert app.state.service.stage == "ready"
+    assert app.state.service.name == MODEL
+
+
+async def test_drain_waits_for_those_in_flight():
+    service = service_over(FakeCompleter())
+    assert await service.drain(0.1)
+    service.enter()
+    assert not await service.drain(0.05)
+    service.leave()
+    assert service.in_flight == 0
+
+
+def test_the_fingerprint_ignores_threads_but_nothing_else():
+    def info(**changes: object) -> EngineInfo:
+        base: dict[str, object] = {
+            "model": "m",
+            "architecture": "llama",
+            "backend": "native (avx512, 2 threads)",
+            "page_size": 16,
+            **dict.fromkeys(("vocab_size", "context", "max_seqs", "max_batch_tokens", "pages"), 10),
+            "weight_bytes": 5,
+            "kv_bytes": 1,
+        }
+        return EngineInfo(**(base | changes))  # type: ignore[arg-type]
+
+    one = fingerprint(info())
+    assert fingerprint(info(backend="native (avx512, 16 threads)")) == one
+    assert fingerprint(info(pages=50, load_seconds=3.0)) == one
+    for change in ({"backend": "native (neon, 2 threads)"}, {"model": "x"}, {"weight_bytes": 6}):
+        assert fingerprint(info(**change)) != one
