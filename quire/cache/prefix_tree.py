@@ -47,6 +47,14 @@ class Lease:
     pages: list[int]
     dirty: int = 0  # pages[dirty:] may differ from what the runner was last told
 
+    def changes(self) -> tuple[list[int], int]:
+        """What to tell the runner now: the row's new end, and where it begins. Empty when nothing changed."""
+        dirty, pages = self.dirty, self.pages
+        if dirty >= len(pages):
+            return [], 0
+        self.dirty = len(pages)
+        return pages[dirty:], dirty
+
 
 class PrefixTree:
     """Cached prefixes over a pool. `evictions` counts pages; `queries` and `hits` count tokens."""

@@ -17,6 +17,8 @@ from quire.engine.sequence import Sequence
 class Limit(Protocol):
     """Asked in the order of planning."""
 
+    admission_only: bool  # asked only whether a waiting sequence may start; never charged
+
     def begin(self, live: Mapping[str, Sequence]) -> None:
         """A new plan starts; `live` are all unfinished sequences by request id."""
         ...
@@ -34,6 +36,7 @@ class TokenBudget:
     """At most `most` tokens in a step."""
 
     __slots__ = ("left", "most")
+    admission_only = False
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -57,6 +60,7 @@ class LogitRows:
     """
 
     __slots__ = ("left", "most")
+    admission_only = False
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -92,6 +96,7 @@ class Follows:
     """
 
     __slots__ = ("_live",)
+    admission_only = True
 
     def __init__(self) -> None:
         self._live: Mapping[str, Sequence] = {}

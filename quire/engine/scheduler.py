@@ -64,6 +64,7 @@ class Scheduler:
         self.admitted: list[str] = []  # ids that took a slot for the first time in the newest plan
         self._budget = TokenBudget(budget)
         self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
+        self._step_limits = tuple(limit for limit in self._limits if not limit.admission_only)
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
@@ -217,13 +218,11 @@ class Scheduler:
                 return
         else:
             n = len(seq.tokens) - start
-        for limit in self._limits:
+        for limit in self._step_limits:
             n = limit.grant(seq, start, n)
             if n <= 0:
                 return
-        lease = seq.lease
-        if lease is None:
-            raise RuntimeError(f"sequence {seq.key} runs without a lease")
+        lease = seq.held
         upto = start + n
         if upto > len(lease.pages) * self.tree.page_size:
             while not self.tree.extend(lease, upto):
@@ -231,14 +230,9 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is seq:
                     return
-        for limit in self._limits:
+        for limit in self._step_limits:
             limit.charge(seq, start, n)
-        pages, page_from = [], lease.dirty
-        if page_from < len(lease.pages):
-            pages = lease.pages[page_from:]
-            lease.dirty = len(lease.pages)
-        else:
-            page_from = 0
+        pages, page_from = lease.changes()
         sample = guess or upto == len(seq.tokens)
         seq.in_flight += n
         if sample:
@@ -253,7 +247,7 @@ class Scheduler:
                 tokens=None if guess else seq.tokens[start:upto],
                 drafts=n - 1 if guess else 0,
                 sample=sample,
-                prompt_logits=max(0, min(upto, seq.prompt_rows) - start),
+                prompt_logits=min(upto, seq.prompt_rows) - start if start < seq.prompt_rows else 0,
                 page_from=page_from,
                 pages=pages,
             )
@@ -340,20 +334,19 @@ class Scheduler:
             if 0 <= work.start < seq.prompt_len:
                 seq.chunks += 1
                 self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
+            finish, taken = None, 0
             if work.sample:
                 seq.sampling -= 1
                 seq.sampled_here = True
                 finish, taken = self._append(seq, row.tokens)
-            else:
-                finish, taken = None, 0
-            lease = seq.lease
-            verified = min(seq.computed, len(seq.tokens))
-            if self._prefix_cache and lease is not None and verified // size > lease.shared:
-                self.tree.publish(lease, seq.tokens, verified)
-            if taken or work.prompt_logits:
-                event = self._news(seq, work, row, finish, taken)
-                if event is not None:
-                    events.append(event)
+                self._output_tokens += taken
+            lease, verified = seq.held, seq.computed
+            if verified >= (lease.shared + 1) * size and self._prefix_cache:
+                self.tree.publish(lease, seq.tokens, verified)  # no further than the tokens kept
+            if finish is not None or work.prompt_logits:
+                events += self._news(seq, work, row, finish, taken)
+            elif taken:
+                events.append(Event(id=seq.request.id, tokens=row.tokens, logprobs=row.logprobs))
         return events
 
     def _append(self, seq: Sequence, sampled: list[int]) -> tuple[str | None, int]:
@@ -367,9 +360,8 @@ class Scheduler:
                 return FINISH_LENGTH, i + 1
         return None, len(sampled)
 
-    def _news(self, seq: Sequence, work: Work, row: Row, finish: str | None, taken: int) -> Event | None:
-        """The event of one row: its tokens, and the prompt's logprobs once they are all there."""
-        self._output_tokens += taken
+    def _news(self, seq: Sequence, work: Work, row: Row, finish: str | None, taken: int) -> list[Event]:
+        """The event of a row that ends a sequence or computed part of its prompt's logprobs, if there is one."""
         prompt: list[Logprob] = []
         have = seq.prompt_logprobs
         if work.prompt_logits and len(have) < seq.prompt_rows:
@@ -378,13 +370,12 @@ class Scheduler:
                 prompt = have.copy()
         tokens, logprobs = row.tokens, row.logprobs
         if finish is None:
-            if not tokens and not prompt:
-                return None
-            return Event(id=seq.request.id, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+            event = Event(id=seq.request.id, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+            return [event] if tokens or prompt else []
         if taken < len(tokens):
             tokens, logprobs = tokens[:taken], logprobs[:taken]
         stop = tokens[-1] if finish == FINISH_STOP else None
-        return self._finish(seq, finish, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt, stop_id=stop)
+        return [self._finish(seq, finish, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt, stop_id=stop)]
 
 
 def _take(sequences: list[Sequence], seq: Sequence) -> None:

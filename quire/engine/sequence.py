@@ -83,6 +83,13 @@ class Sequence:
         )
 
     @property
+    def held(self) -> Lease:
+        """Its lease; a running sequence has one."""
+        if self.lease is None:
+            raise RuntimeError(f"sequence {self.key} is {self.status} and has no lease")
+        return self.lease
+
+    @property
     def prompt_done(self) -> bool:
         """Its prompt has been computed (perhaps in an earlier epoch: those pages are cached, or can be again)."""
         return len(self.tokens) > self.prompt_len

@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "publishing unverified tokens",
         "scheduler",
-        "verified = min(seq.computed, len(seq.tokens))",
-        "verified = min(seq.computed + work.n - row.accepted, len(seq.tokens))",
+        "lease, verified = seq.held, seq.computed",
+        "lease, verified = seq.held, seq.computed + work.n - row.accepted",
         seeds=400,
     ),
     Fault(
@@ -65,8 +65,8 @@ FAULTS = [
     Fault(
         "publishing tokens whose KV is still in flight",
         "scheduler",
-        "self.tree.publish(lease, seq.tokens, verified)",
-        "self.tree.publish(lease, seq.tokens, len(seq.tokens))",
+        "self.tree.publish(lease, seq.tokens, verified)  # no",
+        "self.tree.publish(lease, seq.tokens, len(seq.tokens))  # no",
     ),
     Fault(
         "a lock that a match takes one node too high",

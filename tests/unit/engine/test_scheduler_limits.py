@@ -1,0 +1,164 @@
+"""Limits, each alone and in the scheduler; and the logits of prompts, which one of them is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.cache.pool import Pool
+from quire.cache.prefix_tree import PrefixTree
+from quire.engine.limits import Follows, LogitRows, TokenBudget, standard
+from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence
+from quire.engine.types import Event, Request
+from quire.runner.params import SamplingParams
+from quire.runner.plan import Logprob, Plan, Result, Row
+
+
+def sequence(prompt: int, **options: int) -> Sequence:
+    return Sequence.of(Request(id="a", tokens=[1] * prompt, sampling=SamplingParams(**options)), 0, 0, 0, 100)
+
+
+def test_token_budget() -> None:
+    limit, seq = TokenBudget(5), sequence(9)
+    assert limit.grant(seq, 0, 9) == 5
+    limit.charge(seq, 0, 3)
+    assert limit.grant(seq, 3, 6) == 2
+    limit.begin({})
+    assert limit.grant(seq, 3, 6) == 5
+    with pytest.raises(ValueError, match="at least one"):
+        TokenBudget(0)
+
+
+def test_logit_rows_of_a_plain_prompt() -> None:
+    limit, seq = LogitRows(1), sequence(9)
+    assert limit.grant(seq, 0, 8) == 8  # no logits
+    limit.charge(seq, 0, 8)
+    assert limit.grant(seq, 8, 1) == 1
+    limit.charge(seq, 8, 1)
+    assert limit.grant(seq, 8, 1) == 0
+    assert limit.grant(seq, 0, 9) == 8  # all but the row that samples
+
+
+def test_logit_rows_of_prompt_logprobs() -> None:
+    limit, seq = LogitRows(5), sequence(9, prompt_logprobs=0)
+    assert limit.grant(seq, 0, 9) == 5
+    limit.charge(seq, 0, 5)
+    assert limit.left == 0
+    limit.begin({})
+    assert limit.grant(seq, 5, 4) == 4
+    limit.charge(seq, 5, 4)  # rows 5, 6 and 7 for the prompt, 8 for the sample
+    assert limit.left == 1
+
+
+def test_logit_rows_of_drafts() -> None:
+    limit, seq = LogitRows(5), sequence(9)
+    assert limit.grant(seq, 8, 4) == 4
+    limit.charge(seq, 8, 4)
+    assert limit.grant(seq, 8, 4) == 1
+
+
+def test_standard() -> None:
+    assert [type(x) for x in standard()] == [Follows]
+    assert [type(x) for x in standard(8)] == [Follows, LogitRows]
+
+
+class Refuse:
+    """Lets nobody of one name run."""
+
+    admission_only = False
+
+    def begin(self, live: object) -> None:
+        pass
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        return 0 if seq.request.id == "never" and start else n
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+
+def make(pages: int = 64, budget: int = 64, rows: int = 64, *, limits: tuple[Refuse, ...] | None = None) -> Scheduler:
+    return Scheduler(
+        PrefixTree(Pool(pages), 4),
+        slots=4,
+        budget=budget,
+        context=1000,
+        draw=lambda: 1,
+        limits=standard(rows) if limits is None else limits,
+    )
+
+
+def request(name: str, prompt: int, first: int = 10, **options: int) -> Request:
+    return Request(id=name, tokens=list(range(first, first + prompt)), sampling=SamplingParams(**options))
+
+
+def run(scheduler: Scheduler, plan: Plan) -> list[Event]:
+    """Answer with 7; a prompt logprob names the position it belongs to."""
+    rows = []
+    for w in plan.work:
+        said = [Logprob(w.start + i + 1, 0.0, 1, []) for i in range(w.prompt_logits)]
+        rows.append(Row(w.n, [7] if w.sample else [], prompt_logprobs=said))
+    return scheduler.commit(plan, Result(rows))
+
+
+def test_a_sequence_held_back_after_its_match_leaves_no_trace() -> None:
+    scheduler = make(limits=(Refuse(),))
+    scheduler.add(request("first", 8, max_tokens=1))
+    run(scheduler, scheduler.plan() or pytest.fail("no plan"))
+    scheduler.add(request("never", 8))
+    other = scheduler.add(request("other", 3, first=90))
+    plan = scheduler.plan()
+    assert plan is not None and [w.key for w in plan.work] == [other]
+    seq = scheduler._ids["never"]
+    assert (seq.lease, seq.slot, seq.computed, seq.status) == (None, -1, 0, "waiting")
+    scheduler.tree.check([scheduler._ids["other"].held])
+
+
+def test_prompt_logprobs_come_once_and_complete() -> None:
+    scheduler = make(rows=4)
+    scheduler.add(request("a", 10, prompt_logprobs=0, max_tokens=2))
+    events: list[Event] = []
+    sizes = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        sizes.append((plan.work[0].n, plan.work[0].prompt_logits))
+        events += run(scheduler, plan)
+    assert sizes == [(4, 4), (4, 4), (2, 1), (1, 0)]
+    assert [[p.token for p in e.prompt_logprobs] for e in events] == [list(range(1, 10)), []]
+
+
+def test_prompt_logprobs_do_not_take_the_prompt_from_the_tree() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 10, max_tokens=1))
+    run(scheduler, scheduler.plan() or pytest.fail("no plan"))
+    scheduler.add(request("b", 10, prompt_logprobs=0, max_tokens=1))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert (plan.work[0].start, plan.work[0].prompt_logits) == (0, 9)
+    (event,) = run(scheduler, plan)
+    assert event.receipt is not None and event.receipt.cached_tokens == 0
+    assert scheduler.tree.cached == 2, "and its pages are those that were there"
+
+
+def test_prompt_logprobs_survive_a_preemption() -> None:
+    scheduler = make(budget=6)
+    scheduler.add(request("a", 14, prompt_logprobs=0, max_tokens=1))
+    run(scheduler, scheduler.plan() or pytest.fail("no plan"))
+    seq = scheduler._ids["a"]
+    scheduler._preempt(seq)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert (plan.work[0].start, plan.work[0].prompt_logits) == (4, 6)  # six were there: one page of them is reused
+    events = run(scheduler, plan)
+    while scheduler.has_work:
+        events += run(scheduler, scheduler.plan() or pytest.fail("no plan"))
+    (event,) = events
+    assert [p.token for p in event.prompt_logprobs] == list(range(1, 14))
+
+
+def test_a_prompt_of_one_token_has_no_logprobs() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 1, prompt_logprobs=0, max_tokens=1))
+    (event,) = run(scheduler, scheduler.plan() or pytest.fail("no plan"))
+    assert (event.tokens, event.prompt_logprobs) == ([7], [])
