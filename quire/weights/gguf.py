@@ -28,6 +28,9 @@ from quire.weights.gguf_strings import Strings
 
 __all__ = ["GGUF", "Metadata", "Strings", "TensorInfo", "describe"]
 
+MAX_ARCHITECTURE = 128  # characters; the name is a part of other keys
+MAX_TEXT = 400  # characters of a text that describe() passes on
+
 
 class GGUF:
     """One open model file. Read-only; layouts stay valid after `close()`, which only gives up the file's own hold."""
@@ -76,7 +79,12 @@ class GGUF:
     @property
     def architecture(self) -> str:
         """`general.architecture`, for instance "llama"."""
-        return self.metadata.get_str("general.architecture")
+        name = self.metadata.get_str("general.architecture")
+        if not 0 < len(name) <= MAX_ARCHITECTURE:
+            raise BadModelFile(
+                f"{self.path}: key 'general.architecture' is {len(name)} characters long: 1 to {MAX_ARCHITECTURE} are allowed"
+            )
+        return name
 
     def tensor(self, name: str) -> Layout:
         """A tensor's bytes as a layout: a view of the mapped file, no copy."""
@@ -128,13 +136,16 @@ class GGUF:
 
 
 def describe(gguf: GGUF) -> dict[str, object]:
-    """What `quire show` tells about a file. A key that the file does not have is None; text is safe to print."""
+    """What `quire show` tells about a file. What the file does not say is None.
+
+    Text is safe to print: control characters and bytes that are not text are replaced, and a long one is cut.
+    """
     meta = gguf.metadata
-    arch = meta.get_str("general.architecture", None)
+    arch = gguf.architecture if "general.architecture" in meta else None
 
     def text(key: str) -> str | None:
         value = meta.get_str(key, None)
-        return None if value is None else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return None if value is None else "".join(c if c.isprintable() else "\ufffd" for c in value[:MAX_TEXT])
 
     def number(key: str) -> int | list[int] | None:
         value = meta.get(f"{arch}.{key}")

@@ -342,7 +342,7 @@ def test_chains_of_strings_are_found_however_they_look() -> None:
 def test_describe(tmp_path: Path) -> None:
     made = maker.stacked().key("general.name", STRING, b"bad \xff\x1b name")
     told = describe(GGUF.open(write(tmp_path, made)))
-    assert told["name"] == "bad \ufffd\x1b name"
+    assert told["name"] == "bad \ufffd\ufffd name"  # no escape codes for the terminal
     assert told["architecture"] == "moe"
     assert told["kv_heads"] == [2, 4]
     assert told["context_length"] is None
@@ -352,6 +352,9 @@ def test_describe(tmp_path: Path) -> None:
     empty = describe(GGUF.open(write(tmp_path, Maker())))
     assert empty["parameters"] == 0
     assert empty["architecture"] is None
+    long = GGUF.open(write(tmp_path, Maker().key("general.architecture", STRING, "x" * 129)))
+    with pytest.raises(BadModelFile, match=r"'general\.architecture' is 129 characters long"):
+        describe(long)
 
 
 def test_a_file_without_tensors_needs_no_padding(tmp_path: Path) -> None:
