@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.backends.batch import I32, Batch
 from quire.runner.plan import Work
 from quire.runner.slots import Slots
+
+Flags = npt.NDArray[np.bool_]
+Index = npt.NDArray[np.intp]
 
 
 class BadWork(ValueError):
@@ -58,13 +62,17 @@ class BatchBuilder:
         q_start, kv_len = self._q_start[: count + 1], self._kv_len[:count]
 
         np.cumsum(n, out=q_start[1:])
-        ids[:] = tokens
+        try:
+            ids[:] = tokens
+        except OverflowError:
+            i = next(i for i, w in enumerate(work) if w.tokens and max(map(abs, w.tokens)) >= self._vocab_size)
+            raise BadWork(i, f"slot {slot[i]}: a token id beyond the vocabulary of {self._vocab_size}") from None
         device = np.array([w.tokens is None for w in work], np.bool_)
         if device.any():
             start[device] = slots.length[slot[device]]
             ids[q_start[:-1][device]] = slots.last[slot[device]]
         np.add(start, n, out=kv_len)
-        self._check(work, slots, slot, start, device, ids)
+        self._check(slots, slot, start, device, ids)
 
         owner = np.repeat(np.arange(count), n)
         np.add(self._count[:total], (start - q_start[:-1])[owner], out=pos)
@@ -101,31 +109,27 @@ class BatchBuilder:
             tokens += w.tokens
         return tokens
 
-    def _check(
-        self, work: Sequence[Work], slots: Slots, slot: np.ndarray, start: I32, device: np.ndarray, ids: I32
-    ) -> None:
+    def _check(self, slots: Slots, slot: Index, start: I32, device: Flags, ids: I32) -> None:
         """Everything that an array operation can check for all rows at once."""
         kv_len, q_start = self._kv_len[: slot.size], self._q_start[: slot.size]
-        length = slots.length[slot]
-        unsampled = device & (slots.last[slot] < 0)
-        if unsampled.any():
-            i = int(unsampled.argmax())
-            raise BadWork(i, f"slot {slot[i]}: its last token is asked for, and none was sampled yet")
-        gap = (length > 0) & (start > length)
-        if gap.any():
-            i = int(gap.argmax())
-            raise BadWork(i, f"slot {slot[i]}: position {start[i]} follows {length[i]} computed tokens")
-        if int(kv_len.max()) > self._max_context:
-            i = int(kv_len.argmax())
-            raise BadWork(i, f"slot {slot[i]}: {kv_len[i]} tokens in a context of {self._max_context}")
-        uncovered = -(-kv_len // self._page_size) > slots.covered[slot]
-        if uncovered.any():
-            i = int(uncovered.argmax())
-            raise BadWork(i, f"slot {slot[i]}: {slots.covered[slot[i]]} pages do not hold {kv_len[i]} tokens")
-        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
-            at = int(((ids < 0) | (ids >= self._vocab_size)).argmax())
+        length, last, covered = slots.length[slot], slots.last[slot], slots.covered[slot]
+        bad = (device & (last < 0)) | ((length > 0) & (start > length))
+        bad |= (kv_len > self._max_context) | (kv_len > covered * self._page_size)
+        if bad.any():
+            i = int(bad.argmax())
+            if device[i] and last[i] < 0:
+                why = "its last token is asked for, and none was sampled yet"
+            elif 0 < length[i] < start[i]:
+                why = f"position {start[i]} follows {length[i]} computed tokens"
+            elif kv_len[i] > self._max_context:
+                why = f"{kv_len[i]} tokens in a context of {self._max_context}"
+            else:
+                why = f"{covered[i]} pages do not hold {kv_len[i]} tokens"
+            raise BadWork(i, f"slot {slot[i]}: {why}")
+        if int(ids.view(np.uint32).max()) >= self._vocab_size:  # as unsigned, a negative id is a very large one
+            at = int((ids.view(np.uint32) >= self._vocab_size).argmax())
             i = int(np.searchsorted(q_start, at, side="right")) - 1
-            raise BadWork(i, f"token {ids[at]}: the vocabulary has {self._vocab_size}")
+            raise BadWork(i, f"slot {slot[i]}: token {ids[at]}: the vocabulary has {self._vocab_size}")
 
     def _logit_rows(self, work: Sequence[Work], q_start: I32) -> I32:
         sampled = np.array([w.sample for w in work], np.bool_)

@@ -181,7 +181,7 @@ class Runner:
         for new in plan.opened:
             try:
                 slots.open(new)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
         for work in plan.work:
             if work.pages and slots.failure(work.slot) is None:

@@ -104,7 +104,7 @@ class Sampler:
     def _argmax(self, logits: Floats) -> list[Chosen]:
         """Plain greedy: the best logit, the smallest id among equals. NaN beats every number here, so it is seen."""
         tokens = logits.argmax(axis=1)
-        fine = np.isfinite(np.take_along_axis(logits, tokens[:, None], axis=1))[:, 0]
+        fine = np.isfinite(logits[np.arange(tokens.size), tokens])
         if fine.all():
             return [Chosen([token]) for token in tokens.tolist()]
         pairs = enumerate(zip(tokens.tolist(), fine.tolist(), strict=True))

@@ -222,6 +222,7 @@ GOOD = {"pages": [0, 1, 2]}
     [
         (known(1, [V], 0, **GOOD), "vocabulary"),
         (known(1, [3, -1], 0, **GOOD), "vocabulary"),
+        (known(1, [3, 2**40], 0, **GOOD), "vocabulary"),
         (known(1, [3], 13, **GOOD), "pages do not hold"),
         (known(1, [3], 0), "pages do not hold"),
         (known(1, [3], 0, pages=[64]), "pool of 64"),
@@ -260,6 +261,7 @@ def test_a_bad_row_is_refused_alone(runner, work, why):
         (opening(1, [3], GREEDY, prompt_len=2), "prompt of 2"),
         (opening(1, [], GREEDY), "prompt of 0"),
         (opening(1, [V], SamplingParams(repetition_penalty=1.5)), "vocabulary"),
+        (opening(1, [2**70], SamplingParams(repetition_penalty=1.5)), "too large"),
         (opening(0, [3], GREEDY), "opened twice"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
