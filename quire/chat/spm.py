@@ -1,0 +1,146 @@
+"""SentencePiece BPE ("llama" vocabularies): pieces carry scores, spaces are written as U+2581, bytes are the last resort.
+
+Owns how scores become merges: SentencePiece joins the neighbours whose union is the best-scored piece, so every way to
+cut a piece into two pieces is a merge, ranked by the score of the whole. Only ordinary pieces take part: plain text can
+never become a control token or a byte token. Merges are derived once, without a Python step per character.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, models
+
+from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from quire.observe.errors import BadModelFile
+
+SPACE = "\u2581"
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd: every power is invertible modulo 2**64
+
+
+class ScoredPieces:
+    """Plain text to ids, and ids to bytes, for one SentencePiece vocabulary."""
+
+    def __init__(self, vocab: Vocabulary, space_prefix: bool):
+        self._vocab = vocab
+        self._prefix = SPACE if space_prefix else ""
+        self._bytes = _byte_tokens(vocab)
+        kept = _pieces(vocab)
+        unk = vocab.tokens[vocab.unk_id] if vocab.unk_id is not None else None
+        if unk is None and len(self._bytes) < 256:
+            raise BadModelFile(
+                f"tokenizer.ggml.tokens has {len(self._bytes)} of 256 byte tokens and no unknown token: "
+                "some texts could not be expressed"
+            )
+        try:
+            model = models.BPE(kept, _merges(vocab, kept), unk_token=unk, fuse_unk=True, byte_fallback=True)
+        except Exception as error:
+            raise BadModelFile(f"tokenizer.ggml.tokens cannot be used: {error}") from error
+        self._tokenizer = Tokenizer(model)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; a space goes before it when the vocabulary asks for that."""
+        return self._tokenizer.encode(self._prefix + text.replace(" ", SPACE), add_special_tokens=False).ids
+
+    def missing(self, data: bytes) -> bytes:
+        """Bytes that cannot be expressed: none, a byte or unknown token stands for every character."""
+        return b""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token adds to the text."""
+        kind = self._vocab.types[token]
+        if kind == BYTE:
+            return bytes([self._bytes[token]])
+        text = self._vocab.tokens[token]
+        if kind not in (CONTROL, UNKNOWN, USER_DEFINED):
+            text = text.replace(SPACE, " ")
+        return text.encode()
+
+
+def _byte_tokens(vocab: Vocabulary) -> dict[int, int]:
+    """Token -> byte, for tokens of the byte kind."""
+    found: dict[int, int] = {}
+    for i in np.flatnonzero(vocab.types == BYTE):
+        text = vocab.tokens[i]
+        try:
+            if len(text) != 6 or text[:3] != "<0x" or text[5] != ">":
+                raise ValueError
+            found[int(i)] = int(text[3:5], 16)
+        except ValueError:
+            raise BadModelFile(
+                f"tokenizer.ggml.tokens[{i}] is {text[:80]!r}: a byte token is written like <0x0A>"
+            ) from None
+    if len(set(found.values())) != len(found):
+        raise BadModelFile("tokenizer.ggml.tokens has two byte tokens for one byte")
+    return found
+
+
+def _pieces(vocab: Vocabulary) -> dict[str, int]:
+    """Text -> id of everything plain text may become: pieces, bytes, and the unknown token."""
+    kept: dict[str, int] = {}
+    for i in np.flatnonzero((vocab.types != CONTROL) & (vocab.types != UNKNOWN)).tolist():
+        text = vocab.tokens[i]
+        if text in kept and text:
+            raise BadModelFile(f"tokenizer.ggml.tokens[{i}] is {text[:80]!r} again: token {kept[text]} has that text")
+        kept[text] = i
+    kept.pop("", None)
+    if vocab.unk_id is not None:
+        kept[vocab.tokens[vocab.unk_id]] = vocab.unk_id
+    return kept
+
+
+def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
+    """Every (left, right) whose union is a piece, best-scored union first.
+
+    The candidates come from rolling hashes of all prefixes and suffixes at once; each is then checked as text, so a
+    vocabulary built to collide gains nothing.
+    """
+    tokens = vocab.tokens
+    ordinary = (vocab.types == NORMAL) | (vocab.types == USER_DEFINED)
+    pieces = np.array([i for t, i in kept.items() if ordinary[i] and i != vocab.unk_id], np.int64)
+    if not pieces.size:
+        return []
+    texts = [tokens[i] for i in pieces]
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    chars = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32).astype(np.uint64) + np.uint64(1)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    # Prefix sums of char * base**position; the hash of [a, b) is their difference, moved to position a by base**-a.
+    with np.errstate(over="ignore"):
+        powers = _powers(int(lengths.max()) + 1)
+        local = np.arange(chars.size) - np.repeat(starts, lengths)
+        sums = np.concatenate([[np.uint64(0)], np.cumsum(chars * powers[local], dtype=np.uint64)])
+        whole = sums[ends] - sums[starts]
+        inner = np.flatnonzero(local > 0)  # cut before this character
+        piece = np.repeat(np.arange(pieces.size), lengths)[inner]
+        left = sums[inner] - sums[starts[piece]]
+        right = (sums[ends[piece]] - sums[inner]) * _inverse_powers(powers.size)[local[inner]]
+    order = np.argsort(whole)
+    ranked = whole[order]
+    left_at = _lookup(ranked, left)
+    right_at = _lookup(ranked, right)
+    hit = np.flatnonzero((left_at >= 0) & (right_at >= 0))
+    scores = vocab.scores[pieces] if vocab.scores is not None else np.zeros(pieces.size, np.float32)
+    hit = hit[np.lexsort((pieces[piece[hit]], -scores[piece[hit]]))]
+    merges = []
+    for p, a, b in zip(piece[hit].tolist(), order[left_at[hit]].tolist(), order[right_at[hit]].tolist(), strict=True):
+        if texts[a] + texts[b] == texts[p]:
+            merges.append((texts[a], texts[b]))  # noqa: PERF401
+    return merges
+
+
+def _lookup(ranked: npt.NDArray[np.uint64], wanted: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    at = np.minimum(np.searchsorted(ranked, wanted), ranked.size - 1)
+    return np.where(ranked[at] == wanted, at, -1)
+
+
+def _powers(count: int) -> npt.NDArray[np.uint64]:
+    steps = np.full(count, _BASE, np.uint64)
+    steps[0] = 1
+    return np.cumprod(steps, dtype=np.uint64)
+
+
+def _inverse_powers(count: int) -> npt.NDArray[np.uint64]:
+    steps = np.full(count, pow(int(_BASE), -1, 1 << 64), np.uint64)
+    steps[0] = 1
+    return np.cumprod(steps, dtype=np.uint64)

@@ -1,0 +1,195 @@
+"""Text to token ids and back, for the vocabulary inside a GGUF file.
+
+Owns special tokens, the begin and end tokens, and exact token bytes; the merging itself is `bpe.py` or `spm.py` over the
+`tokenizers` library. With parse_special=False no text whatever becomes a control token. Immutable after construction and
+safe to use from several threads; the heavy part of `encode` runs without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from quire.chat import pretokenizers
+from quire.chat.specials import Splitter
+from quire.chat.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from quire.observe.errors import BadModelFile, BadRequest, Unsupported
+
+
+class Pieces(Protocol):
+    """One kind of vocabulary: plain text without special tokens to ids, ids to bytes."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def missing(self, data: bytes) -> bytes: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Tokenizer:
+    """The tokenizer of one model. Build it with `from_gguf`."""
+
+    def __init__(self, vocab: Vocabulary, pieces: Pieces, *, add_bos: bool, add_eos: bool, space_prefix: bool):
+        self._vocab = vocab
+        self._pieces = pieces
+        self.vocab_size = len(vocab.tokens)
+        self.bos_id = vocab.bos_id
+        self.eos_id = vocab.eos_id
+        self.eos_ids = vocab.eos_ids
+        self.add_bos = add_bos
+        self.add_eos = add_eos
+        self.space_prefix = space_prefix  # text gets a space in front, and a decoded text loses it again
+        hidden = set(np.flatnonzero((vocab.types == CONTROL) | (vocab.types == UNKNOWN)).tolist())
+        # An end-of-turn token is control even where a file calls it user-defined: user text must not end a turn.
+        hidden.update(i for i in vocab.eos_ids if vocab.types[i] == USER_DEFINED)
+        self._special = frozenset(hidden)
+        self._bytes: dict[int, bytes] = {}
+        for wanted, token, key in ((add_bos, self.bos_id, "bos"), (add_eos, self.eos_id, "eos")):
+            if wanted and token is None:
+                raise BadModelFile(f"tokenizer.ggml.add_{key}_token is set, but there is no tokenizer.ggml.{key}_token_id")
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], *, pre: str | None = None) -> Tokenizer:
+        """Build from `tokenizer.ggml.*`. `pre` names the pre-tokenizer in place of the file's own word.
+
+        Raises BadModelFile naming the broken key, or Unsupported for a kind or a pre-tokenizer that is not served.
+        """
+        vocab = Vocabulary.read(metadata)
+        if vocab.model == "llama":
+            from quire.chat.spm import ScoredPieces
+
+            if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
+                raise Unsupported("tokenizer.ggml.remove_extra_whitespaces is set: that normalization is not supported")
+            prefix = True if vocab.add_space_prefix is None else vocab.add_space_prefix
+            default_bos = vocab.bos_id is not None
+            pieces: Pieces = ScoredPieces(vocab, prefix)
+        else:
+            from quire.chat.bpe import BytePieces
+
+            name = pre or vocab.pre
+            if not name:
+                raise Unsupported(
+                    "tokenizer.ggml.pre is missing: the file does not say how its vocabulary splits text",
+                    cure="convert the model again with a current converter",
+                )
+            split = pretokenizers.find(name)
+            prefix = False  # byte-level vocabularies carry their spaces inside the words
+            default_bos = split.add_bos and vocab.bos_id is not None
+            pieces = BytePieces(vocab, split)
+        return cls(
+            vocab,
+            pieces,
+            add_bos=default_bos if vocab.add_bos is None else vocab.add_bos,
+            add_eos=bool(vocab.add_eos),
+            space_prefix=prefix,
+        )
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`.
+
+        add_special puts the begin and end tokens the file asks for around it. parse_special reads the text of a special
+        token as that token; without it, "<|im_start|>" is eleven characters like any others.
+        """
+        self._check(text)
+        ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
+        splitter = self._all_specials if parse_special else self._user_defined
+        for part in splitter.split(text):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._merge(part)
+        if add_special and self.add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False, at_start: bool = True) -> str:
+        """The text of some tokens; bytes that are not UTF-8 become U+FFFD.
+
+        at_start=False keeps the space that a SentencePiece vocabulary puts before a text: right for a continuation.
+        """
+        data = b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._special))
+        if at_start and self.space_prefix and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Exactly the bytes this token adds to a text (for a special token: its name)."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._pieces.token_bytes(self._known(token))
+        return found
+
+    def token_text(self, token: int) -> str:
+        """The token's bytes as text, with U+FFFD where they are not whole characters."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The special or user-defined token whose text this is."""
+        return self._all_specials.ids.get(text)
+
+    def is_special(self, token: int) -> bool:
+        """A control or unknown token: one that decode(skip_special=True) leaves out."""
+        return self._known(token) in self._special
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """The most bytes of text one token can stand for; None when a token may stand for any amount of space."""
+        if self._swallow or isinstance(self._vocab.unk_id, int) and self._vocab.model == "llama" and not self._whole_bytes:
+            return None
+        return max(len(text.encode()) for text in self._vocab.tokens)
+
+    @property
+    def _whole_bytes(self) -> bool:
+        return int((self._vocab.types == BYTE).sum()) == 256
+
+    @cached_property
+    def _swallow(self) -> frozenset[int]:
+        # Phi-3's tokenizer strips the space after its special tokens. GGUF has no field for that; the architecture
+        # with this kind of vocabulary is the sign (Phi-4 has the architecture with another kind).
+        if self._vocab.model != "llama" or self._vocab.architecture != "phi3":
+            return frozenset()
+        kept = {"<unk>", "<s>", "<|endoftext|>"}
+        return frozenset(i for i in self._special if self._vocab.tokens[i] not in kept)
+
+    @cached_property
+    def _user_defined(self) -> Splitter:
+        return self._splitter(i for i in self._specials if i not in self._special)
+
+    @cached_property
+    def _all_specials(self) -> Splitter:
+        return self._splitter(self._specials)
+
+    @property
+    def _specials(self) -> list[int]:
+        return sorted(self._special | set(np.flatnonzero(self._vocab.types == USER_DEFINED).tolist()))
+
+    def _splitter(self, ids: Iterable[int]) -> Splitter:
+        texts = ((self._vocab.tokens[i], i) for i in ids)
+        return Splitter((pair for pair in texts if pair[0]), self._swallow)
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < self.vocab_size:
+            raise BadRequest(f"token {token} is not in the vocabulary of {self.vocab_size}", param="tokens")
+        return token
+
+    def _check(self, text: str) -> None:
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"the text has half a surrogate pair at character {error.start}", param="prompt") from None
+        missing = self._pieces.missing(data)
+        if missing:
+            raise BadRequest(f"the model's vocabulary has no token for byte 0x{missing[0]:02x} of the text", param="prompt")
+
+    def _merge(self, text: str) -> list[int]:
+        try:
+            return self._pieces.encode(text)
+        except Exception as error:
+            raise BadRequest(f"the text cannot be tokenized: {error}", param="prompt") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's own failure, outside Exception's tree
+                raise
+            raise BadRequest(f"the text cannot be tokenized: {error}", param="prompt") from error
