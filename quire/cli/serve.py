@@ -1,0 +1,182 @@
+"""`quire serve`: a model behind OpenAI's API, until Ctrl-C or SIGTERM.
+
+Takes the port first, then answers /health while the model is fetched and loaded, and says the address when it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from quire.cli import ui
+from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
+from quire.observe.errors import NotFound
+from quire.weights.store import Store, look_up
+
+if TYPE_CHECKING:
+    from quire.chat.completer import Completer
+    from quire.engine.client import EngineClient
+    from quire.server.service import Service
+
+T = TypeVar("T")
+DEFAULTS = ServerConfig()
+ENGINE = EngineConfig(path="")
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A name, a .gguf file, a URL, hf:… or pypi:….")] = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Requests in the queue; more get 429.")
+    ] = ENGINE.max_waiting,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: every core available.")] = None,
+    backend: Annotated[str, typer.Option(help="native, or reference (slow, for checking).")] = ENGINE.backend,
+    prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
+    ] = DEFAULTS.drain_seconds,
+    max_body: Annotated[str, typer.Option(help="Largest request body.")] = f"{DEFAULTS.max_body >> 20}MiB",
+    allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host name to answer to.")] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin whose pages may call.")] = None,
+    log_requests: Annotated[bool, typer.Option(help="A line for every request.")] = True,
+) -> None:
+    """Serve a model over HTTP.
+
+    OpenAI's chat and completions, /tokenize, /health, /ready and /metrics; docs/server.md has the details. Fetches the
+    model if it is not here. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    """
+    env = Environment.read()
+    store = Store(env)
+    wanted = look_up(model)
+    is_file = wanted.references[0].scheme == "file"
+    # A path is nobody's business but this machine's.
+    served = name or (Path(model).stem if is_file else wanted.name)
+    server = ServerConfig(
+        host=host,
+        port=port,
+        api_key=api_key or env.api_key,
+        max_body=_size("--max-body", max_body),
+        drain_seconds=drain_seconds,
+        log_requests=log_requests,
+        allowed_hosts=tuple(allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
+    )
+    engine = EngineConfig(
+        path="",
+        name=served,
+        backend=backend,
+        threads=threads,
+        isa=env.isa,
+        kv_memory=None if kv_memory is None else _size("--kv-memory", kv_memory),
+        context=context,
+        max_seqs=max_seqs,
+        max_batch_tokens=max_batch_tokens,
+        max_waiting=max_waiting,
+        prefix_cache=prefix_cache,
+    )
+    if is_file:
+        store.resolve(model)  # a wrong path is told before anything is started
+    raise typer.Exit(_serve(store, model, server, engine))
+
+
+def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig) -> int:
+    from quire.server import guard, lifecycle
+    from quire.server.service import Service
+
+    _log_to_stderr()
+    sock = lifecycle.bind(server.host, server.port)
+    url = lifecycle.url_of(sock)
+    if not guard.is_loopback(server.host) and not server.api_key:
+        ui.note(f"warning: whoever can reach {server.host} can use this server; set QUIRE_API_KEY to ask for a key")
+
+    async def opener(service: Service) -> tuple[EngineClient, Completer]:
+        from dataclasses import replace
+
+        from quire.server.models import open_model
+
+        service.note = "fetching the model"
+        path = await _in_thread(lambda: _find(store, model))
+        return await open_model(service, replace(engine, path=str(path)), ui.note)
+
+    async def run() -> int:
+        service = Service(server, engine.name)
+
+        def ready() -> None:
+            for line in service.info.decisions:
+                ui.note(f"  {line}")
+            ui.note(f"{engine.name} is ready at {url}/v1 (loaded in {service.info.load_seconds:.1f} s)")
+
+        ui.note(f"listening on {url}; loading {engine.name}")
+        return await lifecycle.serve(server, sock, service, opener, on_ready=ready)
+
+    with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run())
+
+
+def _find(store: Store, model: str) -> Path:
+    """The model's file, fetched if it is not here."""
+    try:
+        return store.resolve(model)
+    except NotFound:
+        return store.pull(model, ui.progress())
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Like asyncio.to_thread, but a download that never ends does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as e:
+            result, error = None, e
+        loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=body, daemon=True, name="fetch").start()
+    return await done
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.getLogger("quire").addHandler(handler)
+    logging.getLogger("quire").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").addHandler(handler)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint=option) from None

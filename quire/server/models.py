@@ -1,0 +1,54 @@
+"""Opening a model for the server: its engine in a process of its own, its words (tokenizer, template) in this one.
+
+Both are made at the same time, from the same file. Knows the engine's process client and the completer; knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.config import EngineConfig
+from quire.engine.client import EngineClient
+from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.chat.completer import Completer
+
+
+async def open_model(
+    service: Service, config: EngineConfig, say: Callable[[str], None]
+) -> tuple[EngineClient, Completer]:
+    """Load `config.path`; `say` gets the lines that the engine has for people."""
+    from quire.chat.completer import Completer
+    from quire.chat.template import Template
+    from quire.chat.tokenizer import Tokenizer
+    from quire.engine.process_client import ProcessClient
+    from quire.weights.gguf import GGUF
+
+    def progress(done: int, total: int) -> None:
+        service.note = f"reading weights, {100 * done // max(1, total)}%"
+
+    def restarted(reason: str) -> None:
+        service.restarted += 1
+
+    def words() -> tuple[Tokenizer, Template]:
+        with GGUF.open(config.path) as file:
+            tokenizer = Tokenizer.from_gguf(file.metadata)
+            return tokenizer, Template.from_gguf(file.metadata, tokenizer)
+
+    client = ProcessClient(
+        config, restarts=service.config.restarts, on_line=say, on_progress=progress, on_restart=restarted
+    )
+    service.note = "starting the engine"
+    reading = asyncio.create_task(asyncio.to_thread(words))
+    try:
+        info = await client.start()
+        tokenizer, template = await reading
+    except BaseException:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await client.close()
+        raise
+    return client, Completer(client, tokenizer, template, info)
