@@ -42,6 +42,7 @@ class Steps(Protocol):
 
     def forward(self, plan: Plan) -> Any: ...
     def sample(self, pending: Any) -> Ticket: ...
+    def close(self) -> None: ...
 
 
 class Schedules(Protocol):
@@ -117,6 +118,10 @@ class Engine:
         if error is not None:
             events = [msgspec.structs.replace(e, error=error) if e.finish == FINISH_ABORT else e for e in events]
         self._owed += self._stamp(events)
+
+    def close(self) -> None:
+        """Stop the runner. Whatever was still running is dropped."""
+        self._runner.close()
 
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""

@@ -7,6 +7,7 @@ back to whichever asyncio loop asked: several loops, in several threads, may sha
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable
 
@@ -15,6 +16,8 @@ from quire.engine.engine import Engine
 from quire.engine.pending import Pending
 from quire.engine.types import EngineInfo, Event, Request, Stats
 from quire.observe.errors import EngineDead, QuireError, Unavailable
+
+EXIT_SECONDS = 5.0  # for a step that runs when the interpreter ends
 
 Builder = Callable[..., tuple[Engine, EngineInfo]]
 
@@ -52,6 +55,11 @@ class InProcessClient:
     def alive(self) -> bool:
         return self._info is not None and self._error is None and not self._stopping
 
+    @property
+    def limit(self) -> int:
+        """Requests that may be pending at once."""
+        return self._pending.limit
+
     def stats(self) -> Stats:
         return self._stats
 
@@ -68,6 +76,8 @@ class InProcessClient:
         if self._thread is None:
             self._thread = threading.Thread(target=self._life, name="quire-engine", daemon=True)
             self._thread.start()
+            # A daemon thread that meets the end of the interpreter inside native code takes the process down with it.
+            atexit.register(self._end)
 
     def wait(self) -> EngineInfo:
         """Load, and block this thread until that is done."""
@@ -100,6 +110,11 @@ class InProcessClient:
             self._wake.notify()
         return self._thread
 
+    def _end(self) -> None:
+        thread = self.stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(EXIT_SECONDS)
+
     def _submit(self, request: Request) -> None:
         with self._wake:
             if self._error is not None:
@@ -128,6 +143,9 @@ class InProcessClient:
             self._error = EngineDead(reason)
             self._error.__cause__ = e
             self._pending.fail(lambda: EngineDead(reason))
+        finally:
+            engine.close()
+            atexit.unregister(self._end)
 
     def _load(self) -> Engine:
         build = self._build

@@ -80,6 +80,8 @@ def _life(boot: wire.Boot, socket: zmq.Socket[bytes]) -> int:
     except Exception as e:
         send(wire.Fatal(kind="EngineDead", message=f"the engine failed: {type(e).__name__}: {e}"))
         raise
+    finally:
+        engine.close()
 
 
 def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEngine], None]) -> int:

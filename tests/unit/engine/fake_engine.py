@@ -57,6 +57,9 @@ class CountingRunner:
                 raise FloatingPointError("poison")
         return plan
 
+    def close(self) -> None:
+        pass
+
     def sample(self, pending: Plan) -> Ticket:
         rows, error = [], None
         for work in pending.work:

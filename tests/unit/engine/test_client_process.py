@@ -242,7 +242,7 @@ async def test_a_message_that_cannot_be_read_ends_the_engine_clearly() -> None:
         await until(lambda: c.stats().running == 1)
         assert c._socket is not None
         c._socket.send(b"\xc1 not msgpack")
-        with pytest.raises(EngineDead, match="DecodeError|ValidationError"):
+        with pytest.raises(EngineDead, match=r"DecodeError|ValidationError"):
             await asyncio.wait_for(task, 5)
         await until(lambda: c.alive)
     finally:

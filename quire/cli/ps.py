@@ -1,0 +1,164 @@
+"""`quire ps`: the servers that run on this machine, from the notes they leave in `<home>/run`, with live numbers.
+
+A note is one JSON file per server. Notes of processes that are gone are removed; a server that does not answer within
+half a second is still listed, and said not to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from quire.config import Environment
+
+TIMEOUT = 0.5
+MAX_NOTE = 64 << 10  # bytes
+MAX_ANSWER = 4 << 20
+
+
+class Note(msgspec.Struct):
+    """What a server says about itself."""
+
+    pid: int
+    port: int
+    model: str
+    started: float | str = 0.0  # seconds since the epoch, or ISO 8601
+    host: str = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class Server:
+    """One line of the list."""
+
+    pid: int
+    host: str
+    port: int
+    model: str
+    started: float
+    state: str = "not answering"
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: float | None = None  # of 1
+
+
+def find(run: Path) -> list[Server]:
+    """Servers whose process lives. Removes the notes of those that are gone."""
+    servers = []
+    for path in sorted(run.glob("*.json")):
+        try:
+            if path.stat().st_size > MAX_NOTE:
+                continue
+            note = msgspec.json.decode(path.read_bytes(), type=Note)
+        except (OSError, msgspec.DecodeError):
+            continue  # being written, or not a note
+        if _lives(note.pid):
+            servers.append(Server(note.pid, note.host, note.port, note.model, _seconds(note.started)))
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return servers
+
+
+def _lives(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return pid < 1 << 31
+    return True
+
+
+def _seconds(started: float | str) -> float:
+    if isinstance(started, str):
+        try:
+            return datetime.fromisoformat(started).timestamp()
+        except ValueError:
+            return 0.0
+    return started
+
+
+def ask(server: Server) -> Server:
+    """Fill in what the server tells about itself, if it does so quickly."""
+    from http.client import HTTPConnection, HTTPException
+
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+
+    def get(path: str) -> tuple[int, str]:
+        connection = HTTPConnection(host, server.port, timeout=TIMEOUT)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_ANSWER).decode(errors="replace")
+        finally:
+            connection.close()
+
+    try:
+        status, _ = get("/ready")
+        server.state = "ready" if status == 200 else "not ready"
+        status, text = get("/metrics")
+    except (OSError, HTTPException, ValueError):
+        return server
+    if status == 200:
+        server.running = _whole(_metric(text, "vllm:num_requests_running"))
+        server.waiting = _whole(_metric(text, "vllm:num_requests_waiting"))
+        server.kv_used = _metric(text, "vllm:kv_cache_usage_perc")
+    return server
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _metric(text: str, name: str) -> float | None:
+    """The sum of a metric's series in Prometheus text; None when there are none."""
+    total: float | None = None
+    for line in text.splitlines():
+        if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+            with contextlib.suppress(ValueError):
+                total = (total or 0.0) + float(line.rpartition(" ")[2])
+    return total
+
+
+def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """The servers running on this machine."""
+    from quire.cli import ui
+
+    servers = find(Environment.read().home / "run")
+    if servers:
+        with ThreadPoolExecutor(min(16, len(servers))) as pool:
+            servers = list(pool.map(ask, servers))
+    if json:
+        ui.emit([asdict(s) for s in servers])
+        return
+    if not servers:
+        ui.note("No server is running. `quire serve` starts one.")
+        return
+    rows = []
+    for s in servers:
+        address = f"[{s.host}]:{s.port}" if ":" in s.host else f"{s.host}:{s.port}"
+        running, waiting = ("-" if v is None else str(v) for v in (s.running, s.waiting))
+        kv = "-" if s.kv_used is None else f"{s.kv_used:.0%}"
+        rows.append((str(s.pid), address, s.model, s.state, running, waiting, kv, _since(s.started)))
+    ui.table(("PID", "ADDRESS", "MODEL", "STATE", "RUNNING", "WAITING", "KV", "UP"), rows)
+
+
+def _since(started: float) -> str:
+    if not started:
+        return "-"
+    seconds = max(0.0, time.time() - started)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

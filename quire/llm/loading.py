@@ -1,0 +1,149 @@
+"""From a model's name to everything that answers: file, engine, tokenizer, template, completer; and checked requests.
+
+The engine loads on its own thread while the tokenizer is built on the caller's. A prompt is checked here, before anything
+runs: what is refused names the prompt and the place.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from quire.chat.types import Generation
+from quire.config import EngineConfig, Environment, parse_size
+from quire.engine.build import build_engine
+from quire.engine.inprocess import InProcessClient
+from quire.engine.types import EngineInfo
+from quire.llm.outputs import Completion, Message, Output, Prompt
+from quire.llm.progress import Bar
+from quire.observe.errors import BadRequest, NotFound
+from quire.runner.params import SamplingParams
+from quire.weights.gguf import GGUF
+
+if TYPE_CHECKING:
+    from quire.chat.completer import Completer
+    from quire.chat.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Job:
+    generation: Generation
+    output: Output
+
+
+class Loaded:
+    """Engine, tokenizer, template and completer of one model."""
+
+    def __init__(self, client: InProcessClient, info: EngineInfo, tokenizer: Tokenizer, completer: Completer):
+        self.client = client
+        self.info = info
+        self.tokenizer = tokenizer
+        self.completer = completer
+        self._prefix = secrets.token_hex(4)
+        self._count = itertools.count()
+
+    async def job(self, prompt: Prompt, params: SamplingParams) -> Job:
+        """A prompt, checked."""
+        if isinstance(prompt, str):
+            return self._job(prompt, await self.completer.encode_prompt(prompt), params)
+        return self._job(None, _ids(prompt, self.info.vocab_size), params)
+
+    async def talk(self, messages: Sequence[Message], params: SamplingParams) -> Job:
+        """A conversation, rendered and checked."""
+        return self._job(None, await self.completer.encode_chat(list(messages)), params)
+
+    def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> Job:
+        params.validate(self.info.vocab_size)
+        if len(tokens) >= self.info.context:
+            raise BadRequest(
+                f"the prompt has {len(tokens)} tokens: the context is {self.info.context}, prompt and answer together",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        name = f"{self._prefix}-{next(self._count)}"
+        completions = [Completion(index=i) for i in range(params.n)]
+        return Job(Generation(id=name, prompt=tokens, sampling=params), Output(text, tokens, completions))
+
+
+def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
+    """The engine loads on its thread while the tokenizer is built on this one."""
+    env = Environment.read()
+    gguf = GGUF.open(_find(model, env, progress))
+    config = replace(config, path=gguf.path)
+    client = InProcessClient(config, env=env, build=functools.partial(build_engine, gguf=gguf))
+    client.begin()
+    try:
+        # Imported while the engine loads: these are the slow ones.
+        from quire.chat.completer import Completer
+        from quire.chat.template import ChatTemplate
+        from quire.chat.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.from_gguf(gguf.metadata)
+        source = gguf.metadata.get_str("tokenizer.chat_template", None)
+        bos, eos = ("" if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
+        template = ChatTemplate(source, bos, eos) if source else None
+        info = client.wait()
+        return Loaded(client, info, tokenizer, Completer(client, tokenizer, template, info))
+    except BaseException:
+        client.stop()
+        raise
+
+
+def _find(model: str, env: Environment, progress: bool) -> str:
+    from quire.weights.store import Store
+
+    store = Store(env)
+    try:
+        return str(store.resolve(model))
+    except NotFound as missing:
+        if missing.param != "model":
+            raise
+    return str(store.pull(model, Bar() if progress else None))
+
+
+def to_bytes(size: int | str | None) -> int | None:
+    if not isinstance(size, str):
+        return size
+    try:
+        return parse_size(size)
+    except ValueError as e:
+        raise BadRequest(f"kv_memory: {e}", param="kv_memory") from None
+
+
+def as_prompts(prompts: str | Sequence[Prompt] | Sequence[int]) -> list[Prompt]:
+    """One text, several texts, several token lists, or one token list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(p, int) for p in listed):
+        return [cast("list[int]", listed)]
+    for i, prompt in enumerate(listed):
+        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+            raise BadRequest(
+                f"prompt {i} is a {type(prompt).__name__}: give text or a list of token ids", param="prompts"
+            )
+    return cast("list[Prompt]", listed)
+
+
+def _ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    ids = list(prompt)
+    for i, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"{token!r} at place {i} of a prompt is not a token id under {vocab_size}", param="prompts"
+            )
+    if not ids:
+        raise BadRequest("a prompt has no tokens", param="prompts")
+    return ids
+
+
+def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    if not messages:
+        raise BadRequest("there are no messages", param="messages")
+    if isinstance(messages[0], Mapping):
+        return [cast("Sequence[Message]", messages)]
+    return list(cast("Sequence[Sequence[Message]]", messages))

@@ -1,0 +1,192 @@
+"""LLM: the library for scripts and notebooks. AsyncLLM's coroutines, on a loop thread of their own.
+
+So it works where a loop already runs, and from several threads. Ctrl-C while waiting aborts what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from quire.config import DEFAULT_MODEL
+from quire.engine.types import EngineInfo, Stats
+from quire.llm.asynchronous import AsyncLLM, AsyncTextStream, Options
+from quire.llm.outputs import Message, Output, Params, Prompt
+from quire.runner.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.chat.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class LLM:
+    """A model for scripts and notebooks. The model is loaded when this returns; see Options.
+
+    >>> with LLM("smollm2:135m") as llm:
+    ...     print(llm.chat([{"role": "user", "content": "What is a quire?"}])[0].text)
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[Options]):
+        self._async = AsyncLLM(model, **options)
+        self._async._load()
+        self._loop = LoopThread()
+        weakref.finalize(self, self._loop.stop)
+
+    def close(self) -> None:
+        """Abort what runs and free the model. Calling it again is harmless."""
+        if not self._async._closed:
+            self._loop.run(self._async.close())
+            self._loop.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was decided at load."""
+        return self._async.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._async.tokenizer
+
+    def stats(self) -> Stats:
+        """A snapshot of the engine."""
+        return self._async.stats()
+
+    def generate(
+        self, prompts: str | Sequence[Prompt] | Sequence[int], params: Params = None, *, progress: bool | None = None
+    ) -> list[Output]:
+        """Continue each prompt; see AsyncLLM.generate. Ctrl-C aborts all of them."""
+        self._async._have()
+        return self._loop.run(self._async.generate(prompts, params, progress=progress))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Answer a conversation, or several; see AsyncLLM.chat."""
+        self._async._have()
+        return self._loop.run(self._async.chat(messages, params, progress=progress))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+        """The continuation of one prompt, as it comes."""
+        self._async._have()
+        return TextStream(self._async.stream(prompt, params), self._loop)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> TextStream:
+        """The answer to one conversation, as it comes."""
+        self._async._have()
+        return TextStream(self._async.stream_chat(messages, params), self._loop)
+
+
+class TextStream:
+    """Text as it comes: `for piece in stream`. `output` is whole once the iteration has ended."""
+
+    def __init__(self, source: AsyncTextStream, loop: LoopThread):
+        self._source = source
+        self._queue: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        self._future = loop.start(_pump(source, self._queue))  # which must not hold us: see __del__
+        self._ended = False
+
+    @property
+    def output(self) -> Output | None:
+        """What there is so far."""
+        return self._source.output
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if self._ended:
+            raise StopIteration
+        try:
+            item = self._queue.get()
+        except BaseException:  # Ctrl-C while waiting
+            self.close()
+            raise
+        if isinstance(item, str):
+            return item
+        self._ended = True
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """Stop; the request is aborted within one step."""
+        self._ended = True
+        self._future.cancel()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+async def _pump(source: AsyncTextStream, out: queue.SimpleQueue[str | BaseException | None]) -> None:
+    end: BaseException | None = None
+    try:
+        async for piece in source:
+            out.put(piece)
+    except Exception as e:
+        end = e
+    finally:
+        await source.aclose()
+        out.put(end)
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=(self._loop,), name="quire-loop", daemon=True).start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for it; being interrupted cancels it, and waits for that."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+            raise
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

@@ -1,0 +1,286 @@
+"""The library over the counting engine: a completer that spells tokens as characters. The real model is in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.chat.types import Chunk, Generation
+from quire.config import EngineConfig
+from quire.engine.inprocess import InProcessClient
+from quire.engine.types import Request
+from quire.llm import DEFAULT_PARAMS, asynchronous
+from quire.llm.loading import Loaded
+from quire.observe.errors import BadRequest, QuireError, Unavailable
+from tests.unit.engine.fake_engine import POISON, VOCAB, build
+
+
+class SpellingCompleter:
+    """A token is the character of its number. Enough of a completer for the library."""
+
+    def __init__(self, client: InProcessClient):
+        self.client = client
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    async def encode_chat(self, messages: list[Any]) -> list[int]:
+        return [ord(c) for m in messages for c in f"{m['role'][0]}{m['content']}"]
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
+        for index in range(generation.sampling.n):
+            request = Request(
+                id=f"{generation.id}.{index}", tokens=generation.prompt, sampling=generation.sampling, index=index
+            )
+            async for event in self.client.generate(request):
+                yield Chunk(
+                    index=index,
+                    text="".join(map(chr, event.tokens)),
+                    tokens=event.tokens,
+                    finish=event.finish,
+                    error=event.error,
+                    receipt=event.receipt,
+                )
+
+
+@pytest.fixture
+def slow() -> float:
+    return 0.0
+
+
+@pytest.fixture(autouse=True)
+def counting(monkeypatch: pytest.MonkeyPatch, slow: float) -> list[EngineConfig]:
+    configs: list[EngineConfig] = []
+
+    def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
+        configs.append(config)
+        client = InProcessClient(EngineConfig(path=f"slow={slow}", max_seqs=config.max_seqs), build=build)
+        return Loaded(client, client.wait(), "the tokenizer", SpellingCompleter(client))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asynchronous, "load", load)
+    return configs
+
+
+FIVE = SamplingParams(max_tokens=5)
+
+
+def test_generate_takes_every_shape_of_prompt() -> None:
+    with LLM() as llm:
+        assert [o.text for o in llm.generate("abc", FIVE)] == ["defgh"]
+        assert [o.text for o in llm.generate(["a", "k"], FIVE)] == ["bcdef", "lmnop"]
+        assert [o.text for o in llm.generate([[97], [107, 97]], FIVE)] == ["bcdef", "bcdef"]
+        assert [o.text for o in llm.generate([97, 98], FIVE)] == ["cdefg"]
+        assert llm.generate([], FIVE) == []
+        (output,) = llm.generate("abc", FIVE)
+    assert output.prompt == "abc"
+    assert output.prompt_tokens == [97, 98, 99]
+    (done,) = output.outputs
+    assert (done.tokens, done.finish_reason, done.stop_reason) == ([100, 101, 102, 103, 104], "length", None)
+    assert output.receipt.output_tokens == 5
+    assert output.receipt.prompt_tokens == 3
+
+
+def test_parameters_for_each_prompt_and_their_default() -> None:
+    with LLM() as llm:
+        two = llm.generate(["a", "b"], [FIVE, SamplingParams(max_tokens=1)])
+        assert [len(o.outputs[0].tokens) for o in two] == [5, 1]
+        with pytest.raises(BadRequest, match="1 sampling parameters for 2 prompts"):
+            llm.generate(["a", "b"], [FIVE])
+        assert len(llm.generate("a")[0].outputs[0].tokens) == DEFAULT_PARAMS.max_tokens == 512
+        assert DEFAULT_PARAMS.temperature == 0
+        several = llm.generate("a", SamplingParams(max_tokens=2, n=3))[0]
+        assert [(c.index, c.text) for c in several.outputs] == [(0, "bc"), (1, "bc"), (2, "bc")]
+    with LLM(default_params=SamplingParams(max_tokens=2)) as llm:
+        assert llm.generate("a")[0].text == "bc"
+
+
+def test_chat() -> None:
+    hello = [{"role": "user", "content": "abc"}]
+    with LLM() as llm:
+        (one,) = llm.chat(hello, FIVE)
+        assert (one.text, one.prompt, one.prompt_tokens) == ("defgh", None, [ord(c) for c in "uabc"])
+        two = llm.chat([hello, [*hello, {"role": "assistant", "content": "x"}]], FIVE)
+        assert [o.text for o in two] == ["defgh", "yz{|}"]
+        with pytest.raises(BadRequest, match="no messages"):
+            llm.chat([], FIVE)
+
+
+def test_stream() -> None:
+    with LLM() as llm:
+        stream = llm.stream("a", FIVE)
+        assert list(stream) == ["b", "c", "d", "e", "f"]
+        assert stream.output is not None
+        assert (stream.output.text, stream.output.outputs[0].finish_reason) == ("bcdef", "length")
+        assert list(stream) == []
+        assert "".join(llm.stream_chat([{"role": "user", "content": "k"}], FIVE)) == "lmnop"
+        with pytest.raises(BadRequest, match="n must be 1"):
+            list(llm.stream("a", SamplingParams(n=2)))
+
+
+def test_bad_input_is_refused_before_anything_runs() -> None:
+    with LLM() as llm:
+        for prompts, text in (
+            (["fine", "x" * 5000], "context"),
+            ([[1], []], "no tokens"),
+            ([[1, VOCAB]], f"{VOCAB} at place 1"),
+            ([[1, "a"]], "'a' at place 1"),
+            ([[True]], "True at place 0"),
+            ([3.5], "prompt 0 is a float"),
+        ):
+            with pytest.raises(BadRequest, match=text):
+                llm.generate(prompts)  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="temperature"):
+            llm.generate("a", SamplingParams(temperature=-1))
+        assert llm.stats().steps == 0
+    with pytest.raises(BadRequest, match="not a size"):
+        LLM(kv_memory="lots")
+    with pytest.raises(TypeError, match="no such option: thread;"):
+        LLM(thread=3)  # type: ignore[call-arg]
+
+
+def test_options_reach_the_engine(counting: list[EngineConfig]) -> None:
+    LLM("m", threads=3, context=64, kv_memory="1MiB", backend="reference", max_seqs=2, depth=1).close()
+    config = counting[0]
+    assert (config.name, config.threads, config.context, config.kv_memory) == ("m", 3, 64, 1 << 20)
+    assert (config.backend, config.max_seqs, config.depth) == ("reference", 2, 1)
+
+
+def test_a_failure_is_raised_and_the_rest_let_go() -> None:
+    with LLM() as llm:
+        with pytest.raises(QuireError, match="poison"):
+            llm.generate([[97]] * 20 + [[POISON]] + [[97]] * 20, SamplingParams(max_tokens=2000))
+        _until(lambda: llm.stats().running == llm.stats().waiting == 0)
+        assert llm.generate("a", FIVE)[0].text == "bcdef"
+
+
+@pytest.mark.parametrize("slow", [0.01])
+def test_ctrl_c_aborts_generate() -> None:
+    with LLM() as llm:
+        timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a"] * 100, SamplingParams(max_tokens=2000))
+        assert time.monotonic() - began < 2
+        _until(lambda: llm.stats().running == llm.stats().waiting == 0)
+        assert llm.generate("a", FIVE)[0].text == "bcdef"
+
+
+@pytest.mark.parametrize("slow", [0.01])
+def test_leaving_a_stream_aborts_it() -> None:
+    with LLM() as llm:
+        for piece in llm.stream("a", SamplingParams(max_tokens=2000)):
+            assert piece == "b"
+            break
+        gc.collect()
+        _until(lambda: llm.stats().running == 0)
+        with llm.stream("a", SamplingParams(max_tokens=2000)) as stream:
+            next(stream)
+        _until(lambda: llm.stats().running == 0)
+        assert list(stream) == []
+
+
+async def test_works_inside_a_running_loop() -> None:
+    with LLM() as llm:
+        assert llm.generate("a", FIVE)[0].text == "bcdef"
+        assert "".join(llm.stream("a", FIVE)) == "bcdef"
+
+
+def test_several_threads_share_one() -> None:
+    answers: list[str] = []
+    with LLM() as llm:
+        threads = [threading.Thread(target=lambda: answers.append(llm.generate("a", FIVE)[0].text)) for _ in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert answers == ["bcdef"] * 8
+
+
+def test_closed_is_closed() -> None:
+    llm = LLM()
+    llm.close()
+    llm.close()
+    for use in (lambda: llm.generate("a"), lambda: llm.stream("a"), lambda: llm.info):
+        with pytest.raises(Unavailable, match="closed"):
+            use()
+
+
+def test_a_forgotten_model_is_let_go() -> None:
+    llm = LLM()
+    client = llm._async._have().client
+    thread = client._thread
+    assert thread is not None
+    gone = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert gone() is None
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+async def test_async_forms() -> None:
+    llm = AsyncLLM()
+    with pytest.raises(Unavailable, match="not loaded"):
+        _ = llm.tokenizer
+    async with llm:
+        assert llm.tokenizer == "the tokenizer"
+        assert llm.info.architecture == "counter"
+        outputs, talk = await asyncio.gather(
+            llm.generate(["a", "k"], FIVE), llm.chat([{"role": "user", "content": "c"}], FIVE)
+        )
+        assert [o.text for o in outputs + talk] == ["bcdef", "lmnop", "defgh"]
+        stream = llm.stream("a", FIVE)
+        assert [piece async for piece in stream] == ["b", "c", "d", "e", "f"]
+        assert stream.output is not None
+        assert stream.output.text == "bcdef"
+        assert [p async for p in llm.stream_chat([{"role": "user", "content": "c"}], FIVE)] == list("defgh")
+    with pytest.raises(Unavailable):
+        await llm.generate("a")
+
+
+@pytest.mark.parametrize("slow", [0.01])
+async def test_cancelling_aborts() -> None:
+    async with AsyncLLM() as llm:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.generate(["a"] * 10, SamplingParams(max_tokens=2000)), 0.2)
+        stream = llm.stream("a", SamplingParams(max_tokens=2000))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await asyncio.to_thread(_until, lambda: llm.stats().running == llm.stats().waiting == 0)
+
+
+async def test_it_loads_on_first_use_and_once(counting: list[EngineConfig]) -> None:
+    llm = AsyncLLM()
+    answers = await asyncio.gather(*(llm.generate("a", FIVE) for _ in range(4)))
+    assert [a[0].text for a in answers] == ["bcdef"] * 4
+    assert len(counting) == 1
+    await llm.close()
+
+
+def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM() as llm:
+        llm.generate(["a"] * 3, FIVE)
+        assert capsys.readouterr() == ("", "")
+        llm.generate(["a"] * 3, FIVE, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "3 of 3 prompts, 15 tokens" in err
+
+
+def _until(check: Any, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
