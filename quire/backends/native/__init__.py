@@ -1,0 +1,23 @@
+"""The native CPU backend: a model's forward is recorded once and replayed in C++, with no Python inside a step.
+
+  recorder.py  the op table in capture mode: calls become instructions over symbols
+  fuse.py      optional passes over the instructions; none of them changes a bit of any result
+  arena.py     instructions' tensors get places in one block of memory, shared where lifetimes allow
+  backend.py   weights packed, the plan handed to C++, programs run
+
+Nothing is imported here, so that asking for the package costs nothing.
+"""
+
+from __future__ import annotations
+
+
+def available() -> list[str]:
+    """Kernel sets that this CPU can run, best first."""
+    from quire.backends.native.backend import extension
+
+    return extension().available()
+
+
+def isa() -> str:
+    """The kernel set that is used when none is asked for."""
+    return available()[0]

@@ -1,0 +1,53 @@
+// See batch.h.
+#include "batch.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace quire {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("batch: " + what); }
+
+std::string at(const char* name, int i, int value) { return std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(value); }
+
+}  // namespace
+
+void check(const BatchView& b, const BatchLimits& l) {
+    if (b.tokens > l.max_tokens)
+        refuse(std::to_string(b.tokens) + " tokens, but the program was compiled for " + std::to_string(l.max_tokens));
+    if (b.rows > l.max_rows)
+        refuse(std::to_string(b.rows) + " logit rows, but the program was compiled for " + std::to_string(l.max_rows));
+    if (b.q_start[0] != 0) refuse(at("q_start", 0, b.q_start[0]) + ", not 0");
+    if (b.q_start[b.sequences] != b.tokens)
+        refuse(at("q_start", b.sequences, b.q_start[b.sequences]) + ", not the token count " + std::to_string(b.tokens));
+    for (int s = 0; s < b.sequences; s++)  // the ends are right; with this no row lies outside
+        if (b.q_start[s + 1] < b.q_start[s]) refuse(at("q_start", s + 1, b.q_start[s + 1]) + " goes back");
+    for (int s = 0; s < b.sequences; s++) {
+        const int length = b.kv_len[s];
+        if (length < 0 || length > (int64_t)b.table * kPage)
+            refuse(at("kv_len", s, length) + ", but its page table holds " + std::to_string((int64_t)b.table * kPage) + " tokens");
+        const int32_t* pages = b.pages + (int64_t)s * b.table;
+        for (int i = 0; i < (length + kPage - 1) / kPage; i++)
+            if (pages[i] < 0 || pages[i] >= l.pages)
+                refuse("pages[" + std::to_string(s) + ", " + std::to_string(i) + "] = " + std::to_string(pages[i]) +
+                       " is not a page of the pool (" + std::to_string(l.pages) + ")");
+        for (int t = b.q_start[s]; t < b.q_start[s + 1]; t++)
+            if (b.pos[t] < 0 || b.pos[t] >= length)
+                refuse(at("pos", t, b.pos[t]) + " lies outside its sequence of " + std::to_string(length) + " tokens");
+    }
+    for (int t = 0; t < b.tokens; t++) {
+        if (l.vocabulary && (b.ids[t] < 0 || b.ids[t] >= l.vocabulary))
+            refuse(at("ids", t, b.ids[t]) + " is not in the vocabulary of " + std::to_string(l.vocabulary));
+        if (b.write[t] < 0 || b.write[t] >= (int64_t)l.pages * kPage)
+            refuse(at("write", t, b.write[t]) + " is not a slot of the pool (" + std::to_string((int64_t)l.pages * kPage) + ")");
+    }
+    for (int i = 0; i < b.rows; i++)
+        if (b.logit_rows[i] < 0 || b.logit_rows[i] >= b.tokens)
+            refuse(at("logit_rows", i, b.logit_rows[i]) + " is not a row of this batch (" + std::to_string(b.tokens) + ")");
+}
+
+}  // namespace quire

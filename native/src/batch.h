@@ -1,0 +1,29 @@
+// The ragged batch of one step as the plan sees it (quire/backends/batch.py), and its validation: after check() every
+// index in it may be followed without looking.
+#pragma once
+
+#include <stdint.h>
+
+namespace quire {
+
+struct BatchView {
+    const int32_t* ids = nullptr;         // [tokens]
+    const int32_t* pos = nullptr;         // [tokens]
+    const int32_t* q_start = nullptr;     // [sequences + 1]
+    const int32_t* kv_len = nullptr;      // [sequences]
+    const int32_t* pages = nullptr;       // [sequences][table]
+    const int32_t* write = nullptr;       // [tokens]
+    const int32_t* logit_rows = nullptr;  // [rows]
+    int tokens = 0, sequences = 0, table = 0, rows = 0;
+};
+
+struct BatchLimits {
+    int max_tokens = 0, max_rows = 0;
+    int vocabulary = 0;  // 0: ids are not looked up
+    int pages = 0;
+};
+
+// Throws std::invalid_argument that names the first thing wrong.
+void check(const BatchView& batch, const BatchLimits& limits);
+
+}  // namespace quire

@@ -1,0 +1,58 @@
+// Which kernel sets were built in, and which of them this CPU can run. Asked once per call; nothing is cached.
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace quire {
+
+#if defined(__x86_64__)
+namespace {
+
+bool has_avx_vnni() {  // cpuid leaf 7, subleaf 1, eax bit 4 (older compilers do not know the name)
+    unsigned a = 7, b, c = 1, d;
+    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    return a >> 4 & 1;
+}
+
+}  // namespace
+#endif
+
+int available_kernels(const Kernels** out, int capacity) {
+    int n = 0;
+    auto offer = [&](const Kernels* k) {
+        if (n < capacity) out[n++] = k;
+    };
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+        offer(avx512_kernels());
+    if (avx2 && has_avx_vnni()) offer(avxvnni_kernels());
+    if (avx2) offer(avx2_kernels());
+#elif defined(__aarch64__)
+#if defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) offer(neondot_kernels());
+#elif defined(__APPLE__)
+    offer(neondot_kernels());  // every Apple CPU that runs this has it
+#endif
+    offer(neon_kernels());
+#endif
+    offer(scalar_kernels());
+    return n;
+}
+
+const Kernels* find_kernels(const char* name) {
+    const Kernels* sets[8];
+    int n = available_kernels(sets, 8);
+    for (int i = 0; i < n; i++)
+        if (!strcmp(sets[i]->name, name)) return sets[i];
+    return nullptr;
+}
+
+}  // namespace quire

@@ -1,0 +1,167 @@
+// Kernels over rows of float32: exp, norm, activation quantization, rope, SwiGLU, add, and one row out of a packed matrix.
+// Included by each isa_*.cpp after its simd header; everything is private to that file, so that no two builds of one
+// inline function can be mixed up by the linker.
+#pragma once
+
+#include "../half.h"
+#include "../kernels.h"
+
+namespace {
+
+using namespace quire;
+
+// e^x to about 1 ulp, with a fixed order of operations. NaN stays NaN.
+inline F fexp(F x) {
+    x = fmax(fset(-104.0f), x);  // below: 0. The constant comes first so that a NaN passes
+    x = fmin(fset(89.0f), x);    // above: infinity
+    F n = fround(fmul(x, fset(1.44269504f)));
+    F r = ffma(n, fset(-0x1.62e43p-1f), x);
+    r = ffma(n, fset(0x1.05c61p-29f), r);  // ln 2 lies just below its float32
+    F p = fset(1.0f / 5040);
+    p = ffma(p, r, fset(1.0f / 720));
+    p = ffma(p, r, fset(1.0f / 120));
+    p = ffma(p, r, fset(1.0f / 24));
+    p = ffma(p, r, fset(1.0f / 6));
+    p = ffma(p, r, fset(0.5f));
+    p = ffma(p, r, fset(1.0f));
+    p = ffma(p, r, fset(1.0f));
+    I whole = ito(n), half = ihalve(whole);  // 2^n in two steps: each factor is a normal number
+    return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
+}
+
+void exp_rows(const float* x, int n, float* out) {
+    for (int i = 0; i < n; i += 16) fstore_n(out + i, fexp(fload_n(x + i, n - i)), n - i);
+}
+
+// int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127. Groups too small for 127 / amax become zeros.
+void quantize(const float* x, int first_group, int groups, uint8_t* row, const QuantShape& s) {
+    float* sx = (float*)(row + s.sx);
+    int32_t* sum32 = (int32_t*)(row + s.sum32);
+    float* sxs32 = (float*)(row + s.sxs32);
+    int32_t* sum16 = (int32_t*)(row + s.sum16);
+    float* sxs16 = (float*)(row + s.sxs16);
+    for (int g = first_group; g < first_group + groups; g++, x += 32) {
+        F a = fload(x), b = fload(x + 16);
+        float amax = hmax(fmax(fabs_(a), fabs_(b)));
+        bool tiny = amax < 1e-36f;
+        float inv = tiny ? 0.0f : 127.0f / amax, scale = tiny ? 0.0f : amax / 127.0f;
+        const F low = fset(-127.0f), high = fset(127.0f), by = fset(inv);
+        I qa = ito(fmin(fmax(fround(fmul(a, by)), low), high));
+        I qb = ito(fmin(fmax(fround(fmul(b, by)), low), high));
+        istore_i8((int8_t*)row + 32 * g, qa);
+        istore_i8((int8_t*)row + 32 * g + 16, qb);
+        int32_t first = isum(qa), second = isum(qb);
+        sx[g] = scale;
+        sum32[g] = first + second;
+        sxs32[g] = scale * (float)(first + second);
+        sum16[2 * g] = first;
+        sum16[2 * g + 1] = second;
+        sxs16[2 * g] = scale * (float)first;
+        sxs16[2 * g + 1] = scale * (float)second;
+    }
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
+    F sum = fzero();
+    for (int i = 0; i < n; i += 16) {
+        F v = fload_n(x + i, n - i);
+        sum = ffma(v, v, sum);
+    }
+    float inverse = 1.0f / __builtin_sqrtf(hsum(sum) / (float)n + eps);
+    for (int i = 0; i < n; i += 16)
+        fstore_n(out + i, fmul(fmul(fload_n(x + i, n - i), fset(inverse)), fload_n(weight + i, n - i)), n - i);
+}
+
+void add(const float* a, const float* b, int n, float* out) {
+    for (int i = 0; i < n; i += 16) fstore_n(out + i, fadd(fload_n(a + i, n - i), fload_n(b + i, n - i)), n - i);
+}
+
+void swiglu(const float* gate, const float* up, int n, float* out) {
+    const F one = fset(1.0f);
+    for (int i = 0; i < n; i += 16) {
+        F g = fload_n(gate + i, n - i);
+        F sigmoid_times = fdiv(g, fadd(one, fexp(fsub(fzero(), g))));
+        fstore_n(out + i, fmul(sigmoid_times, fload_n(up + i, n - i)), n - i);
+    }
+}
+
+void rope(const float* x, const RopeArgs& r, float* out) {
+    const int half = r.dim / 2;
+    for (int h = 0; h < r.heads; h++, x += r.head_dim, out += r.head_dim) {
+        if (r.pairs) {
+            for (int i = 0; i < half; i++) {
+                float a = x[2 * i], b = x[2 * i + 1];
+                out[2 * i] = a * r.cos[i] - b * r.sin[i];
+                out[2 * i + 1] = a * r.sin[i] + b * r.cos[i];
+            }
+        } else {
+            for (int i = 0; i < half; i += 16) {
+                int n = half - i;
+                F a = fload_n(x + i, n), b = fload_n(x + half + i, n), c = fload_n(r.cos + i, n), s = fload_n(r.sin + i, n);
+                fstore_n(out + i, fsub(fmul(a, c), fmul(b, s)), n);
+                fstore_n(out + half + i, fadd(fmul(a, s), fmul(b, c)), n);
+            }
+        }
+        for (int i = r.dim; i < r.head_dim; i++) out[i] = x[i];
+    }
+}
+
+// Code q (0 to 7: which quad) of a row inside a tile; see weight.h.
+inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
+    switch (bits) {
+        case 8: return tile[64 * q + lane];
+        case 2: return (tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u;
+        case 3: return ((tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u) | ((tile[128 + lane] >> q) & 1u) << 2;
+        default: break;
+    }
+    uint32_t code = (tile[64 * (q % 4) + lane] >> (q < 4 ? 0 : 4)) & 15u;
+    if (bits == 5) code |= ((tile[256 + lane] >> q) & 1u) << 4;
+    if (bits == 6) code |= ((tile[256 + 64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u) << 4;
+    return code;
+}
+
+// Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact.
+inline F scale_of(const Matrix& w, const uint8_t* block, int t, int part) {
+    if (w.scales == Scales::Half)
+        return fload_half((const uint16_t*)(block + w.scale_at + (size_t)t * w.scale_bytes) + 16 * part);
+    const uint8_t* codes = block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part;
+    F super = fload_half((const uint16_t*)(block + w.super_at) + 16 * (t / 8));
+    return fmul(super, w.scales == Scales::Byte ? fload_i8((const int8_t*)codes) : fload_u4(codes, 0));
+}
+inline F bias_of(const Matrix& w, const uint8_t* block, int t, int part) {
+    if (w.scales == Scales::Half)
+        return fload_half((const uint16_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part);
+    F super = fload_half((const uint16_t*)(block + w.bias_super_at) + 16 * (t / 8));
+    if (w.scales == Scales::Byte)
+        return fmul(super, fload_i8((const int8_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part));
+    return fmul(super, fload_u4(block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part, 4));
+}
+
+// One row, exactly: the product and the sum each rounded once.
+void dequantize_row(const Matrix& w, int row, float* out) {
+    const uint8_t* block = w.block(row / 16);
+    const int r = row % 16;
+    if (w.type != Type::Affine) {
+        for (int i = 0; i < w.k; i++) {
+            size_t at = (size_t)i * 16 + (size_t)r;
+            out[i] = w.type == Type::F32   ? ((const float*)block)[at]
+                     : w.type == Type::F16 ? half_to_float(((const uint16_t*)block)[at])
+                                           : bfloat_to_float(((const uint16_t*)block)[at]);
+        }
+        return;
+    }
+    float scale[16], bias[16];
+    for (int t = 0; t < w.tiles; t++) {
+        const uint8_t* tile = block + (size_t)t * w.code_bytes;
+        for (int part = 0; part < 32 / w.group; part++) {
+            fstore(scale, scale_of(w, block, t, part));
+            if (w.bias) fstore(bias, bias_of(w, block, t, part));
+            for (int i = part * w.group; i < (part + 1) * w.group; i++) {
+                float v = (float)((int)code_at(tile, w.bits, 4 * r + i % 4, i / 4) - w.offset) * scale[r];
+                out[32 * t + i] = w.bias ? v + bias[r] : v;
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,168 @@
+// The 16-lane vocabulary on AVX2 with FMA and F16C: two registers per virtual vector. With QUIRE_AVX_VNNI the int8 dot is
+// one instruction; without, pairs of bytes are added in 16 bits, which cannot overflow while codes have at most 7 bits.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+constexpr int kMaxRows = 4;
+constexpr int kMaxQueries = 4;
+constexpr bool kSigned8 = false;
+
+struct F {
+    __m256 a, b;
+};
+struct I {
+    __m256i a, b;
+};
+using B = I;
+
+inline __m256i lanes(int n, int from) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n - from), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline F fset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F fzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F fload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F fload_n(const float* p, int n) {
+    if (n >= 16) return fload(p);
+    return {_mm256_maskload_ps(p, lanes(n, 0)), n > 8 ? _mm256_maskload_ps(p + 8, lanes(n, 8)) : _mm256_setzero_ps()};
+}
+inline void fstore(float* p, F v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+}
+inline void fstore_n(float* p, F v, int n) {
+    if (n >= 16) return fstore(p, v);
+    _mm256_maskstore_ps(p, lanes(n, 0), v.a);
+    if (n > 8) _mm256_maskstore_ps(p + 8, lanes(n, 8), v.b);
+}
+inline F fload_half(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline F fload_half_n(const uint16_t* p, int n) {
+    if (n >= 16) return fload_half(p);
+    uint16_t t[16] = {};
+    for (int i = 0; i < n; i++) t[i] = p[i];
+    return fload_half(t);
+}
+inline void fstore_half_n(uint16_t* p, F v, int n) {
+    __m128i a = _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT), b = _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT);
+    if (n >= 16) {
+        _mm_storeu_si128((__m128i*)p, a);
+        _mm_storeu_si128((__m128i*)(p + 8), b);
+        return;
+    }
+    uint16_t t[16];
+    _mm_storeu_si128((__m128i*)t, a);
+    _mm_storeu_si128((__m128i*)(t + 8), b);
+    for (int i = 0; i < n; i++) p[i] = t[i];
+}
+inline __m256 widen_bf16(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline F fload_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+inline F fload_i8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+inline __m256 nibble(const uint8_t* p, int shift) {
+    __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, shift), _mm256_set1_epi32(15)));
+}
+inline F fload_u4(const uint8_t* p, int shift) { return {nibble(p, shift), nibble(p + 8, shift)}; }
+inline F fadd(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F fsub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F fmul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F fdiv(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F fmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F ffma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F fabs_(F x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F fround(F x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline F fkeep(F x, int n, F other) {
+    return {_mm256_blendv_ps(other.a, x.a, _mm256_castsi256_ps(lanes(n, 0))),
+            _mm256_blendv_ps(other.b, x.b, _mm256_castsi256_ps(lanes(n, 8)))};
+}
+inline float hsum(F x) {
+    __m256 b = _mm256_add_ps(x.a, x.b);
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+inline float hmax(F x) {
+    __m256 b = _mm256_max_ps(x.a, x.b);
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+
+inline I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I ihalve(I x) { return {_mm256_srai_epi32(x.a, 1), _mm256_srai_epi32(x.b, 1)}; }
+inline I ito(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F ffrom(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F fpow2(I n) {
+    const __m256i bias = _mm256_set1_epi32(127);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
+}
+inline void istore_i8(int8_t* p, I x) {  // values fit: the saturation never acts
+    __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+inline int32_t isum(I x) {
+    __m256i b = _mm256_add_epi32(x.a, x.b);
+    __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    c = _mm_add_epi32(c, _mm_shuffle_epi32(c, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xb1)));
+}
+
+inline B bload(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+inline B band(B x, uint8_t mask) {
+    const __m256i m = _mm256_set1_epi8((char)mask);
+    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+inline B bor(B x, B y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+template <int N> inline B bshr(B x) { return {_mm256_srli_epi16(x.a, N), _mm256_srli_epi16(x.b, N)}; }
+template <int N> inline B bshl(B x) { return {_mm256_slli_epi16(x.a, N), _mm256_slli_epi16(x.b, N)}; }
+inline __m256i quad_of(const int8_t* x) {
+    int32_t quad;
+    __builtin_memcpy(&quad, x, 4);
+    return _mm256_set1_epi32(quad);
+}
+#ifdef QUIRE_AVX_VNNI
+inline I dot4(I acc, B codes, const int8_t* x) {
+    const __m256i q = quad_of(x);
+    return {_mm256_dpbusd_avx_epi32(acc.a, codes.a, q), _mm256_dpbusd_avx_epi32(acc.b, codes.b, q)};
+}
+inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
+#else
+inline I dot4(I acc, B codes, const int8_t* x) {
+    const __m256i q = quad_of(x), one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, q), one)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
+}
+inline I dot4_8(I acc, B codes, const int8_t* x) {  // even and odd bytes, widened: exact for every byte
+    const __m256i q = quad_of(x), low = _mm256_set1_epi16(255);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), odd = _mm256_srai_epi16(q, 8);
+    auto half = [&](__m256i sum, __m256i c) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(c, low), even));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(c, 8), odd));
+    };
+    return {half(acc.a, codes.a), half(acc.b, codes.b)};
+}
+#endif
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace

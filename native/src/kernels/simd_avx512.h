@@ -1,0 +1,87 @@
+// The 16-lane vocabulary on AVX-512 (F, BW, VL, DQ, VNNI): one register per virtual vector.
+// Every simd_*.h defines the same names with the same results, bit for bit; simd_scalar.h is the specification.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+constexpr int kMaxRows = 8;     // rows of x in a gemm register tile
+constexpr int kMaxQueries = 8;  // queries in an attention register tile
+constexpr bool kSigned8 = false;  // 8-bit codes reach dot4_8 as they are stored, unsigned
+
+using F = __m512;
+using I = __m512i;
+using B = __m512i;
+
+inline __mmask16 first(int n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1); }
+
+inline F fzero() { return _mm512_setzero_ps(); }
+inline F fset(float x) { return _mm512_set1_ps(x); }
+inline F fload(const float* p) { return _mm512_loadu_ps(p); }
+inline F fload_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline void fstore(float* p, F a) { _mm512_storeu_ps(p, a); }
+inline void fstore_n(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
+inline F fload_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline F fload_half_n(const uint16_t* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+inline void fstore_half_n(uint16_t* p, F a, int n) {
+    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline F fload_bf16(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline F fload_i8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline F fadd(F a, F b) { return _mm512_add_ps(a, b); }
+inline F fsub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F fmul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fdiv(F a, F b) { return _mm512_div_ps(a, b); }
+inline F ffma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F fmax(F a, F b) { return _mm512_max_ps(a, b); }
+inline F fmin(F a, F b) { return _mm512_min_ps(a, b); }
+inline F fabs_(F a) { return _mm512_abs_ps(a); }
+inline F fround(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F fkeep(F a, int n, F other) { return _mm512_mask_blend_ps(first(n), other, a); }
+inline float hsum(F a) {
+    __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+inline float hmax(F a) {
+    __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+
+inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I ihalve(I a) { return _mm512_srai_epi32(a, 1); }
+inline I ito(F a) { return _mm512_cvtps_epi32(a); }
+inline F ffrom(I a) { return _mm512_cvtepi32_ps(a); }
+inline F fpow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
+inline void istore_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a); }
+
+inline B bload(const uint8_t* p) { return _mm512_loadu_si512((const void*)p); }
+inline B band(B a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
+inline B bor(B a, B b) { return _mm512_or_si512(a, b); }
+template <int N> inline B bshr(B a) { return _mm512_srli_epi16(a, N); }  // bits cross bytes: mask afterwards
+template <int N> inline B bshl(B a) { return _mm512_slli_epi16(a, N); }
+inline I dot4(I acc, B codes, const int8_t* x) {
+    int32_t quad;
+    __builtin_memcpy(&quad, x, 4);
+    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(quad));
+}
+inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
+inline F fload_u4(const uint8_t* p, int shift) {
+    __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(b, (unsigned)shift), _mm512_set1_epi32(15)));
+}
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace

@@ -1,0 +1,189 @@
+// The 16-lane vocabulary in plain C++: the specification that every other simd_*.h must match bit for bit.
+// It is what runs on a CPU without a kernel set of its own, and the oracle of the self-test.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../half.h"
+
+namespace {
+
+constexpr int kMaxRows = 2;
+constexpr int kMaxQueries = 4;
+constexpr bool kSigned8 = false;
+
+struct F {
+    float v[16];
+};
+struct I {
+    int32_t v[16];
+};
+struct B {
+    uint8_t v[64];
+};
+
+#define QUIRE_LANES for (int i = 0; i < 16; i++)
+
+inline F fset(float x) {
+    F r;
+    QUIRE_LANES r.v[i] = x;
+    return r;
+}
+inline F fzero() { return fset(0.0f); }
+inline F fload(const float* p) {
+    F r;
+    QUIRE_LANES r.v[i] = p[i];
+    return r;
+}
+inline F fload_n(const float* p, int n) {
+    F r;
+    QUIRE_LANES r.v[i] = i < n ? p[i] : 0.0f;
+    return r;
+}
+inline void fstore(float* p, F a) { QUIRE_LANES p[i] = a.v[i]; }
+inline void fstore_n(float* p, F a, int n) {
+    for (int i = 0; i < n && i < 16; i++) p[i] = a.v[i];
+}
+inline F fload_half_n(const uint16_t* p, int n) {
+    F r;
+    QUIRE_LANES r.v[i] = i < n ? quire::half_to_float(p[i]) : 0.0f;
+    return r;
+}
+inline F fload_half(const uint16_t* p) { return fload_half_n(p, 16); }
+inline void fstore_half_n(uint16_t* p, F a, int n) {
+    for (int i = 0; i < n && i < 16; i++) p[i] = quire::float_to_half(a.v[i]);
+}
+inline F fload_bf16(const uint16_t* p) {
+    F r;
+    QUIRE_LANES r.v[i] = quire::bfloat_to_float(p[i]);
+    return r;
+}
+inline F fload_i8(const int8_t* p) {
+    F r;
+    QUIRE_LANES r.v[i] = (float)p[i];
+    return r;
+}
+inline F fload_u4(const uint8_t* p, int shift) {
+    F r;
+    QUIRE_LANES r.v[i] = (float)((p[i] >> shift) & 15);
+    return r;
+}
+#define QUIRE_BINARY(name, expression)        \
+    inline F name(F a, F b) {                 \
+        F r;                                  \
+        QUIRE_LANES r.v[i] = (expression);    \
+        return r;                             \
+    }
+QUIRE_BINARY(fadd, a.v[i] + b.v[i])
+QUIRE_BINARY(fsub, a.v[i] - b.v[i])
+QUIRE_BINARY(fmul, a.v[i] * b.v[i])
+QUIRE_BINARY(fdiv, a.v[i] / b.v[i])
+QUIRE_BINARY(fmax, a.v[i] > b.v[i] ? a.v[i] : b.v[i])  // a NaN in either gives b, as maxps does
+QUIRE_BINARY(fmin, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+#undef QUIRE_BINARY
+inline F ffma(F a, F b, F c) {
+    F r;
+    QUIRE_LANES r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+    return r;
+}
+inline F fabs_(F a) {
+    F r;
+    QUIRE_LANES r.v[i] = __builtin_fabsf(a.v[i]);
+    return r;
+}
+inline F fround(F a) {
+    F r;
+    QUIRE_LANES r.v[i] = __builtin_rintf(a.v[i]);
+    return r;
+}
+inline F fkeep(F a, int n, F other) {
+    F r;
+    QUIRE_LANES r.v[i] = i < n ? a.v[i] : other.v[i];
+    return r;
+}
+inline float hsum(F a) {
+    for (int w = 8; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) a.v[i] = a.v[i] + a.v[i + w];
+    return a.v[0];
+}
+inline float hmax(F a) {
+    for (int w = 8; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) a.v[i] = a.v[i] > a.v[i + w] ? a.v[i] : a.v[i + w];
+    return a.v[0];
+}
+
+inline I iset(int32_t x) {
+    I r;
+    QUIRE_LANES r.v[i] = x;
+    return r;
+}
+inline I iadd(I a, I b) {
+    QUIRE_LANES a.v[i] += b.v[i];
+    return a;
+}
+inline I isub(I a, I b) {
+    QUIRE_LANES a.v[i] -= b.v[i];
+    return a;
+}
+inline I ihalve(I a) {
+    QUIRE_LANES a.v[i] >>= 1;
+    return a;
+}
+inline I ito(F a) {  // of numbers already rounded; anything out of range (or NaN) becomes 0, and its user is NaN anyway
+    I r;
+    QUIRE_LANES r.v[i] = a.v[i] > -2147483000.0f && a.v[i] < 2147483000.0f ? (int32_t)a.v[i] : 0;
+    return r;
+}
+inline F ffrom(I a) {
+    F r;
+    QUIRE_LANES r.v[i] = (float)a.v[i];
+    return r;
+}
+inline F fpow2(I n) {
+    F r;
+    QUIRE_LANES {
+        uint32_t bits = (uint32_t)(n.v[i] + 127) << 23;
+        memcpy(&r.v[i], &bits, 4);
+    }
+    return r;
+}
+inline void istore_i8(int8_t* p, I a) { QUIRE_LANES p[i] = (int8_t)a.v[i]; }
+inline int32_t isum(I a) {
+    int32_t s = 0;
+    QUIRE_LANES s += a.v[i];
+    return s;
+}
+
+inline B bload(const uint8_t* p) {
+    B r;
+    memcpy(r.v, p, 64);
+    return r;
+}
+inline B band(B a, uint8_t mask) {
+    for (int i = 0; i < 64; i++) a.v[i] &= mask;
+    return a;
+}
+inline B bor(B a, B b) {
+    for (int i = 0; i < 64; i++) a.v[i] |= b.v[i];
+    return a;
+}
+template <int N> inline B bshr(B a) {
+    for (int i = 0; i < 64; i++) a.v[i] = (uint8_t)(a.v[i] >> N);
+    return a;
+}
+template <int N> inline B bshl(B a) {
+    for (int i = 0; i < 64; i++) a.v[i] = (uint8_t)(a.v[i] << N);
+    return a;
+}
+inline I dot4(I acc, B codes, const int8_t* x) {
+    QUIRE_LANES for (int j = 0; j < 4; j++) acc.v[i] += (int32_t)codes.v[4 * i + j] * x[j];
+    return acc;
+}
+inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
+inline void prefetch(const void*) {}
+
+#undef QUIRE_LANES
+
+}  // namespace

@@ -1,0 +1,15 @@
+// Fills a kernel table. The last include of each isa_*.cpp.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+namespace {
+
+constexpr quire::Kernels make_table(const char* name) {
+    return {name, quantize, rms_norm, add,      swiglu, rope,    dequantize_row, linear_affine,
+            linear_dense, store_kv, attend, exp_rows};
+}
+
+}  // namespace

@@ -1,0 +1,186 @@
+// The Python module: thin. It checks what crosses the border, lets go of the interpreter lock, and calls the plan.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string.h>
+
+#include "pack.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+using namespace quire;
+
+namespace {
+
+using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Array2 = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// (byte, shift, mask, lift, flip) and so on, as backend.py writes them down.
+using PlaneTuple = std::tuple<std::vector<uint16_t>, std::vector<uint8_t>, int, int, int>;
+using IntsTuple = std::tuple<std::vector<PlaneTuple>, int>;
+using FactorTuple = std::tuple<int, bool, IntsTuple>;
+
+Ints to_ints(const IntsTuple& t) {
+    Ints ints;
+    for (const auto& [byte, shift, mask, lift, flip] : std::get<0>(t)) ints.planes.push_back({byte, shift, mask, lift, flip});
+    ints.offset = std::get<1>(t);
+    return ints;
+}
+Factor to_factor(const FactorTuple& t) { return {std::get<0>(t), std::get<1>(t), to_ints(std::get<2>(t))}; }
+
+// Threads and kernels: what weights are packed with and plans run on.
+struct Machine {
+    std::shared_ptr<ThreadPool> pool;
+    const Kernels* kernels;
+
+    Machine(int threads, const std::string& isa) {
+        if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
+        kernels = find_kernels(isa.c_str());
+        if (!kernels) throw std::invalid_argument("no kernel set named '" + isa + "' runs on this CPU");
+        pool = std::make_shared<ThreadPool>(threads);
+    }
+};
+
+std::vector<std::string> available() {
+    const Kernels* sets[8];
+    std::vector<std::string> names;
+    for (int i = 0, n = available_kernels(sets, 8); i < n; i++) names.emplace_back(sets[i]->name);
+    return names;
+}
+
+std::shared_ptr<Matrix> py_pack_affine(Machine& m, const Bytes2& data, int block, int nbytes, int group, int bits,
+                                       const IntsTuple& codes, const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+    Codec c;
+    c.block = block, c.nbytes = nbytes, c.group = group, c.bits = bits;
+    c.codes = to_ints(codes);
+    c.scale = to_factor(scale);
+    if ((c.has_bias = !bias.empty())) c.bias = to_factor(bias[0]);
+    nb::gil_scoped_release free;
+    return std::make_shared<Matrix>(pack_affine(*m.pool, c, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+}
+
+std::shared_ptr<Matrix> py_pack_dense(Machine& m, const Array2& data, int type) {
+    const size_t width = type == (int)Type::F32 ? 4 : 2;
+    if (type < 0 || type > 2 || data.itemsize() != width) throw std::invalid_argument("the array is not of that type");
+    nb::gil_scoped_release free;
+    return std::make_shared<Matrix>(pack_dense(*m.pool, (Type)type, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+}
+
+std::shared_ptr<Vector> py_vector(const Floats1& data) {
+    auto v = std::make_shared<Vector>();
+    v->n = (int)data.shape(0);
+    v->memory = Mapping((data.shape(0) + 15) / 16 * 64);
+    if (v->n) memcpy(v->memory.data(), data.data(), data.shape(0) * sizeof(float));
+    return v;
+}
+
+using SegmentTuple = std::tuple<std::shared_ptr<Matrix>, nb::object, int, int, int>;
+
+Segment to_segment(const SegmentTuple& t) {
+    Segment s;
+    s.weight = std::get<0>(t);
+    if (!std::get<1>(t).is_none()) s.bias = nb::cast<std::shared_ptr<Vector>>(std::get<1>(t));
+    s.in = std::get<2>(t), s.out = std::get<3>(t), s.residual = std::get<4>(t);
+    return s;
+}
+
+nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Ints1& q_start, const Ints1& kv_len,
+                  const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs) {
+    Plan& plan = nb::cast<Plan&>(self);
+    BatchView b;
+    b.ids = ids.data(), b.pos = pos.data(), b.q_start = q_start.data(), b.kv_len = kv_len.data();
+    b.pages = pages.data(), b.write = write.data(), b.logit_rows = logit_rows.data();
+    auto size = [](size_t n) {
+        if (n > (1u << 30)) throw std::invalid_argument("batch: an array is too long");
+        return (int)n;
+    };
+    b.tokens = size(ids.shape(0)), b.sequences = size(kv_len.shape(0)), b.table = size(pages.shape(1));
+    b.rows = size(logit_rows.shape(0));
+    if (pos.shape(0) != ids.shape(0) || write.shape(0) != ids.shape(0))
+        throw std::invalid_argument("batch: ids, pos and write differ in length");
+    if (q_start.shape(0) != kv_len.shape(0) + 1 || pages.shape(0) != kv_len.shape(0))
+        throw std::invalid_argument("batch: q_start, kv_len and pages differ in length");
+    if (inputs.size() != plan.inputs().size()) throw std::invalid_argument("inputs are missing");
+    std::vector<const float*> pointers;
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const Slot& s = plan.at(plan.inputs()[i]);
+        if (inputs[i].shape(0) != ids.shape(0) || (int)inputs[i].shape(1) != s.width)
+            throw std::invalid_argument("an input does not have the batch's rows and its own width");
+        pointers.push_back(inputs[i].data());
+    }
+    {
+        nb::gil_scoped_release free;
+        plan.run(b, pointers);
+    }
+    const Slot& out = plan.output_slot();
+    const size_t rows = (size_t)(out.per_token ? b.tokens : b.rows), shape[2] = {rows, (size_t)out.width};
+    const int64_t strides[2] = {(int64_t)(out.stride / sizeof(float)), 1};
+    return nb::cast(nb::ndarray<nb::numpy, float>(const_cast<float*>(plan.output_data()), 2, shape, self, strides));
+}
+
+void bind_plan(nb::module_& m) {
+    nb::class_<Plan>(m, "Plan")
+        .def("__init__",
+             [](Plan* self, Machine& machine, std::tuple<int, int, int, int> kv, int max_tokens, int max_rows, size_t arena) {
+                 auto [layers, pages, kv_heads, head_dim] = kv;
+                 new (self) Plan(machine.pool, machine.kernels, {layers, pages, kv_heads, head_dim}, max_tokens, max_rows, arena);
+             })
+        .def("slot", &Plan::slot)
+        .def("embed", [](Plan& p, std::shared_ptr<Matrix> table, int out) { p.embed(std::move(table), out); })
+        .def("norm", [](Plan& p, int x, std::shared_ptr<Vector> w, float eps, int out,
+                        int quant) { p.norm(x, std::move(w), eps, out, quant); })
+        .def("quantize", &Plan::quantize)
+        .def("add", &Plan::add)
+        .def("swiglu", &Plan::swiglu)
+        .def("take", &Plan::take)
+        .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude) {
+            if (dim < 0 || f.shape(0) != (size_t)dim / 2) throw std::invalid_argument("rope: frequencies must have dim / 2 entries");
+            return p.rope_table(f.data(), dim, pairs, magnitude);
+        })
+        .def("rope", &Plan::rope)
+        .def("linear", [](Plan& p, const std::vector<SegmentTuple>& segments) {
+            std::vector<Segment> list;
+            for (const auto& s : segments) list.push_back(to_segment(s));
+            p.linear(std::move(list));
+        })
+        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, int out,
+                         int quant) { p.gated(to_segment(gate), to_segment(up), out, quant); })
+        .def("store", &Plan::store)
+        .def("attend", &Plan::attend)
+        .def("input", &Plan::input)
+        .def("output", &Plan::output)
+        .def("describe", &Plan::describe)
+        .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
+             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("available", &available);
+    m.def("row_bytes", &Slot::row_bytes);
+    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&>()).def_prop_ro("threads", [](const Machine& x) {
+        return x.pool->threads();
+    });
+    nb::class_<Matrix>(m, "Matrix")
+        .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.n, w.k); })
+        .def_prop_ro("nbytes", [](const Matrix& w) { return w.memory.size(); });
+    nb::class_<Vector>(m, "Vector").def_prop_ro("nbytes", [](const Vector& v) { return v.memory.size(); });
+    m.def("pack_affine", &py_pack_affine);
+    m.def("pack_dense", &py_pack_dense);
+    m.def("vector", &py_vector);
+    bind_plan(m);
+    m.def("exp", [](const std::string& isa, const Floats1& x, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+        const Kernels* k = find_kernels(isa.c_str());
+        if (!k || out.shape(0) != x.shape(0)) throw std::invalid_argument("exp");
+        k->exp(x.data(), (int)x.shape(0), out.data());
+    });
+}

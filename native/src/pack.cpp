@@ -1,0 +1,229 @@
+// See pack.h.
+#include "pack.h"
+
+#include <string.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace quire {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("codec: " + what); }
+
+// A plane cut into runs of consecutive bytes with one shift: the inner loop over a run vectorizes.
+struct Run {
+    int first, length, byte, shift;
+};
+
+struct Reader {
+    struct Part {
+        std::vector<Run> runs;
+        uint8_t mask, lift, flip;
+    };
+    std::vector<Part> parts;
+    int count = 0, offset = 0, most = 0;  // most: the largest sum before the offset is taken off
+
+    Reader() = default;
+    Reader(const Ints& ints, int numbers, int nbytes) : count(numbers), offset(ints.offset) {
+        for (const Plane& p : ints.planes) {
+            if ((int)p.byte.size() != count || (int)p.shift.size() != count) refuse("a plane has the wrong length");
+            if (p.mask < 0 || p.mask > 255 || p.flip < 0 || p.flip > 255 || p.lift < 0 || p.lift > 7)
+                refuse("a plane's mask, flip or lift is out of range");
+            Part part{{}, (uint8_t)p.mask, (uint8_t)p.lift, (uint8_t)p.flip};
+            for (int i = 0; i < count; i++) {
+                if (p.byte[(size_t)i] >= nbytes || p.shift[(size_t)i] > 7) refuse("a plane points outside its block");
+                int byte = p.byte[(size_t)i], shift = p.shift[(size_t)i];
+                Run* last = part.runs.empty() ? nullptr : &part.runs.back();
+                if (last && last->shift == shift && last->byte + last->length == byte) last->length++;
+                else part.runs.push_back({i, 1, byte, shift});
+            }
+            most += p.mask << p.lift;
+            parts.push_back(std::move(part));
+        }
+        if (most > 255) refuse("a number needs more than 8 bits");
+    }
+
+    // The numbers before the offset is taken off.
+    void read(const uint8_t* block, uint8_t* out) const {
+        memset(out, 0, (size_t)count);
+        for (const Part& p : parts)
+            for (const Run& r : p.runs) {
+                const uint8_t* __restrict from = block + r.byte;
+                uint8_t* __restrict to = out + r.first;
+                for (int i = 0; i < r.length; i++)
+                    to[i] = (uint8_t)(to[i] + ((((from[i] ^ p.flip) >> r.shift) & p.mask) << p.lift));
+            }
+    }
+};
+
+void store_tile(const Matrix& w, const uint8_t* codes, size_t row_stride, uint8_t* tile) {
+    uint32_t quad[16][8];
+    for (int r = 0; r < 16; r++) memcpy(quad[r], codes + (size_t)r * row_stride, 32);
+    auto put = [&](int vector, int r, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
+    auto two_bits = [](const uint32_t* q, int half, int shift) {  // bits shift, shift + 1 of quads 4 half .. 4 half + 3
+        uint32_t word = 0;
+        for (int j = 0; j < 4; j++) word |= ((q[4 * half + j] >> shift) & 0x03030303u) << (2 * j);
+        return word;
+    };
+    auto one_bit = [](const uint32_t* q, int shift) {
+        uint32_t word = 0;
+        for (int j = 0; j < 8; j++) word |= ((q[j] >> shift) & 0x01010101u) << j;
+        return word;
+    };
+    for (int r = 0; r < 16; r++) {
+        const uint32_t* q = quad[r];
+        if (w.bits == 8) {
+            for (int j = 0; j < 8; j++) put(j, r, q[j]);
+        } else if (w.bits >= 4) {
+            for (int j = 0; j < 4; j++) put(j, r, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
+            if (w.bits == 5) put(4, r, one_bit(q, 4));
+            if (w.bits == 6) put(4, r, two_bits(q, 0, 4)), put(5, r, two_bits(q, 1, 4));
+        } else {
+            put(0, r, two_bits(q, 0, 0)), put(1, r, two_bits(q, 1, 0));
+            if (w.bits == 3) put(2, r, one_bit(q, 2));
+        }
+    }
+}
+
+uint16_t read_half(const uint8_t* p, bool negate) {
+    uint16_t h = (uint16_t)(p[0] | p[1] << 8);
+    return negate ? h ^ 0x8000 : h;
+}
+
+struct Packer {
+    Matrix& w;
+    const Codec& codec;
+    Reader codes, scale, bias;
+    const uint8_t* data;
+    size_t row_bytes;
+
+    void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int index, int lane,
+                     size_t region, size_t supers) const {
+        const int groups = codec.block / codec.group, per_tile = 32 / codec.group;
+        if (w.scales == Scales::Half) {
+            uint16_t h = read_half(block + f.at, f.negate);
+            for (int g = 0; g < groups; g++) {
+                size_t tile = (size_t)(index * codec.block / 32 + g / per_tile);
+                memcpy(out + region + tile * w.scale_bytes + 2 * (size_t)(16 * (g % per_tile) + lane), &h, 2);
+            }
+            return;
+        }
+        uint8_t values[32];
+        if (f.codes.planes.empty()) memset(values, 1, sizeof values);  // a factor without codes beside one with them
+        else reader.read(block, values);
+        const bool high = w.scales == Scales::Nibble && &f == &codec.bias;
+        for (int g = 0; g < groups; g++) {
+            size_t tile = (size_t)(index * codec.block / 32 + g / per_tile);
+            uint8_t* to = out + region + tile * w.scale_bytes + 16 * (size_t)(g % per_tile) + lane;
+            uint8_t value = (uint8_t)(values[g] - reader.offset);
+            *to = high ? (uint8_t)(*to | value << 4) : value;
+        }
+        uint16_t h = read_half(block + f.at, f.negate);
+        memcpy(out + supers + 2 * (size_t)(16 * index + lane), &h, 2);
+    }
+
+    void pack_block(int b) const {
+        uint8_t* out = w.block(b);
+        uint8_t numbers[16 * 256] = {};  // rows past n stay zero
+        const int count = w.k / codec.block, rows = w.n - 16 * b < 16 ? w.n - 16 * b : 16;
+        for (int i = 0; i < count; i++) {
+            for (int r = 0; r < rows; r++) {
+                const uint8_t* block = data + (size_t)(16 * b + r) * row_bytes + (size_t)i * (size_t)codec.nbytes;
+                codes.read(block, numbers + (size_t)r * (size_t)codec.block);
+                put_factors(out, codec.scale, scale, block, i, r, w.scale_at, w.super_at);
+                if (w.bias)
+                    put_factors(out, codec.bias, bias, block, i, r, w.scales == Scales::Nibble ? w.scale_at : w.bias_at,
+                                w.bias_super_at);
+            }
+            for (int t = 0; t < codec.block / 32; t++)
+                store_tile(w, numbers + 32 * t, (size_t)codec.block,
+                           out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
+        }
+    }
+};
+
+bool fits_int8(const Reader& r) { return r.parts.empty() || (r.most - r.offset <= 127 && -r.offset >= -128); }
+bool fits_nibble(const Reader& r) { return !r.parts.empty() && r.offset == 0 && r.most <= 15; }
+
+}  // namespace
+
+void Matrix::lay_out() {
+    blocks = (n + 15) / 16;
+    if (type != Type::Affine) {
+        block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
+    } else {
+        tiles = k / 32;
+        const size_t t = (size_t)tiles, parts = 32 / (size_t)group;
+        code_bytes = 64 * (size_t)bits;
+        scale_bytes = parts * (scales == Scales::Half ? 32 : 16);
+        const size_t supers = scales == Scales::Half ? 0 : align64(t / 8 * 32);
+        scale_at = align64(t * code_bytes);
+        bias_at = scale_at + align64(t * scale_bytes);
+        super_at = bias_at + (bias && scales != Scales::Nibble ? align64(t * scale_bytes) : 0);
+        bias_super_at = super_at + supers;
+        block_bytes = bias_super_at + (bias ? supers : 0);
+    }
+    memory = Mapping(block_bytes * (size_t)blocks);
+}
+
+Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
+    if (c.block != 32 && c.block != 256) refuse("a block must hold 32 or 256 numbers");
+    if (c.group != 16 && c.group != 32) refuse("a group must hold 16 or 32 numbers");
+    if (c.bits < 2 || c.bits > 8 || c.bits == 7) refuse("codes must have 2, 3, 4, 5, 6 or 8 bits");
+    if (c.nbytes < 1 || c.nbytes > 65535 || row_bytes % c.nbytes) refuse("a row is not a whole number of blocks");
+    const int64_t k = row_bytes / c.nbytes * c.block;
+    if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) refuse("the matrix is empty or too large");
+    auto inside = [&](const Factor& f) { return f.at >= 0 && f.at + 2 <= c.nbytes; };
+    if (!inside(c.scale) || (c.has_bias && !inside(c.bias))) refuse("a scale lies outside its block");
+
+    Reader codes(c.codes, c.block, c.nbytes), scale, bias;
+    if (codes.parts.empty() || codes.most >= 1 << c.bits) refuse("the codes do not fit their bits");
+    const int groups = c.block / c.group;
+    const bool two_level = !c.scale.codes.planes.empty() || (c.has_bias && !c.bias.codes.planes.empty());
+    if (!c.scale.codes.planes.empty()) scale = Reader(c.scale.codes, groups, c.nbytes);
+    if (c.has_bias && !c.bias.codes.planes.empty()) bias = Reader(c.bias.codes, groups, c.nbytes);
+    if (!fits_int8(scale) || !fits_int8(bias)) refuse("scale codes do not fit a signed byte");
+    if (two_level && c.block != 256) refuse("two-level scales need blocks of 256");
+
+    Matrix w;
+    w.type = Type::Affine;
+    w.n = (int)n;
+    w.k = (int)k;
+    w.bits = c.bits;
+    w.group = c.group;
+    w.offset = c.codes.offset;
+    w.bias = c.has_bias;
+    w.scales = !two_level                                                          ? Scales::Half
+               : c.has_bias && fits_nibble(scale) && fits_nibble(bias) ? Scales::Nibble
+                                                                                   : Scales::Byte;
+    w.lay_out();
+    Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
+    pool.for_each(w.blocks, [&](int b) { packer.pack_block(b); });
+    return w;
+}
+
+Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t n, int64_t k) {
+    if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) throw std::invalid_argument("the matrix is empty or too large");
+    Matrix w;
+    w.type = type;
+    w.n = (int)n;
+    w.k = (int)k;
+    w.lay_out();
+    auto interleave = [&](auto number) {
+        using T = decltype(number);
+        pool.for_each(w.blocks, [&](int b) {
+            T* out = (T*)w.block(b);
+            for (int r = 0; r < 16 && 16 * b + r < w.n; r++) {
+                const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)k * sizeof(T);
+                for (int64_t i = 0; i < k; i++) memcpy(out + i * 16 + r, row + (size_t)i * sizeof(T), sizeof(T));
+            }
+        });
+    };
+    if (type == Type::F32) interleave(uint32_t{});
+    else interleave(uint16_t{});
+    return w;
+}
+
+}  // namespace quire

@@ -1,0 +1,45 @@
+// Turns a weight as it lies in its file into a packed Matrix. It reads the codec's tables (quire/layouts.py), so it knows
+// no format by name. The tables are checked here: a wrong one is an error, never a read outside the block.
+#pragma once
+
+#include <stdint.h>
+
+#include <vector>
+
+#include "thread_pool.h"
+#include "weight.h"
+
+namespace quire {
+
+struct Plane {
+    std::vector<uint16_t> byte;
+    std::vector<uint8_t> shift;
+    int mask = 0, lift = 0, flip = 0;
+};
+
+struct Ints {  // `count` numbers of a block; empty planes: none
+    std::vector<Plane> planes;
+    int offset = 0;
+};
+
+struct Factor {
+    int at = 0;
+    bool negate = false;
+    Ints codes;
+};
+
+struct Codec {
+    int block = 0, nbytes = 0, group = 0, bits = 0;
+    Ints codes;
+    Factor scale;
+    bool has_bias = false;
+    Factor bias;
+};
+
+// data: n rows of k / block * nbytes bytes each, one after another. Throws std::invalid_argument.
+Matrix pack_affine(ThreadPool& pool, const Codec& codec, const uint8_t* data, int64_t n, int64_t row_bytes);
+
+// data: [n][k] of the type, contiguous.
+Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t n, int64_t k);
+
+}  // namespace quire

@@ -1,0 +1,114 @@
+// See plan.h.
+#include "plan.h"
+
+#include <string.h>
+
+#include <stdexcept>
+
+namespace quire {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
+
+}  // namespace
+
+Plan::Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
+           size_t arena_bytes)
+    : pool_(std::move(pool)), kernels_(kernels), kv_(kv), arena_memory_(arena_bytes) {
+    if (kv.layers < 0 || kv.pages < 0 || kv.pages > (1 << 26)) refuse("the KV pool has no sensible size");
+    if (kv.layers && (kv.head_dim < 8 || kv.head_dim > kMaxHeadDim || kv.head_dim % 8 || kv.kv_heads < 1))
+        refuse("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) + ", not " + std::to_string(kv.head_dim));
+    if (max_tokens < 1 || max_rows < 0) refuse("a step must hold at least one token");
+    limits_ = {max_tokens, max_rows, 0, kv.pages};
+    arena_ = arena_memory_.data();
+    kv_memory_ = Mapping((size_t)kv.layers * (size_t)kv.pages * page_numbers() * 2 * sizeof(uint16_t));
+}
+
+Plan::~Plan() = default;
+
+// [layer][keys, values][page][kv_head][...]
+uint16_t* Plan::keys(int layer, int page) const {
+    return (uint16_t*)kv_memory_.data() + ((size_t)(2 * layer) * (size_t)kv_.pages + (size_t)page) * page_numbers();
+}
+uint16_t* Plan::values(int layer, int page) const {
+    return (uint16_t*)kv_memory_.data() + ((size_t)(2 * layer + 1) * (size_t)kv_.pages + (size_t)page) * page_numbers();
+}
+
+int Plan::slot(size_t offset, int width, bool quant, bool per_token) {
+    if (width < 1 || width > (1 << 24) || (quant && width % 32)) refuse("a tensor of width " + std::to_string(width));
+    Slot s;
+    s.offset = offset;
+    s.width = width;
+    s.quant = quant;
+    s.per_token = per_token;
+    s.stride = Slot::row_bytes(width, quant);
+    if (quant) s.shape = QuantShape(width);
+    const size_t rows = (size_t)(per_token ? limits_.max_tokens : limits_.max_rows);
+    if (offset % 64 || offset > arena_memory_.size() || rows * s.stride > arena_memory_.size() - offset)
+        refuse("a tensor lies outside the arena");
+    slots_.push_back(s);
+    return (int)slots_.size() - 1;
+}
+
+const Slot& Plan::floats_slot(int i, const char* what) const {
+    if (i < 0 || i >= (int)slots_.size() || slots_[(size_t)i].quant) refuse(std::string(what) + " is not a float tensor");
+    return slots_[(size_t)i];
+}
+const Slot& Plan::quant_slot(int i, const char* what) const {
+    if (i < 0 || i >= (int)slots_.size() || !slots_[(size_t)i].quant) refuse(std::string(what) + " is not an int8 tensor");
+    return slots_[(size_t)i];
+}
+
+void Plan::need_scratch(size_t bytes) {
+    bytes = (bytes + 4095) & ~(size_t)4095;
+    if (bytes > scratch_bytes_) scratch_bytes_ = bytes;
+}
+
+void Plan::output(int slot) {
+    floats_slot(slot, "the output");
+    output_ = slot;
+    if (scratch_bytes_) scratch_memory_ = Mapping(scratch_bytes_ * (size_t)pool_->threads());
+    scratch_ = scratch_memory_.data();
+    next_ = std::make_unique<std::atomic<int>[]>(steps_.size());
+    items_.resize(steps_.size());
+}
+
+void Plan::input(int slot) {
+    floats_slot(slot, "an input");
+    inputs_.push_back(slot);
+}
+
+void Plan::walk(Run& run, int thread) {
+    for (size_t i = 0; i < steps_.size(); i++) {
+        const int items = items_[i];
+        if (!items) continue;
+        for (int item; (item = next_[i].fetch_add(1, std::memory_order_relaxed)) < items;)
+            steps_[i]->work(run, item, thread);
+        if (i + 1 < steps_.size()) pool_->barrier();
+    }
+}
+
+void Plan::run(const BatchView& batch, const std::vector<const float*>& inputs) {
+    if (output_ < 0 || inputs.size() != inputs_.size()) refuse("inputs are missing");
+    check(batch, limits_);
+    std::lock_guard<std::mutex> lock(running_);
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const Slot& s = slots_[(size_t)inputs_[i]];
+        for (int r = 0; r < batch.tokens; r++)
+            memcpy(row(s, r), inputs[i] + (size_t)r * (size_t)s.width, (size_t)s.width * sizeof(float));
+    }
+    Run now{*this, batch, pool_->threads()};
+    for (size_t i = 0; i < steps_.size(); i++) {
+        steps_[i]->prepare(now);
+        items_[i] = steps_[i]->items(now);
+        next_[i].store(0, std::memory_order_relaxed);
+    }
+    pool_->run([&](int thread) { walk(now, thread); });
+}
+
+std::string Plan::describe() const {
+    return std::to_string(steps_.size()) + " steps, arena " + std::to_string(arena_memory_.size()) + " bytes";
+}
+
+}  // namespace quire

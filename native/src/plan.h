@@ -1,0 +1,132 @@
+// The recorded program: slots in one arena, steps in order, the KV pool. Running it walks the steps on the thread pool,
+// with a barrier after each; within a step, threads take items as they come free. What an item computes never depends on
+// which thread takes it, so results do not depend on the thread count.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "batch.h"
+#include "kernels.h"
+#include "thread_pool.h"
+#include "weight.h"
+
+namespace quire {
+
+struct Vector {  // a float32 vector weight, padded to 16
+    int n = 0;
+    Mapping memory;
+    const float* data() const { return (const float*)memory.data(); }
+};
+
+struct KvShape {
+    int layers = 0, pages = 0, kv_heads = 0, head_dim = 0;
+};
+
+// A tensor of the program: rows of float32 (padded to 16) or of int8 groups (QuantShape). One per token, or per logit row.
+struct Slot {
+    size_t offset = 0, stride = 0;  // bytes
+    int width = 0;
+    bool quant = false, per_token = true;
+    QuantShape shape;
+
+    static size_t row_bytes(int width, bool quant) {
+        return quant ? QuantShape(width).stride : ((size_t)width + 15) / 16 * 64;
+    }
+};
+
+class Plan;
+
+struct Run {
+    const Plan& plan;
+    const BatchView& batch;
+    int threads;
+
+    int rows(const Slot& s) const { return s.per_token ? batch.tokens : batch.rows; }
+};
+
+struct Step {
+    virtual ~Step() = default;
+    virtual void prepare(const Run&) {}  // on one thread, before the run
+    virtual int items(const Run&) const = 0;
+    virtual void work(const Run&, int item, int thread) const = 0;
+};
+
+// One weight of a linear step. Slots are -1 where there is none.
+struct Segment {
+    std::shared_ptr<const Matrix> weight;
+    std::shared_ptr<const Vector> bias;
+    int in = -1, out = -1, residual = -1;
+};
+
+class Plan {
+public:
+    Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
+         size_t arena_bytes);
+    ~Plan();
+
+    int slot(size_t offset, int width, bool quant, bool per_token);
+
+    // Each checks its shapes, and throws std::invalid_argument. See steps_*.cpp.
+    void embed(std::shared_ptr<const Matrix> table, int out);
+    void norm(int x, std::shared_ptr<const Vector> weight, float eps, int out, int quant_out);
+    void quantize(int x, int out);
+    void add(int a, int b, int out);
+    void swiglu(int gate, int up, int out);
+    void take(int x, int out);
+    int rope_table(const float* frequencies, int dim, bool pairs, double magnitude);
+    void rope(int x, int table, int heads, int out);
+    void linear(std::vector<Segment> segments);
+    void gated(Segment gate, Segment up, int out, int quant_out);  // swiglu of two linears
+    // Stores k and v; with a table (not -1) rotates k, and q into q_out, on the way.
+    void store(int k, int v, int table, int q, int q_out, int layer);
+    void attend(int q, int layer, int heads, float scale, int out, int quant_out);
+    void output(int slot);
+    void input(int slot);
+
+    // Runs the batch. `inputs` has a pointer for each input() in order: rows of its width, contiguous.
+    void run(const BatchView& batch, const std::vector<const float*>& inputs);
+    const float* output_data() const { return (const float*)row(slots_[(size_t)output_], 0); }
+    const Slot& output_slot() const { return slots_[(size_t)output_]; }
+    const std::vector<int>& inputs() const { return inputs_; }
+    const Slot& at(int slot) const { return slots_[(size_t)slot]; }
+
+    // For steps.
+    uint8_t* row(const Slot& s, int r) const { return arena_ + s.offset + (size_t)r * s.stride; }
+    float* floats(const Slot& s, int r) const { return (float*)row(s, r); }
+    uint8_t* scratch(int thread) const { return scratch_ + (size_t)thread * scratch_bytes_; }
+    const Kernels& kernels() const { return *kernels_; }
+    const KvShape& kv() const { return kv_; }
+    uint16_t* keys(int layer, int page) const;
+    uint16_t* values(int layer, int page) const;
+    size_t page_numbers() const { return (size_t)kv_.kv_heads * (size_t)kv_.head_dim * kPage; }
+    std::string describe() const;
+
+private:
+    friend struct RopeTable;
+    const Slot& floats_slot(int slot, const char* what) const;
+    const Slot& quant_slot(int slot, const char* what) const;
+    void check_segment(const Segment& s) const;
+    void need_scratch(size_t bytes);
+    void walk(Run& run, int thread);
+
+    std::shared_ptr<ThreadPool> pool_;
+    const Kernels* kernels_;
+    KvShape kv_;
+    BatchLimits limits_;
+    std::vector<Slot> slots_;
+    std::vector<std::unique_ptr<Step>> steps_;
+    std::vector<struct RopeTable*> tables_;  // owned by steps_
+    std::vector<int> inputs_;
+    int output_ = -1;
+    Mapping arena_memory_, kv_memory_, scratch_memory_;
+    uint8_t *arena_ = nullptr, *scratch_ = nullptr;
+    size_t scratch_bytes_ = 0;
+    std::unique_ptr<std::atomic<int>[]> next_;  // per step: the item to take next
+    std::vector<int> items_;
+    std::mutex running_;
+};
+
+}  // namespace quire

@@ -1,0 +1,134 @@
+// Linear steps: several weights over one input in one step, and the gated pair with SwiGLU (and int8) in its tail.
+#include <stdexcept>
+
+#include "plan.h"
+
+namespace quire {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
+
+constexpr int kRows = 64;  // rows of x in an item: they stay in the second cache while the weights pass
+
+struct Part {
+    Segment segment;
+    Slot in, out, residual;
+};
+
+// Blocks [b0, b1) of a weight, rows [m0, m0 + m) of x, into `e` (whose pointers are at row m0, column 0 of the run).
+void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epilogue e) {
+    const Kernels& k = run.plan.kernels();
+    const Matrix& w = *p.segment.weight;
+    if (p.segment.bias) e.bias = p.segment.bias->data() + 16 * b0;
+    if (w.type == Type::Affine) k.linear_affine(w, b0, b1, run.plan.row(p.in, m0), p.in.shape, m, e);
+    else k.linear_dense(w, b0, b1, run.plan.floats(p.in, m0), p.in.stride / sizeof(float), m, e);
+}
+
+struct Linear : Step {
+    std::vector<Part> parts;
+    int blocks = 0;
+
+    // Blocks in an item: enough items to share out evenly, few enough to stream.
+    int chunk(const Run& run) const {
+        int size = blocks / (8 * run.threads);
+        return size < 1 ? 1 : size > 8 ? 8 : size;
+    }
+    int row_chunks(const Run& run) const { return (run.rows(parts[0].out) + kRows - 1) / kRows; }
+    int column_items(const Run& run) const {
+        int n = 0, size = chunk(run);
+        for (const Part& p : parts) n += (p.segment.weight->blocks + size - 1) / size;
+        return n;
+    }
+    int items(const Run& run) const override { return row_chunks(run) * column_items(run); }
+    void work(const Run& run, int item, int) const override {
+        const int size = chunk(run), columns = column_items(run), m0 = item / columns * kRows;
+        const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
+        int index = item % columns;
+        const Part* p = parts.data();
+        for (int here; index >= (here = (p->segment.weight->blocks + size - 1) / size); p++) index -= here;
+        const int b0 = index * size, most = p->segment.weight->blocks, b1 = b0 + size < most ? b0 + size : most;
+        Epilogue e;
+        e.out = run.plan.floats(p->out, m0) + 16 * b0;
+        e.out_stride = p->out.stride / sizeof(float);
+        if (p->segment.residual >= 0) {
+            e.residual = run.plan.floats(p->residual, m0) + 16 * b0;
+            e.residual_stride = p->residual.stride / sizeof(float);
+        }
+        multiply(run, *p, b0, b1, m0, m, e);
+    }
+};
+
+// swiglu(x @ gate, x @ up), 32 columns at a time, so that an int8 group is whole within an item.
+struct Gated : Step {
+    Part gate, up;
+    Slot out, quant;
+    bool keep = false, quantized = false;
+
+    int columns() const { return (gate.segment.weight->blocks + 1) / 2; }
+    int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * columns(); }
+    void work(const Run& run, int item, int thread) const override {
+        const int n = columns(), column = item % n, m0 = item / n * kRows, rows = run.rows(gate.in);
+        const int m = rows - m0 < kRows ? rows - m0 : kRows, width = gate.segment.weight->n;
+        const int b0 = 2 * column, b1 = b0 + 2 < gate.segment.weight->blocks ? b0 + 2 : gate.segment.weight->blocks;
+        float* g = (float*)run.plan.scratch(thread);
+        float* u = g + 32 * kRows;
+        Epilogue e;
+        e.out_stride = 32;
+        e.out = g;
+        multiply(run, gate, b0, b1, m0, m, e);
+        e.out = u;
+        multiply(run, up, b0, b1, m0, m, e);
+        const Kernels& k = run.plan.kernels();
+        const int count = width - 32 * column < 32 ? width - 32 * column : 32;
+        for (int r = 0; r < m; r++, g += 32, u += 32) {
+            float* to = keep ? run.plan.floats(out, m0 + r) + 32 * column : g;
+            k.swiglu(g, u, count, to);
+            if (quantized) k.quantize(to, column, 1, run.plan.row(quant, m0 + r), quant.shape);
+        }
+    }
+};
+
+}  // namespace
+
+void Plan::check_segment(const Segment& s) const {
+    const bool affine = s.weight->type == Type::Affine;
+    const Slot& in = affine ? quant_slot(s.in, "linear's input") : floats_slot(s.in, "linear's input");
+    if (in.width != s.weight->k) refuse("linear: the weight has another width");
+    if (s.bias && s.bias->n != s.weight->n) refuse("linear: the bias has another width");
+}
+
+void Plan::linear(std::vector<Segment> segments) {
+    if (segments.empty()) refuse("linear: no weight");
+    auto step = std::make_unique<Linear>();
+    for (Segment& s : segments) {
+        check_segment(s);
+        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}};
+        p.residual = s.residual >= 0 ? floats_slot(s.residual, "linear's residual") : p.out;
+        for (const Slot* o : {&p.out, &p.residual})
+            if (o->width != s.weight->n || o->per_token != p.in.per_token) refuse("linear: shapes differ");
+        if (!step->parts.empty() && step->parts[0].in.per_token != p.in.per_token) refuse("linear: shapes differ");
+        step->blocks += s.weight->blocks;
+        step->parts.push_back(std::move(p));
+    }
+    steps_.push_back(std::move(step));
+}
+
+void Plan::gated(Segment gate, Segment up, int out, int quant_out) {
+    check_segment(gate);
+    check_segment(up);
+    auto step = std::make_unique<Gated>();
+    step->gate = {gate, at(gate.in), {}, {}};
+    step->up = {up, at(up.in), {}, {}};
+    const int n = gate.weight->n;
+    if (up.weight->n != n || step->gate.in.per_token != step->up.in.per_token) refuse("gated: shapes differ");
+    if ((step->keep = out >= 0)) step->out = floats_slot(out, "gated's output");
+    if ((step->quantized = quant_out >= 0)) step->quant = quant_slot(quant_out, "gated's int8 output");
+    if (!step->keep && !step->quantized) refuse("gated: no output");
+    for (const Slot* s : {step->keep ? &step->out : &step->quant, step->quantized ? &step->quant : &step->out})
+        if (s->width != n || s->per_token != step->gate.in.per_token) refuse("gated: shapes differ");
+    need_scratch(2 * 32 * kRows * sizeof(float));
+    steps_.push_back(std::move(step));
+}
+
+}  // namespace quire

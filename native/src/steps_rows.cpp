@@ -1,0 +1,166 @@
+// Steps that treat each row on its own: embed, norm, quantize, add, swiglu, take, rope.
+#include <math.h>
+#include <string.h>
+
+#include <stdexcept>
+
+#include "plan.h"
+#include "rope_table.h"
+
+namespace quire {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
+
+struct RowStep : Step {
+    Slot out;
+    int items(const Run& run) const override { return run.rows(out); }
+};
+
+struct Embed : RowStep {
+    std::shared_ptr<const Matrix> table;
+    void work(const Run& run, int t, int) const override {
+        run.plan.kernels().dequantize_row(*table, run.batch.ids[t], run.plan.floats(out, t));
+    }
+};
+
+struct Norm : RowStep {
+    Slot x, quant;
+    bool keep = false, quantized = false;
+    std::shared_ptr<const Vector> weight;
+    float eps = 0;
+    void work(const Run& run, int t, int thread) const override {
+        const Kernels& k = run.plan.kernels();
+        float* to = keep ? run.plan.floats(out, t) : (float*)run.plan.scratch(thread);
+        k.rms_norm(run.plan.floats(x, t), weight->data(), eps, x.width, to);
+        if (quantized) k.quantize(to, 0, x.width / 32, run.plan.row(quant, t), quant.shape);
+    }
+};
+
+struct Quantize : RowStep {
+    Slot x;
+    void work(const Run& run, int t, int) const override {
+        run.plan.kernels().quantize(run.plan.floats(x, t), 0, x.width / 32, run.plan.row(out, t), out.shape);
+    }
+};
+
+struct Pairwise : RowStep {
+    Slot a, b;
+    bool gated = false;  // swiglu, not add
+    void work(const Run& run, int t, int) const override {
+        const Kernels& k = run.plan.kernels();
+        (gated ? k.swiglu : k.add)(run.plan.floats(a, t), run.plan.floats(b, t), out.width, run.plan.floats(out, t));
+    }
+};
+
+struct Take : RowStep {
+    Slot x;
+    void work(const Run& run, int i, int) const override {
+        memcpy(run.plan.row(out, i), run.plan.row(x, run.batch.logit_rows[i]), (size_t)x.width * sizeof(float));
+    }
+};
+
+struct Rotate : RowStep {
+    Slot x;
+    const RopeTable* table = nullptr;
+    int heads = 0;
+    void work(const Run& run, int t, int) const override {
+        run.plan.kernels().rope(run.plan.floats(x, t), table->args(t, heads, x.width / heads), run.plan.floats(out, t));
+    }
+};
+
+}  // namespace
+
+// cos and sin in double, as the reference takes them; the angle and the results are float32.
+void RopeTable::work(const Run& run, int t, int) const {
+    float* to = (float*)memory.data() + (size_t)t * 2 * frequencies.size();
+    const float position = (float)run.batch.pos[t];
+    for (size_t i = 0; i < frequencies.size(); i++) {
+        const float angle = position * frequencies[i];
+        to[i] = (float)(::cos((double)angle) * magnitude);
+        to[frequencies.size() + i] = (float)(::sin((double)angle) * magnitude);
+    }
+}
+
+void Plan::embed(std::shared_ptr<const Matrix> table, int out) {
+    auto step = std::make_unique<Embed>();
+    step->out = floats_slot(out, "embed's output");
+    if (table->k != step->out.width || !step->out.per_token) refuse("embed: shapes differ");
+    if (!limits_.vocabulary || table->n < limits_.vocabulary) limits_.vocabulary = table->n;
+    step->table = std::move(table);
+    steps_.push_back(std::move(step));
+}
+
+void Plan::norm(int x, std::shared_ptr<const Vector> weight, float eps, int out, int quant_out) {
+    auto step = std::make_unique<Norm>();
+    step->x = floats_slot(x, "norm's input");
+    step->out = step->x;
+    if (weight->n != step->x.width) refuse("norm: the weight has another width");
+    if ((step->keep = out >= 0)) step->out = floats_slot(out, "norm's output");
+    if ((step->quantized = quant_out >= 0)) step->quant = quant_slot(quant_out, "norm's int8 output");
+    for (const Slot* s : {&step->out, step->quantized ? &step->quant : &step->x})
+        if (s->width != step->x.width || s->per_token != step->x.per_token) refuse("norm: shapes differ");
+    step->weight = std::move(weight);
+    step->eps = eps;
+    need_scratch(step->x.stride);
+    steps_.push_back(std::move(step));
+}
+
+void Plan::quantize(int x, int out) {
+    auto step = std::make_unique<Quantize>();
+    step->x = floats_slot(x, "quantize's input");
+    step->out = quant_slot(out, "quantize's output");
+    if (step->x.width != step->out.width || step->x.per_token != step->out.per_token) refuse("quantize: shapes differ");
+    steps_.push_back(std::move(step));
+}
+
+void Plan::add(int a, int b, int out) {
+    auto step = std::make_unique<Pairwise>();
+    step->a = floats_slot(a, "add's input");
+    step->b = floats_slot(b, "add's input");
+    step->out = floats_slot(out, "add's output");
+    for (const Slot* s : {&step->a, &step->b})
+        if (s->width != step->out.width || s->per_token != step->out.per_token) refuse("add or swiglu: shapes differ");
+    steps_.push_back(std::move(step));
+}
+
+void Plan::swiglu(int gate, int up, int out) {
+    add(gate, up, out);
+    static_cast<Pairwise&>(*steps_.back()).gated = true;
+}
+
+void Plan::take(int x, int out) {
+    auto step = std::make_unique<Take>();
+    step->x = floats_slot(x, "take's input");
+    step->out = floats_slot(out, "take's output");
+    if (step->x.width != step->out.width || !step->x.per_token || step->out.per_token) refuse("take: shapes differ");
+    steps_.push_back(std::move(step));
+}
+
+int Plan::rope_table(const float* frequencies, int dim, bool pairs, double magnitude) {
+    if (dim < 2 || dim % 2 || dim > kMaxHeadDim) refuse("rope: dim must be even and at most " + std::to_string(kMaxHeadDim));
+    auto step = std::make_unique<RopeTable>();
+    step->frequencies.assign(frequencies, frequencies + dim / 2);
+    step->pairs = pairs;
+    step->magnitude = magnitude;
+    step->memory = Mapping((size_t)limits_.max_tokens * (size_t)dim * sizeof(float));
+    tables_.push_back(step.get());
+    steps_.push_back(std::move(step));
+    return (int)tables_.size() - 1;
+}
+
+void Plan::rope(int x, int table, int heads, int out) {
+    auto step = std::make_unique<Rotate>();
+    step->x = floats_slot(x, "rope's input");
+    step->out = floats_slot(out, "rope's output");
+    if (table < 0 || table >= (int)tables_.size()) refuse("rope: no such table");
+    step->table = tables_[(size_t)table];
+    step->heads = heads;
+    if (heads < 1 || step->x.width % heads || step->x.width / heads < step->table->dim() || step->x.width != step->out.width ||
+        !step->x.per_token || !step->out.per_token)
+        refuse("rope: shapes differ");
+    steps_.push_back(std::move(step));
+}
+
+}  // namespace quire

@@ -1,0 +1,71 @@
+// Packed weights: what the kernels read. One form for every instruction set.
+//
+// A matrix is cut into blocks of 16 output rows. An affine block holds, region after region (each 64-byte aligned):
+//   codes   per 32 columns: 64-byte vectors of 16 rows x 4 consecutive columns ("quads"), as bit planes:
+//             8 bits  8 vectors, quad q in vector q
+//             4       4 vectors, quad j in the low nibbles of vector j, quad j + 4 in the high ones
+//             2       2 vectors, quad 4h + j in bits 2j, 2j + 1 of vector h
+//             5, 6    the 4-bit plane, then bit 4 (1 vector, quad q in bit q) or bits 4-5 (2 vectors, as for 2)
+//             3       the 2-bit plane, then bit 2 (1 vector)
+//   scales  per 32 columns and group: 16 float16 (Half), 16 int8 (Byte), or 16 bytes of scale | bias << 4 (Nibble)
+//   biases  as the scales, where there are any (and not in Nibble)
+//   supers  for Byte and Nibble, per 256 columns: 16 float16 that multiply the scales, then (with a bias) 16 for the biases
+// A dense block is [columns][16 rows] in its own type. Rows past n are zeros.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "memory.h"
+
+namespace quire {
+
+enum class Scales : int { Half = 0, Byte = 1, Nibble = 2 };
+enum class Type : int { F32 = 0, F16 = 1, BF16 = 2, Affine = 3 };
+
+static inline size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
+
+struct Matrix {
+    Type type = Type::F32;
+    int n = 0, k = 0;  // rows, columns
+    int blocks = 0;    // of 16 rows
+    size_t block_bytes = 0;
+    Mapping memory;
+
+    // affine only
+    int bits = 0, group = 0, offset = 0;
+    Scales scales = Scales::Half;
+    bool bias = false;
+    int tiles = 0;           // k / 32
+    size_t code_bytes = 0;   // per tile
+    size_t scale_bytes = 0;  // per tile
+    size_t scale_at = 0, bias_at = 0, super_at = 0, bias_super_at = 0;
+
+    const uint8_t* block(int b) const { return memory.data() + (size_t)b * block_bytes; }
+    uint8_t* block(int b) { return memory.data() + (size_t)b * block_bytes; }
+    void lay_out();  // sets the sizes from type, n, k, bits, group, scales and bias, and maps the memory
+};
+
+// A row of activations rounded to int8: k bytes, then per group of 32 and of 16 what the kernels want beside them.
+struct QuantShape {
+    int k = 0;
+    size_t sx = 0;     // float [k/32]  scale
+    size_t sum32 = 0;  // int32 [k/32]  sum of the group's int8
+    size_t sxs32 = 0;  // float [k/32]  sx * sum32
+    size_t sum16 = 0;  // int32 [k/16]
+    size_t sxs16 = 0;  // float [k/16]
+    size_t stride = 0;
+
+    QuantShape() = default;
+    explicit QuantShape(int columns) : k(columns) {
+        size_t g = (size_t)columns / 32;
+        sx = align64((size_t)columns);
+        sum32 = sx + align64(4 * g);
+        sxs32 = sum32 + align64(4 * g);
+        sum16 = sxs32 + align64(4 * g);
+        sxs16 = sum16 + align64(8 * g);
+        stride = sxs16 + align64(8 * g);
+    }
+};
+
+}  // namespace quire

@@ -1,0 +1,193 @@
+"""The native backend: packs weights, hands recorded programs to C++, runs them.
+
+Weights are packed once per layout object and shared by every program of this backend, so a tied embedding is one matrix.
+Results are bitwise the same whatever the batch, the chunking, the thread count and the kernel set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from quire.backends.batch import Batch
+from quire.backends.native import arena, fuse
+from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
+from quire.backends.ops import KV, Forward
+from quire.layouts import Affine, Dense, Floats, Ints, Layout, Rope, Scale
+from quire.observe.errors import Unsupported
+
+OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
+_TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
+
+
+def extension() -> Any:
+    """The compiled module."""
+    try:
+        from quire.backends.native import _native
+    except ImportError as e:
+        raise Unsupported(
+            f"the native backend is not built here: {e}", cure="install with a C++ compiler at hand: pip install ."
+        ) from None
+    return _native
+
+
+class NativeProgram:
+    """A compiled forward with its KV pool."""
+
+    def __init__(self, plan: Any, inputs: dict[str, int]):
+        self._plan = plan
+        self._inputs = inputs
+
+    def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
+        """One step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
+        if inputs.keys() != self._inputs.keys():
+            raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
+        given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
+        return self._plan.run(
+            batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given
+        )
+
+    def describe(self) -> str:
+        return self._plan.describe()
+
+
+class NativeBackend:
+    """Programs on this machine's CPU. `isa` forces a kernel set; `passes` leaves fusions out, for tests."""
+
+    name = "native"
+
+    def __init__(self, threads: int = 1, isa: str | None = None, passes: tuple[fuse.Pass, ...] = fuse.PASSES):
+        self._native = extension()
+        names = self._native.available()
+        if isa is not None and isa not in names:
+            raise Unsupported(f"the kernel set {isa!r} does not run on this CPU", cure=f"there are: {', '.join(names)}")
+        self.isa: str = isa or names[0]
+        self.threads = threads
+        self._machine = self._native.Machine(threads, self.isa)
+        self._passes = passes
+        self._packed: dict[int, tuple[Layout, Any]] = {}  # the layout is kept so that its id stays its own
+        self._vectors: dict[int, tuple[Dense, Any]] = {}
+
+    def compile(
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = {},
+        packed: Callable[[Layout, int, int], None] | None = None,
+    ) -> NativeProgram:
+        recording = record(forward, kv, inputs)
+        program = fuse.fuse(recording.instructions, recording.output, self._passes)
+        self._pack(program, packed)
+        plan = self._emit(program, recording, kv, max_tokens, max_rows)
+        return NativeProgram(plan, dict(inputs))
+
+    def describe(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"native ({self.isa}, {threads})"
+
+    def implementations(self) -> dict[str, str]:
+        return dict.fromkeys(OPS, f"C++ ({self.isa})")
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory held by packed matrices."""
+        return sum(m.nbytes for _, m in self._packed.values())
+
+    def _pack(self, program: list[Instruction], packed: Callable[[Layout, int, int], None] | None) -> None:
+        new = {id(w): w for w in _weights(program) if id(w) not in self._packed and id(w) not in self._vectors}
+        total, done = sum(w.nbytes for w in new.values()), 0
+        for w in new.values():
+            if len(w.shape) == 1:
+                self._vectors[id(w)] = (w, self._native.vector(np.ascontiguousarray(w.dequantize())))
+            else:
+                self._packed[id(w)] = (w, self._matrix(w))
+            done += w.nbytes
+            if packed is not None:
+                packed(w, done, total)
+
+    def _matrix(self, w: Layout) -> Any:
+        if isinstance(w, Dense):
+            number, bits = _TYPES[w.dtype]
+            return self._native.pack_dense(self._machine, np.ascontiguousarray(w.data).view(bits), number)
+        c = w.codec
+        bias = [_factor(c.bias)] if c.bias else []
+        data = np.ascontiguousarray(w.data)
+        codes, scale = _ints(c.codes), _factor(c.scale)
+        return self._native.pack_affine(self._machine, data, c.block, c.nbytes, c.group, c.bits, codes, scale, bias)
+
+    def _emit(self, program: list[Instruction], recording: Recording, kv: KV, max_tokens: int, max_rows: int) -> Any:
+        def size(v: Value) -> int:
+            return (max_tokens if v.per_token else max_rows) * self._native.row_bytes(v.width, v.quant)
+
+        offsets, total = arena.lay_out(program, recording.inputs.values(), recording.output, size)
+        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim)
+        plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, total)
+        slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in offsets.items()}
+        ropes: dict[int, int] = {}
+        for i in program:
+            if i.rope is not None and id(i.rope) not in ropes:
+                ropes[id(i.rope)] = _rope_table(plan, i.rope)
+        for i in program:
+            self._emit_one(plan, i, slots, ropes)
+        for v in recording.inputs.values():
+            plan.input(slots[v])
+        plan.output(slots[recording.output])
+        return plan
+
+    def _emit_one(self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int]) -> None:
+        ins, outs = [slots[v] for v in i.inputs], [slots[v] for v in i.outputs]
+        whole = next((slots[v] for v in i.outputs if not v.quant), -1)
+        rounded = next((slots[v] for v in i.outputs if v.quant), -1)
+        if i.op == "embed":
+            plan.embed(self._packed[id(i.weight)][1], whole)
+        elif i.op == "norm":
+            plan.norm(ins[0], self._vectors[id(i.weight)][1], i.eps, whole, rounded)
+        elif i.op == "linear":
+            plan.linear([self._segment(s, slots) for s in i.segments])
+        elif i.op == "gated":
+            plan.gated(self._segment(i.segments[0], slots), self._segment(i.segments[1], slots), whole, rounded)
+        elif i.op == "rope":
+            plan.rope(ins[0], ropes[id(i.rope)], i.heads, whole)
+        elif i.op == "store":
+            table = -1 if i.rope is None else ropes[id(i.rope)]
+            q, q_out = (ins[2], outs[0]) if outs else (-1, -1)
+            plan.store(ins[0], ins[1], table, q, q_out, i.layer)
+        elif i.op == "attend":
+            plan.attend(ins[0], i.layer, i.heads, i.scale, whole, rounded)
+        else:  # add, swiglu, take and quantize have the plan's own names
+            getattr(plan, i.op)(*ins, *outs)
+
+    def _segment(self, s: Segment, slots: dict[Value, int]) -> tuple[Any, Any, int, int, int]:
+        bias = None if s.bias is None else self._vectors[id(s.bias)][1]
+        residual = -1 if s.residual is None else slots[s.residual]
+        return self._packed[id(s.weight)][1], bias, slots[s.x], slots.get(s.out, -1), residual
+
+
+def _weights(program: list[Instruction]) -> Iterator[Layout]:
+    for i in program:
+        if i.weight is not None:
+            yield i.weight
+        for s in i.segments:
+            yield s.weight
+            if s.bias is not None:
+                yield s.bias
+
+
+def _rope_table(plan: Any, rope: Rope) -> int:
+    frequencies = np.ascontiguousarray(rope.frequencies, np.float32)
+    return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude))
+
+
+def _ints(ints: Ints | None) -> tuple[list[Any], int]:
+    if ints is None:
+        return [], 0
+    return [(p.byte.tolist(), p.shift.tolist(), p.mask, p.lift, p.flip) for p in ints.planes], ints.offset
+
+
+def _factor(scale: Scale) -> tuple[int, bool, tuple[list[Any], int]]:
+    return scale.at, scale.negate, _ints(scale.codes)

@@ -1,0 +1,162 @@
+"""Passes over recorded instructions. `lower` is needed; every other pass is optional and changes no bit of any result.
+
+Each pass takes a list and returns a list. Values are written once, so an instruction may move down to where another one
+stood as long as what it reads was written before: that is all these passes rely on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+from quire.backends.native.recorder import Instruction, Segment, Value
+from quire.layouts import Affine
+
+Program: TypeAlias = list[Instruction]
+Pass: TypeAlias = Callable[[Program, Value], Program]
+
+
+def lower(program: Program) -> Program:
+    """Linears over quantized weights get their input as int8, each from an instruction of its own."""
+    out: Program = []
+    for i in program:
+        for s in i.segments:
+            if isinstance(s.weight, Affine) and not s.x.quant:
+                rounded = Value(s.x.width, s.x.per_token, quant=True)
+                out.append(Instruction("quantize", [s.x], [rounded]))
+                s.x = rounded
+        out.append(i)
+    return out
+
+
+def share_quantize(program: Program, output: Value) -> Program:
+    """One int8 form of each tensor, for all linears that read it."""
+    first: dict[Value, Value] = {}
+    same: dict[Value, Value] = {}
+    out: Program = []
+    for i in program:
+        if i.op == "quantize":
+            x, rounded = i.inputs[0], i.outputs[0]
+            if x in first:
+                same[rounded] = first[x]
+                continue
+            first[x] = rounded
+        for s in i.segments:
+            s.x = same.get(s.x, s.x)
+        out.append(i)
+    return out
+
+
+def gate_up(program: Program, output: Value) -> Program:
+    """swiglu of two linears becomes one instruction that never stores what lies between."""
+    used, maker = _uses(program, output), _makers(program)
+    gone: set[int] = set()
+    out: Program = []
+    for i in program:
+        if i.op == "swiglu":
+            pair = [maker.get(v) for v in i.inputs]
+            gate, up = pair
+            if gate is not up and all(
+                p is not None and _plain_linear(p) and used[p.segments[0].out] == 1 for p in pair
+            ):
+                assert gate is not None and up is not None
+                gone |= {id(gate), id(up)}
+                out.append(Instruction("gated", [], i.outputs, [gate.segments[0], up.segments[0]]))
+                continue
+        out.append(i)
+    return [i for i in out if id(i) not in gone]
+
+
+def residual(program: Program, output: Value) -> Program:
+    """add(a, linear(…)) is added where the linear's result is stored: the same sum, rounded the same."""
+    used, maker = _uses(program, output), _makers(program)
+    gone: set[int] = set()
+    out: Program = []
+    for i in program:
+        if i.op == "add":
+            for other, mine in (i.inputs, i.inputs[::-1]):
+                linear = maker.get(mine)
+                if linear is not None and _plain_linear(linear) and used[mine] == 1 and other is not mine:
+                    gone.add(id(linear))
+                    s = linear.segments[0]
+                    i = Instruction("linear", segments=[Segment(s.x, s.weight, s.bias, i.outputs[0], other)])
+                    break
+        out.append(i)
+    return [i for i in out if id(i) not in gone]
+
+
+def merge_linears(program: Program, output: Value) -> Program:
+    """Linears that read the same tensor become one instruction with several weights, at the first one's place."""
+    first: dict[Value, Instruction] = {}
+    out: Program = []
+    for i in program:
+        if _plain_linear(i):
+            x = i.segments[0].x
+            if x in first:
+                first[x].segments.append(i.segments[0])
+                continue
+            first[x] = i
+        out.append(i)
+    return out
+
+
+def quantize_tail(program: Program, output: Value) -> Program:
+    """norm, gated and attend hand on int8 themselves, and keep the float32 form only where something else reads it."""
+    used, maker = _uses(program, output), _makers(program)
+    out: Program = []
+    for i in program:
+        if i.op == "quantize":
+            source = maker.get(i.inputs[0])
+            if source is not None and source.op in ("norm", "gated", "attend") and len(source.outputs) == 1:
+                if source.op != "attend" or source.span % 32 == 0:  # no group may lie in two of attend's items
+                    alone = used[i.inputs[0]] == 1 and source.op != "attend"
+                    source.outputs = i.outputs if alone else [*source.outputs, *i.outputs]
+                    continue
+        out.append(i)
+    return out
+
+
+def rope_store(program: Program, output: Value) -> Program:
+    """Keys are rotated on their way into the cache, and the queries of that layer with them."""
+    used, maker = _uses(program, output), _makers(program)
+    gone: set[int] = set()
+    for at, i in enumerate(program):
+        if i.op != "store":
+            continue
+        attend = program[at + 1]
+        k, q = maker.get(i.inputs[0]), maker.get(attend.inputs[0])
+        if k is None or k.op != "rope" or used[i.inputs[0]] != 1 or i.rope is not None:
+            continue
+        gone.add(id(k))
+        i.inputs[0], i.rope = k.inputs[0], k.rope
+        if q is not None and q.op == "rope" and q.rope is k.rope and used[attend.inputs[0]] == 1:
+            gone.add(id(q))
+            i.inputs.append(q.inputs[0])
+            i.outputs = q.outputs
+    return [i for i in program if id(i) not in gone]
+
+
+PASSES: tuple[Pass, ...] = (share_quantize, gate_up, residual, merge_linears, quantize_tail, rope_store)
+
+
+def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> Program:
+    """The program as it is replayed."""
+    program = lower(program)
+    for run in passes:
+        program = run(program, output)
+    return program
+
+
+def _plain_linear(i: Instruction) -> bool:
+    return i.op == "linear" and len(i.segments) == 1 and i.segments[0].residual is None
+
+
+def _uses(program: Program, output: Value) -> Counter[Value]:
+    count = Counter(v for i in program for v in i.reads())
+    count[output] += 1
+    return count
+
+
+def _makers(program: Program) -> dict[Value, Instruction]:
+    return {v: i for i in program for v in i.writes()}
