@@ -64,6 +64,12 @@ def command(
     ).validate()
     if raw and system is not None:
         raise BadRequest("--system needs the chat template, which --raw leaves out", param="system")
+    if any(c.isspace() for c in model) and not os.path.exists(model):
+        raise BadRequest(
+            f"{model!r} is not a model's name",
+            cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
+            param="model",
+        )
     text = ask(prompt or [])
     with Spinner("loading"):
         llm = load(model, progress=False, threads=threads, context=context, kv_memory=kv_memory, backend=backend)
@@ -82,12 +88,6 @@ def command(
 
 def load(model: str, **options: Unpack[Options]) -> LLM:
     """Find the model, fetching it with a bar if it is not here, and load it."""
-    if any(c.isspace() for c in model) and not os.path.exists(model):
-        raise BadRequest(
-            f"{model!r} is not a model's name",
-            cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
-            param="model",
-        )
     from quire.weights.store import Store
 
     store = Store()
@@ -116,15 +116,22 @@ def ask(words: list[str]) -> str | None:
             return None
         piped = not words  # the answer goes to a file: take the prompt like `cat` would
     else:
-        # With a prompt given, a device such as /dev/null or a terminal of nobody's is not a document.
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-        piped = not words or stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+        piped = not words or _is_document()
     document = _read_stdin() if piped else ""
     if document.strip():
         return f"{said}\n\n{document}" if said else document
     if not said:
         raise BadRequest("there is no prompt: standard input is empty", param="prompt")
     return said
+
+
+def _is_document() -> bool:
+    """Whether somebody gave us standard input on purpose: a pipe or a file, not /dev/null or a stray device."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _read_stdin() -> str:
