@@ -49,12 +49,12 @@ class Loaded:
     async def job(self, prompt: Prompt, params: SamplingParams) -> Job:
         """A prompt, checked."""
         if isinstance(prompt, str):
-            return self._job(prompt, await self.completer.encode_prompt(prompt), params)
+            return self._job(prompt, await self.completer.encode_prompt_async(prompt), params)
         return self._job(None, _ids(prompt, self.info.vocab_size), params)
 
     async def talk(self, messages: Sequence[Message], params: SamplingParams) -> Job:
         """A conversation, rendered and checked."""
-        return self._job(None, await self.completer.encode_chat(list(messages)), params)
+        return self._job(None, await self.completer.encode_chat_async(list(messages)), params)
 
     def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> Job:
         params.validate(self.info.vocab_size)
