@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -107,7 +108,12 @@ def top_level(body: bytes) -> dict[str, msgspec.Raw]:
 
 def parse(body: bytes | msgspec.Raw, shape: type[T]) -> T:
     """`body` as a struct; BadRequest names the field that does not fit."""
-    return _decode(msgspec.json.Decoder(shape), body)
+    return _decode(_decoder(shape), body)
+
+
+@cache
+def _decoder(shape: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(shape)
 
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:

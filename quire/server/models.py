@@ -22,7 +22,7 @@ async def open_model(
 ) -> tuple[EngineClient, Completer]:
     """Load `config.path`; `say` gets the lines that the engine has for people."""
     from quire.chat.completer import Completer
-    from quire.chat.template import Template
+    from quire.chat.template import ChatTemplate
     from quire.chat.tokenizer import Tokenizer
     from quire.engine.process_client import ProcessClient
     from quire.weights.gguf import GGUF
@@ -33,10 +33,12 @@ async def open_model(
     def restarted(reason: str) -> None:
         service.restarted += 1
 
-    def words() -> tuple[Tokenizer, Template]:
+    def words() -> tuple[Tokenizer, ChatTemplate | None]:
         with GGUF.open(config.path) as file:
             tokenizer = Tokenizer.from_gguf(file.metadata)
-            return tokenizer, Template.from_gguf(file.metadata, tokenizer)
+            source = file.metadata.get_str("tokenizer.chat_template", None)
+        bos, eos = ("" if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
+        return tokenizer, ChatTemplate(source, bos, eos) if source else None
 
     client = ProcessClient(
         config, restarts=service.config.restarts, on_line=say, on_progress=progress, on_restart=restarted

@@ -36,7 +36,6 @@ class Service:
         self.client: EngineClient | None = None
         self.completer: Completer | None = None
         self.fingerprint = ""
-        self.longest_token: int | None = None  # bytes of text one token can stand for; None: any number
         self.note = "starting"  # what loading is busy with
         self.restarted = 0  # times the engine process was started again
         self.feeds: set[Feed] = set()
@@ -69,7 +68,6 @@ class Service:
     def attach(self, client: EngineClient, completer: Completer) -> None:
         """The model is loaded: from now on requests are taken."""
         info = completer.info
-        self.longest_token = completer.tokenizer.max_token_bytes
         self.fingerprint = fingerprint(info)
         self.model_metrics = self.metrics.model(
             self.name,

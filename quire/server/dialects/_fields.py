@@ -8,6 +8,7 @@ NEUTRAL    would change the answer: accepted only with a value that asks for not
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -76,7 +77,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 def parse(body: bytes, shape: type[T]) -> T:
     """The request as `shape`, every field of it accounted for."""
-    honoured = {f.encode_name for f in msgspec.structs.fields(shape)}
+    honoured = _honoured(shape)
     given = limits.top_level(body)
     for name, raw in given.items():
         if name in honoured or name in IGNORED:
@@ -92,3 +93,8 @@ def parse(body: bytes, shape: type[T]) -> T:
                 code="unsupported_parameter",
             )
     return limits.parse(body, shape)
+
+
+@cache
+def _honoured(shape: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(f.encode_name for f in msgspec.structs.fields(shape))

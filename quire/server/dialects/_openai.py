@@ -132,8 +132,8 @@ def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -
 
 def check_text(service: Service, text: str, param: str) -> None:
     """Refuse text that cannot fit the context however it is tokenized, before the work of tokenizing it."""
-    context = service.info.context
-    if service.longest_token is not None and len(text) > context * service.longest_token:
+    context, longest = service.info.context, service.ready().tokenizer.max_token_bytes
+    if longest is not None and len(text) > context * longest:
         raise BadRequest(
             f"{param} has {len(text)} characters, more than any {context} tokens (the context of this model)",
             param=param,
@@ -176,7 +176,7 @@ async def encode_text(service: Service, text: str, param: str, add_special: bool
 
 
 @dataclass(slots=True)
-class Choice:
+class Partial:
     """One choice as it comes together."""
 
     text: list[str] = field(default_factory=list)
@@ -194,11 +194,6 @@ class Choice:
         if chunk.finish is not None:
             self.finish, self.stop_reason, self.receipt = chunk.finish, chunk.stop_reason, chunk.receipt
 
-    @property
-    def output_tokens(self) -> int:
-        """As the engine counted them, when it told."""
-        return self.receipt.output_tokens if self.receipt is not None else len(self.tokens)
-
 
 @dataclass(slots=True)
 class Usage:
@@ -209,8 +204,8 @@ class Usage:
     cached: int = 0
 
     def finish(self, index: int, receipt: Receipt | None, tokens: int) -> None:
-        """A choice ended; `tokens` is what was delivered of it."""
-        self.output += receipt.output_tokens if receipt is not None else tokens
+        """A choice ended; `tokens` were delivered of it. What was computed past a stop string depends on timing."""
+        self.output += tokens
         if index == 0 and receipt is not None:
             self.cached += receipt.cached_tokens
 
@@ -259,14 +254,14 @@ def envelope(service: Service, request: Sampling, prefix: str, kind: str) -> Env
     return Envelope(f"{prefix}-{request.request_id or secrets.token_hex(12)}", kind, service.name, service.fingerprint)
 
 
-async def collect(feed: Feed) -> tuple[dict[tuple[int, int], Choice], dict[int, list[Any]]]:
+async def collect(feed: Feed) -> tuple[dict[tuple[int, int], Partial], dict[int, list[Any]]]:
     """Run a feed to its end: choices by (prompt, index), and prompt logprobs by prompt."""
-    choices: dict[tuple[int, int], Choice] = {}
+    choices: dict[tuple[int, int], Partial] = {}
     prompt_logprobs: dict[int, list[Any]] = {}
     async with feed:
         async for items in feed.batches():
             for prompt, chunk in items:
-                choices.setdefault((prompt, chunk.index), Choice()).add(chunk)
+                choices.setdefault((prompt, chunk.index), Partial()).add(chunk)
                 if chunk.prompt_logprobs:
                     prompt_logprobs[prompt] = chunk.prompt_logprobs
     return choices, prompt_logprobs

@@ -68,6 +68,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_content: Any = None
 
 
+ECHOED = tuple(f.name for f in msgspec.structs.fields(ChatMessage)[3:])
+
+
 class ChatRequest(Sampling, kw_only=True):
     """The fields of a chat request that are honoured."""
 
@@ -163,7 +166,12 @@ async def encode(
     rendered = [_message(i, m, knows_developer) for i, m in enumerate(messages)]
     check_text(service, "".join(m["content"] for m in rendered), "messages")
     kwargs["add_generation_prompt"] = True if add_generation_prompt is None else add_generation_prompt
-    return await completer.encode_chat(rendered, **kwargs)
+    try:
+        return await completer.encode_chat(rendered, **kwargs)
+    except BadRequest as error:
+        if error.param == "prompt":  # the text that the template wrote
+            error.param = "messages"
+        raise
 
 
 def _message(i: int, message: ChatMessage, knows_developer: bool) -> dict[str, str]:
@@ -172,9 +180,9 @@ def _message(i: int, message: ChatMessage, knows_developer: bool) -> dict[str, s
         raise BadRequest(f"{where}.role: {message.role} messages are not supported yet", param=f"{where}.role")
     if message.role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(sorted(ROLES))}", param=f"{where}.role")
-    for name in msgspec.structs.fields(ChatMessage)[3:]:
-        if getattr(message, name.name):
-            raise BadRequest(f"{where}.{name.name} is not supported yet", param=f"{where}.{name.name}")
+    for name in ECHOED:
+        if getattr(message, name):
+            raise BadRequest(f"{where}.{name} is not supported yet", param=f"{where}.{name}")
     role = "system" if message.role == "developer" and not knows_developer else message.role
     body = {"role": role, "content": _content(where, message.content)}
     return body if message.name is None else body | {"name": message.name}
