@@ -17,9 +17,7 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_QWEN35 = (
-    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-)
+_QWEN35 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
 def _cased(endings: str, digits: str) -> str:
@@ -33,9 +31,7 @@ def _cased(endings: str, digits: str) -> str:
 _TEKKEN = _cased("", r"\p{N}")
 _GPT4O = _cased(f"{_ENDINGS}?", r"\p{N}{1,3}")
 _SEED_CODER = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
-_BAILING = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _CJK_WIDE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _ALPHABETS = (  # cased alphabets, as DeepSeek LLM lists them; escaped, because some look like plain ASCII letters
@@ -82,7 +78,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "deepseek-llm": PreTokenizer(
-        ("[\r\n]", _ALPHABETS, "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"(?<!\s)\s++$", _CJK_WIDE, r"\p{N}+")
+        (
+            "[\r\n]",
+            _ALPHABETS,
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"(?<!\s)\s++$",
+            _CJK_WIDE,
+            r"\p{N}+",
+        )
     ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_WIDE, r"\p{N}")),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
@@ -96,15 +99,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), _GPT2_STYLE),
-    **dict.fromkeys(
-        ("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGITS_APART
-    ),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGITS_APART),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3_STYLE
     ),
-    **dict.fromkeys(
-        ("stablelm2", "hunyuan", "solar-open", "megrez", "deepseek-r1-qwen", "grok-2"), _QWEN2_STYLE
-    ),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "megrez", "deepseek-r1-qwen", "grok-2"), _QWEN2_STYLE),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3_STYLE),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O_STYLE),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING_STYLE),

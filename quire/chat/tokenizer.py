@@ -49,7 +49,9 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         for wanted, token, key in ((add_bos, self.bos_id, "bos"), (add_eos, self.eos_id, "eos")):
             if wanted and token is None:
-                raise BadModelFile(f"tokenizer.ggml.add_{key}_token is set, but there is no tokenizer.ggml.{key}_token_id")
+                raise BadModelFile(
+                    f"tokenizer.ggml.add_{key}_token is set, but there is no tokenizer.ggml.{key}_token_id"
+                )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, pre: str | None = None) -> Tokenizer:
@@ -137,7 +139,12 @@ class Tokenizer:
     @cached_property
     def max_token_bytes(self) -> int | None:
         """The most bytes of text one token can stand for; None when a token may stand for any amount of space."""
-        if self._swallow or isinstance(self._vocab.unk_id, int) and self._vocab.model == "llama" and not self._whole_bytes:
+        if (
+            self._swallow
+            or isinstance(self._vocab.unk_id, int)
+            and self._vocab.model == "llama"
+            and not self._whole_bytes
+        ):
             return None
         return max(len(text.encode()) for text in self._vocab.tokens)
 
@@ -182,7 +189,9 @@ class Tokenizer:
             raise BadRequest(f"the text has half a surrogate pair at character {error.start}", param="prompt") from None
         missing = self._pieces.missing(data)
         if missing:
-            raise BadRequest(f"the model's vocabulary has no token for byte 0x{missing[0]:02x} of the text", param="prompt")
+            raise BadRequest(
+                f"the model's vocabulary has no token for byte 0x{missing[0]:02x} of the text", param="prompt"
+            )
 
     def _merge(self, text: str) -> list[int]:
         try:

@@ -56,3 +56,18 @@ class Chunk:
     stop_reason: str | int | None = None  # the stop string or token id, when one was asked for
     error: str | None = None
     receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One whole answer: the chunks of an index, gathered."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    finish: str  # "stop", "length", "abort" or "error"
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    stop_reason: str | int | None = None
+    error: str | None = None
+    receipt: Receipt | None = None

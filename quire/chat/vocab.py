@@ -62,7 +62,9 @@ class Vocabulary:
             )
         tokens = _strings(metadata, "tokens")
         if not 0 < len(tokens) <= MAX_TOKENS:
-            raise BadModelFile(f"{_KEY}tokens has {len(tokens)} entries: at least 1 and at most {MAX_TOKENS} are allowed")
+            raise BadModelFile(
+                f"{_KEY}tokens has {len(tokens)} entries: at least 1 and at most {MAX_TOKENS} are allowed"
+            )
         _check_tokens(tokens)
         count = len(tokens)
         types = _types(metadata, count)

@@ -1,0 +1,206 @@
+"""The one middle between text and an engine: every server dialect, the library and the CLI go through it.
+
+Owns: prompts to ids (with bounds checked before work is done), one generation fanned out to n engine requests, their
+events merged as they come, and stop strings. It does not know HTTP or where the engine runs. Leaving `stream` early, by
+break, cancellation or aclose, lets every engine request go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from quire.chat.choice import ChoiceStream
+from quire.chat.template import ChatTemplate
+from quire.chat.tokenizer import Tokenizer
+from quire.chat.types import Choice, Chunk, Generation
+from quire.engine.client import EngineClient
+from quire.engine.types import EngineInfo, Event, Request
+from quire.observe.errors import BadModelFile, BadRequest
+
+THREAD_FROM = 16 * 1024  # characters; longer texts are tokenized in a thread, off the event loop
+
+
+class Completer:
+    """Completions and chat over one engine. `template` is None for a model without one: chat is then refused."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, info: EngineInfo):
+        if info.vocab_size > tokenizer.vocab_size:
+            raise BadModelFile(
+                f"the model chooses among {info.vocab_size} tokens, but its tokenizer has {tokenizer.vocab_size}"
+            )
+        self.client = client
+        self.tokenizer = tokenizer
+        self.template = template
+        self.info = info
+
+    # Prompts
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        """`tokenize_prompt`, in a thread when the text is long, so that other requests go on."""
+        if len(text) < THREAD_FROM:
+            return self.tokenize_prompt(text)
+        return await asyncio.to_thread(self.tokenize_prompt, text)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """`tokenize_chat`, in a thread when the conversation is long."""
+        size = sum(len(m.get("content") or "") if isinstance(m, Mapping) else 0 for m in messages)
+        if size < THREAD_FROM and len(messages) < 64 and not kwargs.get("tools"):
+            return self.tokenize_chat(messages, **kwargs)
+        return await asyncio.to_thread(lambda: self.tokenize_chat(messages, **kwargs))
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        """Ids of a completion prompt: special tokens in the text count, begin and end tokens as the model asks."""
+        self._check_size(text)
+        return self.tokenizer.encode(text, add_special=True, parse_special=True)
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Ids of a conversation, as the model's own template writes it. The begin token comes once."""
+        if self.template is None:
+            raise BadRequest("this model has no chat template; use completions", param="messages")
+        text = self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        self._check_size(text)
+        ids = self.tokenizer.encode(text, add_special=False, parse_special=True)
+        bos = self.tokenizer.bos_id
+        if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
+
+    def _check_size(self, text: str) -> None:
+        """Refuse what cannot fit whatever its tokens are, before spending time on it."""
+        if len(text) <= self.info.context:
+            return
+        longest = self.tokenizer.max_token_bytes
+        if longest is not None and len(text) > self.info.context * longest:
+            raise BadRequest(
+                f"the prompt has {len(text)} characters, which is more than {self.info.context} tokens "
+                f"(the context) of at most {longest} bytes can hold",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    # Generation
+
+    def check(self, generation: Generation) -> None:
+        """Raise BadRequest for what cannot be honoured. `stream` checks too; this is for callers who must know before."""
+        generation.sampling.validate(self.info.vocab_size)
+        prompt, context = generation.prompt, self.info.context
+        if not prompt:
+            raise BadRequest("the prompt is empty: at least one token is needed", param="prompt")
+        if len(prompt) >= context:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens; the context is {context}, and one is needed for the answer",
+                cure="shorten the prompt; it is never cut here",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            bad = next(t for t in prompt if not 0 <= t < self.info.vocab_size)
+            raise BadRequest(f"the prompt has token {bad}: the vocabulary has {self.info.vocab_size}", param="prompt")
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they come; each choice ends with one chunk that has `finish` and the receipt."""
+        self.check(generation)
+        requests = self._requests(generation)
+        choices = {r.id: ChoiceStream(r.index, self.tokenizer, generation.sampling) for r in requests}
+        async with aclosing(_merged(self.client, requests)) as events:
+            async for event in events:
+                choice = choices[event.id]
+                before = choice.stopped
+                chunk = choice.chunk(event)
+                if choice.stopped and not before and event.finish is None:
+                    self.client.abort(event.id)  # its last event brings the receipt
+                if chunk is not None:
+                    yield chunk
+
+    async def complete(self, generation: Generation) -> list[Choice]:
+        """Whole answers, in the order of their index."""
+        parts: dict[int, list[Chunk]] = {i: [] for i in range(generation.sampling.n)}
+        async with aclosing(self.stream(generation)) as chunks:
+            async for chunk in chunks:
+                parts[chunk.index].append(chunk)
+        return [_gathered(index, chunks) for index, chunks in parts.items()]
+
+    def _requests(self, generation: Generation) -> list[Request]:
+        sampling = generation.sampling
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        sampling = msgspec.structs.replace(sampling, seed=seed)
+        once = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the prompt's are the same for every choice
+        first = f"{generation.id}-0"
+        return [
+            Request(
+                id=f"{generation.id}-{i}",
+                tokens=generation.prompt,
+                sampling=sampling if i == 0 else once,
+                eos_ids=self.tokenizer.eos_ids,
+                index=i,
+                priority=generation.priority,
+                deadline=generation.deadline,
+                namespace=generation.namespace,
+                follows=None if i == 0 else first,
+            )
+            for i in range(sampling.n)
+        ]
+
+
+def _gathered(index: int, chunks: list[Chunk]) -> Choice:
+    last = chunks[-1] if chunks else Chunk(index=index)
+    return Choice(
+        index=index,
+        text="".join(c.text for c in chunks),
+        tokens=[t for c in chunks for t in c.tokens],
+        finish=last.finish or "abort",  # the engine let go without a last word
+        logprobs=[entry for c in chunks for entry in c.logprobs],
+        prompt_logprobs=[entry for c in chunks for entry in c.prompt_logprobs],
+        stop_reason=last.stop_reason,
+        error=last.error,
+        receipt=last.receipt,
+    )
+
+
+async def _merged(client: EngineClient, requests: list[Request]) -> AsyncGenerator[Event, None]:
+    """Events of several requests as they come. The first failure ends them all, and so does leaving."""
+    if len(requests) == 1:  # no task, no queue: one token costs one step of the loop
+        async with aclosing(client.generate(requests[0])) as events:
+            async for event in events:
+                yield event
+        return
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+    async def pump(request: Request) -> None:
+        try:
+            async with aclosing(client.generate(request)) as events:
+                async for event in events:
+                    queue.put_nowait(event)
+        except BaseException as error:
+            queue.put_nowait(error)
+            raise
+        queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(request)) for request in requests]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,192 @@
+"""A model's chat template: messages in, the prompt text out.
+
+Owns what a template is given and what its failures mean; `sandbox.py` owns how it is kept in bounds. A template that
+does not compile is a BadModelFile; one that refuses the messages, or needs more than its budget, is a BadRequest. The
+caller's messages are never changed, and no content is dropped in silence: parts that are not text are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.sandbox import SecurityError
+
+from quire.chat.sandbox import BoundedEnvironment
+from quire.chat.template_budget import Budget, OverBudget, measure
+from quire.observe.errors import BadModelFile, BadRequest
+
+if TYPE_CHECKING:
+    from quire.chat.tokenizer import Tokenizer
+
+MAX_SOURCE = 256 * 1024  # characters; the longest public templates have under 20 thousand
+SECONDS = 2.0
+SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
+_NEEDLE = "needle in the message"
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+
+
+class ChatTemplate:
+    """One compiled template. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        source: str,
+        bos_token: str = "",
+        eos_token: str = "",
+        *,
+        seconds: float = SECONDS,
+        now: Callable[[], datetime] = datetime.now,
+    ):
+        self.source = source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._seconds = seconds
+        self._environment = BoundedEnvironment({"strftime_now": lambda form: _strftime(now(), form)})
+        if len(source) > MAX_SOURCE:
+            raise BadModelFile(
+                f"tokenizer.chat_template has {len(source)} characters: at most {MAX_SOURCE} are allowed"
+            )
+        try:
+            self._template = self._environment.template(source)
+        except TemplateSyntaxError as error:
+            raise BadModelFile(f"tokenizer.chat_template, line {error.lineno}: {error.message}") from error
+        except (TemplateError, SyntaxError, ValueError, TypeError, OverBudget) as error:
+            raise BadModelFile(f"tokenizer.chat_template does not compile: {error}") from error
+        except (RecursionError, MemoryError) as error:
+            raise BadModelFile("tokenizer.chat_template does not compile: it is nested too deeply") from error
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The template of a model file, or None: such a model takes completions, not chat."""
+        source = metadata.get("tokenizer.chat_template")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise BadModelFile(f"tokenizer.chat_template is a {type(source).__name__}: a string is needed")
+        bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+        return cls(source, bos, eos)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt. Other keywords reach the template as they are (`enable_thinking=False`)."""
+        taken = _OURS & kwargs.keys()
+        if taken:
+            raise BadRequest(
+                f"{min(taken)} is set by the server and cannot be passed to the template", param=min(taken)
+            )
+        if not messages:
+            raise BadRequest("messages is empty: at least one is needed", param="messages")
+        plain = [self._message(i, message) for i, message in enumerate(messages)]
+        return self._run(plain, add_generation_prompt, None if tools is None else _plain(list(tools)), _plain(kwargs))
+
+    def _run(self, messages: list[Any], add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
+        size = measure([messages, tools, kwargs], 1 << 30)
+        budget = Budget(self._seconds, total=32 * SLACK + 64 * size, value=SLACK + 4 * size)
+        variables = {
+            **kwargs,
+            **self._tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._environment.render(self._template, variables, budget)
+        except OverBudget as error:
+            raise BadRequest(f"the chat template was stopped: {error}", param="messages") from error
+        except SecurityError as error:
+            raise BadModelFile(f"tokenizer.chat_template tried what it may not: {error}") from error
+        except TemplateError as error:
+            raise BadRequest(f"the chat template refused the messages: {error.message}", param="messages") from error
+        except (RecursionError, MemoryError) as error:
+            raise BadRequest("the chat template was stopped: it calls itself without end", param="messages") from error
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error)[:500]}"
+            raise BadRequest(f"the chat template failed on these messages ({what})", param="messages") from error
+
+    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadRequest(f"{where} is not an object with a role", param=where)
+        made = _plain(dict(message))
+        content = made.get("content")
+        if isinstance(content, list):
+            texts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+            parts = [{"type": "text", "text": text} for text in texts]
+            made["content"] = parts if self.takes_parts else "\n".join(texts)
+        elif isinstance(content, str) and self.needs_parts:
+            made["content"] = [{"type": "text", "text": content}]
+        elif content is not None and not isinstance(content, str):
+            raise BadRequest(f"{where}.content is a {type(content).__name__}: text is needed", param=f"{where}.content")
+        for call in made.get("tool_calls") or ():
+            _parse_arguments(call)
+        return made
+
+    # What the template does with content is found by trying it: whether a needle comes out when the content is text,
+    # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """The template reads content given as a list of parts; otherwise text parts are joined with newlines."""
+        return self._finds([{"type": "text", "text": _NEEDLE}])
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """The template reads content only as a list of parts, so plain text is given to it as one part."""
+        return not self._finds(_NEEDLE) and self.takes_parts
+
+    def _finds(self, content: Any) -> bool:
+        try:
+            text = self._run([{"role": "user", "content": content}], True, None, {})
+        except (BadRequest, BadModelFile):
+            return False
+        return _NEEDLE in text and not re.search(r"""['"]text['"]\s*:\s*['"]""" + _NEEDLE, text)
+
+
+def _plain(value: Any) -> Any:
+    """The value in fresh lists and dicts, so that a template gets nothing with methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise BadRequest(f"a {type(value).__name__} cannot be given to a chat template", param="messages")
+
+
+def _part_text(where: str, part: Any) -> str:
+    if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise BadRequest(f"{where} is {str(kind)[:80]!r}: only text parts are supported", param=where)
+    if not isinstance(part.get("text"), str):
+        raise BadRequest(f"{where}.text is not a string", param=where)
+    return part["text"]
+
+
+def _parse_arguments(call: Any) -> None:
+    """Templates expect a call's arguments as an object; the APIs carry them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            parsed = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            return  # the template gets the text, as the caller wrote it
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+
+
+def _strftime(now: datetime, form: Any) -> str:
+    if not isinstance(form, str) or len(form) > 200 or re.search(r"%[^a-zA-Z%]*\d", form):
+        raise OverBudget("strftime_now with a format that may be wide")
+    return now.strftime(form)

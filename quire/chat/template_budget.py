@@ -1,0 +1,93 @@
+"""What one render of a chat template may use, and how big a value is. Knows nothing of jinja2.
+
+The budget in force is a context variable: a render holds for its own thread or task alone, and code that runs outside
+any render (while a template compiles) finds none and stops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import ItemsView, Iterable, KeysView, Mapping, ValuesView
+from contextvars import ContextVar
+from typing import Any
+
+
+class OverBudget(Exception):
+    """The template asked for more time or memory than one render may have."""
+
+
+class Budget:
+    """Seconds, and characters and items: made or read in all, and in one value."""
+
+    __slots__ = ("_deadline", "_left", "_seconds", "value")
+
+    def __init__(self, seconds: float, total: int, value: int):
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._left = total
+        self.value = value
+
+    def pay(self, size: int = 0) -> None:
+        """A step, and `size` characters or items that it makes or reads."""
+        if size > self.value:
+            raise OverBudget(f"a value of {size} characters or items: at most {self.value} are allowed")
+        self._left -= size + 1
+        if self._left < 0:
+            raise OverBudget("too much work and text in all")
+        if time.monotonic() > self._deadline:
+            raise OverBudget(f"more than {self._seconds:g} seconds")
+
+    def weigh(self, *values: Any) -> None:
+        """Pay for reading whole values, nested ones with all that they hold."""
+        self.pay(sum(measure(value, self.value) for value in values))
+
+
+in_force: ContextVar[Budget | None] = ContextVar("budget", default=None)
+
+
+def current() -> Budget:
+    """The budget of the render that is going on."""
+    budget = in_force.get()
+    if budget is None:
+        raise OverBudget("nothing may run outside a render")
+    return budget
+
+
+def measure(value: Any, cap: int) -> int:
+    """Characters and items in a value, counted as often as they would be printed; stops soon after `cap`."""
+    if isinstance(value, str):
+        return len(value)
+    total, stack = 0, [value]
+    while stack and total <= cap:
+        item = stack.pop()
+        if isinstance(item, str):
+            total += len(item) + 2
+        elif isinstance(item, Mapping):
+            total += 2 * len(item) + 2
+            stack.extend(item.keys())
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset | KeysView | ItemsView | ValuesView):
+            total += len(item) + 2
+            stack.extend(item)
+        elif isinstance(item, range):
+            total += 8 * len(item)
+        elif isinstance(item, int):
+            total += 4 + item.bit_length() // 3
+        else:
+            total += 16
+    return total
+
+
+def depth(value: Any) -> int:
+    """How deep lists and mappings lie in each other. Call it on values that were measured."""
+    deepest, stack = 0, [(value, 1)]
+    while stack:
+        item, level = stack.pop()
+        deepest = max(deepest, level)
+        inner: Iterable[Any] = ()
+        if isinstance(item, Mapping):
+            inner = item.values()
+        elif isinstance(item, list | tuple):
+            inner = item
+        stack.extend((child, level + 1) for child in inner if isinstance(child, list | tuple | Mapping))
+    return deepest
