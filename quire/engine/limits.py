@@ -106,7 +106,7 @@ class Follows:
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         name = seq.request.follows
-        if name is None or seq.admitted:
+        if name is None:
             return n
         leader = self._live.get(name)
         return n if leader is None or leader.prompt_done or leader.key >= seq.key else 0

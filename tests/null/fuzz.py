@@ -38,7 +38,7 @@ class Parts:
     pool: ModuleType | Any = quire.cache.pool
     tree: ModuleType | Any = quire.cache.prefix_tree
     scheduler: ModuleType | Any = quire.engine.scheduler
-    check: bool = True  # False: leave out the check of the tree's own books, so that the device has to notice
+    check: bool = True  # False: leave out the checks of the books, so that the device has to notice
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Run:
         for event in events:
             answer = self.answers[event.id]
             expect(answer.finish is None, "news of a finished request", event.id)
-            expect(event.tokens or event.finish or event.prompt_logprobs, "an event that says nothing", event.id)
+            expect(bool(event.tokens or event.finish or event.prompt_logprobs), "an event that says nothing", event.id)
             answer.tokens += event.tokens
             answer.logprobs += event.logprobs
             expect(not (answer.prompt_logprobs and event.prompt_logprobs), "prompt logprobs sent twice", event.id)
@@ -260,10 +260,10 @@ class Run:
             expect(cut or got.stop_id == want.stop_id, "wrong stop id", name)
             expect(got.receipt.output_tokens == len(got.tokens), "wrong receipt", name)
             report.finishes[str(got.finish)] = report.finishes.get(str(got.finish), 0) + 1
+        stats = self.scheduler.stats()
         if self.check:
             self.tree.check([])
-        stats = self.scheduler.stats()
-        expect(stats.pages_used == stats.running == stats.waiting == 0, "something was left behind", stats)
+            expect(stats.pages_used == stats.running == stats.waiting == 0, "something was left behind", stats)
         report.runs += 1
         report.steps += steps
         report.reads += self.device.reads

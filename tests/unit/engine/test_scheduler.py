@@ -237,7 +237,8 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
 def test_a_long_prompt_is_computed_in_chunks() -> None:
     desk = Desk(budget=8)
     desk.add("a", 20, max_tokens=1)
-    plans = []
+    plans: list[Plan] = []
+    events: list[Event] = []
     while desk.scheduler.has_work:
         plans.append(desk.plan())
         events = desk.commit(plans[-1])
@@ -463,11 +464,61 @@ def test_stale_rows_are_dropped() -> None:
 
 
 def test_admission_leaves_running_sequences_their_pages() -> None:
-    desk = Desk(pages=6, budget=8)
-    desk.add("long", 18, first=100, max_tokens=2)
+    desk = Desk(pages=6, budget=12)
+    desk.add("long", 18, first=100, max_tokens=2)  # five pages in all; three in its first step
+    desk.step()
     desk.add("next", 6, first=300, max_tokens=2)
-    assert len(desk.plan().work) == 1
+    plan = desk.plan()
+    assert shape(plan) == [(0, 6)], "one page is left, but two are needed"
     assert desk.scheduler.stats().waiting == 1
+    desk = Desk(pages=7, budget=12)
+    desk.add("long", 18, first=100, max_tokens=2)
+    desk.step()
+    desk.add("next", 6, first=300, max_tokens=2)
+    assert shape(desk.plan()) == [(0, 6), (1, 6)]
+
+
+def test_admission_in_one_plan_counts_what_each_will_need() -> None:
+    desk = Desk(pages=6, budget=20)
+    desk.add("a", 18, first=100, max_tokens=2)  # 18 now: five pages
+    desk.add("b", 7, first=300, max_tokens=9)  # two pages for its 7 tokens and the next
+    assert shape(desk.plan()) == [(0, 18)]
+    desk = Desk(pages=6, budget=12, limits=(Sips(),))
+    desk.add("a", 18, first=100, max_tokens=2)
+    desk.add("b", 7, first=300, max_tokens=9)
+    assert shape(desk.plan()) == [(0, 4)], "its other four pages are promised"
+
+
+class Sips:
+    """Lets each sequence compute 4 tokens in a step."""
+
+    admission_only = False
+
+    def begin(self, live: object) -> None:
+        pass
+
+    def grant(self, seq: object, start: int, n: int) -> int:
+        return min(n, 4)
+
+    def charge(self, seq: object, start: int, n: int) -> None:
+        pass
+
+
+def test_a_plan_that_preempts_admits_nobody() -> None:
+    desk = Desk(pages=9, slots=3)
+    fill(desk, 3, priority=5)
+    desk.step()
+    desk.add("tiny", 1, first=990, max_tokens=1)  # waits for a slot, and preemption will free one
+    before, seen = 0, False
+    while desk.scheduler.has_work:
+        plan = desk.plan()
+        after = desk.scheduler.stats().preemptions
+        if after > before:
+            seen = True
+            assert not plan.opened
+        before = after
+        desk.commit(plan)
+    assert seen
 
 
 # ---- abort

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.cache.pool import Pool
@@ -14,7 +16,7 @@ from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result, Row
 
 
-def sequence(prompt: int, **options: int) -> Sequence:
+def sequence(prompt: int, **options: Any) -> Sequence:
     return Sequence.of(Request(id="a", tokens=[1] * prompt, sampling=SamplingParams(**options)), 0, 0, 0, 100)
 
 
@@ -88,7 +90,7 @@ def make(pages: int = 64, budget: int = 64, rows: int = 64, *, limits: tuple[Ref
     )
 
 
-def request(name: str, prompt: int, first: int = 10, **options: int) -> Request:
+def request(name: str, prompt: int, first: int = 10, **options: Any) -> Request:
     return Request(id=name, tokens=list(range(first, first + prompt)), sampling=SamplingParams(**options))
 
 
