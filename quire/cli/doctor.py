@@ -189,7 +189,7 @@ def reach(store: Store) -> Iterator[Finding]:
     from dataclasses import replace
 
     from quire.weights import sources
-    from quire.weights.store import look_up
+    from quire.weights.catalogue import look_up
     from quire.weights.web import host_of
 
     http = replace(store.http, attempts=1, timeout=10.0)

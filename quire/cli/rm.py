@@ -9,8 +9,9 @@ import typer
 
 from quire.cli import ui
 from quire.observe.errors import NotFound
+from quire.weights.catalogue import look_up
 from quire.weights.fetch import mb
-from quire.weights.store import Store, look_up
+from quire.weights.store import Store
 
 
 def command(

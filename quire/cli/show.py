@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import ui
+from quire.weights.catalogue import look_up
 from quire.weights.fetch import mb
-from quire.weights.store import Store, look_up
+from quire.weights.store import Store
 
 
 def command(

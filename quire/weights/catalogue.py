@@ -1,7 +1,8 @@
 """Short names, as data: what each means, where it can be had, and the digest that makes it that.
 
 An entry's sources are tried in order; whichever answers must give the bytes of `sha256`. To add a model is to add an
-entry, whose digest and size somebody has computed from the file itself.
+entry, whose digest and size somebody has computed from the file itself. `look_up` is where any name, short or not,
+becomes the places to try and what is known of the bytes beforehand.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 from dataclasses import dataclass
 
 from quire.observe.errors import NotFound
-from quire.weights.names import FORMS, ShortName
+from quire.weights.names import FORMS, Reference, ShortName, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,27 @@ def get(short: ShortName) -> Entry:
 def by_source(reference: str) -> Entry | None:
     """The entry that can be had from `reference`: what is known of a file holds whatever name it is asked by."""
     return next((e for e in ENTRIES if reference in e.sources), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A name, looked up: its canonical spelling, the places to try, and what is known beforehand."""
+
+    name: str
+    references: tuple[Reference, ...]
+    sha256: str | None = None
+    size: int | None = None
+    licence: str = ""
+
+
+def look_up(name: str) -> Wanted:
+    """What `name` asks for. Raises BadRequest, Unsupported or NotFound."""
+    parsed = parse(name)
+    if isinstance(parsed, ShortName):
+        entry = get(parsed)
+        references = tuple(r for r in map(parse, entry.sources) if isinstance(r, Reference))
+        return Wanted(entry.name, references, entry.sha256, entry.size, entry.licence)
+    entry = by_source(str(parsed))
+    if entry is None:
+        return Wanted(str(parsed), (parsed,))
+    return Wanted(str(parsed), (parsed,), entry.sha256, entry.size, entry.licence)

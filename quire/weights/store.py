@@ -28,7 +28,8 @@ import msgspec
 
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError
-from quire.weights import catalogue, fetch, names, sources
+from quire.weights import fetch, names, sources
+from quire.weights.catalogue import Wanted, look_up
 from quire.weights.fetch import Progress, Quiet, mb
 from quire.weights.sources import Local, Remote
 from quire.weights.web import Http
@@ -60,30 +61,6 @@ class Problem:
     text: str
     cure: str
     fatal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A name, looked up: its canonical spelling, the places to try, and what is known beforehand."""
-
-    name: str
-    references: tuple[names.Reference, ...]
-    sha256: str | None = None
-    size: int | None = None
-    licence: str = ""
-
-
-def look_up(name: str) -> Wanted:
-    """What `name` asks for. Raises BadRequest, Unsupported or NotFound."""
-    parsed = names.parse(name)
-    if isinstance(parsed, names.ShortName):
-        entry = catalogue.get(parsed)
-        references = tuple(r for r in map(names.parse, entry.sources) if isinstance(r, names.Reference))
-        return Wanted(entry.name, references, entry.sha256, entry.size, entry.licence)
-    entry = catalogue.by_source(str(parsed))
-    if entry is None:
-        return Wanted(str(parsed), (parsed,))
-    return Wanted(str(parsed), (parsed,), entry.sha256, entry.size, entry.licence)
 
 
 class Store:

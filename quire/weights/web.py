@@ -176,7 +176,7 @@ class Http:
             if not follow:
                 return reply
             reply.close()
-            here = _next_hop(here, reply)
+            here = next_hop(here, reply)
         else:
             raise DownloadFailed(
                 f"{display(url)} redirects more than {MAX_HOPS} times", cure="the address is likely wrong"
@@ -213,7 +213,8 @@ def _opener(cafile: str | None) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _StayHere())
 
 
-def _next_hop(here: str, reply: Reply) -> str:
+def next_hop(here: str, reply: Reply) -> str:
+    """Where a redirect from `here` leads, if it may be followed."""
     there = urljoin(here, reply.get("Location") or "")
     if not reply.get("Location"):
         raise DownloadFailed(f"{display(here)} answers {reply.status} without saying where to go")

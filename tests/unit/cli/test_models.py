@@ -16,7 +16,7 @@ import pytest
 from gguf import GGUFWriter
 from typer.testing import CliRunner, Result
 
-from quire.cli import main, ui
+from quire.cli import main, show, ui
 from quire.weights.store import Store
 from tests.unit.weights.origin import Body, Fault, Origin
 
@@ -77,7 +77,7 @@ def test_pull_list_show_rm(home: Path, origin: Origin, tmp_path: Path):
     assert shown.exit_code == 0
     for part in ("llama", "2 layers", "4 heads over 2 KV heads", "128 tokens", "F32 100.0%", as_json[0]["digest"]):
         assert part in shown.stdout
-    assert "\x1b[2J" not in shown.stdout and "Tiny\\x1b[2J" in shown.stdout
+    assert "\x1b" not in shown.stdout and "Tiny" in shown.stdout
     facts = json.loads(run("show", name, "--json").stdout)
     assert (facts["architecture"], facts["parameters"], facts["source"]) == ("llama", 640, name)
 
@@ -85,6 +85,13 @@ def test_pull_list_show_rm(home: Path, origin: Origin, tmp_path: Path):
     assert removed.exit_code == 0 and "freed" in removed.stderr
     assert run("list").stdout == "" and "No models yet" in run("list").stderr
     assert run("rm", name).exit_code == 1
+
+
+def test_show_leaves_out_what_is_unknown_and_escapes_what_is_hostile():
+    facts = {"model": "x", "path": "/p", "name": "a\x1b[2Jb", "types": {"Q4_0": 1, "F32": 3}, "tokenizer": None}
+    pairs = dict(show.lines(facts))
+    assert pairs["title"] == "a\\x1b[2Jb" and pairs["quantization"] == "F32 75.0%, Q4_0 25.0%"
+    assert not {"tokenizer", "context", "digest", "parameters"} & set(pairs)
 
 
 def test_show_a_path(home: Path, tmp_path: Path):

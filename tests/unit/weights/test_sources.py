@@ -8,6 +8,7 @@ import io
 import random
 import zipfile
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from quire.weights import catalogue, names, sources
 from quire.weights.names import Reference, ShortName
 from quire.weights.sources import hf, pypi
 from quire.weights.store import Store
-from quire.weights.web import Http
+from quire.weights.web import Http, Reply, display, next_hop, origin_of
 
 from .conftest import Recorder
 from .origin import Body, Origin, Seen
@@ -209,6 +210,31 @@ def test_a_gated_file_says_what_to_set(tmp_environment: Environment, origin: Ori
 def test_a_missing_hub_file(hub: Store):
     with pytest.raises(NotFound, match=r"404.*revision 'v9'"):
         hub.pull("hf:o/r/x.gguf@v9")
+
+
+# Redirects, without a TLS server
+
+
+def reply_to(location: str) -> Reply:
+    headers = Message()
+    headers["Location"] = location
+    return Reply(302, headers, "", None)
+
+
+def test_https_is_not_left_for_http():
+    with pytest.raises(DownloadFailed, match="plain http"):
+        next_hop("https://h/a", reply_to("http://h/b"))
+    assert next_hop("https://h/a", reply_to("//other/b")) == "https://other/b"
+    assert next_hop("http://h/a/b?x", reply_to("c")) == "http://h/a/c"
+
+
+def test_an_origin_is_scheme_host_and_port():
+    assert origin_of("https://H/x") == origin_of("https://h:443/y")
+    assert origin_of("https://h/") != origin_of("http://h/") != origin_of("http://h:81/")
+
+
+def test_what_is_shown_of_an_address_holds_no_secret():
+    assert display("https://u:p@h:1/x?sig=secret#f") == "https://h:1/x"
 
 
 # The package index

@@ -136,16 +136,15 @@ def test_kill_9_of_the_holder_lets_the_waiter_go_on(store: Store, origin: Origin
 
 
 def test_sigint_says_how_to_resume(store: Store, origin: Origin, name: str):
-    origin.always = Fault(drop_after=100_000, ignore_range=True)
-    slow = subprocess.Popen(
-        [sys.executable, "-c", PULL, str(store.home), name],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert slow.stdout
-    while "trying again" not in slow.stdout.readline():
-        pass
-    slow.send_signal(signal.SIGINT)
-    out, err = slow.communicate(timeout=30)
+    gate = threading.Event()
+    origin.faults = [Fault(drop_after=100_000), Fault(pause=gate)]
+    args = [sys.executable, "-c", PULL, str(store.home), name]
+    child = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(origin.seen) < 2:  # it has 100,000 bytes and waits for the rest
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=30)
+    gate.set()
     assert "KeyboardInterrupt" in err and "100.0 kB kept" in out and f"`quire pull {name}` continues" in out
 
 
