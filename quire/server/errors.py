@@ -92,7 +92,7 @@ async def on_quire_error(request: Request, error: Exception) -> Response:
     """Handler of every QuireError."""
     if not isinstance(error, QuireError):
         return await on_exception(request, error)
-    if error.status >= 500:
+    if error.status >= 500 and not isinstance(error, Unavailable):
         log.error("%s: %s", error.code, error)
     return response(error)
 

@@ -36,9 +36,7 @@ async def open_model(
     def words() -> tuple[Tokenizer, ChatTemplate | None]:
         with GGUF.open(config.path) as file:
             tokenizer = Tokenizer.from_gguf(file.metadata)
-            source = file.metadata.get_str("tokenizer.chat_template", None)
-        bos, eos = ("" if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
-        return tokenizer, ChatTemplate(source, bos, eos) if source else None
+            return tokenizer, ChatTemplate.from_gguf(file.metadata, tokenizer)
 
     client = ProcessClient(
         config, restarts=service.config.restarts, on_line=say, on_progress=progress, on_restart=restarted

@@ -17,13 +17,25 @@ ASK: list[ChatCompletionMessageParam] = [
 def test_an_answer(client: openai.OpenAI):
     r = client.chat.completions.create(model=DEFAULT_MODEL, messages=ASK, temperature=0, max_tokens=20)
     choice = r.choices[0]
-    assert "Paris" in (choice.message.content or "")
+    assert choice.message.content
     assert choice.message.role == "assistant"
-    assert choice.finish_reason == "stop"
+    assert choice.finish_reason in ("stop", "length")
     assert r.usage is not None
     assert r.usage.total_tokens == r.usage.prompt_tokens + r.usage.completion_tokens
     assert 0 < r.usage.completion_tokens <= 20
     assert r.system_fingerprint
+
+
+def test_chat_is_completion_of_the_rendered_prompt(client: openai.OpenAI, server: Server):
+    import httpx
+
+    tokens = httpx.post(f"{server.url}/tokenize", json={"messages": ASK}, timeout=10).json()["tokens"]
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}, timeout=10).json()["prompt"]
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert "What is the capital of France?" in text
+    chat = client.chat.completions.create(model=DEFAULT_MODEL, messages=ASK, temperature=0, max_tokens=12)
+    plain = client.completions.create(model=DEFAULT_MODEL, prompt=tokens, temperature=0, max_tokens=12)
+    assert chat.choices[0].message.content == plain.choices[0].text
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI):
@@ -120,11 +132,11 @@ def test_logprobs(client: openai.OpenAI):
 
 
 def test_stop_strings(client: openai.OpenAI):
-    ask: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count from 1 to 9, separated by commas."}]
+    ask: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me a story about a dog and a cat."}]
     free = client.chat.completions.create(model=DEFAULT_MODEL, messages=ask, temperature=0, max_tokens=40)
     text = free.choices[0].message.content or ""
-    assert "," in text
-    stop = text[text.index(",") : text.index(",") + 3]
+    assert len(text) > 60
+    stop = text[30:37]  # begins and ends where no token does
     cut = client.chat.completions.create(model=DEFAULT_MODEL, messages=ask, temperature=0, max_tokens=40, stop=stop)
     assert cut.choices[0].message.content == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
@@ -156,19 +168,22 @@ def server_tokens(server: Server, text: str) -> list[int]:
     return httpx.post(f"{server.url}/tokenize", json=body, timeout=10).json()["tokens"]
 
 
-def test_multi_turn_and_system(client: openai.OpenAI):
-    r = client.chat.completions.create(
-        model=DEFAULT_MODEL,
-        temperature=0,
-        max_tokens=24,
-        messages=[
-            {"role": "system", "content": "You are a helpful assistant."},
-            {"role": "user", "content": "My name is Ada."},
-            {"role": "assistant", "content": "Nice to meet you, Ada."},
-            {"role": "user", "content": [{"type": "text", "text": "What is my name?"}]},
-        ],
-    )
-    assert "Ada" in (r.choices[0].message.content or "")
+def test_earlier_turns_count(client: openai.OpenAI):
+    def ask(name: str) -> str | None:
+        r = client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            temperature=0,
+            max_tokens=24,
+            messages=[
+                {"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": f"Hello, I am {name}."},
+                {"role": "assistant", "content": f"Hello {name}, how can I help you?"},
+                {"role": "user", "content": [{"type": "text", "text": "What is my name?"}]},
+            ],
+        )
+        return r.choices[0].message.content
+
+    assert ask("Alice") != ask("Robert")
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI):
