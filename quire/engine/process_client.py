@@ -40,7 +40,18 @@ CHILD = (
 )
 RESTART_WINDOW = 60.0
 BACKOFF = (0.1, 0.5, 2.0, 5.0, 10.0)  # seconds before the first, second, ... restart within the window
+LAST_WORDS = 0.05  # for what a dead engine sent to come out of the socket
 STOP_SECONDS = 5.0  # for an engine to end when told to
+COUNTERS = (
+    "steps",
+    "prompt_tokens",
+    "computed_prompt_tokens",
+    "output_tokens",
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+    "evictions",
+)
 
 
 def _to_stderr(line: str) -> None:
@@ -77,6 +88,7 @@ class ProcessClient:
         self._deaths: deque[float] = deque()
         self._info: EngineInfo | None = None
         self._stats = Stats()
+        self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
         self._closing = False
         self._failure: wire.Fatal | None = None  # what the engine said before it ended
@@ -101,7 +113,8 @@ class ProcessClient:
         return "" if self.alive else self._why
 
     def stats(self) -> Stats:
-        return self._stats
+        total = {name: getattr(self._stats, name) + getattr(self._past, name) for name in COUNTERS}
+        return msgspec.structs.replace(self._stats, **total)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         return self._pending.events(request, self._submit, self.abort)
@@ -115,7 +128,6 @@ class ProcessClient:
         if self._watcher is not None:
             raise QuireError("this client was started already")
         self._context = zmq.Context(io_threads=1)
-        self._directory = tempfile.mkdtemp(prefix="quire-")  # 0700
         self._why = "the engine is loading"
         try:
             await self._spawn()
@@ -146,18 +158,16 @@ class ProcessClient:
         if self._context is not None:
             self._context.term()
             self._context = None
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
         self._why = "the engine was shut down"
 
     # The process.
 
     async def _spawn(self) -> None:
         """A new socket, a new child, and its configuration on its standard input."""
-        if self._context is None or self._directory is None:
+        if self._context is None:
             raise Unavailable(self._why)
         loop = asyncio.get_running_loop()
+        self._directory = tempfile.mkdtemp(prefix="quire-")  # 0700
         address = f"ipc://{self._directory}/{secrets.token_hex(8)}"
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
@@ -171,6 +181,7 @@ class ProcessClient:
             socket.bind(address)
         except zmq.ZMQError as e:
             socket.close()
+            self._remove_directory()
             raise QuireError(f"cannot open the engine's socket {address}: {e}", cure="is TMPDIR too long?") from e
         self._socket = socket
         self._failure = None
@@ -206,10 +217,11 @@ class ProcessClient:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             self._drain()  # its last words may still be in the socket
             if not ready.done() and self._failure is None:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(LAST_WORDS)
                 self._drain()
         finally:
             ended.cancel()
+            self._remove_directory()
         if not ready.done():
             if self._failure is not None:
                 raise self._failure.error()
@@ -219,10 +231,18 @@ class ProcessClient:
         self._why = ""
         return self._info
 
+    def _remove_directory(self) -> None:
+        """Once both ends are connected the socket needs no name, and nothing is left behind however we end."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
     async def _watch(self) -> None:
         """Wait for the engine to die; tell everybody; start it again while that makes sense."""
         while self._process is not None:
             status = await self._process.wait()
+            self._up = False
+            await asyncio.sleep(LAST_WORDS)
             self._drain()
             reason = f"the engine process {_ending(status)}"
             if self._failure is not None:
@@ -234,7 +254,8 @@ class ProcessClient:
     def _down(self, reason: str) -> None:
         self._up = False
         self._why = f"{reason}; it is being restarted"
-        self._stats = msgspec.structs.replace(self._stats, running=0, waiting=0, pages_used=0)
+        self._past = self.stats()
+        self._stats = Stats(pages_total=self._stats.pages_total, page_size=self._stats.page_size)
         self._close_socket()
         self._pending.fail(lambda: EngineDead(f"{reason} while it held this request", cure="send it again"))
 

@@ -49,24 +49,18 @@ class Loaded:
     async def job(self, prompt: Prompt, params: SamplingParams) -> Job:
         """A prompt, checked."""
         if isinstance(prompt, str):
-            return self._job(prompt, await self.completer.encode_prompt_async(prompt), params)
+            return self._job(prompt, await self.completer.encode_prompt(prompt), params)
         return self._job(None, _ids(prompt, self.info.vocab_size), params)
 
     async def talk(self, messages: Sequence[Message], params: SamplingParams) -> Job:
         """A conversation, rendered and checked."""
-        return self._job(None, await self.completer.encode_chat_async(list(messages)), params)
+        return self._job(None, await self.completer.encode_chat(list(messages)), params)
 
     def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> Job:
-        params.validate(self.info.vocab_size)
-        if len(tokens) >= self.info.context:
-            raise BadRequest(
-                f"the prompt has {len(tokens)} tokens: the context is {self.info.context}, prompt and answer together",
-                param="prompt",
-                code="context_length_exceeded",
-            )
         name = f"{self._prefix}-{next(self._count)}"
-        completions = [Completion(index=i) for i in range(params.n)]
-        return Job(Generation(id=name, prompt=tokens, sampling=params), Output(text, tokens, completions))
+        generation = Generation(id=name, prompt=tokens, sampling=params)
+        self.completer.check(generation)
+        return Job(generation, Output(text, tokens, [Completion(index=i) for i in range(params.n)]))
 
 
 def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
@@ -83,9 +77,7 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
         from quire.chat.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.from_gguf(gguf.metadata)
-        source = gguf.metadata.get_str("tokenizer.chat_template", None)
-        bos, eos = ("" if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
-        template = ChatTemplate(source, bos, eos) if source else None
+        template = ChatTemplate.from_gguf(gguf.metadata, tokenizer)
         info = client.wait()
         return Loaded(client, info, tokenizer, Completer(client, tokenizer, template, info))
     except BaseException:

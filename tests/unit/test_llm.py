@@ -31,11 +31,16 @@ class SpellingCompleter:
     def __init__(self, client: InProcessClient):
         self.client = client
 
-    async def encode_prompt_async(self, text: str) -> list[int]:
+    async def encode_prompt(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
-    async def encode_chat_async(self, messages: list[Any]) -> list[int]:
+    async def encode_chat(self, messages: list[Any]) -> list[int]:
         return [ord(c) for m in messages for c in f"{m['role'][0]}{m['content']}"]
+
+    def check(self, generation: Generation) -> None:
+        generation.sampling.validate()
+        if len(generation.prompt) >= 4096:
+            raise BadRequest("longer than the context")
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
         for index in range(generation.sampling.n):

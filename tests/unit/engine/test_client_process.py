@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,9 +81,6 @@ async def test_life_of_an_engine() -> None:
         assert c.alive
         assert c.why == ""
         assert seen == [(i, 5) for i in range(1, 6)]
-        directory = c._directory
-        assert directory is not None
-        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
         answers = await asyncio.gather(*(collect(c, request(f"r{i}", i, i + 1)) for i in range(20)))
         for i, events in enumerate(answers):
             assert tokens(events) == [i + 1 + k for k in range(i + 1)]
@@ -101,9 +99,25 @@ async def test_life_of_an_engine() -> None:
     finally:
         await c.close()
     assert gone(pid)
-    assert not os.path.exists(directory)
     with pytest.raises(Unavailable, match="shut down"):
         await collect(c, request("late", 1))
+
+
+def test_it_works_under_uvloop() -> None:
+    uvloop = pytest.importorskip("uvloop", reason="needs uvloop")
+
+    async def main() -> None:
+        c = client("slow=0.002")
+        await c.start()
+        answers = await asyncio.gather(*(collect(c, request(f"r{i}", i, 5)) for i in range(8)))
+        assert [tokens(a) for a in answers] == [list(range(i + 1, i + 6)) for i in range(8)]
+        os.kill(c.pid or 0, signal.SIGKILL)
+        await until(lambda: not c.alive)
+        await until(lambda: c.alive)
+        assert tokens(await collect(c, request("a", 1))) == [2, 3, 4]
+        await c.close()
+
+    uvloop.run(main())
 
 
 async def test_leaving_early_aborts() -> None:
@@ -140,9 +154,12 @@ async def test_death_fails_what_it_held_and_restarts(sig: signal.Signals) -> Non
             await collect(c, request("b", 1))
         assert "try again" in caught.value.cure
         assert c.stats().running == 0
+        counted = c.stats().output_tokens
+        assert counted > 0
         await until(lambda: c.alive)
         assert c.pid != pid
         assert tokens(await collect(c, request("a", 5))) == [6, 7, 8]
+        await until(lambda: c.stats().output_tokens == counted + 3)  # counters go on
         assert any(sig.name in line for line in lines)
     finally:
         await c.close()
@@ -194,6 +211,33 @@ async def test_loading_errors_are_the_real_ones() -> None:
         assert c.pid is None
         assert any("ZeroDivisionError" in line for line in lines) == (path == "bug")  # its trace goes to stderr
         assert all(line.startswith("engine: ") for line in lines)
+
+
+async def test_the_socket_is_private_and_soon_nameless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    c = client("loads=0.5")
+    task = asyncio.create_task(c.start())
+    await until(lambda: c.pid is not None)
+    (directory,) = tmp_path.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert [stat.S_ISSOCK(f.stat().st_mode) for f in directory.iterdir()] == [True]
+    await task
+    assert list(tmp_path.iterdir()) == []
+    os.kill(c.pid or 0, signal.SIGKILL)
+    await until(lambda: not c.alive)
+    await until(lambda: c.alive)
+    assert list(tmp_path.iterdir()) == []
+    assert tokens(await collect(c, request("a", 1))) == [2, 3, 4]
+    await c.close()
+
+
+async def test_a_socket_that_cannot_be_made_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(QuireError, match=r"cannot open the engine's socket .* \(is TMPDIR too long\?\)"):
+        await client().start()
+    assert list(deep.iterdir()) == []
 
 
 async def test_giving_up_while_it_loads_leaves_no_process() -> None:
