@@ -8,6 +8,8 @@
 
 #include "rows.h"
 
+#define QUIRE_UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
 // The eight quads of a tile as unsigned bytes.
@@ -84,21 +86,30 @@ inline void affine_tile(const Matrix& w, int b, const uint8_t* x, const QuantSha
     const int shift = BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset;  // codes may reach the dot less 128
     const int tiles = w.tiles;
     const size_t code_bytes = w.code_bytes;
+    // One row streams the weights through once: ask for what the next block (or the next 8 KiB) needs while this one runs.
+    const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
     for (int r = 0; r < R; r++) acc[r] = fzero();
     for (int t = 0; t < tiles; t++) {
         B c[8];
         const uint8_t* tile = block + (size_t)t * code_bytes;
+        if constexpr (R == 1) {
+            for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
+            prefetch(block + w.scale_at + (size_t)t * w.scale_bytes + ahead);
+            if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.scale_bytes + ahead);
+        }
         unpack<BITS>(tile, c);
         for (int part = 0; part < kParts; part++) {
             const F sw = scale_of(w, block, t, part);
             F bw = fzero();
             if constexpr (BIAS) bw = bias_of(w, block, t, part);
             const int g = t * kParts + part;
+            QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
                 const uint8_t* row = x + (size_t)r * s.stride;
                 const int8_t* q = (const int8_t*)row + 32 * t + GROUP * part;
                 const int32_t sum = ((const int32_t*)(row + (GROUP == 32 ? s.sum32 : s.sum16)))[g];
                 I d = iset(shift * sum);
+                QUIRE_UNROLL
                 for (int j = 0; j < kQuads; j++) d = dot_quad<BITS>(d, c[kQuads * part + j], q + 4 * j);
                 acc[r] = ffma(fmul(sw, fset(((const float*)(row + s.sx))[t])), ffrom(d), acc[r]);
                 if constexpr (BIAS)

@@ -15,7 +15,7 @@ from quire.backends.batch import Batch
 from quire.backends.native import arena, fuse
 from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
 from quire.backends.ops import KV, Forward
-from quire.layouts import Affine, Dense, Floats, Ints, Layout, Rope, Scale
+from quire.layouts import Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import Unsupported
 
 OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
@@ -102,7 +102,7 @@ class NativeBackend:
         new = {id(w): w for w in _weights(program) if id(w) not in self._packed and id(w) not in self._vectors}
         total, done = sum(w.nbytes for w in new.values()), 0
         for w in new.values():
-            if len(w.shape) == 1:
+            if isinstance(w, Dense) and len(w.shape) == 1:
                 self._vectors[id(w)] = (w, self._native.vector(np.ascontiguousarray(w.dequantize())))
             else:
                 self._packed[id(w)] = (w, self._matrix(w))

@@ -108,11 +108,10 @@ def quantize_tail(program: Program, output: Value) -> Program:
     for i in program:
         if i.op == "quantize":
             source = maker.get(i.inputs[0])
-            if source is not None and source.op in ("norm", "gated", "attend") and len(source.outputs) == 1:
-                if source.op != "attend" or source.span % 32 == 0:  # no group may lie in two of attend's items
-                    alone = used[i.inputs[0]] == 1 and source.op != "attend"
-                    source.outputs = i.outputs if alone else [*source.outputs, *i.outputs]
-                    continue
+            if source is not None and len(source.outputs) == 1 and _can_round(source):
+                alone = used[i.inputs[0]] == 1 and source.op != "attend"
+                source.outputs = i.outputs if alone else [*source.outputs, *i.outputs]
+                continue
         out.append(i)
     return out
 
@@ -146,6 +145,11 @@ def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> 
     for run in passes:
         program = run(program, output)
     return program
+
+
+def _can_round(i: Instruction) -> bool:
+    """Whether C++ can store its result as int8: no group of 32 may lie in two of attend's items."""
+    return i.op in ("norm", "gated") or (i.op == "attend" and i.span % 32 == 0)
 
 
 def _plain_linear(i: Instruction) -> bool:
