@@ -61,14 +61,15 @@ class Strings(Sequence[str]):
     def tolist(self) -> list[str]:
         """All of them."""
         # If the only zeros are those of the lengths, one zero can stand for each length: then one decode and one split
-        # do the work of a loop. The two low bytes of a length are blotted out; more makes a string for the loop.
-        data = self._data.copy()
+        # do the work of a loop. Lengths below 65,536 are all zeros once their two low bytes are blotted out.
         heads = self._heads[:-1]
-        data[heads] = data[heads + 1] = 0
-        keep = data != 0
-        if keep.size - np.count_nonzero(keep) == 8 * heads.size:
-            keep[heads] = True
-            return data[keep].tobytes().decode("utf-8", ESCAPE).split("\0")[1:]
+        if int(np.diff(self._heads).max(initial=0)) < 8 + (1 << 16):
+            data = self._data.copy()
+            data[heads] = data[heads + 1] = 0
+            keep = data != 0
+            if keep.size - np.count_nonzero(keep) == 8 * heads.size:
+                keep[heads] = True
+                return data[keep].tobytes().decode("utf-8", ESCAPE).split("\0")[1:]
         return [text.decode("utf-8", ESCAPE) for text in self.tobytes()]
 
     def tobytes(self) -> list[bytes]:

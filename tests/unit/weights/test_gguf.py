@@ -302,6 +302,11 @@ def test_strings(tmp_path: Path) -> None:
     assert len(tokens) == 5
     assert tokens.nbytes == sum(map(len, words))
     assert "last" in tokens
+    # A zero in one text makes up for a zero that a long one's length lacks.
+    words = [b"a\0b", b"z" * 65536, b"c"]
+    tokens = GGUF.open(write(tmp_path, Maker().key("t", ARRAY, (STRING, words)))).metadata.get_strings("t")
+    assert [t.encode() for t in tokens] == words
+    tokens = GGUF.open(write(tmp_path, Maker().key("t", ARRAY, (STRING, [b"first"] * 5)))).metadata.get_strings("t")
     for bad in (5, -6):
         with pytest.raises(IndexError):
             tokens[bad]
