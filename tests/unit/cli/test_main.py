@@ -117,7 +117,8 @@ def test_control_characters_in_an_error_do_not_reach_the_terminal(monkeypatch: p
 
 def test_interrupt_is_130_and_quiet(tmp_path: Path):
     code = (
-        "import time\nfrom quire.cli import main\n"
+        "import signal, time\nfrom quire.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs are born ignoring it
         "def load(verb):\n    print('up', flush=True); time.sleep(30)\n"
         "main.load = load\nmain.app(['list'])"
     )

@@ -29,7 +29,8 @@ SHA = hashlib.sha256(MODEL).hexdigest()
 ROOT = Path(__file__).resolve().parents[3]
 
 PULL = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background is born ignoring it
 from pathlib import Path
 from quire.config import Environment
 from quire.weights.store import Store
