@@ -30,7 +30,7 @@ from quire.config import EngineConfig
 from quire.engine import wire
 from quire.engine.pending import Pending
 from quire.engine.types import EngineInfo, Event, Request, Stats
-from quire.observe.errors import EngineDead, QuireError, Unavailable
+from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
 
 ROOT = str(Path(quire.__file__).resolve().parent.parent)
 # Our own package first in the child, and the working directory not on its path at all (-P).
@@ -71,7 +71,7 @@ class ProcessClient:
         on_restart: Callable[[str], None] | None = None,
         builder: str = wire.BUILDER,
     ):
-        self._config = replace(config, path=os.path.abspath(config.path))
+        self._config = replace(config, path=_text(os.path.abspath(config.path)))
         self._restarts = restarts
         self._on_line = on_line
         self._on_progress = on_progress
@@ -121,7 +121,8 @@ class ProcessClient:
 
     def abort(self, request_id: str) -> None:
         if self._up:
-            self._send(wire.Abort(ids=[request_id]))
+            with contextlib.suppress(Unavailable):  # it is just dying, and the request with it
+                self._send(wire.Abort(ids=[request_id]))
 
     async def start(self) -> EngineInfo:
         """Spawn, load and wait until ready. A model that cannot be loaded raises the engine's own error."""
@@ -169,6 +170,15 @@ class ProcessClient:
         loop = asyncio.get_running_loop()
         self._directory = tempfile.mkdtemp(prefix="quire-")  # 0700
         address = f"ipc://{self._directory}/{secrets.token_hex(8)}"
+        boot = wire.Boot(
+            version=wire.VERSION,
+            config=self._config,
+            address=address,
+            parent=os.getpid(),
+            builder=self._builder,
+            bound_to_thread=threading.current_thread() is threading.main_thread(),
+        )
+        line = msgspec.json.encode(boot) + b"\n"
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, 0),
@@ -194,17 +204,9 @@ class ProcessClient:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is the parent's to answer
         )
-        boot = wire.Boot(
-            version=wire.VERSION,
-            config=self._config,
-            address=address,
-            parent=os.getpid(),
-            builder=self._builder,
-            bound_to_thread=threading.current_thread() is threading.main_thread(),
-        )
         stdin = self._process.stdin
         if stdin is not None:  # stays open: its closing is how the child learns of our death
-            stdin.write(msgspec.json.encode(boot) + b"\n")
+            stdin.write(line)
         self._relay = asyncio.create_task(self._relay_stderr(self._process))
 
     async def _until_ready(self) -> EngineInfo:
@@ -242,6 +244,7 @@ class ProcessClient:
         while self._process is not None:
             status = await self._process.wait()
             self._up = False
+            self._why = f"the engine process {_ending(status)}"
             await asyncio.sleep(LAST_WORDS)
             self._drain()
             reason = f"the engine process {_ending(status)}"
@@ -385,6 +388,15 @@ class ProcessClient:
                 else:
                     text = f"the engine speaks version {version} of the protocol, this client {wire.VERSION}"
                     self._ready.set_exception(QuireError(text))
+
+
+def _text(path: str) -> str:
+    """A path that can go through JSON."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"the path {path!r} is not UTF-8: an engine process cannot be told it", param="path") from None
+    return path
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

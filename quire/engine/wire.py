@@ -13,7 +13,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.types import EngineInfo, Event, Request, Stats
 from quire.observe import errors
-from quire.observe.errors import QuireError, TooLarge
+from quire.observe.errors import BadRequest, QuireError, TooLarge
 
 VERSION = 1
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
@@ -119,8 +119,8 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     """Bytes for the socket; TooLarge when the other end would refuse them."""
     try:
         data = _encoder.encode(message)
-    except OverflowError as e:
-        raise QuireError(f"a number in the message does not fit 64 bits: {e}") from e
+    except (OverflowError, UnicodeEncodeError) as e:
+        raise BadRequest(f"the request cannot be sent to the engine: {e}") from e
     if len(data) > MAX_MESSAGE:
         raise TooLarge(f"the message to the engine has {len(data)} bytes: at most {MAX_MESSAGE}")
     return data

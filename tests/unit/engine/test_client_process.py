@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.engine import wire
 from quire.engine.process_client import CHILD, ROOT, ProcessClient
 from quire.engine.types import Event, Request
-from quire.observe.errors import BadModelFile, Busy, EngineDead, QuireError, TooLarge, Unavailable
+from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, QuireError, TooLarge, Unavailable
 from quire.runner.params import SamplingParams
 from tests.unit.engine.fake_engine import DEADLY, POISON
 
@@ -276,6 +276,21 @@ async def test_an_oversize_message_is_refused_and_loses_nothing(monkeypatch: pyt
         assert tokens(await collect(c, request("small", 1))) == [2, 3, 4]
     finally:
         await c.close()
+
+
+async def test_what_cannot_be_encoded_is_refused_and_loses_nothing() -> None:
+    c = client()
+    await c.start()
+    try:
+        for bad in (Request(id="\ud800", tokens=[1]), Request(id="a", tokens=[2**70])):
+            with pytest.raises(BadRequest, match="cannot be sent"):
+                await collect(c, bad)
+        assert len(c._pending) == 0
+        assert tokens(await collect(c, request("small", 1))) == [2, 3, 4]
+    finally:
+        await c.close()
+    with pytest.raises(BadRequest, match="not UTF-8"):
+        client("/models/\udcff.gguf")
 
 
 async def test_a_message_that_cannot_be_read_ends_the_engine_clearly() -> None:
