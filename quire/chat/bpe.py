@@ -9,7 +9,7 @@ from __future__ import annotations
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from quire.chat.pretokenizers import PreTokenizer
-from quire.chat.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from quire.chat.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, where
 from quire.observe.errors import BadModelFile
 
 _KEY = "tokenizer.ggml.merges"
@@ -69,7 +69,7 @@ def _mergeable(vocab: Vocabulary) -> dict[str, int]:
     if len(kept) != len(vocab.tokens):
         kept.pop("", None)
         _refuse_duplicates(vocab)
-    for i in ((vocab.types == CONTROL) | (vocab.types == UNKNOWN)).nonzero()[0]:
+    for i in where((vocab.types == CONTROL) | (vocab.types == UNKNOWN)):
         kept.pop(vocab.tokens[i], None)
     kept.pop("", None)
     return kept

@@ -18,10 +18,11 @@ from types import BuiltinMethodType
 from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -34,9 +35,48 @@ _DIGITS = re.compile(r"\d{4,}")
 _LIST_METHODS = frozenset({"index", "count", "copy"})
 _DICT_METHODS = frozenset({"get", "items", "keys", "values", "copy"})
 _STR_METHODS = frozenset(
-    """capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric
-    isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit
-    rstrip split splitlines startswith strip swapcase title upper zfill ljust rjust center""".split()
+    [
+        "capitalize",
+        "casefold",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "islower",
+        "isnumeric",
+        "isspace",
+        "istitle",
+        "isupper",
+        "join",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+        "zfill",
+        "ljust",
+        "rjust",
+        "center",
+    ]
 )
 _PADS = frozenset({"zfill", "ljust", "rjust", "center"})
 
@@ -58,6 +98,13 @@ def _weighed(value: Any) -> Any:
     return value
 
 
+def _sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
+    """`value[start:stop:step]`, which jinja2 compiles past the sandbox."""
+    if isinstance(value, str | list | tuple | range):
+        current().pay(len(range(len(value))[slice(start, stop, step)]))
+    return value[start:stop:step]
+
+
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
     """What `{{ }}` prints. It takes the context, so that jinja2 never folds it at compile time."""
@@ -66,6 +113,9 @@ def _finalize(context: Context, value: Any) -> Any:
     elif isinstance(value, list | tuple | Mapping):
         current().weigh(value)
     return value
+
+
+_OURS = (_tick, _concat, _weighed, _sliced)  # what compiled templates call by themselves
 
 
 def _range(*args: int) -> range:
@@ -114,7 +164,7 @@ class _Generation(Extension):
 
 
 class _Metered(NodeTransformer):
-    """Puts a step into every loop and macro, and passes `~` and comparisons through the meter."""
+    """Puts a step into every loop and macro, and passes `~`, slices and comparisons through the meter."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._stepped(node, node.body)
@@ -138,6 +188,13 @@ class _Metered(NodeTransformer):
         for operand in node.ops:
             operand.expr = _weighing(operand.expr)
         return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        bounds = [part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)]
+        return _call("sliced", [node.node, *bounds], node.lineno)
 
     def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
         raise TemplateError("autoescape is not supported in a chat template")
@@ -170,7 +227,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,  # nothing is computed at compile time
             finalize=_finalize,
         )
-        self.tick, self.concat_values, self.weighed = _tick, _concat, _weighed
+        self.tick, self.concat_values, self.weighed, self.sliced = _OURS
         self.filters = {name: _metered(function) for name, function in FILTERS.items()}
         self.tests = {name: _metered(function) for name, function in TESTS.items()}
         self.globals = {
@@ -201,9 +258,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         finally:
             in_force.reset(token)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Every call a template makes."""
-        if __obj is _tick or __obj is _weighed or __obj is _concat:
+        if __obj in _OURS:
             return __obj(*args)
         budget = current()
         budget.pay()
@@ -220,13 +277,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Arithmetic, and what the same signs do to text and lists."""
         current().pay(_result_size(operator, left, right))
         return _OPERATORS[operator](left, right)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """Subscripts and slices."""
-        found = super().getitem(obj, argument)
-        if isinstance(argument, slice) and isinstance(found, str | list | tuple):
-            current().pay(len(found))
-        return found
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`format` on text, with no field wide enough to hurt."""

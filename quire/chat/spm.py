@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
-from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, where
 from quire.observe.errors import BadModelFile
 
 SPACE = "\u2581"
@@ -60,12 +60,12 @@ class ScoredPieces:
 def _byte_tokens(vocab: Vocabulary) -> dict[int, int]:
     """Token -> byte, for tokens of the byte kind."""
     found: dict[int, int] = {}
-    for i in np.flatnonzero(vocab.types == BYTE):
+    for i in where(vocab.types == BYTE):
         text = vocab.tokens[i]
         try:
             if len(text) != 6 or text[:3] != "<0x" or text[5] != ">":
                 raise ValueError
-            found[int(i)] = int(text[3:5], 16)
+            found[i] = int(text[3:5], 16)
         except ValueError:
             raise BadModelFile(
                 f"tokenizer.ggml.tokens[{i}] is {text[:80]!r}: a byte token is written like <0x0A>"
@@ -78,7 +78,7 @@ def _byte_tokens(vocab: Vocabulary) -> dict[int, int]:
 def _pieces(vocab: Vocabulary) -> dict[str, int]:
     """Text -> id of everything plain text may become: pieces, bytes, and the unknown token."""
     kept: dict[str, int] = {}
-    for i in np.flatnonzero((vocab.types != CONTROL) & (vocab.types != UNKNOWN)).tolist():
+    for i in where((vocab.types != CONTROL) & (vocab.types != UNKNOWN)):
         text = vocab.tokens[i]
         if text in kept and text:
             raise BadModelFile(f"tokenizer.ggml.tokens[{i}] is {text[:80]!r} again: token {kept[text]} has that text")
@@ -100,7 +100,7 @@ def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
     pieces = np.array([i for t, i in kept.items() if ordinary[i] and i != vocab.unk_id], np.int64)
     if not pieces.size:
         return []
-    texts = [tokens[i] for i in pieces]
+    texts = [tokens[int(i)] for i in pieces]
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     chars = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32).astype(np.uint64) + np.uint64(1)
     ends = np.cumsum(lengths)
@@ -125,7 +125,7 @@ def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
     for p, a, b in zip(piece[hit].tolist(), order[left_at[hit]].tolist(), order[right_at[hit]].tolist(), strict=True):
         if texts[a] + texts[b] == texts[p]:
-            merges.append((texts[a], texts[b]))  # noqa: PERF401
+            merges.append((texts[a], texts[b]))
     return merges
 
 

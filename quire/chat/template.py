@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
 
 from quire.chat.sandbox import BoundedEnvironment
 from quire.chat.template_budget import Budget, OverBudget, measure
@@ -24,10 +24,11 @@ from quire.observe.errors import BadModelFile, BadRequest
 if TYPE_CHECKING:
     from quire.chat.tokenizer import Tokenizer
 
-MAX_SOURCE = 256 * 1024  # characters; the longest public templates have under 20 thousand
+MAX_SOURCE = 128 * 1024  # characters; the longest public templates have under 20 thousand
 SECONDS = 2.0
 SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
 _NEEDLE = "needle in the message"
+_STOPPED = "template_limit"
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -104,7 +105,7 @@ class ChatTemplate:
         try:
             return self._environment.render(self._template, variables, budget)
         except OverBudget as error:
-            raise BadRequest(f"the chat template was stopped: {error}", param="messages") from error
+            raise BadRequest(f"the chat template was stopped: {error}", param="messages", code=_STOPPED) from error
         except SecurityError as error:
             raise BadModelFile(f"tokenizer.chat_template tried what it may not: {error}") from error
         except TemplateError as error:
@@ -149,7 +150,9 @@ class ChatTemplate:
     def _finds(self, content: Any) -> bool:
         try:
             text = self._run([{"role": "user", "content": content}], True, None, {})
-        except (BadRequest, BadModelFile):
+        except BadRequest as error:
+            if error.code == _STOPPED:
+                raise  # it would not get further with the real messages
             return False
         return _NEEDLE in text and not re.search(r"""['"]text['"]\s*:\s*['"]""" + _NEEDLE, text)
 

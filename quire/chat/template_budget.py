@@ -7,9 +7,11 @@ any render (while a template compiles) finds none and stops.
 from __future__ import annotations
 
 import time
-from collections.abc import ItemsView, Iterable, KeysView, Mapping, ValuesView
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
+
+_CONTAINERS = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 
 
 class OverBudget(Exception):
@@ -62,17 +64,17 @@ def measure(value: Any, cap: int) -> int:
         item = stack.pop()
         if isinstance(item, str):
             total += len(item) + 2
-        elif isinstance(item, Mapping):
+        elif isinstance(item, dict):
             total += 2 * len(item) + 2
             stack.extend(item.keys())
             stack.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset | KeysView | ItemsView | ValuesView):
+        elif isinstance(item, _CONTAINERS):
             total += len(item) + 2
             stack.extend(item)
-        elif isinstance(item, range):
-            total += 8 * len(item)
         elif isinstance(item, int):
             total += 4 + item.bit_length() // 3
+        elif isinstance(item, range):
+            total += 8 * len(item)
         else:
             total += 16
     return total

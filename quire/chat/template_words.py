@@ -51,7 +51,7 @@ def _listed(value: Iterable[Any]) -> list[Any]:
     budget, made = current(), []
     for item in value:
         budget.pay()
-        made.append(item)  # noqa: PERF402
+        made.append(item)
     return made
 
 

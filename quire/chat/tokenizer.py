@@ -11,11 +11,9 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
-
 from quire.chat import pretokenizers
 from quire.chat.specials import Splitter
-from quire.chat.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from quire.chat.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, where
 from quire.observe.errors import BadModelFile, BadRequest, Unsupported
 
 
@@ -42,7 +40,7 @@ class Tokenizer:
         self.add_bos = add_bos
         self.add_eos = add_eos
         self.space_prefix = space_prefix  # text gets a space in front, and a decoded text loses it again
-        hidden = set(np.flatnonzero((vocab.types == CONTROL) | (vocab.types == UNKNOWN)).tolist())
+        hidden = set(where((vocab.types == CONTROL) | (vocab.types == UNKNOWN)))
         # An end-of-turn token is control even where a file calls it user-defined: user text must not end a turn.
         hidden.update(i for i in vocab.eos_ids if vocab.types[i] == USER_DEFINED)
         self._special = frozenset(hidden)
@@ -138,19 +136,11 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """The most bytes of text one token can stand for; None when a token may stand for any amount of space."""
-        if (
-            self._swallow
-            or isinstance(self._vocab.unk_id, int)
-            and self._vocab.model == "llama"
-            and not self._whole_bytes
-        ):
+        """The most bytes of text one token can stand for; None when some token may stand for any amount."""
+        fuses_unknown = self._vocab.model == "llama" and int((self._vocab.types == BYTE).sum()) < 256
+        if self._swallow or fuses_unknown:
             return None
         return max(len(text.encode()) for text in self._vocab.tokens)
-
-    @property
-    def _whole_bytes(self) -> bool:
-        return int((self._vocab.types == BYTE).sum()) == 256
 
     @cached_property
     def _swallow(self) -> frozenset[int]:
@@ -171,7 +161,7 @@ class Tokenizer:
 
     @property
     def _specials(self) -> list[int]:
-        return sorted(self._special | set(np.flatnonzero(self._vocab.types == USER_DEFINED).tolist()))
+        return sorted(self._special | set(where(self._vocab.types == USER_DEFINED)))
 
     def _splitter(self, ids: Iterable[int]) -> Splitter:
         texts = ((self._vocab.tokens[i], i) for i in ids)

@@ -25,8 +25,11 @@ _KEY = "tokenizer.ggml."
 # Texts that end a turn in public chat models. A token with one of them ends generation even when the file's
 # eos_token_id names another, because files name one end token where their models use two or three.
 END_TEXTS = frozenset(
-    """<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|endoftext|> <|end_of_text|> <|end_of_turn|> <end_of_turn> <turn|>
-    <|return|> <|call|> <|EOT|> <EOT> [EOT] [EOS] </s> <eos> <｜end▁of▁sentence｜> <end_of_utterance> [e~[""".split()
+    {
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_turn|>"),
+        *("<end_of_turn>", "<turn|>", "<|return|>", "<|call|>", "<|EOT|>", "<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"),
+        *("<｜end▁of▁sentence｜>", "<end_of_utterance>", "[e~["),
+    }
 )
 
 
@@ -103,11 +106,16 @@ class Vocabulary:
         )
 
 
+def where(mask: npt.NDArray[np.bool_]) -> list[int]:
+    """Ids at which the mask holds."""
+    return [int(i) for i in np.flatnonzero(mask)]
+
+
 def _end_ids(tokens: Sequence[str], types: npt.NDArray[np.int32], named: list[int | None]) -> tuple[int, ...]:
     """What ends generation: the ids the file names, then the known end-of-turn texts that are not ordinary tokens."""
     ends = [i for i in named if i is not None]
-    special = np.flatnonzero(types != NORMAL)
-    texts = {tokens[i]: int(i) for i in special if tokens[i] in END_TEXTS}
+    special = where(types != NORMAL)
+    texts = {tokens[i]: i for i in special if tokens[i] in END_TEXTS}
     if "<|return|>" in texts and "<|call|>" in texts:
         texts.pop("<|end|>", None)  # in the harmony format <|end|> ends a message, and the answer goes on
     return tuple(dict.fromkeys(ends + sorted(texts.values())))
