@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -86,16 +88,27 @@ def test_a_hundred_clients_drop_and_the_next_is_served(server: Server):
 
 def test_a_full_queue_answers_429(start: Callable[..., Server]):
     server = start("--max-seqs", "1", "--max-waiting", "2")
-    busy = [in_background(lambda: complete(server, LONG | {"max_tokens": 600})) for _ in range(3)]
-    wait_until(lambda: server.metric("vllm:num_requests_waiting{") == 2)
-    r = complete(server, SHORT)
-    assert r.status_code == 429
-    assert int(r.headers["retry-after"]) >= 1
-    assert r.json()["error"]["code"] == "queue_full"
-    for thread, results in busy:
-        thread.join()
-        assert results[0].status_code == 200
-    assert complete(server, SHORT).status_code == 200
+    with contextlib.ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(_hold(server, LONG))
+        wait_until(lambda: server.metric("vllm:num_requests_waiting{") == 2)
+        r = complete(server, SHORT)
+        assert r.status_code == 429
+        assert int(r.headers["retry-after"]) >= 1
+        assert r.json()["error"]["code"] == "queue_full"
+    # Closing the clients lets all three go, the waiting ones too.
+    wait_until(lambda: complete(server, SHORT).status_code == 200)
+    wait_until(lambda: quiet(server))
+    assert server.metric("vllm:num_requests_waiting{") == 0
+
+
+def _hold(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A client that has asked and waits; closing the socket is its going away."""
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    sock = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return sock
 
 
 def test_an_engine_killed_is_told_and_restarted(start: Callable[..., Server]):
@@ -130,16 +143,18 @@ def test_an_engine_killed_is_told_and_restarted(start: Callable[..., Server]):
 def test_sigterm_drains(start: Callable[..., Server]):
     server = start("--drain-seconds", "60")
     engine = server.engine_pid()
-    running, result = in_background(lambda: complete(server, LONG | {"max_tokens": 300}))
-    wait_until(lambda: server.metric("vllm:num_requests_running{") == 1)
-    server.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not server.ready())
-    late = complete(server, SHORT)
-    assert late.status_code == 503
-    assert late.headers["retry-after"]
-    running.join(60)
-    assert result[0].status_code == 200
-    assert result[0].json()["usage"]["completion_tokens"] == 300
+    body = LONG | {"max_tokens": 150, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as r:
+        lines = (line for line in r.iter_lines() if line)
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not server.ready())
+        late = complete(server, SHORT)
+        assert late.status_code == 503
+        assert late.headers["retry-after"]
+        *_, usage, done = lines
+    assert done == "data: [DONE]"
+    assert '"completion_tokens":150' in usage
     assert server.process.wait(20) == 0
     assert not Path(f"/proc/{engine}").exists()
 
