@@ -104,7 +104,9 @@ def test_a_small_pool_bounds_the_context_and_says_so(model_path: Path) -> None:
 
 async def test_async(model_path: Path) -> None:
     async with AsyncLLM(str(model_path), context=512) as llm:
-        outputs, talk = await asyncio.gather(llm.generate(["The capital of France is"], GREEDY), llm.chat(PARIS, GREEDY))
+        outputs, talk = await asyncio.gather(
+            llm.generate(["The capital of France is"], GREEDY), llm.chat(PARIS, GREEDY)
+        )
         assert "Paris" in outputs[0].text
         assert "Paris" in talk[0].text
         pieces = [p async for p in llm.stream("The capital of France is", GREEDY)]
