@@ -1,0 +1,245 @@
+// Every kernel of every kernel set this CPU can run, against the scalar one, bit for bit, on random inputs of every layout.
+// Needs no Python: it also runs cross-compiled under an emulator, and under the sanitizers.
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "../src/batch.h"
+#include "../src/half.h"
+#include "../src/kernels.h"
+#include "../src/pack.h"
+#include "../src/plan.h"
+
+using namespace quire;
+
+namespace {
+
+int failures = 0, checks = 0;
+std::mt19937 random_bits(7);
+
+float normal() { return std::normal_distribution<float>()(random_bits); }
+int below(int n) { return (int)(random_bits() % (unsigned)n); }
+
+void same(const char* isa, const char* what, const void* a, const void* b, size_t bytes) {
+    checks++;
+    if (!memcmp(a, b, bytes)) return;
+    failures++;
+    printf("FAILED %s %s\n", isa, what);
+}
+
+std::vector<float> floats(size_t n, float scale = 1) {
+    std::vector<float> v(n);
+    for (float& x : v) x = normal() * scale;
+    return v;
+}
+
+struct Form {
+    const char* name;
+    int bits, group, offset;
+    Scales scales;
+    bool bias;
+};
+
+constexpr Form kForms[] = {
+    {"4", 4, 32, 8, Scales::Half, false},     {"4 bias", 4, 32, 0, Scales::Half, true},
+    {"5", 5, 32, 16, Scales::Half, false},    {"5 bias", 5, 32, 0, Scales::Half, true},
+    {"8", 8, 32, 128, Scales::Half, false},   {"8 bias g16", 8, 16, 3, Scales::Half, true},
+    {"2 nibble", 2, 16, 0, Scales::Nibble, true}, {"3 byte", 3, 16, 4, Scales::Byte, false},
+    {"4 byte", 4, 32, 0, Scales::Byte, true}, {"5 byte", 5, 32, 0, Scales::Byte, true},
+    {"6 byte", 6, 16, 32, Scales::Byte, false}, {"6 g32", 6, 32, 0, Scales::Half, true},
+    {"2 g32", 2, 32, 1, Scales::Half, false}, {"3 bias", 3, 32, 0, Scales::Half, true},
+};
+
+Matrix random_affine(const Form& f, int n, int k) {
+    Matrix w;
+    w.type = Type::Affine;
+    w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias;
+    w.lay_out();
+    uint8_t* p = w.memory.data();
+    for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
+    for (int b = 0; b < w.blocks; b++) {  // the float16 regions must hold finite numbers
+        uint8_t* block = w.block(b);
+        auto halves = [&](size_t from, size_t to) {
+            for (size_t i = from; i + 2 <= to; i += 2) {
+                uint16_t h = float_to_half(normal() * 0.05f);
+                memcpy(block + i, &h, 2);
+            }
+        };
+        if (f.scales == Scales::Half) halves(w.scale_at, w.block_bytes);
+        else halves(w.super_at, w.block_bytes);
+    }
+    return w;
+}
+
+void test_affine(const Kernels& isa, const Kernels& scalar) {
+    for (const Form& f : kForms) {
+        const int n = 16 * (1 + below(4)), k = 256 * (1 + below(2));
+        Matrix w = random_affine(f, n, k);
+        QuantShape shape(k);
+        const int most = 19;
+        std::vector<float> x = floats((size_t)most * (size_t)k), bias = floats((size_t)n), residual = floats((size_t)(most * n));
+        for (int i = 0; i < 32; i++) x[(size_t)i] = 0;
+        for (int i = 32; i < 64; i++) x[(size_t)i] *= 1e-38f;
+        std::vector<uint8_t> qa(shape.stride * most), qb(shape.stride * most);
+        for (int m = 0; m < most; m++) {
+            isa.quantize(&x[(size_t)(m * k)], 0, k / 32, qa.data() + shape.stride * (size_t)m, shape);
+            scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, qb.data() + shape.stride * (size_t)m, shape);
+        }
+        same(isa.name, "quantize", qa.data(), qb.data(), qa.size());
+        for (int m : {1, 2, 3, 5, 8, 19}) {
+            std::vector<float> a((size_t)(m * n), 1), b((size_t)(m * n), 2);
+            Epilogue e;
+            e.out_stride = e.residual_stride = (size_t)n;
+            if (m % 2) e.bias = bias.data(), e.residual = residual.data();
+            e.out = a.data();
+            isa.linear_affine(w, 0, w.blocks, qa.data(), shape, m, e);
+            for (int r = 0; r < m; r++) {  // the oracle takes rows one by one: batching must not show
+                e.out = b.data() + (size_t)(r * n);
+                e.residual = m % 2 ? residual.data() + (size_t)(r * n) : nullptr;
+                scalar.linear_affine(w, 0, w.blocks, qb.data() + shape.stride * (size_t)r, shape, 1, e);
+            }
+            same(isa.name, f.name, a.data(), b.data(), a.size() * sizeof(float));
+        }
+        std::vector<float> a((size_t)k), b((size_t)k);
+        for (int row : {0, n / 2, n - 1}) {
+            isa.dequantize_row(w, row, a.data());
+            scalar.dequantize_row(w, row, b.data());
+            same(isa.name, "dequantize_row", a.data(), b.data(), a.size() * sizeof(float));
+        }
+    }
+}
+
+void test_dense(const Kernels& isa, const Kernels& scalar, ThreadPool& pool) {
+    for (int type = 0; type < 3; type++) {
+        const int n = 33, k = 70 + type, m = 7, wide = 48;
+        std::vector<float> source = floats((size_t)(n * k)), x = floats((size_t)(m * k));
+        std::vector<uint16_t> narrow((size_t)(n * k));
+        for (size_t i = 0; i < narrow.size(); i++)
+            narrow[i] = type == 1 ? float_to_half(source[i]) : (uint16_t)(float_to_bits(source[i]) >> 16);
+        const void* data = type == 0 ? (const void*)source.data() : (const void*)narrow.data();
+        Matrix w = pack_dense(pool, (Type)type, data, n, k);
+        std::vector<float> a((size_t)(m * wide)), b((size_t)(m * wide));
+        Epilogue e;
+        e.out_stride = (size_t)wide;
+        e.out = a.data();
+        isa.linear_dense(w, 0, w.blocks, x.data(), (size_t)k, m, e);
+        e.out = b.data();
+        scalar.linear_dense(w, 0, w.blocks, x.data(), (size_t)k, m, e);
+        same(isa.name, "dense", a.data(), b.data(), a.size() * sizeof(float));
+    }
+}
+
+void test_rows(const Kernels& isa, const Kernels& scalar) {
+    std::vector<float> x = floats(4096, 30), y = floats(4096), a(4096), b(4096);
+    const float special[] = {0.0f, -0.0f, INFINITY, -INFINITY, 88.7f, 88.8f, -87.4f, -103.9f, -104.1f, 1e-30f};
+    for (size_t i = 0; i < sizeof special / sizeof *special; i++) x[i] = special[i];
+    for (int n : {1, 15, 16, 17, 576, 4096}) {
+        isa.exp(x.data(), n, a.data()), scalar.exp(x.data(), n, b.data());
+        same(isa.name, "exp", a.data(), b.data(), (size_t)n * 4);
+        for (int i = 0; i < n; i++) {
+            double want = exp((double)x[(size_t)i]), ulp = fmax(want * 0x1p-23, 0x1p-149);
+            if (isfinite(want) && want < 3.4e38 && !(fabs(a[(size_t)i] - want) <= 2 * ulp)) failures++, printf("FAILED exp(%g)\n", x[(size_t)i]);
+        }
+        isa.swiglu(x.data(), y.data(), n, a.data()), scalar.swiglu(x.data(), y.data(), n, b.data());
+        for (int i = 0; i < n; i++)  // infinity times zero: any NaN will do
+            if (isnan(a[(size_t)i]) && isnan(b[(size_t)i])) a[(size_t)i] = b[(size_t)i] = 0;
+        same(isa.name, "swiglu", a.data(), b.data(), (size_t)n * 4);
+        isa.rms_norm(y.data(), x.data() + 16, 1e-5f, n < 4080 ? n : 4080, a.data());
+        scalar.rms_norm(y.data(), x.data() + 16, 1e-5f, n < 4080 ? n : 4080, b.data());
+        same(isa.name, "rms_norm", a.data(), b.data(), (size_t)n * 4);
+        isa.add(x.data() + 16, y.data(), n < 4080 ? n : 4080, a.data()), scalar.add(x.data() + 16, y.data(), n < 4080 ? n : 4080, b.data());
+        same(isa.name, "add", a.data(), b.data(), (size_t)n * 4);
+    }
+    for (bool pairs : {false, true})
+        for (int dim : {8, 40, 64}) {
+            std::vector<float> c = floats(32), s = floats(32);
+            RopeArgs r{c.data(), s.data(), dim, 64, 5, pairs};
+            isa.rope(y.data(), r, a.data()), scalar.rope(y.data(), r, b.data());
+            same(isa.name, "rope", a.data(), b.data(), 5 * 64 * 4);
+        }
+}
+
+void test_attention(const Kernels& isa, const Kernels& scalar) {
+    for (int head_dim : {8, 24, 64, 128, 256}) {
+        const int kv_heads = 2, pages = 6, tokens = 70;
+        const size_t numbers = (size_t)(kv_heads * head_dim * kPage);
+        std::vector<uint16_t> ka(numbers * pages, 0x7e00), va(ka), kb(ka), vb(ka);  // NaN where nothing was written
+        const int32_t table[] = {3, 0, 5, 1, 4};
+        for (int t = 0; t < tokens; t++) {
+            std::vector<float> k = floats((size_t)(kv_heads * head_dim)), v = floats((size_t)(kv_heads * head_dim), 1000);
+            const size_t at = (size_t)table[t / 16] * numbers;
+            isa.store_kv(k.data(), v.data(), kv_heads, head_dim, &ka[at], &va[at], t % 16);
+            scalar.store_kv(k.data(), v.data(), kv_heads, head_dim, &kb[at], &vb[at], t % 16);
+        }
+        same(isa.name, "store_kv keys", ka.data(), kb.data(), ka.size() * 2);
+        same(isa.name, "store_kv values", va.data(), vb.data(), va.size() * 2);
+        const int count = 23;
+        std::vector<float> q = floats((size_t)(count * head_dim)), a(q.size()), b(q.size());
+        AttendArgs args;
+        args.pages = table, args.page_stride = numbers, args.head_dim = head_dim, args.scale = 0.3f;
+        auto run = [&](const Kernels& k, uint16_t* keys, uint16_t* values, float* out, bool together) {
+            args.keys = keys + head_dim * kPage, args.values = values + head_dim * kPage;
+            args.count = 0;
+            for (int i = 0; i < count; i++) {
+                args.query[args.count] = &q[(size_t)(i * head_dim)], args.out[args.count] = out + i * head_dim;
+                args.seen[args.count++] = 1 + (i * 11) % tokens;
+                if (!together) k.attend(args), args.count = 0;
+            }
+            if (together) k.attend(args);
+        };
+        run(isa, ka.data(), va.data(), a.data(), true);
+        run(scalar, kb.data(), vb.data(), b.data(), false);
+        same(isa.name, "attend", a.data(), b.data(), a.size() * sizeof(float));
+        for (float f : a)
+            if (!isfinite(f)) {
+                failures++, printf("FAILED attend read what was not written\n");
+                break;
+            }
+    }
+}
+
+void test_half() {
+    for (uint32_t h = 0; h < 65536; h++) {
+        float f = half_to_float((uint16_t)h);
+        if (isnan(f)) continue;
+        if (float_to_half(f) != h) failures++, printf("FAILED half %u\n", h);
+    }
+}
+
+void test_pool() {
+    for (int threads : {1, 2, 5}) {
+        ThreadPool pool(threads);
+        for (int round = 0; round < 200; round++) {
+            std::atomic<int> sum{0};
+            pool.run([&](int) {
+                for (int i = 0; i < 5; i++) sum.fetch_add(1), pool.barrier();
+            });
+            if (sum != 5 * threads) failures++, printf("FAILED pool\n");
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    const Kernels* sets[8];
+    const int n = available_kernels(sets, 8);
+    ThreadPool pool(2);
+    test_half();
+    test_pool();
+    for (int i = 0; i < n; i++) {
+        printf("%s\n", sets[i]->name);
+        for (int round = 0; round < 3; round++) {
+            test_rows(*sets[i], *scalar_kernels());
+            test_affine(*sets[i], *scalar_kernels());
+            test_dense(*sets[i], *scalar_kernels(), pool);
+            test_attention(*sets[i], *scalar_kernels());
+        }
+    }
+    printf("%d checks, %d failures\n", checks, failures);
+    return failures ? 1 : 0;
+}

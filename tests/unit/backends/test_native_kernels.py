@@ -1,0 +1,188 @@
+"""The native backend's arithmetic: packing loses nothing, linears are the int8 arithmetic they say, attention is right."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from quire.backends.native.backend import NativeBackend, extension
+from quire.backends.ops import KV, open_backend
+from quire.layouts import Affine, Dense, Layout
+from tests.unit.backends.native_kit import QUANTIZED, affine, codec, dense, ragged, rows_batch
+
+NO_KV = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
+
+
+def embed_all(backend: NativeBackend, table: Layout) -> np.ndarray:
+    n = table.shape[0]
+    program = backend.compile(lambda ops, batch, _: ops.embed(batch.ids, table), kv=NO_KV, max_tokens=n, max_rows=1)
+    return program.run(_no_logits(n)).copy()
+
+
+def _no_logits(n: int):
+    batch = rows_batch(n)
+    batch.logit_rows = batch.logit_rows[:0]
+    return batch
+
+
+def run_linear(backend: NativeBackend, x: np.ndarray, weight: Layout, bias: Dense | None = None) -> np.ndarray:
+    program = backend.compile(
+        lambda ops, batch, inputs: ops.linear(inputs["x"], weight, bias),
+        kv=NO_KV, max_tokens=len(x), max_rows=1, inputs={"x": x.shape[1]},
+    )  # fmt: skip
+    return program.run(_no_logits(len(x)), {"x": x}).copy()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_packing_loses_nothing(name: str) -> None:
+    backend = NativeBackend()
+    for n, k in ((33, 512), (16, 256), (1, 768)):
+        table = affine(name, n, k)
+        np.testing.assert_array_equal(embed_all(backend, table), table.dequantize())
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_dense_packing_loses_nothing(dtype: str) -> None:
+    table = dense(dtype, 37, 50)
+    np.testing.assert_array_equal(embed_all(NativeBackend(), table), table.dequantize())
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_packed_size_is_the_files_size(name: str) -> None:
+    backend = NativeBackend()
+    table = affine(name, 64, 4096)
+    embed_all(backend, table)
+    assert backend.packed_bytes <= 1.05 * table.nbytes
+
+
+def round_to_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[M, K] as [M, G, 32] integers and [M, G] scales: the rounding that the backend documents."""
+    groups = x.reshape(len(x), -1, 32).astype(np.float32)
+    amax = np.abs(groups).max(-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(amax < 1e-36, 0, np.float32(127) / amax).astype(np.float32)
+    scale = np.where(amax < 1e-36, 0, amax / np.float32(127)).astype(np.float32)
+    return np.rint(groups * inverse[..., None]).astype(np.int64), scale
+
+
+def activations(m: int, k: int) -> np.ndarray:
+    x = np.random.default_rng(5).standard_normal((m, k)).astype(np.float32)
+    x[0, :32] = 0
+    x[0, 32:64] *= 1e-38
+    x[-1, 64] = 300.0
+    return x
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_linear_is_its_int8_arithmetic(name: str) -> None:
+    weight, x = affine(name, 48, 512), activations(5, 512)
+    got = run_linear(NativeBackend(), x, weight)
+    q, sx = round_to_int8(x)
+    rounded = (q * sx[..., None].astype(np.float64)).reshape(x.shape)
+    codes, scale, bias = weight.parts()
+    exact = codes.astype(np.float64) * np.repeat(scale.astype(np.float64), weight.codec.group, 1)
+    if bias is not None:
+        exact = exact + np.repeat(bias.astype(np.float64), weight.codec.group, 1)
+    want = rounded @ exact.T
+    spread = np.abs(rounded) @ (np.abs(codes) * np.repeat(np.abs(scale), weight.codec.group, 1)).T
+    spread = spread + (0 if bias is None else np.abs(rounded) @ np.repeat(np.abs(bias), weight.codec.group, 1).T)
+    assert (np.abs(got - want) <= 2e-6 * spread + 1e-30).all()  # float32 sums of 32 terms, nothing else
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_linear_is_within_the_bound_of_its_rounding(name: str) -> None:
+    weight, x = affine(name, 48, 512), activations(5, 512)
+    got, exact = run_linear(NativeBackend(), x, weight), weight.dequantize().astype(np.float64)
+    _, sx = round_to_int8(x)
+    mass = np.abs(exact).reshape(48, -1, 32).sum(-1)  # [N, G]
+    bound = (sx.astype(np.float64) / 2) @ mass.T
+    assert (np.abs(got - x.astype(np.float64) @ exact.T) <= 1.01 * bound + 1e-4).all()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_dense_linear(dtype: str) -> None:
+    weight, bias = dense(dtype, 35, 71), dense("f32", 35)
+    x = activations(7, 71)
+    want = x.astype(np.float64) @ weight.dequantize().T.astype(np.float64) + bias.dequantize()
+    np.testing.assert_allclose(run_linear(NativeBackend(), x, weight, bias), want, rtol=2e-6, atol=2e-6)
+
+
+def test_exp_is_accurate_at_every_scale() -> None:
+    x = np.concatenate([np.linspace(-104, 89, 200001), [0, -0.0, 1e-30, np.inf, -np.inf, -200, 200]]).astype(np.float32)
+    out = np.empty_like(x)
+    with np.errstate(over="ignore"):
+        want = np.exp(x.astype(np.float64))
+    for isa in extension().available():
+        extension().exp(isa, x, out)
+        finite = want < np.finfo(np.float32).max
+        ulp = np.maximum(np.spacing(want[finite].astype(np.float32)).astype(np.float64), 2.0**-149)
+        assert (np.abs(out[finite] - want[finite]) <= 1.6 * ulp).all()
+        assert np.isinf(out[~finite]).all() and out[x == -np.inf] == 0
+    extension().exp(extension().available()[0], np.full(3, np.nan, np.float32), out[:3])
+    assert np.isnan(out[:3]).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 4, 8), (9, 3, 64), (8, 1, 24), (2, 2, 80), (3, 1, 256)]
+)
+def test_attention_agrees_with_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
+    kv = KV(layers=2, pages=16, page_size=16, kv_heads=kv_heads, head_dim=head_dim)
+
+    def forward(ops, batch, inputs):
+        return ops.attention(inputs["q"], inputs["k"], inputs["v"], batch, layer=1, heads=heads, scale=head_dim**-0.5)
+
+    rng = np.random.default_rng(1)
+    widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    programs = [
+        b.compile(forward, kv=kv, max_tokens=128, max_rows=1, inputs=widths)
+        for b in (open_backend("native", threads=2), open_backend("reference"))
+    ]
+    for parts in ([(37, 0, (3, 7, 1)), (16, 0, (2, 5))], [(1, 37, (3, 7, 1)), (9, 16, (2, 5))]):
+        batch = ragged([([0] * n, start, pages) for n, start, pages in parts])
+        batch.logit_rows = batch.logit_rows[:0]
+        inputs = {k: rng.standard_normal((batch.tokens, w)).astype(np.float32) for k, w in widths.items()}
+        got, want = (p.run(batch, inputs) for p in programs)
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_stale_cache_is_never_read() -> None:
+    """A page used before by someone else may hold infinities: nothing of it may reach a later sequence."""
+    kv = KV(layers=1, pages=2, page_size=16, kv_heads=1, head_dim=16)
+    program = NativeBackend().compile(
+        lambda ops, batch, i: ops.attention(i["q"], i["k"], i["v"], batch, layer=0, heads=1, scale=1.0),
+        kv=kv, max_tokens=16, max_rows=1, inputs=dict.fromkeys("qkv", 16),
+    )  # fmt: skip
+
+    def run(n: int, value: float) -> np.ndarray:
+        batch = ragged([([0] * n, 0, (1,))])
+        batch.logit_rows = batch.logit_rows[:0]
+        return program.run(batch, {k: np.full((n, 16), value, np.float32) for k in "qkv"}).copy()
+
+    run(16, math.inf)
+    np.testing.assert_array_equal(run(3, 0.5), np.full((3, 16), 0.5, np.float32))
+
+
+def test_an_idle_pool_costs_nothing() -> None:
+    backend = NativeBackend(threads=2)
+    run_linear(backend, activations(2, 256), affine("Q4_0", 32, 256))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.02
+
+
+def test_bad_codecs_are_refused() -> None:
+    good = affine("Q4_0", 16, 64)
+    c = codec("Q4_0")
+    plane = c.codes.planes[0]
+    outside = type(plane)(np.full_like(plane.byte, c.nbytes), plane.shift, plane.mask, plane.lift, plane.flip)
+    broken = type(c)(**{**_fields(c), "codes": type(c.codes)((outside,), c.codes.offset)})
+    with pytest.raises(ValueError, match="outside its block"):
+        embed_all(NativeBackend(), Affine(good.data, broken))
+
+
+def _fields(c) -> dict:
+    return {name: getattr(c, name) for name in ("name", "block", "nbytes", "group", "bits", "codes", "scale", "bias")}
