@@ -9,7 +9,6 @@ import typer
 
 from quire.cli import ui
 from quire.observe.errors import NotFound
-from quire.weights.catalogue import look_up
 from quire.weights.fetch import mb
 from quire.weights.store import Store
 
@@ -24,7 +23,7 @@ def command(
     name goes with it. Files outside the store are never touched.
     """
     store = Store()
-    wanted = [look_up(name).name for name in names]  # every name is judged before anything is removed
+    wanted = [store.look_up(name).name for name in names]  # every name is judged before anything is removed
     if not yes and sys.stdin.isatty() and not typer.confirm(f"Remove {', '.join(wanted)}?", err=True):
         raise typer.Exit(1)
     failed = 0

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import ui
-from quire.weights.catalogue import look_up
 from quire.weights.fetch import mb
 from quire.weights.store import Store
 
@@ -28,11 +27,10 @@ def gather(store: Store, name: str) -> dict[str, Any]:
     """Every fact, as JSON would have it: the file's own, then the store's."""
     from quire.weights.gguf import GGUF, describe
 
-    wanted = look_up(name)
     path = store.resolve(name)
+    manifest = store.get(name)
     with GGUF.open(path) as file:
-        facts: dict[str, Any] = {"model": wanted.name, **describe(file)}
-    manifest = store.get(name) if wanted.references[0].scheme != "file" else None
+        facts: dict[str, Any] = {"model": manifest.name if manifest else name, **describe(file)}
     facts |= {
         "path": str(path),
         "digest": manifest.digest if manifest else None,

@@ -76,7 +76,7 @@ class Store:
     def resolve(self, name: str, *, paths: bool = True) -> Path:
         """The file of `name`, already on this machine. With `paths` false, only what the store holds (for names that
         came over the network). Raises NotFound where it has to be pulled first."""
-        wanted = look_up(name)
+        wanted = self.look_up(name)
         reference = wanted.references[0]
         if reference.scheme == "file":
             if not paths:
@@ -92,7 +92,7 @@ class Store:
     def get(self, name: str) -> Manifest | None:
         """The manifest of `name`, or None."""
         try:
-            data = self._manifest_path(look_up(name).name).read_bytes()
+            data = self._manifest_path(self.look_up(name).name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as e:
@@ -152,7 +152,7 @@ class Store:
         `force` fetches again what may have changed or been damaged. Raises NotFound, Unsupported, DownloadFailed.
         """
         progress = progress or Quiet()
-        wanted = look_up(name)
+        wanted = self.look_up(name)
         if wanted.references[0].scheme == "file":
             return self._local(wanted.references[0])
         if not force and (manifest := self.get(wanted.name)):
@@ -174,7 +174,7 @@ class Store:
 
     def remove(self, name: str) -> int:
         """Forget `name`; the bytes freed. Its blob goes when no other name uses it, an unfinished download too."""
-        wanted = look_up(name)
+        wanted = self.look_up(name)
         if wanted.references[0].scheme == "file":
             raise BadRequest(f"{name} is a file outside the store", cure="delete it yourself, if you mean to")
         known = (self.home / "manifests").is_dir() or (self.home / "partial").is_dir()
@@ -331,6 +331,20 @@ class Store:
             progress.note(f"stopped; {mb(kept)} kept. `quire pull {wanted.name}` continues from there")
 
     # Paths and locks
+
+    def look_up(self, name: str) -> Wanted:
+        """What `name` asks for. A short name that has left the catalogue is still known by its manifest."""
+        try:
+            return look_up(name)
+        except NotFound:
+            path = self._manifest_path(name.strip())
+            if not path.is_file():
+                raise
+            manifest = _decode(path.read_bytes(), name)
+            source = names.parse(manifest.source)
+            if not isinstance(source, names.Reference):
+                raise
+            return Wanted(manifest.name, (source,), manifest.sha256, manifest.size, manifest.licence)
 
     def _local(self, reference: names.Reference) -> Path:
         located = sources.load("file").locate(reference.target, self.env, self.http)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from quire.config import DEFAULT_MODEL, Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError, Unsupported
 from quire.weights import catalogue, names, sources
+from quire.weights.catalogue import Entry
 from quire.weights.names import Reference, ShortName
 from quire.weights.sources import hf, pypi
 from quire.weights.store import Store
@@ -80,6 +81,7 @@ def test_parts_of_references():
         ("hf:org/repo", "names no file"),
         ("hf:org//x.gguf", "names no file"),
         ("hf:org/repo/x.gguf@../..", "branch, tag or commit"),
+        ("hf:org/repo/../x.gguf", "no '.' or '..'"),
         ("hf:org/repo/x.safetensors", "not a .gguf"),
         ("pypi:pkg/x.gguf", "does not name a file"),
         ("pypi:pkg==1.0", "does not name a file"),
@@ -195,6 +197,17 @@ def test_hub_bytes_already_here_are_not_fetched(hub: Store, origin: Origin, reco
     assert recorder.said("nothing to download") and not origin.gets("/cdn/blob")
 
 
+def test_a_hub_that_promises_other_bytes_than_the_catalogue(
+    hub: Store, origin: Origin, monkeypatch: pytest.MonkeyPatch
+):
+    entry = Entry("tiny:1m", ("hf:org/repo/q/x.gguf",), "2" * 64, len(MODEL), "MIT", "for tests")
+    monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
+    hub_route(origin)
+    with pytest.raises(DownloadFailed, match=rf"holds another file: sha256 {SHA}, expected {'2' * 64}"):
+        hub.pull("tiny:1m")
+    assert not origin.gets("/cdn/blob")  # refused before a byte of it came
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_gated_file_says_what_to_set(tmp_environment: Environment, origin: Origin, http: Http, status: int):
     origin.routes["/o/r/resolve/main/x.gguf"] = lambda s: (status, {}, b"")
@@ -295,6 +308,18 @@ def test_a_wheel_that_is_not_what_the_index_says(index: Store, origin: Origin):
     with pytest.raises(DownloadFailed, match=rf"{WHEEL_SHA}, expected {'1' * 64}"):
         index.pull(NAME)
     assert index.list() == [] and not list((index.home / "partial").iterdir())
+
+
+def test_a_member_that_is_not_what_the_catalogue_says(index: Store, origin: Origin, monkeypatch: pytest.MonkeyPatch):
+    entry = Entry("tiny:1m", (NAME,), "2" * 64, len(MODEL), "MIT", "for tests")
+    monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
+    origin.routes["/simple/my-pkg/"] = as_json(WHEEL_SHA)  # the index is right about the wheel
+    with pytest.raises(DownloadFailed, match=rf"sha256 is {SHA}, expected {'2' * 64}"):
+        index.pull("tiny:1m")
+    assert index.list() == [] and not list((index.home / "partial").iterdir())
+    monkeypatch.setattr(catalogue, "ENTRIES", (dataclasses.replace(entry, size=7),))
+    with pytest.raises(DownloadFailed, match=r"300,004 bytes in the wheel; expected 7"):
+        index.pull("tiny:1m")
 
 
 def test_an_index_without_digests_is_said(index: Store, origin: Origin, recorder: Recorder):

@@ -302,6 +302,18 @@ def test_the_next_source_is_tried(store: Store, name: str, entry: Entry, recorde
     assert (manifest.name, manifest.licence, manifest.source) == ("tiny:1m", "MIT", name)
 
 
+def test_a_name_that_left_the_catalogue_can_be_used_and_removed(
+    store: Store, name: str, entry: Entry, monkeypatch: pytest.MonkeyPatch
+):
+    blob = store.pull("tiny:1m")
+    monkeypatch.setattr(catalogue, "ENTRIES", ())
+    assert store.resolve("tiny:1m") == blob == store.pull("tiny:1m")
+    store.verify("tiny:1m")
+    assert store.remove("tiny:1m") == len(MODEL)
+    with pytest.raises(NotFound, match="no model is called 'tiny:1m'"):
+        store.remove("tiny:1m")
+
+
 def test_every_source_failing_says_so_for_each(store: Store, origin: Origin, entry: Entry):
     with pytest.raises(DownloadFailed, match=r"gone.gguf: .*404.*m.gguf: .*404"):
         store.pull("tiny:1m")
