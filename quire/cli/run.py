@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Unpack
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM, Completion, Options, Output
     from quire.runner.params import SamplingParams
 
+SEQUENCES = 4  # one conversation is one sequence; the KV pool is sized for four, so that earlier ones stay cached
 MAX_STDIN = 64 << 20  # bytes; far more than any context holds
 
 # Nearly greedy, and with a seed of its own: the same question gets the same answer until somebody asks otherwise.
@@ -72,7 +74,15 @@ def command(
         )
     text = ask(prompt or [])
     with Spinner("loading"):
-        llm = load(model, progress=False, threads=threads, context=context, kv_memory=kv_memory, backend=backend)
+        llm = load(
+            model,
+            progress=False,
+            threads=threads,
+            context=context,
+            kv_memory=kv_memory,
+            backend=backend,
+            max_seqs=SEQUENCES,
+        )
     try:
         if stats:
             decisions(llm.info)
@@ -152,16 +162,21 @@ def once(llm: LLM, text: str, params: SamplingParams, *, system: str | None, raw
         messages = [{"role": "system", "content": system}] if system is not None else []
         stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params)
     with stream:
-        show(stream)
+        first = show(stream)
     if stream.output is not None:
         report(stream.output, llm.info, params, stats)
+    if stats and first is not None:
+        say(f"process start to first text: {first * 1000:.0f} ms")
 
 
-def show(stream: Iterable[str]) -> None:
-    """Pieces to stdout as they come, with a spinner before the first. Ends with a newline, also when interrupted."""
+def show(stream: Iterable[str]) -> float | None:
+    """Pieces to stdout as they come, with a spinner before the first. Ends with a newline, also when interrupted.
+
+    Returns how old the process was when the first piece was written, where the system tells.
+    """
     out = sys.stdout
     screen = out.isatty()
-    last = "\n"
+    last, first = "\n", None
     spinner = Spinner("thinking")
     spinner.start()
     try:
@@ -170,12 +185,23 @@ def show(stream: Iterable[str]) -> None:
             last = piece
             out.write(_tame(piece) if screen else piece)
             out.flush()
+            first = first or _age()
     finally:
         spinner.stop()
-        if not last.endswith("\n") or not screen:
-            if not last.endswith("\n"):
-                out.write("\n")
-            out.flush()
+        if not last.endswith("\n"):
+            out.write("\n")
+        out.flush()
+    return first
+
+
+def _age() -> float | None:
+    """Seconds since this process was started; Linux tells."""
+    try:
+        with open("/proc/self/stat") as f:
+            ticks = int(f.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
 
 
 def _tame(text: str) -> str:

@@ -48,6 +48,19 @@ def test_alone_in_a_batch_streamed_and_cached_are_the_same(llm: LLM) -> None:
         assert ["".join(llm.stream(p, params)) for p in prompts] == [o.text for o in alone]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_in_flight_change_nothing(llm: LLM, model_path: Path, depth: int) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "def add(a, b):"]
+    params = [
+        GREEDY,
+        SamplingParams(seed=5, max_tokens=12, repetition_penalty=1.2),
+        SamplingParams(seed=6, max_tokens=9),
+    ]
+    with LLM(str(model_path), context=512, depth=depth) as ahead:
+        got = ahead.generate(prompts, params)
+    assert [o.outputs[0].tokens for o in got] == [o.outputs[0].tokens for o in llm.generate(prompts, params)]
+
+
 def test_a_conversation_comes_from_the_prefix_tree(llm: LLM) -> None:
     words = " ".join(f"word{i}" for i in range(60))
     first = [{"role": "user", "content": f"Remember this: {words}"}]
