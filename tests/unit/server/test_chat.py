@@ -40,6 +40,7 @@ async def test_several_choices_and_length():
     assert [c["finish_reason"] for c in body["choices"]] == ["stop", "length", "length"]
     assert body["usage"]["completion_tokens"] == 39
     assert body["usage"]["prompt_tokens"] == 8  # once, not once per choice
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 8  # so this too
 
 
 async def test_every_sampling_field_arrives():

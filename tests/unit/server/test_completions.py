@@ -99,6 +99,16 @@ async def test_prompt_logprobs_without_echo():
     assert choice["logprobs"]["tokens"] == ["H"]
 
 
+async def test_echo_and_prompt_logprobs_each_get_their_count():
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        ask = {"prompt": "ab", "echo": True, "logprobs": 3, "prompt_logprobs": 1, "max_tokens": 1}
+        (choice,) = (await http.post(ROUTE, json=ask)).json()["choices"]
+    assert completer.seen[0].sampling.prompt_logprobs == 3
+    assert list(choice["prompt_logprobs"][1]) == ["98"]
+    assert list(choice["logprobs"]["top_logprobs"][1]) == ["b", "c", "d"]
+
+
 async def test_streaming_several_prompts():
     ask = {
         "prompt": ["a", "b"],

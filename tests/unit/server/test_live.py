@@ -228,6 +228,10 @@ def test_big_bodies_are_refused_however_they_come(start: Callable[..., Live]):
     assert live.post().status_code == 200
 
 
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+@needs_proc
 def test_a_giant_header_closes_the_connection(start: Callable[..., Live]):
     live = start()
     with socket.create_connection(("127.0.0.1", live.port)) as s:
@@ -259,6 +263,7 @@ def test_garbage_on_the_wire(start: Callable[..., Live], data: bytes):
     assert live.post().status_code == 200
 
 
+@needs_proc
 def test_idle_costs_next_to_nothing(start: Callable[..., Live]):
     live = start()
     live.post()
