@@ -376,8 +376,6 @@ class ProcessClient:
             case wire.Progress(done, total):
                 if self._on_progress is not None:
                     self._on_progress(done, total)
-            case wire.Line(text):
-                self._on_line(text)
             case wire.Fatal():
                 self._failure = message
             case wire.Ready(version, info):

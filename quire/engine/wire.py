@@ -60,12 +60,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: EngineInfo
 
 
-class Line(msgspec.Struct, frozen=True, tag="line"):
-    """Something worth showing while the engine starts."""
-
-    text: str
-
-
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Weights taken over so far, in bytes."""
 
@@ -108,7 +102,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 ToEngine: TypeAlias = Add | Abort | Shutdown
-FromEngine: TypeAlias = Ready | Line | Progress | Events | StatsUpdate | Fatal
+FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -391,4 +391,4 @@ def test_messages_survive_the_wire() -> None:
         again = fatal.error()
         assert (type(again), str(again), again.code) == (type(error), str(error), error.code)
     with pytest.raises(msgspec.ValidationError):
-        wire.decode_to_engine(wire.encode(wire.Line(text="not for an engine")))
+        wire.decode_to_engine(wire.encode(wire.Progress(done=1, total=2)))
