@@ -6,6 +6,8 @@ are kept out of the merging vocabulary, so plain text can never become one.
 
 from __future__ import annotations
 
+from operator import add
+
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from quire.chat.pretokenizers import PreTokenizer
@@ -84,15 +86,15 @@ def _refuse_duplicates(vocab: Vocabulary) -> None:
 
 
 def _model(vocab: Vocabulary, kept: dict[str, int], ignore_merges: bool) -> models.BPE:
-    pairs = [tuple(merge.split(" ", 1)) for merge in vocab.merges]
-    try:
-        return models.BPE(kept, pairs, ignore_merges=ignore_merges)  # type: ignore[arg-type]
-    except Exception as error:  # the library's complaint does not say which merge: find it
+    pairs: list[tuple[str, ...]] = [tuple(merge.split(" ", 1)) for merge in vocab.merges]
+    if set(map(len, pairs)) <= {2}:
+        lefts, rights = zip(*pairs, strict=True) if pairs else ((), ())
+        sound = kept.keys() >= {*lefts, *rights, *map(add, lefts, rights)}
+    else:
+        sound = False
+    if not sound:  # the library panics at a merge it cannot use, and does not say which
         pairs = _checked(vocab, kept, pairs)
-        try:
-            return models.BPE(kept, pairs, ignore_merges=ignore_merges)  # type: ignore[arg-type]
-        except Exception:
-            raise BadModelFile(f"{_KEY} cannot be used: {error}") from error
+    return models.BPE(kept, pairs, ignore_merges=ignore_merges)  # type: ignore[arg-type]
 
 
 def _checked(vocab: Vocabulary, kept: dict[str, int], pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

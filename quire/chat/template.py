@@ -107,7 +107,7 @@ class ChatTemplate:
         except OverBudget as error:
             raise BadRequest(f"the chat template was stopped: {error}", param="messages", code=_STOPPED) from error
         except SecurityError as error:
-            raise BadModelFile(f"tokenizer.chat_template tried what it may not: {error}") from error
+            raise BadRequest(f"the chat template tried what it may not: {error.message}", param="messages") from error
         except TemplateError as error:
             raise BadRequest(f"the chat template refused the messages: {error.message}", param="messages") from error
         except (RecursionError, MemoryError) as error:
