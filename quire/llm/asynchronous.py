@@ -145,6 +145,8 @@ class AsyncLLM:
             if self._loaded is None:
                 self._loaded = load(self.model, self._config, self._progress)
                 weakref.finalize(self, self._loaded.client.stop)  # a forgotten model must not stay in memory
+                if self._closed:  # while it loaded
+                    self._loaded.client.stop()
             return self._loaded
 
     def _have(self) -> Loaded:

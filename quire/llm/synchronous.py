@@ -99,10 +99,11 @@ class TextStream:
     """Text as it comes: `for piece in stream`. `output` is whole once the iteration has ended."""
 
     def __init__(self, source: AsyncTextStream, loop: LoopThread):
+        self._ended = False
+        self._future: Future[None] | None = None
         self._source = source
         self._queue: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         self._future = loop.start(_pump(source, self._queue))  # which must not hold us: see __del__
-        self._ended = False
 
     @property
     def output(self) -> Output | None:
@@ -130,7 +131,8 @@ class TextStream:
     def close(self) -> None:
         """Stop; the request is aborted within one step."""
         self._ended = True
-        self._future.cancel()
+        if self._future is not None:
+            self._future.cancel()
 
     def __enter__(self) -> TextStream:
         return self
@@ -165,7 +167,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for it; being interrupted cancels it, and waits for that."""
+        """Wait for it; being interrupted cancels it."""
         future = self.start(work)
         try:
             return future.result()

@@ -274,6 +274,29 @@ async def test_it_loads_on_first_use_and_once(counting: list[EngineConfig]) -> N
     await llm.close()
 
 
+async def test_closing_while_it_loads_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, go_on, threads = threading.Event(), threading.Event(), []
+    real = asynchronous.load
+
+    def held(*args: Any) -> Loaded:
+        loading.set()
+        go_on.wait(5)
+        loaded = real(*args)
+        threads.append(loaded.client._thread)
+        return loaded
+
+    monkeypatch.setattr(asynchronous, "load", held)
+    llm = AsyncLLM()
+    task = asyncio.create_task(llm.start())
+    await asyncio.to_thread(loading.wait, 5)
+    await llm.close()
+    go_on.set()
+    with pytest.raises(Unavailable, match="closed"):
+        await task
+    await asyncio.to_thread(threads[0].join, 5)
+    assert not threads[0].is_alive()
+
+
 def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with LLM() as llm:
         llm.generate(["a"] * 3, FIVE)
