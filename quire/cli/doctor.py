@@ -95,7 +95,9 @@ def python() -> Iterator[Finding]:
 
 def native() -> Iterator[Finding]:
     isa, why = kernels()
-    if isa is None:
+    if isa is None and why.startswith("QUIRE_ISA"):
+        yield Finding("native kernels", "fail", why, "unset QUIRE_ISA, or set it to one of those")
+    elif isa is None:
         cure = "`pip install .` (or `make`) in the checkout builds it; a C++ compiler is needed (apt install g++)"
         yield Finding("native kernels", "fail", f"the native extension cannot be loaded: {why}", cure)
     elif isa == "scalar":

@@ -10,6 +10,7 @@ import typer
 
 from quire import __version__
 from quire.cli import ui
+from quire.config import Environment
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
@@ -33,8 +34,12 @@ def gather() -> dict[str, str | None]:
 
 
 def kernels() -> tuple[str | None, str]:
-    """The instruction set that the native backend has chosen, or None and why there is none."""
+    """The kernel set that the native backend will use, or None and why there is none."""
+    forced = Environment.read().isa
     try:
-        return str(importlib.import_module("quire.backends.native").isa()), ""
+        can = list(importlib.import_module("quire.backends.native").available())
     except Exception as e:  # a broken extension can fail in any way, and this command is for finding out
         return None, f"{type(e).__name__}: {e}"
+    if forced and forced not in can:
+        return None, f"QUIRE_ISA asks for {forced!r}; this CPU can run {', '.join(can)}"
+    return forced or can[0], ""

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import quire.cli.doctor as doctor
-from quire.cli import main
+from quire.cli import main, version
 from quire.config import Environment
 from quire.weights.store import Store
 
@@ -46,6 +46,16 @@ def test_a_missing_extension_fails_with_a_cure(home: Path, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "kernels", lambda: (None, "ImportError: no _native"))
     result = run()
     assert result.exit_code == 1 and "no _native" in result.stdout and "cure: `pip install .`" in result.stdout
+
+
+def test_kernels_are_what_would_be_used(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("quire.backends.native.available", lambda: ["avx2", "scalar"])
+    assert version.kernels() == ("avx2", "")
+    monkeypatch.setenv("QUIRE_ISA", "scalar")
+    assert version.kernels() == ("scalar", "")
+    monkeypatch.setenv("QUIRE_ISA", "mmx")
+    assert version.kernels() == (None, "QUIRE_ISA asks for 'mmx'; this CPU can run avx2, scalar")
+    assert findings()["native kernels"]["cure"].startswith("unset QUIRE_ISA")
 
 
 def test_scalar_kernels_warn(home: Path, monkeypatch: pytest.MonkeyPatch):
