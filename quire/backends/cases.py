@@ -17,7 +17,7 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV, Forward, Ops, Tensor
 from quire.layouts import Affine, Dense, Floats, Layout, Rope
 
-NO_KV = KV(layers=1, pages=1, page_size=16, kv_heads=1, head_dim=16)
+NO_KV = KV(layers=1, pages=8, page_size=16, kv_heads=1, head_dim=16)
 Bound = Callable[[Floats], npt.NDArray[np.floating] | float]  # allowed error, from the expected output
 MakeWeight = Callable[[int, int, np.random.Generator], Layout]
 ROUND = float(np.finfo(np.float32).eps)
