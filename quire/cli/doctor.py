@@ -168,7 +168,7 @@ def models(store: Store, deep: bool) -> Iterator[Finding]:
                 yield Finding("store", "fail", e.message, e.cure)
     elif not problems:
         total = mb(sum(m.size for m in listed))
-        detail = f"{len(listed)} models, {total}" if listed else "empty"
+        detail = f"{len(listed)} model{'s' if len(listed) > 1 else ''}, {total}" if listed else "empty"
         cure = "" if listed else f"`quire pull {DEFAULT_MODEL}` fetches the default model"
         yield Finding("store", "pass", detail, cure)
 
