@@ -123,23 +123,33 @@ def resolve_pool(
         pages = max(1, asked // page_bytes)
         return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB (asked for)"
     per_context = -(-context // page_size)
-    wanted = min(4, max_seqs) * per_context
+    contexts = min(4, max_seqs)
+    wanted = contexts * per_context
     most = max(1, available // 2 // page_bytes)
     pages = min(wanted, most)
-    why = "four full contexts" if pages == wanted else f"half of the {available / 2**20:.0f} MiB available"
+    fits = f"{contexts} full context{'s' if contexts > 1 else ''}"
+    why = fits if pages == wanted else f"half of the {available / 2**20:.0f} MiB available"
     return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB ({why})"
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had now without swapping."""
+    """Bytes of memory that can be had now without swapping, the container's limit included."""
     try:
         with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+            machine = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        try:
+            machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        except (ValueError, OSError):
+            machine = 4 << 30
+    return min(machine, _container_memory(Path("/sys/fs/cgroup")))
+
+
+def _container_memory(group: Path) -> int:
+    """What a control group (version 2) leaves of its limit; without one, more than any machine has."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (ValueError, OSError):
-        return 4 << 30
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return 1 << 62

@@ -173,6 +173,12 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise BadRequest(f"{name} is {value}: it must be at least 1", param=name)
+    if config.max_batch_tokens < config.max_seqs:
+        raise BadRequest(
+            f"max_batch_tokens is {config.max_batch_tokens} and max_seqs {config.max_seqs}: "
+            "a step must have room for one token of every sequence",
+            param="max_batch_tokens",
+        )
     if config.max_waiting < 0:
         raise BadRequest(f"max_waiting is {config.max_waiting}: it must not be negative", param="max_waiting")
     if not 0 <= config.depth <= 8:

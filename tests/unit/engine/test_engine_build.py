@@ -79,3 +79,21 @@ def test_numbers_that_could_never_work(name: str) -> None:
 def test_depth_is_bounded() -> None:
     with pytest.raises(BadRequest, match="depth is 9"):
         build_engine(EngineConfig(path="none.gguf", depth=9), ENV)
+
+
+def test_a_step_must_hold_one_token_of_every_sequence():
+    with pytest.raises(BadRequest, match="max_batch_tokens is 8 and max_seqs 16"):
+        build_engine(EngineConfig(path="absent.gguf", max_seqs=16, max_batch_tokens=8), ENV)
+
+
+def test_a_container_limit_bounds_the_memory(tmp_path):
+    from quire.config import _container_memory
+
+    assert _container_memory(tmp_path) == 1 << 62
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert _container_memory(tmp_path) == 1 << 62
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert _container_memory(tmp_path) == 4000
+    (tmp_path / "memory.max").write_text("500\n")
+    assert _container_memory(tmp_path) == 0
