@@ -14,6 +14,7 @@ constexpr int kRows = 64;  // rows of x in an item: they stay in the second cach
 struct Part {
     Segment segment;
     Slot in, out, residual;
+    int items = 0;  // of this run
 };
 
 // Blocks [b0, b1) of a weight, rows [m0, m0 + m) of x, into `e` (whose pointers are at row m0, column 0 of the run).
@@ -29,24 +30,22 @@ struct Linear : Step {
     std::vector<Part> parts;
     int blocks = 0;
 
-    // Blocks in an item: enough items to share out evenly, few enough to stream.
-    int chunk(const Run& run) const {
-        int size = blocks / (8 * run.threads);
-        return size < 1 ? 1 : size > 8 ? 8 : size;
+    int size = 1, columns = 1;  // of this run: blocks in an item, items in a pass over all weights
+
+    // Enough items to share out evenly, few enough to stream.
+    void prepare(const Run& run) override {
+        size = blocks / (8 * run.threads);
+        size = size < 1 ? 1 : size > 8 ? 8 : size;
+        columns = 0;
+        for (Part& p : parts) columns += p.items = (p.segment.weight->blocks + size - 1) / size;
     }
-    int row_chunks(const Run& run) const { return (run.rows(parts[0].out) + kRows - 1) / kRows; }
-    int column_items(const Run& run) const {
-        int n = 0, size = chunk(run);
-        for (const Part& p : parts) n += (p.segment.weight->blocks + size - 1) / size;
-        return n;
-    }
-    int items(const Run& run) const override { return row_chunks(run) * column_items(run); }
+    int items(const Run& run) const override { return (run.rows(parts[0].out) + kRows - 1) / kRows * columns; }
     void work(const Run& run, int item, int) const override {
-        const int size = chunk(run), columns = column_items(run), m0 = item / columns * kRows;
+        int m0 = 0, index = item;
+        if (item >= columns) m0 = item / columns * kRows, index = item % columns;
         const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
-        int index = item % columns;
         const Part* p = parts.data();
-        for (int here; index >= (here = (p->segment.weight->blocks + size - 1) / size); p++) index -= here;
+        for (; index >= p->items; p++) index -= p->items;
         const int b0 = index * size, most = p->segment.weight->blocks, b1 = b0 + size < most ? b0 + size : most;
         Epilogue e;
         e.out = run.plan.floats(p->out, m0) + 16 * b0;
@@ -65,12 +64,24 @@ struct Gated : Step {
     Slot out, quant;
     bool keep = false, quantized = false;
 
-    int columns() const { return (gate.segment.weight->blocks + 1) / 2; }
-    int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * columns(); }
+    int columns = 1, size = 1;  // of this run: items in a pass over the weights, and groups of 32 columns in an item
+
+    void prepare(const Run& run) override {
+        const int groups = (gate.segment.weight->blocks + 1) / 2;
+        size = groups / (8 * run.threads);
+        size = size < 1 ? 1 : size > 4 ? 4 : size;
+        columns = (groups + size - 1) / size;
+    }
+    int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * columns; }
     void work(const Run& run, int item, int thread) const override {
-        const int n = columns(), column = item % n, m0 = item / n * kRows, rows = run.rows(gate.in);
-        const int m = rows - m0 < kRows ? rows - m0 : kRows, width = gate.segment.weight->n;
-        const int b0 = 2 * column, b1 = b0 + 2 < gate.segment.weight->blocks ? b0 + 2 : gate.segment.weight->blocks;
+        int m0 = 0, index = item;
+        if (item >= columns) m0 = item / columns * kRows, index = item % columns;
+        const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
+        for (int g = index * size; g < (index + 1) * size && 32 * g < gate.segment.weight->n; g++) group(run, g, m0, m, thread);
+    }
+    void group(const Run& run, int column, int m0, int m, int thread) const {
+        const int width = gate.segment.weight->n, most = gate.segment.weight->blocks;
+        const int b0 = 2 * column, b1 = b0 + 2 < most ? b0 + 2 : most;
         float* g = (float*)run.plan.scratch(thread);
         float* u = g + 32 * kRows;
         Epilogue e;
@@ -103,7 +114,7 @@ void Plan::linear(std::vector<Segment> segments) {
     auto step = std::make_unique<Linear>();
     for (Segment& s : segments) {
         check_segment(s);
-        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}};
+        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}, 0};
         p.residual = s.residual >= 0 ? floats_slot(s.residual, "linear's residual") : p.out;
         for (const Slot* o : {&p.out, &p.residual})
             if (o->width != s.weight->n || o->per_token != p.in.per_token) refuse("linear: shapes differ");
@@ -118,8 +129,8 @@ void Plan::gated(Segment gate, Segment up, int out, int quant_out) {
     check_segment(gate);
     check_segment(up);
     auto step = std::make_unique<Gated>();
-    step->gate = {gate, at(gate.in), {}, {}};
-    step->up = {up, at(up.in), {}, {}};
+    step->gate = {gate, at(gate.in), {}, {}, 0};
+    step->up = {up, at(up.in), {}, {}, 0};
     const int n = gate.weight->n;
     if (up.weight->n != n || step->gate.in.per_token != step->up.in.per_token) refuse("gated: shapes differ");
     if ((step->keep = out >= 0)) step->out = floats_slot(out, "gated's output");

@@ -23,41 +23,57 @@ void store_kv(const float* k, const float* v, int kv_heads, int head_dim, uint16
     }
 }
 
-template <int Q> inline void page_scores(const uint16_t* keys, const float* const* query, int head_dim, F s[Q]) {
-    for (int q = 0; q < Q; q++) s[q] = fzero();
+// Scores of Q queries against the 16 tokens of each of P pages: Q * P independent chains.
+template <int Q, int P> inline void page_scores(const uint16_t* const* keys, const float* const* query, int head_dim, F* s) {
+    F acc[P][Q];
+    for (int p = 0; p < P; p++)
+        for (int q = 0; q < Q; q++) acc[p][q] = fzero();
     for (int d = 0; d < head_dim; d++) {
-        F k = fload_half(keys + d * kPage);
-        for (int q = 0; q < Q; q++) s[q] = ffma(fset(query[q][d]), k, s[q]);
+        QUIRE_UNROLL
+        for (int p = 0; p < P; p++) {
+            F k = fload_half(keys[p] + d * kPage);
+            QUIRE_UNROLL
+            for (int q = 0; q < Q; q++) acc[p][q] = ffma(fset(query[q][d]), k, acc[p][q]);
+        }
     }
+    for (int p = 0; p < P; p++)
+        for (int q = 0; q < Q; q++) s[p * Q + q] = acc[p][q];
 }
 
-// out[q] = out[q] * correction[q] + sum over `tokens` of p[q][t] * values[t], in order.
+// Columns [d, d + 16 C) of: out[q] = out[q] * correction[q] + sum over tokens of p[q][t] * values[t], in order.
+template <int Q, int C>
+inline void value_columns(const uint16_t* values, int head_dim, int d, int tokens, const float (*p)[kPage],
+                          const float* correction, float* const* out) {
+    F acc[Q][C];
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) acc[q][c] = fmul(fload(out[q] + d + 16 * c), fset(correction[q]));
+    for (int t = 0; t < tokens; t++) {
+        QUIRE_UNROLL
+        for (int c = 0; c < C; c++) {
+            F v = fload_half_n(values + t * head_dim + d + 16 * c, head_dim - d - 16 * c);
+            QUIRE_UNROLL
+            for (int q = 0; q < Q; q++) acc[q][c] = ffma(fset(p[q][t]), v, acc[q][c]);
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) fstore(out[q] + d + 16 * c, acc[q][c]);
+}
+
 template <int Q>
 inline void page_values(const uint16_t* values, int head_dim, int tokens, const float (*p)[kPage], const float* correction,
                         float* const* out) {
-    for (int d = 0; d < head_dim; d += 16) {
-        F acc[Q];
-        const int n = head_dim - d;
-        for (int q = 0; q < Q; q++) acc[q] = fmul(fload(out[q] + d), fset(correction[q]));
-        if (n >= 16) {
-            for (int t = 0; t < tokens; t++) {
-                F v = fload_half(values + t * head_dim + d);
-                for (int q = 0; q < Q; q++) acc[q] = ffma(fset(p[q][t]), v, acc[q]);
-            }
-        } else {
-            for (int t = 0; t < tokens; t++) {
-                F v = fload_half_n(values + t * head_dim + d, n);
-                for (int q = 0; q < Q; q++) acc[q] = ffma(fset(p[q][t]), v, acc[q]);
-            }
-        }
-        for (int q = 0; q < Q; q++) fstore(out[q] + d, acc[q]);
-    }
+    constexpr int kColumns = kMaxChains / Q >= 4 ? 4 : kMaxChains / Q >= 2 ? 2 : 1;
+    int d = 0;
+    for (; d + 16 * kColumns <= head_dim; d += 16 * kColumns)
+        value_columns<Q, kColumns>(values, head_dim, d, tokens, p, correction, out);
+    for (; d < head_dim; d += 16) value_columns<Q, 1>(values, head_dim, d, tokens, p, correction, out);
 }
 
 template <int Q> void attend_queries(const AttendArgs& a, int first) {
     alignas(64) float out[Q][kMaxHeadDim];
     alignas(64) float p[Q][kPage];
-    float high[Q], total[Q], correction[Q];
+    alignas(64) float correction[16];
+    float high[Q], total[Q], added[Q] = {};
     float* rows[Q];
     const float* const* query = a.query + first;
     const int32_t* seen = a.seen + first;
@@ -70,27 +86,41 @@ template <int Q> void attend_queries(const AttendArgs& a, int first) {
         rows[q] = out[q];
         if (seen[q] > longest) longest = seen[q];
     }
-    for (int start = 0, page = 0; start < longest; start += kPage, page++) {
-        const size_t at = (size_t)a.pages[page] * a.page_stride;
-        F s[Q];
-        page_scores<Q>(a.keys + at, query, a.head_dim, s);
+    constexpr int kPages = kMaxChains / Q >= 4 ? 4 : kMaxChains / Q >= 2 ? 2 : 1;
+    F s[kPages * Q];
+    for (int start = 0; start < longest; start += kPage) {
+        const int page = start / kPage, ready = page % kPages;
+        if (ready == 0) {  // scores run ahead by up to kPages pages; the last ones repeat a page that is there
+            const uint16_t* keys[kPages];
+            const int last = (longest - 1) / kPage;
+            for (int i = 0; i < kPages; i++) {
+                const int at = page + i < last ? page + i : last;
+                keys[i] = a.keys + (size_t)a.pages[at] * a.page_stride;
+            }
+            page_scores<Q, kPages>(keys, query, a.head_dim, s);
+        }
         int fewest = kPage;
+        bool rescale = false;
+        alignas(64) float shift[16] = {};
         for (int q = 0; q < Q; q++) {
-            int n = seen[q] - start;
+            const int n = seen[q] - start;
             if (n < fewest) fewest = n;
             if (n <= 0) continue;
-            F score = fkeep(fmul(s[q], fset(a.scale)), n, fset(lowest));
+            F score = fkeep(fmul(s[ready * Q + q], fset(a.scale)), n, fset(lowest));
             float top = hmax(score);
             top = top > high[q] ? top : high[q];
             F e = fexp(fsub(score, fset(top)));
-            float shift[16];
-            fstore(shift, fexp(fset(high[q] - top)));
-            correction[q] = shift[0];
-            total[q] = __builtin_fmaf(total[q], correction[q], hsum(e));
+            shift[q] = high[q] - top;
+            rescale |= shift[q] != 0.0f;
             high[q] = top;
+            added[q] = hsum(e);
             fstore(p[q], e);
         }
-        const uint16_t* values = a.values + at;
+        // e^0 is exactly 1, so the exponential can be left out where no maximum moved.
+        fstore(correction, rescale ? fexp(fload(shift)) : fset(1.0f));
+        for (int q = 0; q < Q; q++)
+            if (seen[q] > start) total[q] = __builtin_fmaf(total[q], correction[q], added[q]);
+        const uint16_t* values = a.values + (size_t)a.pages[page] * a.page_stride;
         if (fewest >= kPage) {
             page_values<Q>(values, a.head_dim, kPage, p, correction, rows);
         } else {

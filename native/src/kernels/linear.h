@@ -8,8 +8,6 @@
 
 #include "rows.h"
 
-#define QUIRE_UNROLL _Pragma("GCC unroll 8")
-
 namespace {
 
 // The eight quads of a tile as unsigned bytes.
@@ -103,17 +101,32 @@ inline void affine_tile(const Matrix& w, int b, const uint8_t* x, const QuantSha
             F bw = fzero();
             if constexpr (BIAS) bw = bias_of(w, block, t, part);
             const int g = t * kParts + part;
+            const size_t sums = GROUP == 32 ? s.sum32 : s.sum16, scaled = GROUP == 32 ? s.sxs32 : s.sxs16;
+            const int8_t* q = (const int8_t*)x + 32 * t + GROUP * part;
+            I d[R];  // one chain per row, advanced together: their latencies overlap
+            QUIRE_UNROLL
+            for (int r = 0; r < R; r++) d[r] = iset(shift * ((const int32_t*)(x + (size_t)r * s.stride + sums))[g]);
+            if constexpr (R == 1) {  // integers: splitting the chain in two changes nothing
+                I odd = iset(0);
+                QUIRE_UNROLL
+                for (int j = 0; j < kQuads; j += 2) {
+                    d[0] = dot_quad<BITS>(d[0], c[kQuads * part + j], q + 4 * j);
+                    odd = dot_quad<BITS>(odd, c[kQuads * part + j + 1], q + 4 * j + 4);
+                }
+                d[0] = iadd(d[0], odd);
+            } else {
+                QUIRE_UNROLL
+                for (int j = 0; j < kQuads; j++) {
+                    QUIRE_UNROLL
+                    for (int r = 0; r < R; r++)
+                        d[r] = dot_quad<BITS>(d[r], c[kQuads * part + j], q + (size_t)r * s.stride + 4 * j);
+                }
+            }
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
                 const uint8_t* row = x + (size_t)r * s.stride;
-                const int8_t* q = (const int8_t*)row + 32 * t + GROUP * part;
-                const int32_t sum = ((const int32_t*)(row + (GROUP == 32 ? s.sum32 : s.sum16)))[g];
-                I d = iset(shift * sum);
-                QUIRE_UNROLL
-                for (int j = 0; j < kQuads; j++) d = dot_quad<BITS>(d, c[kQuads * part + j], q + 4 * j);
-                acc[r] = ffma(fmul(sw, fset(((const float*)(row + s.sx))[t])), ffrom(d), acc[r]);
-                if constexpr (BIAS)
-                    acc[r] = ffma(bw, fset(((const float*)(row + (GROUP == 32 ? s.sxs32 : s.sxs16)))[g]), acc[r]);
+                acc[r] = ffma(fmul(sw, fset(((const float*)(row + s.sx))[t])), ffrom(d[r]), acc[r]);
+                if constexpr (BIAS) acc[r] = ffma(bw, fset(((const float*)(row + scaled))[g]), acc[r]);
             }
         }
     }

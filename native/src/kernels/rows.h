@@ -6,6 +6,8 @@
 #include "../half.h"
 #include "../kernels.h"
 
+#define QUIRE_UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
 using namespace quire;

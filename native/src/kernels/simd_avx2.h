@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kMaxRows = 4;
 constexpr int kMaxQueries = 4;
+constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = false;
 
 struct F {

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kMaxRows = 8;     // rows of x in a gemm register tile
 constexpr int kMaxQueries = 8;  // queries in an attention register tile
+constexpr int kMaxChains = 12;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = false;  // 8-bit codes reach dot4_8 as they are stored, unsigned
 
 using F = __m512;

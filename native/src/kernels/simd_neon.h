@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kMaxRows = 4;
 constexpr int kMaxQueries = 4;
+constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = true;
 
 struct F {

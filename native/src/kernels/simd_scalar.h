@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kMaxRows = 2;
 constexpr int kMaxQueries = 4;
+constexpr int kMaxChains = 1;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = false;
 
 struct F {
