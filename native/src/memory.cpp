@@ -8,12 +8,14 @@
 
 namespace quire {
 
-Mapping::Mapping(size_t bytes) {
+Mapping::Mapping(size_t bytes, bool huge) {
     if (!bytes) return;
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-    if (bytes >= (size_t)2 << 20) madvise(p, bytes, MADV_HUGEPAGE);  // a wish; refusal changes nothing
+    if (huge && bytes >= (size_t)2 << 20) madvise(p, bytes, MADV_HUGEPAGE);  // refusal changes nothing
+#else
+    (void)huge;
 #endif
     data_ = static_cast<uint8_t*>(p);
     size_ = bytes;

@@ -9,7 +9,7 @@ namespace quire {
 class Mapping {
 public:
     Mapping() = default;
-    explicit Mapping(size_t bytes);
+    explicit Mapping(size_t bytes, bool huge = true);  // huge: wish for huge pages; not for what is touched here and there
     ~Mapping();
     Mapping(Mapping&& other) noexcept;
     Mapping& operator=(Mapping&& other) noexcept;

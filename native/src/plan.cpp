@@ -22,7 +22,7 @@ Plan::Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv,
     if (max_tokens < 1 || max_rows < 0) refuse("a step must hold at least one token");
     limits_ = {max_tokens, max_rows, 0, kv.pages};
     arena_ = arena_memory_.data();
-    kv_memory_ = Mapping((size_t)kv.layers * (size_t)kv.pages * page_numbers() * 2 * sizeof(uint16_t));
+    kv_memory_ = Mapping((size_t)kv.layers * (size_t)kv.pages * page_numbers() * 2 * sizeof(uint16_t), false);
 }
 
 Plan::~Plan() = default;
@@ -89,10 +89,27 @@ void Plan::walk(Run& run, int thread) {
     }
 }
 
-void Plan::run(const BatchView& batch, const std::vector<const float*>& inputs) {
+// The arrays belong to the caller, who may change them while we run: what was checked must be what is used.
+BatchView Plan::own(const BatchView& given) {
+    const size_t tokens = (size_t)given.tokens, sequences = (size_t)given.sequences;
+    staging_.resize(3 * tokens + 2 * sequences + 1 + sequences * (size_t)given.table + (size_t)given.rows);
+    BatchView mine = given;
+    int32_t* to = staging_.data();
+    auto copy = [&](const int32_t*& from, size_t n) {
+        if (n) memcpy(to, from, n * sizeof(int32_t));
+        from = to;
+        to += n;
+    };
+    copy(mine.ids, tokens), copy(mine.pos, tokens), copy(mine.write, tokens), copy(mine.q_start, sequences + 1);
+    copy(mine.kv_len, sequences), copy(mine.pages, sequences * (size_t)given.table), copy(mine.logit_rows, (size_t)given.rows);
+    return mine;
+}
+
+void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) {
     if (output_ < 0 || inputs.size() != inputs_.size()) refuse("inputs are missing");
-    check(batch, limits_);
     std::lock_guard<std::mutex> lock(running_);
+    const BatchView batch = own(given);
+    check(batch, limits_);
     for (size_t i = 0; i < inputs.size(); i++) {
         const Slot& s = slots_[(size_t)inputs_[i]];
         for (int r = 0; r < batch.tokens; r++)

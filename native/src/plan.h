@@ -111,6 +111,7 @@ private:
     void check_segment(const Segment& s) const;
     void need_scratch(size_t bytes);
     void walk(Run& run, int thread);
+    BatchView own(const BatchView& given);
 
     std::shared_ptr<ThreadPool> pool_;
     const Kernels* kernels_;
@@ -126,6 +127,7 @@ private:
     size_t scratch_bytes_ = 0;
     std::unique_ptr<std::atomic<int>[]> next_;  // per step: the item to take next
     std::vector<int> items_;
+    std::vector<int32_t> staging_;  // this run's batch
     std::mutex running_;
 };
 

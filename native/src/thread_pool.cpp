@@ -7,7 +7,7 @@ namespace quire {
 
 namespace {
 
-constexpr int kSpins = 4000;  // about 50 to 100 us of pause instructions
+constexpr int kSpins = 1500;  // 30 to 100 us of pause instructions
 constexpr int kYields = 20;
 
 inline void pause() {
