@@ -1,4 +1,4 @@
-"""Byte-level BPE ("gpt2" vocabularies): every byte is written as one printable character, merges are listed in the file.
+"""Byte-level BPE ("gpt2" vocabularies): each byte is written as a printable character, merges are listed in the file.
 
 Owns the byte alphabet and the merges. A merge that names a token the vocabulary lacks is a broken file. Control tokens
 are kept out of the merging vocabulary, so plain text can never become one.
@@ -98,7 +98,7 @@ def _model(vocab: Vocabulary, kept: dict[str, int], ignore_merges: bool) -> mode
 
 
 def _checked(vocab: Vocabulary, kept: dict[str, int], pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The merges without those that would make plain text a control token; BadModelFile for those that make no sense."""
+    """The merges less those that would make plain text a control token; BadModelFile for one that makes no sense."""
     known = set(vocab.tokens)
     good = []
     for i, pair in enumerate(pairs):

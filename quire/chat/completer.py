@@ -94,7 +94,7 @@ class Completer:
     # Generation
 
     def check(self, generation: Generation) -> None:
-        """Raise BadRequest for what cannot be honoured. `stream` checks too; this is for callers who must know before."""
+        """Raise BadRequest for what cannot be honoured. `stream` checks too; this is for who must know before."""
         generation.sampling.validate(self.info.vocab_size)
         prompt, context = generation.prompt, self.info.context
         if not prompt:

@@ -1,4 +1,4 @@
-"""SentencePiece BPE ("llama" vocabularies): pieces carry scores, spaces are written as U+2581, bytes are the last resort.
+"""SentencePiece BPE ("llama" vocabularies): pieces carry scores, a space is written as U+2581, bytes are the last resort.
 
 Owns how scores become merges: SentencePiece joins the neighbours whose union is the best-scored piece, so every way to
 cut a piece into two pieces is a merge, ranked by the score of the whole. Only ordinary pieces take part: plain text can

@@ -110,8 +110,10 @@ class ChatTemplate:
             raise BadRequest(f"the chat template tried what it may not: {error.message}", param="messages") from error
         except TemplateError as error:
             raise BadRequest(f"the chat template refused the messages: {error.message}", param="messages") from error
-        except (RecursionError, MemoryError) as error:
+        except RecursionError as error:
             raise BadRequest("the chat template was stopped: it calls itself without end", param="messages") from error
+        except MemoryError as error:
+            raise BadRequest("the chat template failed: there is no memory for it", param="messages") from error
         except Exception as error:
             what = f"{type(error).__name__}: {str(error)[:500]}"
             raise BadRequest(f"the chat template failed on these messages ({what})", param="messages") from error

@@ -1,7 +1,7 @@
 """The filters and tests that chat templates may use, each with its price known before it works.
 
-What jinja2 has is used where it is safe as it stands. Left out on purpose: `random` (the same request must give the same
-prompt), `attr`, `pprint`, `urlize`, `striptags`, `wordwrap`, `xmlattr` (never needed; surface only). There is no markup
+What jinja2 has is used where it is safe as it stands. Left out on purpose: `random` (the same request must give the
+same prompt), `attr`, `pprint`, `urlize`, `striptags`, `wordwrap`, `xmlattr` (never needed; surface only). There is no markup
 here: `safe` and `escape` give plain text.
 """
 

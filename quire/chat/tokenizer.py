@@ -1,8 +1,8 @@
 """Text to token ids and back, for the vocabulary inside a GGUF file.
 
-Owns special tokens, the begin and end tokens, and exact token bytes; the merging itself is `bpe.py` or `spm.py` over the
-`tokenizers` library. With parse_special=False no text whatever becomes a control token. Immutable after construction and
-safe to use from several threads; the heavy part of `encode` runs without the interpreter lock.
+Owns special tokens, the begin and end tokens, and exact token bytes; the merging itself is `bpe.py` or `spm.py` over
+the `tokenizers` library. With parse_special=False no text whatever becomes a control token. Immutable after
+construction and safe to use from several threads; the heavy part of `encode` runs without the interpreter lock.
 """
 
 from __future__ import annotations

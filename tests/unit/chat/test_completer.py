@@ -37,6 +37,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.left: list[str] = []
+        self.played = 0
         self.info, self.alive = None, True
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -49,6 +50,7 @@ class ScriptedEngine:
                 if request.id in self.aborted:
                     yield Event(id=request.id, finish="abort", receipt=Receipt(output_tokens=99))
                     return
+                self.played += 1
                 yield Event(**{f: getattr(event, f) for f in event.__struct_fields__} | {"id": request.id})
                 if event.finish is not None:
                     return
@@ -218,6 +220,7 @@ async def test_leaving_early_lets_every_request_go(n: int):
         async for _ in chunks:
             break
     assert sorted(engine.left) == [f"g-{i}" for i in range(n)]
+    assert engine.played < 3 * n  # and none of them ran on
 
 
 async def test_cancelling_lets_every_request_go():
@@ -229,6 +232,7 @@ async def test_cancelling_lets_every_request_go():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert sorted(engine.left) == ["g-0", "g-1"]
+    assert engine.played < 100
 
 
 async def test_one_failure_ends_all():

@@ -58,12 +58,14 @@ def test_special_tokens_only_when_asked():
 
 
 def test_merges_never_make_a_control_token():
-    data = byte_level(("< s", "<s >"))
-    at = data["tokenizer.ggml.tokens"].index("<s>")
+    data = byte_level(("e n", "en d"))
+    at = data["tokenizer.ggml.tokens"].index("end")
     data["tokenizer.ggml.token_type"][at] = 3
     tokenizer = Tokenizer.from_gguf(data)
-    assert at not in plain(tokenizer, "<s>")
-    assert plain(tokenizer, "<s>", parse_special=True) == [at]
+    assert texts(tokenizer, plain(tokenizer, "end")) == ["en", "d"]
+    assert plain(tokenizer, "end", parse_special=True) == [at]
+    whole = Tokenizer.from_gguf(data | {"tokenizer.ggml.pre": "llama3"})  # where a word that is a token needs no merge
+    assert at not in plain(whole, "end")
 
 
 def test_sentencepiece_pieces_never_make_a_control_token():
@@ -71,6 +73,12 @@ def test_sentencepiece_pieces_never_make_a_control_token():
     assert 2 not in plain(tokenizer, "</s>")
     assert texts(tokenizer, plain(tokenizer, "</s>")) == [" ", "</", "s>"]
     assert plain(tokenizer, "</s>", parse_special=True) == [2]
+
+
+def test_sentencepiece_pieces_never_make_a_byte_token():
+    pieces = {p: -float(i) for i, p in enumerate(("<", "0", "x", "A", ">", "<0", "<0x", "0A", "0A>"))}
+    tokenizer = Tokenizer.from_gguf(sentencepiece(pieces, add_space_prefix=False))
+    assert texts(tokenizer, plain(tokenizer, "<0x0A>")) == ["<0x", "0A>"]
 
 
 def test_user_defined_tokens_are_cut_out_first():
