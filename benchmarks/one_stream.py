@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
-    from quire.config import DEFAULT_MODEL, Environment, available_cores
+    from quire.config import DEFAULT_MODEL, available_cores
 
     threads = args.threads or available_cores()
     if args.child:
@@ -96,7 +96,7 @@ def main() -> None:
         return
     from quire.weights.store import Store
 
-    path = str(Store(Environment.read().home).resolve(args.model or DEFAULT_MODEL))
+    path = str(Store().resolve(args.model or DEFAULT_MODEL))
     peer = find_llama_bench()
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []

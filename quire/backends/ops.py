@@ -148,16 +148,3 @@ class Backend(Protocol):
     def implementations(self) -> dict[str, str]:
         """op -> what runs it here, for `quire doctor --ops`."""
         ...
-
-
-def open_backend(name: str, *, threads: int = 1, isa: str | None = None) -> Backend:
-    """The backend of that name. Imported here, so that nothing loads a backend it does not use."""
-    if name == "native":
-        from quire.backends.native.backend import NativeBackend
-
-        return NativeBackend(threads=threads, isa=isa)
-    if name == "reference":
-        from quire.backends.reference.backend import ReferenceBackend
-
-        return ReferenceBackend()
-    raise ValueError(f"no backend named {name!r}: there are native and reference")

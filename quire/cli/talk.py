@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire import __version__
-from quire.cli.run import decisions, numbers, report, say, show
+from quire.cli.answer import decisions, numbers, report, say, show
 from quire.config import Environment
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams

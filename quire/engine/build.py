@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.backends.ops import Backend, open_backend
+from quire.backends.choose import open_backend
+from quire.backends.ops import Backend
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (

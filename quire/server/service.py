@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire import __version__
 from quire.config import ServerConfig
@@ -21,7 +21,12 @@ from quire.observe.metrics import Metrics, ModelMetrics
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
-    from quire.server.feed import Feed
+
+
+class Running(Protocol):
+    """An answer on its way, as far as a shutdown cares."""
+
+    def fail(self, error: BaseException) -> None: ...
 
 
 class Service:
@@ -38,7 +43,7 @@ class Service:
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
         self.restarted = 0  # times the engine process was started again
-        self.feeds: set[Feed] = set()
+        self.feeds: set[Running] = set()
         self.in_flight = 0  # HTTP requests between their first byte in and last byte out, probes not counted
         self.draining = False
         self._idle = asyncio.Event()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.backends import cases
-from quire.backends.ops import TABLE, open_backend
+from quire.backends.choose import open_backend
+from quire.backends.ops import TABLE
 from quire.layouts import Affine, Dense, Layout
 
 BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")

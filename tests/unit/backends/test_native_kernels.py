@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from quire.backends.choose import open_backend
 from quire.backends.native.backend import NativeBackend, extension
-from quire.backends.ops import KV, open_backend
+from quire.backends.ops import KV
 from quire.layouts import Affine, Dense, Layout
 from tests.unit.backends.native_kit import QUANTIZED, affine, codec, dense, ragged, rows_batch
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire import models
 from quire.backends.cases import ragged
-from quire.backends.ops import open_backend
+from quire.backends.choose import open_backend
 from quire.layouts import Floats
 from quire.weights.gguf import GGUF
 

@@ -1,0 +1,145 @@
+"""How an answer reaches a person: text to stdout as it comes, everything else to stderr.
+
+Shared by one answer (`run.py`) and a conversation (`talk.py`). Imports nothing heavy: it is on the way to the first token.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.engine.types import EngineInfo
+    from quire.llm import Completion, Output
+    from quire.runner.params import SamplingParams
+
+
+def show(stream: Iterable[str]) -> float | None:
+    """Pieces to stdout as they come, with a spinner before the first. Ends with a newline, also when interrupted.
+
+    Returns how old the process was when the first piece was written, where the system tells.
+    """
+    out = sys.stdout
+    screen = out.isatty()
+    last, first = "\n", None
+    spinner = Spinner("thinking")
+    spinner.start()
+    try:
+        for piece in stream:
+            spinner.stop()
+            last = piece
+            out.write(_tame(piece) if screen else piece)
+            out.flush()
+            first = first or _age()
+    finally:
+        spinner.stop()
+        if not last.endswith("\n"):
+            out.write("\n")
+        out.flush()
+    return first
+
+
+def _age() -> float | None:
+    """Seconds since this process was started; Linux tells."""
+    try:
+        with open("/proc/self/stat") as f:
+            ticks = int(f.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
+
+
+def _tame(text: str) -> str:
+    """Nothing a model says may steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def report(output: Output, info: EngineInfo, params: SamplingParams, stats: bool) -> None:
+    """Say what cut an answer short, and the numbers when asked."""
+    done = output.outputs[0]
+    if done.finish_reason == "length":
+        full = len(output.prompt_tokens) + len(done.tokens) >= info.context
+        what = f"the context of {info.context} tokens is full" if full else f"--max-tokens {params.max_tokens}"
+        say(f"[the answer was cut: {what}]")
+    if stats:
+        for line in numbers(done):
+            say(line)
+
+
+def decisions(info: EngineInfo) -> None:
+    """What was decided at load."""
+    for line in info.decisions:
+        say(line)
+
+
+def numbers(done: Completion) -> list[str]:
+    """A receipt in words."""
+    r = done.receipt
+    computed = r.prompt_tokens - r.cached_tokens
+    first = r.queue_seconds + r.prefill_seconds
+    lines = [
+        f"prompt: {r.prompt_tokens} tokens, {r.cached_tokens} of them cached; answer: {r.output_tokens} tokens; "
+        f"ended by {done.finish_reason or 'interrupt'}; seed {r.seed}",
+        f"first token: {first * 1000:.0f} ms (queue {r.queue_seconds * 1000:.0f}, prefill {r.prefill_seconds * 1000:.0f})",
+    ]
+    if r.prefill_seconds > 0 and computed > 0:
+        lines.append(f"prefill: {computed / r.prefill_seconds:.1f} tokens/s")
+    if r.decode_seconds > 0 and r.output_tokens > 1:
+        lines.append(f"decode: {(r.output_tokens - 1) / r.decode_seconds:.1f} tokens/s")
+    return lines
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Spinner:
+    """Something that moves on stderr while nothing else does; on a terminal only."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._turn, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Spinner:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _turn(self) -> None:
+        shown = False
+        wait = 0.15  # what is over sooner needs no spinner
+        for frame in _frames():
+            if self._over.wait(wait):
+                break
+            sys.stderr.write(f"\r{frame} {self._text} ")
+            sys.stderr.flush()
+            shown, wait = True, 0.1
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _frames() -> Iterable[str]:
+    while True:
+        yield from "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
