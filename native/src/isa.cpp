@@ -3,7 +3,9 @@
 
 #include "kernels.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -13,10 +15,14 @@ namespace quire {
 #if defined(__x86_64__)
 namespace {
 
-bool has_avx_vnni() {  // cpuid leaf 7, subleaf 1, eax bit 4 (older compilers do not know the name)
-    unsigned a = 7, b, c = 1, d;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return a >> 4 & 1;
+// Bits that not every compiler knows by name. Leaf 1: F16C; leaf 7, subleaf 1: AVX-VNNI.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+bool has_avx_vnni() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
 }  // namespace
@@ -29,7 +35,7 @@ int available_kernels(const Kernels** out, int capacity) {
     };
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         offer(avx512_kernels());
