@@ -15,8 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def machine() -> dict[str, Any]:
     """CPU, cores and versions."""
-    from quire import __version__
-    from quire.config import available_cores
+    from quire.config import VERSION, available_cores
 
     cpu = platform.processor() or platform.machine()
     try:
@@ -31,7 +30,7 @@ def machine() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": available_cores(),
         "python": platform.python_version(),
-        "quire": __version__,
+        "quire": VERSION,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+VERSION = "0.1.0"
 PAGE_SIZE = 16
 DEFAULT_MODEL = "smollm2:135m"
 

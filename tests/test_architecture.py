@@ -141,3 +141,11 @@ def test_configuration_stays_small():
     from quire.config import Environment
 
     assert len(dataclass_fields(Environment)) <= 10
+
+
+def test_one_version():
+    import tomllib
+
+    from quire import __version__
+
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == __version__

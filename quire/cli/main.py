@@ -99,9 +99,9 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from quire import __version__
+        from quire.config import VERSION
 
-        typer.echo(f"quire {__version__}")
+        typer.echo(f"quire {VERSION}")
         raise typer.Exit
 
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire import __version__
 from quire.cli.answer import decisions, numbers, report, say, show
-from quire.config import Environment
+from quire.config import VERSION, Environment
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
 
@@ -77,7 +76,7 @@ class Talk:
     def loop(self) -> None:
         """Until the user leaves."""
         history = _history()
-        say(f"{self.llm.info.model} · quire {__version__} · /help tells what there is")
+        say(f"{self.llm.info.model} · quire {VERSION} · /help tells what there is")
         interrupted = False
         try:
             while True:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from quire import __version__
 from quire.cli import ui
-from quire.config import Environment
+from quire.config import VERSION, Environment
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
@@ -25,7 +24,7 @@ def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 def gather() -> dict[str, str | None]:
     """The facts; `kernels` is None where the native extension cannot be loaded."""
     return {
-        "quire": __version__,
+        "quire": VERSION,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "machine": platform.machine(),

@@ -19,8 +19,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire import __version__
-from quire.config import ServerConfig
+from quire.config import VERSION, ServerConfig
 from quire.observe.errors import QuireError
 from quire.observe.metrics import CONTENT_TYPE
 from quire.server import dialects, errors
@@ -43,7 +42,7 @@ def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
         service.attach(source.client, source)
     app = FastAPI(
         title="Quire",
-        version=__version__,
+        version=VERSION,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -92,7 +91,7 @@ def _probes(app: FastAPI, service: Service) -> None:
         return _json(body) if stage == "ready" else _json(body, 503, {"retry-after": "2"})
 
     async def version(request: Request) -> Response:
-        return _json({"version": __version__})
+        return _json({"version": VERSION})
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})

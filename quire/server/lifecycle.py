@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 import uvicorn
 
-from quire import __version__
-from quire.config import ServerConfig
+from quire.config import VERSION, ServerConfig
 from quire.engine.client import EngineClient
 from quire.observe.errors import QuireError
 from quire.server.app import create_app
@@ -97,7 +96,7 @@ def run_file(home: Path, sock: socket.socket, model: str) -> Generator[Path, Non
         "url": url_of(sock),
         "model": model,
         "started": time.time(),
-        "version": __version__,
+        "version": VERSION,
     }
     partial = path.with_suffix(".tmp")
     partial.write_bytes(msgspec.json.encode(note))

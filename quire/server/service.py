@@ -12,8 +12,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from quire import __version__
-from quire.config import ServerConfig
+from quire.config import VERSION, ServerConfig
 from quire.engine.client import EngineClient
 from quire.engine.types import EngineInfo
 from quire.observe.errors import NotFound, Unavailable
@@ -140,5 +139,5 @@ class Service:
 def fingerprint(info: EngineInfo) -> str:
     """Changes when the tokens might: another version, model or kernel set. The number of threads is not part of it."""
     backend = re.sub(r",?\s*\d+ threads?", "", info.backend)
-    parts = (__version__, info.model, info.architecture, info.vocab_size, info.weight_bytes, backend)
+    parts = (VERSION, info.model, info.architecture, info.vocab_size, info.weight_bytes, backend)
     return "fp_" + hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]

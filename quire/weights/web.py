@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urljoin, urlsplit
 
-from quire import __version__
+from quire.config import VERSION
 from quire.observe.errors import DownloadFailed, NotFound
 
 MAX_PAGE = 64 << 20  # the largest document that is read into memory
@@ -166,7 +166,7 @@ class Http:
         here = url
         for _ in range(MAX_HOPS + 1):
             request = urllib.request.Request(here, method=method, headers=dict(headers or {}))
-            request.add_header("User-Agent", f"quire/{__version__}")
+            request.add_header("User-Agent", f"quire/{VERSION}")
             request.add_header("Accept-Encoding", "identity")  # a resumed byte range must be of the file itself
             if auth and origin_of(here) == origin:
                 request.add_header("Authorization", auth)
