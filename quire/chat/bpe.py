@@ -6,12 +6,13 @@ are kept out of the merging vocabulary, so plain text can never become one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import add
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from quire.chat.pretokenizers import PreTokenizer
-from quire.chat.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, where
+from quire.chat.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
 
 _KEY = "tokenizer.ggml.merges"
@@ -63,7 +64,7 @@ class BytePieces:
                 return bytes(map(ALPHABET.__getitem__, text))
             except KeyError:
                 pass  # added as it is, not in the byte alphabet
-        return text.encode()
+        return raw(text)
 
 
 def _mergeable(vocab: Vocabulary) -> dict[str, int]:
@@ -72,6 +73,8 @@ def _mergeable(vocab: Vocabulary) -> dict[str, int]:
         kept.pop("", None)
         _refuse_duplicates(vocab)
     for i in where((vocab.types == CONTROL) | (vocab.types == UNKNOWN)):
+        kept.pop(vocab.tokens[i], None)
+    for i in not_text(vocab.tokens):
         kept.pop(vocab.tokens[i], None)
     kept.pop("", None)
     return kept
@@ -86,27 +89,36 @@ def _refuse_duplicates(vocab: Vocabulary) -> None:
 
 
 def _model(vocab: Vocabulary, kept: dict[str, int], ignore_merges: bool) -> models.BPE:
-    pairs: list[tuple[str, ...]] = [tuple(merge.split(" ", 1)) for merge in vocab.merges]
-    if set(map(len, pairs)) <= {2}:
-        lefts, rights = zip(*pairs, strict=True) if pairs else ((), ())
-        sound = kept.keys() >= {*lefts, *rights, *map(add, lefts, rights)}
-    else:
-        sound = False
-    if not sound:  # the library panics at a merge it cannot use, and does not say which
-        pairs = _checked(vocab, kept, pairs)
-    return models.BPE(kept, pairs, ignore_merges=ignore_merges)  # type: ignore[arg-type]
+    pairs = _sound(vocab.merges, kept)
+    if pairs is None:  # the library panics at a merge it cannot use, and does not say which
+        pairs = _checked(vocab, kept)
+    return models.BPE(kept, pairs, ignore_merges=ignore_merges)
 
 
-def _checked(vocab: Vocabulary, kept: dict[str, int], pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _sound(merges: Sequence[str], kept: dict[str, int]) -> list[tuple[str, str]] | None:
+    """The merges as pairs, when all are well formed and their parts and results are tokens; else None.
+
+    Whole-text operations: a Python step for each of the fifty to three hundred thousand merges would be felt at start.
+    """
+    text = "\n".join(merges)
+    parts, results = text.replace(" ", "\n").split("\n"), text.replace(" ", "").split("\n")
+    lefts, rights = parts[::2], parts[1::2]
+    if not len(merges) == len(results) == len(lefts) == len(rights) or list(map(add, lefts, rights)) != results:
+        return None
+    return list(zip(lefts, rights, strict=True)) if kept.keys() >= {*parts, *results} else None
+
+
+def _checked(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
     """The merges less those that would make plain text a control token; BadModelFile for one that makes no sense."""
     known = set(vocab.tokens)
     good = []
-    for i, pair in enumerate(pairs):
-        if len(pair) != 2 or not pair[0] or not pair[1]:
-            raise BadModelFile(f"{_KEY}[{i}] is {vocab.merges[i][:80]!r}: two tokens with a space between are needed")
-        for text in (*pair, "".join(pair)):
+    for i, merge in enumerate(vocab.merges):
+        left, _, right = merge.partition(" ")
+        if not left or not right:
+            raise BadModelFile(f"{_KEY}[{i}] is {merge[:80]!r}: two tokens with a space between are needed")
+        for text in (left, right, left + right):
             if text not in known:
-                raise BadModelFile(f"{_KEY}[{i}] is {vocab.merges[i][:80]!r}: no token is {text[:80]!r}")
-        if all(text in kept for text in (*pair, "".join(pair))):
-            good.append(pair)
+                raise BadModelFile(f"{_KEY}[{i}] is {merge[:80]!r}: no token is {text[:80]!r}")
+        if left in kept and right in kept and left + right in kept:
+            good.append((left, right))
     return good

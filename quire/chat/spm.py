@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
-from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, where
+from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
 
 SPACE = "\u2581"
@@ -54,7 +54,7 @@ class ScoredPieces:
         text = self._vocab.tokens[token]
         if kind not in (CONTROL, UNKNOWN, USER_DEFINED):
             text = text.replace(SPACE, " ")
-        return text.encode()
+        return raw(text)
 
 
 def _byte_tokens(vocab: Vocabulary) -> dict[int, int]:
@@ -83,6 +83,8 @@ def _pieces(vocab: Vocabulary) -> dict[str, int]:
         if text in kept and text:
             raise BadModelFile(f"tokenizer.ggml.tokens[{i}] is {text[:80]!r} again: token {kept[text]} has that text")
         kept[text] = i
+    for i in not_text(vocab.tokens):
+        kept.pop(vocab.tokens[i], None)
     kept.pop("", None)
     if vocab.unk_id is not None:
         kept[vocab.tokens[vocab.unk_id]] = vocab.unk_id

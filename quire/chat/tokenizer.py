@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from quire.chat import pretokenizers
 from quire.chat.specials import Splitter
-from quire.chat.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, where
+from quire.chat.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
 from quire.observe.errors import BadModelFile, BadRequest, Unsupported
 
 
@@ -140,7 +140,7 @@ class Tokenizer:
         fuses_unknown = self._vocab.model == "llama" and int((self._vocab.types == BYTE).sum()) < 256
         if self._swallow or fuses_unknown:
             return None
-        return max(len(text.encode()) for text in self._vocab.tokens)
+        return max(len(raw(text)) for text in self._vocab.tokens)
 
     @cached_property
     def _swallow(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 Owns the meaning of `tokenizer.ggml.*`: arrays agree in length, ids lie inside the vocabulary, kinds are known, no text
 stands for two tokens. It does not know how text is cut or merged. Metadata is hostile: every complaint names its key.
+Token texts that are not UTF-8 arrive with escaped bytes (surrogates); `raw` gives their bytes back.
 """
 
 from __future__ import annotations
@@ -109,6 +110,20 @@ class Vocabulary:
 def where(mask: npt.NDArray[np.bool_]) -> list[int]:
     """Ids at which the mask holds."""
     return [int(i) for i in np.flatnonzero(mask)]
+
+
+def raw(text: str) -> bytes:
+    """The bytes of a token's text as the file has them."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def not_text(tokens: Sequence[str]) -> list[int]:
+    """Ids of tokens whose bytes are not UTF-8: no text can contain them as they are written."""
+    try:
+        "".join(tokens).encode()
+    except UnicodeEncodeError:
+        return [i for i, text in enumerate(tokens) if any("\ud800" <= c <= "\udfff" for c in text)]
+    return []
 
 
 def _end_ids(tokens: Sequence[str], types: npt.NDArray[np.int32], named: list[int | None]) -> tuple[int, ...]:

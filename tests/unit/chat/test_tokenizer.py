@@ -243,6 +243,21 @@ def test_empty_tokens_are_tolerated_and_never_made():
     assert texts(tokenizer, plain(tokenizer, "hello")) == ["hello"]
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_tokens_that_are_not_utf8_keep_their_bytes(kind: int):
+    odd = b"\xff\xfe!".decode("utf-8", "surrogateescape")
+    for data in (byte_level(MERGES), sentencepiece(PIECES)):
+        data["tokenizer.ggml.tokens"].append(odd)
+        data["tokenizer.ggml.token_type"] = np.append(data["tokenizer.ggml.token_type"], kind).astype(np.int32)
+        if "tokenizer.ggml.scores" in data:
+            data["tokenizer.ggml.scores"] = np.append(data["tokenizer.ggml.scores"], 0).astype(np.float32)
+        tokenizer = Tokenizer.from_gguf(data)
+        assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"\xff\xfe!"
+        assert tokenizer.token_text(tokenizer.vocab_size - 1) == "\ufffd\ufffd!"
+        assert tokenizer.decode(plain(tokenizer, "aab", parse_special=True)) == "aab"
+        assert (tokenizer.max_token_bytes or 0) > 2
+
+
 def test_a_byte_the_vocabulary_lacks_is_refused_not_dropped():
     data = byte_level()
     at = data["tokenizer.ggml.tokens"].index("q")
