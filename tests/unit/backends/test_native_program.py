@@ -125,6 +125,24 @@ def test_fusing_leaves_alone_what_is_read_twice() -> None:
     np.testing.assert_array_equal(*runs)
 
 
+@pytest.mark.parametrize("again", ["q", "k"])
+def test_rotated_tensors_that_are_read_twice_are_kept(again: str) -> None:
+    kv, rope = KV(1, 2, 16, 2, 32), Rope(np.linspace(1, 0.01, 16, dtype=np.float32), 32, True)
+
+    def forward(ops, batch, inputs):
+        q, k = (ops.rope(inputs[name], batch.pos, rope, 2) for name in "qk")
+        a = ops.attention(q, k, inputs["v"], batch, layer=0, heads=2, scale=1.0)
+        return ops.add(a, q if again == "q" else k)
+
+    inputs = {name: np.random.default_rng(ord(name)).standard_normal((20, 64)).astype(np.float32) for name in "qkv"}
+    batch, widths = ragged([([0] * 20, 0, (1, 0))]), dict.fromkeys("qkv", 64)
+    batch.logit_rows = i32([])
+    backends = NativeBackend(passes=()), NativeBackend(), open_backend("reference")
+    runs = [b.compile(forward, kv=kv, max_tokens=20, max_rows=0, inputs=widths).run(batch, inputs) for b in backends]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    np.testing.assert_allclose(runs[0], runs[2], rtol=2e-4, atol=2e-5)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.lists(st.integers(0, 5), max_size=3)), max_size=30)
