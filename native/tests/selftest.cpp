@@ -211,6 +211,77 @@ void test_attention(const Kernels& isa, const Kernels& scalar) {
     }
 }
 
+// A small program under batches with something wrong in them: each is refused, or runs inside its memory (which is for the
+// sanitizers to say). Good batches give the same bits before and after.
+void test_plan(const Kernels* kernels) {
+    const int d = 64, vocabulary = 40, tokens = 24, table = 4, pages = 9;
+    auto pool = std::make_shared<ThreadPool>(2);
+    auto plain = [&](int n, int k) {
+        std::vector<float> w = floats((size_t)(n * k), 0.2f);
+        return std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), n, k));
+    };
+    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
+    auto ones = std::make_shared<Vector>();
+    ones->n = d;
+    ones->memory = Mapping((size_t)d * 4);
+    for (int i = 0; i < d; i++) ((float*)ones->memory.data())[i] = 1;
+    Plan plan(pool, kernels, {1, pages, 2, 16}, tokens, tokens, (size_t)1 << 20);
+    size_t at = 0;
+    auto slot = [&](int width, bool quant, bool per_token) {
+        int made = plan.slot(at, width, quant, per_token);
+        at += Slot::row_bytes(width, quant) * (size_t)tokens;
+        return made;
+    };
+    const int x = slot(d, false, true), h = slot(d, true, true), q = slot(d, false, true), q2 = slot(d, false, true);
+    const int k = slot(32, false, true), v = slot(32, false, true), a = slot(d, false, true), aq = slot(d, true, true);
+    const int f = slot(96, true, true), y = slot(d, false, true), last = slot(d, false, false), out = slot(vocabulary, false, false);
+    plan.embed(rounded(vocabulary, d), x);
+    plan.norm(x, ones, 1e-5f, -1, h);
+    plan.linear({{rounded(d, d), nullptr, h, q, -1}, {rounded(32, d), nullptr, h, k, -1}, {rounded(32, d), nullptr, h, v, -1}});
+    const std::vector<float> frequencies = floats(8);
+    const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
+    plan.store(k, v, rope, q, q2, 0);
+    plan.attend(q2, 0, 4, 0.25f, a, aq);
+    plan.gated({rounded(96, d), nullptr, aq, -1, -1}, {rounded(96, d), nullptr, aq, -1, -1}, -1, f);
+    plan.linear({{rounded(d, 96), nullptr, f, y, x}});
+    plan.take(y, last);
+    plan.linear({{plain(vocabulary, d), nullptr, last, out, -1}});
+    plan.output(out);
+
+    std::vector<int32_t> ids(tokens), pos(tokens), write(tokens), pick(tokens), q_start{0, 20, tokens}, kv_len{20, 4};
+    std::vector<int32_t> map{3, 5, -1, -1, 0, 8, 1, -1};
+    for (int t = 0; t < tokens; t++) {
+        ids[(size_t)t] = t, pick[(size_t)t] = tokens - 1 - t;
+        pos[(size_t)t] = t < 20 ? t : t - 20;  // every token that is read is written by the same run
+        write[(size_t)t] = map[(size_t)((t < 20 ? 0 : table) + pos[(size_t)t] / 16)] * 16 + pos[(size_t)t] % 16;
+    }
+    auto run = [&] {
+        BatchView b{ids.data(), pos.data(), q_start.data(), kv_len.data(), map.data(), write.data(), pick.data(), tokens, 2, table, tokens};
+        plan.run(b, {});
+    };
+    const size_t bytes = plan.output_slot().stride * (size_t)tokens;
+    run();
+    std::vector<uint8_t> good((const uint8_t*)plan.output_data(), (const uint8_t*)plan.output_data() + bytes);
+    std::vector<int32_t>* arrays[] = {&ids, &pos, &write, &pick, &q_start, &kv_len, &map};
+    int refused = 0, rounds = 3000;
+    for (int i = 0; i < rounds; i++) {
+        std::vector<int32_t>& array = *arrays[below(7)];
+        int32_t& number = array[(size_t)below((int)array.size())];
+        const int32_t was = number;
+        const int32_t odd[] = {-1, 0, 1, 15, 16, 1 << 30, INT32_MAX, INT32_MIN, was + 1, was - 1, below(200) - 20};
+        number = odd[below(11)];
+        try {
+            run();
+        } catch (const std::invalid_argument&) {
+            refused++;
+        }
+        number = was;
+    }
+    if (refused < rounds / 4 || refused == rounds) failures++, printf("FAILED %s: %d of %d batches refused\n", kernels->name, refused, rounds);
+    run();
+    same(kernels->name, "plan after bad batches", plan.output_data(), good.data(), bytes);
+}
+
 void test_half() {
     for (uint32_t h = 0; h < 65536; h++) {
         float f = half_to_float((uint16_t)h);
@@ -249,6 +320,7 @@ int main() {
             test_dense(*sets[i], *scalar_kernels(), pool);
             test_attention(*sets[i], *scalar_kernels());
         }
+        test_plan(sets[i]);
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);
