@@ -123,9 +123,7 @@ def test_prefix_hits(model_path, requests, alone, chunk):
 def test_preemption(model_path, requests, alone, prefix_cache):
     """A pool too small for the batch: sequences are put off and resumed, and nobody can tell."""
     pages = 22 if prefix_cache else 33
-    bench = Bench(
-        model_path, kv_memory=pages * 16 * 23040, context=320, max_batch_tokens=64, prefix_cache=prefix_cache
-    )
+    bench = Bench(model_path, kv_memory=pages * 16 * 23040, context=320, max_batch_tokens=64, prefix_cache=prefix_cache)
     assert bench.run(requests) == alone
     assert bench.engine.stats().preemptions > 0
     bench.close()
