@@ -7,7 +7,7 @@ namespace quire {
 
 namespace {
 
-constexpr int kSpins = 1500;  // 30 to 100 us of pause instructions
+constexpr int kSpins = 3000;  // 60 to 200 us of pause instructions: longer than any wait inside a step on cores of our own
 constexpr int kYields = 20;
 
 inline void pause() {
