@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from quire.observe.errors import QuireError
 from quire.weights.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell that runs a job in the background makes it ignore interrupts, and its children inherit that: the tests that
+# interrupt something would then wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
