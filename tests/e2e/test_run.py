@@ -145,6 +145,7 @@ def test_a_conversation_on_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     assert "Paris" in (tmp_path / "talk.md").read_text()
     terminal.type("/nonsense\r")
     assert "there is no command" in terminal.until(">>> ")
+    time.sleep(0.5)  # readline shows its prompt a moment before it listens; what comes in between waits for a key
     terminal.type("\x03")
     assert "again" in terminal.until(">>> ")
     terminal.type("\x04")
