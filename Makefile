@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test check fmt lint type bench clean
+.PHONY: help run serve setup test check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -28,7 +28,7 @@ export PROMPT
 
 help: ## This list
 	@echo "Quire: make TARGET"
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo 'For instance: make run PROMPT="Why is the sky blue?"  make run MODEL=./model.gguf  make serve ARGS="--port 9000"'
 
 run: $(VENV)/.installed ## Set up, fetch the default model, and chat (or answer PROMPT="...")
@@ -60,6 +60,11 @@ type: $(VENV)/.tested ## Type check
 
 bench: $(VENV)/.installed ## Our figures, beside llama.cpp's when llama-bench is on the PATH
 	@$(BIN)/python -m benchmarks.one_stream $(ARGS)
+
+bench-cpu: $(VENV)/.installed ## One stream, many streams and a server, beside llama.cpp's programs
+	@$(BIN)/python -m benchmarks.one_stream $(ARGS)
+	@$(BIN)/python -m benchmarks.many_streams $(ARGS)
+	@$(BIN)/python -m benchmarks.served $(ARGS)
 
 clean: ## Remove .venv and everything built (models stay)
 	rm -rf $(VENV) build dist native/build .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -11,12 +11,12 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.peers import find, missing
 from benchmarks.record import ROOT, median, save, spread
 
 
@@ -69,13 +69,6 @@ def llama_bench(binary: str, path: str, threads: int, prefill: int, decode: int,
     return {"prefill": found["prefill"], "decode": found["decode"]}
 
 
-def find_llama_bench() -> str | None:
-    folder = os.environ.get("LLAMA_CPP")
-    if folder and (Path(folder) / "llama-bench").exists():
-        return str(Path(folder) / "llama-bench")
-    return shutil.which("llama-bench")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="a name or a path; the default model when absent")
@@ -97,7 +90,7 @@ def main() -> None:
     from quire.weights.store import Store
 
     path = str(Store().resolve(args.model or DEFAULT_MODEL))
-    peer = find_llama_bench()
+    peer = find("llama-bench")
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     sizes = ["--prefill", str(args.prefill), "--decode", str(args.decode), "--depth", str(args.depth)]
@@ -134,7 +127,7 @@ def report(
     )
     print(f"  load                 {spread([o['load_seconds'] for o in ours], 2)} s")
     if not theirs:
-        print("  llama-bench is not on the PATH, and LLAMA_CPP does not name its folder: no peer was measured")
+        print(f"  {missing('llama-bench')}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ bool has_f16c() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
 }
+#if defined(QUIRE_HAS_AVXVNNI)
 bool has_avx_vnni() {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
+#endif
 
 }  // namespace
 #endif
@@ -39,7 +41,9 @@ int available_kernels(const Kernels** out, int capacity) {
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         offer(avx512_kernels());
+#if defined(QUIRE_HAS_AVXVNNI)
     if (avx2 && has_avx_vnni()) offer(avxvnni_kernels());
+#endif
     if (avx2) offer(avx2_kernels());
 #elif defined(__aarch64__)
 #if defined(__linux__)

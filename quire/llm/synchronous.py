@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.chat.tokenizer import Tokenizer
 
 T = TypeVar("T")
+EXIT_SECONDS = 5.0  # for tasks that are being unwound
 
 
 class LLM:
@@ -161,7 +162,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=(self._loop,), name="quire-loop", daemon=True).start()
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="quire-loop", daemon=True)
+        self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -177,8 +179,11 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
+        """End the loop and what runs on it, and wait for that: unwinding tasks must not meet the interpreter's end."""
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join(EXIT_SECONDS)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
