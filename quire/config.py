@@ -117,19 +117,23 @@ def resolve_pool(
 ) -> tuple[int, str]:
     """Pages of the KV pool, and the sentence that says why.
 
-    Unasked, the pool holds four full contexts, but never more than half of the memory available now, never more
-    than every sequence could use, and never less than one page.
+    Unasked, the pool holds four full contexts, or 512 tokens of every sequence if that is more; never more than every
+    sequence could use, never more than half of the memory available now, and never less than one page.
     """
     if asked is not None:
         pages = max(1, asked // page_bytes)
         return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB (asked for)"
     per_context = -(-context // page_size)
-    contexts = min(4, max_seqs)
-    wanted = contexts * per_context
+    contexts, each = min(4, max_seqs), min(per_context, 512 // page_size)
+    wanted = max(contexts * per_context, max_seqs * each)
     most = max(1, available // 2 // page_bytes)
     pages = min(wanted, most)
-    fits = f"{contexts} full context{'s' if contexts > 1 else ''}"
-    why = fits if pages == wanted else f"half of the {available / 2**20:.0f} MiB available"
+    if pages < wanted:
+        why = f"half of the {available / 2**20:.0f} MiB available"
+    elif pages > contexts * per_context:
+        why = f"{each * page_size} tokens of each of {max_seqs} sequences"
+    else:
+        why = f"{contexts} full context{'s' if contexts > 1 else ''}"
     return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB ({why})"
 
 

@@ -31,9 +31,14 @@ def sizes(available: int = 1 << 30, env: Environment = ENV, **options: Any) -> A
 
 
 def test_unasked_it_is_the_models_context_four_times() -> None:
-    got = sizes()
+    got = sizes(max_seqs=8)
+    assert (got.context, got.pages) == (1000, 8 * 32)
+    assert "512 tokens of each of 8 sequences" in got.lines[0]
+    got = sizes(max_seqs=7)
     assert (got.context, got.pages) == (1000, 4 * 63)
+    assert "4 full contexts" in got.lines[0]
     assert "what the model was made for" in got.lines[1]
+    assert sizes(max_seqs=64, context=160).pages == 64 * 10
 
 
 def test_asked_is_honoured_exactly() -> None:
