@@ -107,14 +107,23 @@ def main() -> None:
     report(args, threads, ours, theirs)
     if args.save:
         settings = {"threads": threads, "prefill": args.prefill, "decode": args.decode, "depth": args.depth}
-        print("saved", save("one-stream", {"model": Path(path).name, **settings, "quire": ours, "llama.cpp": theirs}))
+        print(
+            "saved",
+            save(
+                f"one-stream-depth{args.depth}",
+                {"model": Path(path).name, **settings, "quire": ours, "llama.cpp": theirs},
+            ),
+        )
 
 
 def report(
     args: argparse.Namespace, threads: int, ours: list[dict[str, float]], theirs: list[dict[str, float]]
 ) -> None:
     print(f"{args.model or 'default model'}, {threads} threads, median of {len(ours)} (lowest to highest), tokens/s")
-    for key, label in (("prefill", f"prefill {args.prefill}"), ("decode", f"decode at depth {args.depth}")):
+    rows = [("decode", f"decode at depth {args.depth}")]
+    if not args.depth:  # llama-bench would start its prefill at that depth too
+        rows.insert(0, ("prefill", f"prefill {args.prefill}"))
+    for key, label in rows:
         line = f"  {label:20} quire {spread([o[key] for o in ours])}"
         if theirs:
             ratios = [o[key] / t[key] for o, t in zip(ours, theirs, strict=True)]
