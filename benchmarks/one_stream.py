@@ -28,7 +28,7 @@ def measure(path: str, threads: int, prefill: int, decode: int, depth: int) -> d
     from quire.runner.params import SamplingParams
 
     started = time.perf_counter()
-    config = EngineConfig(path=path, threads=threads, context=4096, kv_memory=4096 * 23040, max_seqs=8)
+    config = EngineConfig(path=path, threads=threads, context=4096, max_seqs=1)
     engine, info = build_engine(config, Environment.read())
     loaded = time.perf_counter() - started
 
