@@ -90,6 +90,4 @@ def test_splits_cover_bounds():
 def test_a_tile_that_cannot_hold_the_rows_is_refused(device: str):
     p = paged([9], [20], heads=4, kv_heads=2, dim=64, device=device)
     with pytest.raises(ValueError, match="cannot hold"):
-        module.attend(
-            p.q, p.k_cache, p.v_cache, p.q, **p.arrays, scale=1.0, tile=module.Tile(16, 16, 1, 1), max_rows=9
-        )
+        module.attend(p.q, p.k_cache, p.v_cache, p.q, **p.arrays, scale=1.0, tile=module.Tile(16, 16, 1, 1), max_rows=9)
