@@ -84,6 +84,7 @@ class TorchBackend:
         if threads is not None and self.device.type == "cpu":
             torch.set_num_threads(threads)  # torch has one pool for the whole process
         self.dtype = pick_dtype(dtype, self.device)
+        self.owns_memory = self.device.type == "cuda"
         self.weights = Weights(self.device, self.dtype, random=random)
 
     def compile(
@@ -118,9 +119,7 @@ class TorchBackend:
 
         `kv` is the shape of a page; the weights stay for the `compile` that follows.
         """
-        small = KV(kv.layers, 1, kv.page_size, kv.kv_heads, kv.head_dim)
-        if self.device.type != "cuda":
-            self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+        if not self.owns_memory:
             return available_memory()
         need = -(-max_tokens // kv.page_size)
         small = KV(kv.layers, need, kv.page_size, kv.kv_heads, kv.head_dim)
