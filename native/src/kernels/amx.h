@@ -46,7 +46,7 @@ template <int GROUP, int SUMS> inline void tile_group(const int8_t* x, const uin
 
 // All 16 lanes of a panel against one unpacked block. Lanes past the last row compute on what lies there.
 template <int GROUP, bool BIAS>
-inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, int shift, float* acc, size_t stride) {
+inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
     constexpr int kParts = 32 / GROUP;
     alignas(64) int32_t sums[4][256];  // a tile's store must land before it can be read: drain two groups later
     F a[16];
@@ -54,9 +54,8 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, int shift,
     for (int r = 0; r < 16; r++) a[r] = fload(acc + (size_t)r * stride);
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
         const int t = g / kParts, part = g % kParts;
-        if (shift)
-            for (int r = 0; r < 16; r++)
-                for (int i = 0; i < 16; i++) d[16 * r + i] += shift * x.sum[16 * g + r];
+        if (shifted)  // only for 8-bit codes with an offset that is not 128
+            for (int r = 0; r < 16; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset(x.shift[16 * g + r]))));
         const F sw = fload(chunk.scale[t][part]);
         F bw = sw;
         if constexpr (BIAS) bw = fload(chunk.bias[t][part]);

@@ -114,18 +114,37 @@ struct Chunk {
     alignas(64) float bias[kChunk][2][16];
 };
 
+// What a chunk of a panel needs beside its codes and scales, for all 16 lanes.
+struct Extras {
+    alignas(64) int32_t shift[2 * kChunk][16];  // [group][lane]: what the integer sum starts from
+    alignas(64) float sxs[2 * kChunk][16];      // sx * sum, for the bias
+
+    template <int GROUP, bool BIAS> void fill(const float* sx, const int32_t* sum, int tiles, int by) {
+        if (!BIAS && !by) return;
+        for (int t = 0; t < tiles; t++, sum += 32, sx += 16)
+            for (int part = 0; part < 32 / GROUP; part++) {
+                const int g = 32 / GROUP * t + part;
+                for (int i = 0; i < 16; i++) {
+                    const int32_t total = GROUP == 32 ? sum[i] + sum[16 + i] : sum[16 * part + i];
+                    shift[g][i] = by * total;
+                    if constexpr (BIAS) sxs[g][i] = sx[i] * (float)total;
+                }
+            }
+    }
+};
+
 // The lanes of a panel that a tile reads, from the chunk's first tile on.
 struct Lanes {
-    const int8_t* codes;  // + 512 per tile
-    const float* sx;      // + 16 per tile
-    const int32_t* sum;   // + 16 per group
-    const float* sxs;     // + 16 per group
+    const int8_t* codes;   // + 512 per tile
+    const float* sx;       // + 16 per tile
+    const int32_t* shift;  // + 16 per group
+    const float* sxs;      // + 16 per group
 
-    Lanes(const uint8_t* panel, const QuantShape& s, int group, int t0, int lane)
+    Lanes(const uint8_t* panel, const QuantShape& s, const Extras& extras, int t0, int lane)
         : codes((const int8_t*)panel + 512 * (size_t)t0 + 32 * lane),
           sx((const float*)(panel + s.sx) + 16 * t0 + lane),
-          sum((const int32_t*)(panel + (group == 32 ? s.sum32 : s.sum16)) + 16 * (32 / group) * t0 + lane),
-          sxs((const float*)(panel + (group == 32 ? s.sxs32 : s.sxs16)) + 16 * (32 / group) * t0 + lane) {}
+          shift(extras.shift[0] + lane),
+          sxs(extras.sxs[0] + lane) {}
 };
 
 }  // namespace
@@ -160,7 +179,7 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
 
 // R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
 template <int R, int N, int GROUP, bool BIAS, bool WIDE>
-inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, int shift, float* acc, size_t stride) {
+inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
     constexpr int kParts = 32 / GROUP;
     const Chunk* from[N];
     int lane[N];
@@ -176,7 +195,7 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
             W d[R][N];
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                const W start = wset(shift ? shift * x.sum[16 * g + r] : 0);
+                const W start = wset(shifted ? x.shift[16 * g + r] : 0);
                 for (int n = 0; n < N; n++) d[r][n] = start;
             }
             QUIRE_UNROLL
@@ -212,37 +231,38 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
 
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
 template <int R, int GROUP, bool BIAS, bool WIDE>
-inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s, int t0, int lane,
-                        int rows, int shift, float* acc, size_t stride) {
+inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s,
+                        const Extras& extras, int t0, int lane, int rows, bool shifted, float* acc, size_t stride) {
     for (; rows - lane >= R; lane += R) {
-        const Lanes x(panel, s, GROUP, t0, lane);
+        const Lanes x(panel, s, extras, t0, lane);
         float* at = acc + (size_t)lane * stride;
         int slice = 0;
         for (; slice + kTileColumns <= blocks * kSlices; slice += kTileColumns)
-            affine_tile<R, kTileColumns, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shift, at, stride);
+            affine_tile<R, kTileColumns, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shifted, at, stride);
         if constexpr (kPair > 1)
-            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shift, at, stride);
+            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shifted, at, stride);
     }
     return lane;
 }
 
 template <int GROUP, bool BIAS, bool WIDE>
-void affine_panel(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s, int t0, int rows,
-                  int shift, float* acc, size_t stride) {
+void affine_panel(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s, const Extras& extras,
+                  int t0, int rows, bool shifted, float* acc, size_t stride) {
     int lane = 0;
-    lane = affine_strip<kTileRows, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, t0, lane, rows, shift, acc, stride);
+    lane = affine_strip<kTileRows, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
     if constexpr (kTileRows > 4)
-        lane = affine_strip<4, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, t0, lane, rows, shift, acc, stride);
+        lane = affine_strip<4, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
     if constexpr (kTileRows > 2)
-        lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, t0, lane, rows, shift, acc, stride);
-    affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, t0, lane, rows, shift, acc, stride);
+        lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+    affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
 }
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     alignas(64) float acc[kMaxTall * 16 * kPair];
     Chunk chunk[kPair];
-    const bool as_tiles = kTiles && m >= kTilesFrom;
+    Extras extras;
+    const bool as_tiles = kTiles && GROUP == 32 && m >= kTilesFrom;
     const int base = !(kSignedCodes || as_tiles) ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
 #ifdef QUIRE_AMX
@@ -259,15 +279,16 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
                 float* at = acc + (size_t)m0 * stride;
+                extras.fill<GROUP, BIAS>((const float*)(panel + s.sx) + 16 * t0, (const int32_t*)(panel + s.sum) + 32 * t0, tiles, shift);
 #ifdef QUIRE_AMX
                 if (as_tiles) {
-                    const Lanes lanes(panel, s, GROUP, t0, 0);
-                    for (int i = 0; i < blocks; i++) tile_block<GROUP, BIAS>(chunk[i], tiles, lanes, shift, at + 16 * i, stride);
+                    const Lanes lanes(panel, s, extras, t0, 0);
+                    for (int i = 0; i < blocks; i++) tile_block<GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride);
                     continue;
                 }
 #endif
                 const int rows = m - m0 < 16 ? m - m0 : 16;
-                affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, panel, s, t0, rows, shift, at, stride);
+                affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, panel, s, extras, t0, rows, shift != 0, at, stride);
             }
         }
         for (int r = 0; r < m; r++)

@@ -22,8 +22,8 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     const size_t code_bytes = w.code_bytes;
     // Ask for what the next block (or the next 8 KiB) needs while this one runs.
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
-    const float *sx = (const float*)(x + s.sx), *sxs = (const float*)(x + (GROUP == 32 ? s.sxs32 : s.sxs16));
-    const int32_t* sum = (const int32_t*)(x + (GROUP == 32 ? s.sum32 : s.sum16));
+    const float* sx = (const float*)(x + s.sx);
+    const int32_t* sum = (const int32_t*)(x + s.sum);
     F acc = fzero();
     for (int t = 0; t < tiles; t++) {
         const uint8_t* tile = block + (size_t)t * code_bytes;
@@ -32,19 +32,20 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
         if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.scale_bytes + ahead);
         const int8_t* q = (const int8_t*)x + 512 * (size_t)t;
         I d[2];  // of the first and the last 16 columns
-        if constexpr (GROUP == 32) d[0] = iset(shift * sum[16 * t]), d[1] = iset(0);
-        else d[0] = iset(shift * sum[32 * t]), d[1] = iset(shift * sum[32 * t + 16]);
+        const int32_t first = sum[32 * t], second = sum[32 * t + 16];
+        if constexpr (GROUP == 32) d[0] = iset(shift * (first + second)), d[1] = iset(0);
+        else d[0] = iset(shift * first), d[1] = iset(shift * second);
         each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             d[j / 4] = BITS == 8 ? dot4_8(d[j / 4], codes, q + 4 * j) : dot4(d[j / 4], codes, q + 4 * j);
         });
         const F scale = fset(sx[16 * t]);
         if constexpr (GROUP == 32) {
             acc = ffma(fmul(scale_of(w, block, t, 0), scale), ffrom(iadd(d[0], d[1])), acc);
-            if constexpr (BIAS) acc = ffma(bias_of(w, block, t, 0), fset(sxs[16 * t]), acc);
+            if constexpr (BIAS) acc = ffma(bias_of(w, block, t, 0), fset(sx[16 * t] * (float)(first + second)), acc);
         } else {
             for (int part = 0; part < 2; part++) {
                 acc = ffma(fmul(scale_of(w, block, t, part), scale), ffrom(d[part]), acc);
-                if constexpr (BIAS) acc = ffma(bias_of(w, block, t, part), fset(sxs[32 * t + 16 * part]), acc);
+                if constexpr (BIAS) acc = ffma(bias_of(w, block, t, part), fset(sx[16 * t] * (float)(part ? second : first)), acc);
             }
         }
     }

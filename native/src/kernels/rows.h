@@ -39,10 +39,7 @@ void exp_rows(const float* x, int n, float* out) {
 // int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127. Groups too small for 127 / amax become zeros.
 void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
     float* sx = (float*)(panel + s.sx) + lane;
-    int32_t* sum32 = (int32_t*)(panel + s.sum32) + lane;
-    float* sxs32 = (float*)(panel + s.sxs32) + lane;
-    int32_t* sum16 = (int32_t*)(panel + s.sum16) + lane;
-    float* sxs16 = (float*)(panel + s.sxs16) + lane;
+    int32_t* sum = (int32_t*)(panel + s.sum) + lane;
     for (int g = first_group; g < first_group + groups; g++, x += 32) {
         F a = fload(x), b = fload(x + 16);
         float amax = hmax(fmax(fabs_(a), fabs_(b)));
@@ -54,14 +51,9 @@ void quantize(const float* x, int first_group, int groups, uint8_t* panel, int l
         int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
         istore_i8(codes, qa);
         istore_i8(codes + 16, qb);
-        int32_t first = isum(qa), second = isum(qb);
         sx[16 * g] = scale;
-        sum32[16 * g] = first + second;
-        sxs32[16 * g] = scale * (float)(first + second);
-        sum16[32 * g] = first;
-        sum16[32 * g + 16] = second;
-        sxs16[32 * g] = scale * (float)first;
-        sxs16[32 * g + 16] = scale * (float)second;
+        sum[32 * g] = isum(qa);
+        sum[32 * g + 16] = isum(qb);
     }
 }
 
