@@ -92,6 +92,7 @@ def test_fused_layers(pairs: bool, dim: int):
 
 def test_a_whole_model(tmp_path: Path):
     """Logits of a tiny Llama in chunks, float16 like the keys and values, against float32 on the CPU."""
+    pytest.importorskip("gguf", reason="needs the test extra: it writes the model file")
     path = tiny.write_gguf(tiny.build(), tmp_path / "m.gguf")
     tokens = np.random.default_rng(8).integers(0, 160, 45).tolist()
     from quire import models
