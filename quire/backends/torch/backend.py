@@ -30,6 +30,7 @@ RESERVE = 1 << 30  # device memory that is left alone: sampling, graphs, what ot
 
 Cells: TypeAlias = list[Any]  # tensors of a run, by the number of their value; None before and after their lives
 Step: TypeAlias = Callable[[Cells, DeviceBatch], None]
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class DeviceProgram(Protocol):
@@ -84,6 +85,7 @@ class TorchBackend:
         if threads is not None and self.device.type == "cpu":
             torch.set_num_threads(threads)  # torch has one pool for the whole process
         self.dtype = pick_dtype(dtype, self.device)
+        self.owns_memory = self.device.type == "cuda"
         self.weights = Weights(self.device, self.dtype, random=random)
 
     def compile(
@@ -118,9 +120,7 @@ class TorchBackend:
 
         `kv` is the shape of a page; the weights stay for the `compile` that follows.
         """
-        small = KV(kv.layers, 1, kv.page_size, kv.kv_heads, kv.head_dim)
-        if self.device.type != "cuda":
-            self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+        if not self.owns_memory:
             return available_memory()
         need = -(-max_tokens // kv.page_size)
         small = KV(kv.layers, need, kv.page_size, kv.kv_heads, kv.head_dim)
@@ -204,7 +204,16 @@ class Emitter:
     def _linear(self, i: Instruction) -> Step:
         x = self._number[i.segments[0].x]
         outs = self._at([s.out for s in i.segments])
-        product = self._product(i.segments, last=self._output in [s.out for s in i.segments])
+        last = len(outs) == 1 and i.segments[0].out is self._output
+        product = self._product(i.segments, self._kernels.logits if last else self._kernels.linear)
+        if product is None:
+            parts = self._linear_parts(i.segments)
+
+            def run_parts(cells: Cells, batch: DeviceBatch) -> None:
+                for at, part in zip(outs, parts, strict=True):
+                    cells[at] = part(cells[x])
+
+            return run_parts
         if len(outs) == 1:
 
             def run_one(cells: Cells, batch: DeviceBatch) -> None:
@@ -220,15 +229,29 @@ class Emitter:
         return run
 
     def _gated(self, i: Instruction) -> Step:
-        k, x, (out,), product = (
-            self._kernels,
-            self._number[i.segments[0].x],
-            self._at(i.outputs),
-            self._product(i.segments),
-        )
+        k, x, (out,) = self._kernels, self._number[i.segments[0].x], self._at(i.outputs)
+        product = self._product(i.segments, k.gated)
+        if product is None:  # the halves are not one matrix: a part of them is shared with another product
+            parts, op = self._linear_parts(i.segments), k.swiglu
+
+            def run_parts(cells: Cells, batch: DeviceBatch) -> None:
+                cells[out] = op(*(part(cells[x]) for part in parts))
+
+            return run_parts
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.gated(product(cells[x]))
+            cells[out] = product(cells[x])
+
+        return run
+
+    def _linear_add_norm(self, i: Instruction) -> Step:
+        k, norm, eps = self._kernels, self._weight(i.weight), i.eps
+        segment = i.segments[0]
+        weight, bias = self._weight(segment.weight), self._bias(i.segments)
+        x, (residual,), (total, out) = self._number[segment.x], self._at(i.inputs), self._at(i.outputs)
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            cells[total], cells[out] = k.linear_add_norm(cells[x], weight, bias, cells[residual], norm, eps)
 
         return run
 
@@ -272,20 +295,14 @@ class Emitter:
 
         return run
 
-    def _product(self, segments: list[Segment], last: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-        """x -> x times every segment's weight, side by side."""
-        k, bias = self._kernels, self._bias(segments)
-        whole = self._weights.joined([s.weight for s in segments])
-        one = k.logits if last else k.linear
-        if whole is not None:
-            return lambda x: one(x, whole, bias)
-        parts = [self._weight(s.weight) for s in segments]  # a part of them is shared with another product
+    def _product(self, segments: list[Segment], op: Product) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """x -> x times every segment's weight, side by side; None when those do not lie side by side."""
+        whole, bias = self._weights.joined([s.weight for s in segments]), self._bias(segments)
+        return None if whole is None else lambda x: op(x, whole, bias)
 
-        def product(x: torch.Tensor) -> torch.Tensor:
-            y = torch.cat([one(x, w, None) for w in parts], dim=-1)
-            return y if bias is None else y + bias
-
-        return product
+    def _linear_parts(self, segments: list[Segment]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        products = [self._product([s], self._kernels.linear) for s in segments]
+        return [p for p in products if p is not None]  # one weight always lies beside itself
 
     def _bias(self, segments: list[Segment]) -> torch.Tensor | None:
         if all(s.bias is None for s in segments):

@@ -58,10 +58,22 @@ class TorchKernels:
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.silu(gate.float()) * up.float()).to(self.dtype)
 
-    def gated(self, both: torch.Tensor) -> torch.Tensor:
-        """swiglu of the two halves of each row."""
-        gate, up = both.chunk(2, dim=-1)
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """swiglu of the two halves of each row of a product."""
+        gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return self.swiglu(gate, up)
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + a product, and its norm. Nobody reads `residual` after this: its memory may be used."""
+        return self.add_norm(residual, self.linear(x, weight, bias), norm, eps)
 
     def take(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, rows)

@@ -54,17 +54,18 @@ def _blocks(
         else:
             k = tl.load(k_base + slot[None, :] + dims[:, None])
             v = tl.load(v_base + slot[:, None] + dims[None, :])
-        score = tl.dot(q, k.to(q.dtype)) * scale
+        score = tl.dot(q, k.to(q.dtype))
         if SOFTCAP:
-            score = _tanh(score / softcap) * softcap * LOG2E
+            score = _tanh(score * scale / softcap) * softcap
         if MASKED:
             seen = inside[None, :] & (token[None, :] <= where[:, None])
             if WINDOW:
                 seen = seen & (token[None, :] > where[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(peak, tl.max(score, 1))
+        factor = LOG2E if SOFTCAP else scale  # one multiply-add takes a score to its exponent
+        new = tl.maximum(peak, tl.max(score, 1) * factor)
         base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
-        weight = tl.exp2(score - base[:, None])
+        weight = tl.exp2(score * factor - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weight, 1)
         acc = acc * fade[:, None]
@@ -73,7 +74,10 @@ def _blocks(
     return acc, peak, total
 
 
-@triton.jit
+# Counts and bounds: one compiled kernel serves whatever they are.
+@triton.jit(
+    do_not_specialize=["sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first"]
+)
 def _attend(
     q, k_cache, v_cache, out, part, lse, table, q_start, kv_len, kv_begin, pos, sinks, k_scale, v_scale,
     sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len, parts, part_first,
@@ -81,8 +85,11 @@ def _attend(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, SEQ_PAD: tl.constexpr, UNIFORM: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BEGIN: tl.constexpr, SCALED: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     split = tl.program_id(2)
     if UNIFORM:  # no sequence has more than BLOCK_Q rows: the program is the sequence
@@ -250,6 +257,7 @@ def attend(
     split_len: int = 0,
     space: Workspace | None = None,
     part_first: int = 0,
+    pdl: bool = False,
 ) -> None:
     """One launch of the kernel, over the sequences with min_rows < rows <= max_rows.
 
@@ -270,6 +278,7 @@ def attend(
     if space is None and splits != 1:
         raise ValueError("a split context needs a workspace")
     none = q  # a pointer that is never read
+    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     grid = (sequences if blocks is None else blocks, kv_heads, splits)
     _attend[grid](
         q, k_cache, v_cache, out,
@@ -284,7 +293,8 @@ def attend(
         BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=triton.next_power_of_2(sequences), UNIFORM=blocks is None,
         CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
         BEGIN=kv_begin is not None, SCALED=k_scale is not None, PARTIAL=space is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip
 
 
@@ -312,15 +322,15 @@ def attention(
     """softmax(q k^T * scale) v for every row of a ragged batch. q and out [T, H, D].
 
     `max_q` bounds the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of sequences
-    with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples, `splits * split_len` must cover
-    the longest context the engine admits, and every row takes the same path.
+    with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples, `splits` of them must
+    cover the longest context the engine admits (both constants of the engine), and every row takes the same path.
     """
     heads, dim = q.shape[1], q.shape[2]
     group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
-    shared = dict(
-        q_start=q_start, kv_len=kv_len, table=table, pos=pos, scale=scale, window=window, softcap=softcap, sinks=sinks,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    shared = {
+        "q_start": q_start, "kv_len": kv_len, "table": table, "pos": pos, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks,
+        "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
     sequences, tokens = kv_len.shape[0], q.shape[0]
     if split_len > 0:
         tile = INVARIANT if INVARIANT.rows >= group_pad else Tile(group_pad, 64, 4, 2)

@@ -13,11 +13,15 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "parts", "stride_parts"])
 def _combine(
     part, lse, out, sinks, q_start, max_rows, parts, stride_parts, stride_ot, stride_oh, HEADS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, PARTS_PAD: tl.constexpr, EVERY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if EVERY:
         row = tl.program_id(0)
     else:
@@ -37,15 +41,11 @@ def _combine(
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         peak = tl.maximum(peak, sink)
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    acc = tl.zeros([D_PAD], tl.float32)
-    total = 0.0
-    for i in range(parts):
-        one = tl.load(lse + place + i)
-        share = tl.exp2(one - base)
-        readable = tl.where(one > float("-inf"), D, 0)
-        value = tl.load(part + (place + i) * D + dims, mask=dims < readable, other=0.0)
-        acc += value * share
-        total += share
+    share = tl.exp2(weight - base)
+    live = (weight > float("-inf"))[:, None] & (dims < D)[None, :]
+    value = tl.load(part + (place + lane)[:, None] * D + dims[None, :], mask=live, other=0.0)
+    acc = tl.sum(value * share[:, None], 0)
+    total = tl.sum(share, 0)
     if SINKS:
         total += tl.exp2(sink - base)
     acc = acc * tl.where(total > 0.0, 1.0 / total, 0.0)
@@ -62,13 +62,17 @@ def combine(
     q_start: torch.Tensor | None = None,
     max_q: int = 0,
     sinks: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` [T, H, D]: every row, or with `q_start` those whose sequences have at most max_q rows."""
     heads, dim = out.shape[1], out.shape[2]
     grid = (out.shape[0], 1, heads) if q_start is None else (q_start.shape[0] - 1, max_q, heads)
+    pad = triton.next_power_of_2(parts)
+    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _combine[grid](
         part, lse, out, part if sinks is None else sinks, lse if q_start is None else q_start, max_q, parts,
         lse.shape[2],
         out.stride(0), out.stride(1), HEADS=heads, D=dim, D_PAD=triton.next_power_of_2(dim), SINKS=sinks is not None,
-        PARTS_PAD=triton.next_power_of_2(parts), EVERY=q_start is None, num_warps=1,
+        PARTS_PAD=pad, EVERY=q_start is None, PDL=pdl,
+        num_warps=max(1, min(8, pad * dim // 2048)), **launch,
     )  # fmt: skip

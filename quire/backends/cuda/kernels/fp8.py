@@ -97,7 +97,7 @@ def scaled_product(
 
     k and n must be multiples of 16.
     """
-    tokens, n = out.shape
+    _tokens, n = out.shape
     torch._scaled_mm(
         x,
         w.t(),

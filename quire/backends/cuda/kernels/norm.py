@@ -15,8 +15,8 @@ FP8_MAX = tl.constexpr(448.0)  # e4m3
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, scales, width, eps, stride_x, stride_r, stride_o, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    QUANT: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, out, scales, width, eps, stride_p, stride_x, stride_r, stride_o, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, ADD: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -26,6 +26,8 @@ def _rms_norm(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * stride_x + lane, mask=keep, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        value += tl.load(x + i * stride_p + row * stride_x + lane, mask=keep, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * stride_r + lane, mask=keep, other=0.0).to(tl.float32)
         rounded = value.to(residual.dtype.element_ty)
@@ -51,13 +53,14 @@ def rms_norm(
 ) -> None:
     """out = RMSNorm(x) * weight, per row of [T, d]; with `residual`, first residual += x, and that is normalized.
 
-    With `scales` [T] float32, out is fp8 e4m3 and out * scales the value.
+    x may be [parts, T, d], the parts of a split product: they are added first, in their order. With `scales` [T]
+    float32, out is fp8 e4m3 and out * scales the value.
     """
-    tokens, width = x.shape
+    tokens, width = x.shape[-2:]
     block = triton.next_power_of_2(width)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rms_norm[(tokens,)](
         x, x if residual is None else residual, weight, out, x if scales is None else scales, width, eps,
-        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), BLOCK=block,
-        ADD=residual is not None, QUANT=scales is not None, PDL=pdl, num_warps=max(1, min(16, block // 512)), **launch,
+        x.stride(0), x.stride(-2), 0 if residual is None else residual.stride(0), out.stride(0), BLOCK=block,
+        PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=scales is not None, PDL=pdl, num_warps=max(1, min(16, block // 512)), **launch,
     )  # fmt: skip

@@ -28,9 +28,9 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
 @triton.jit
 def _rope(
     qkv, q_out, k_cache, v_cache, angles, pos, write, q_norm, k_norm, k_scale, v_scale, heads, kv_heads, eps,
-    stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    stride_p, stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     TAIL: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -56,6 +56,11 @@ def _rope(
     a = tl.load(source + first[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
     b = tl.load(source + second[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
     rest = tl.load(source + tail[None, :], mask=known & tail_keep[None, :], other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        more = source + i * stride_p
+        a += tl.load(more + first[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
+        b += tl.load(more + second[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
+        rest += tl.load(more + tail[None, :], mask=known & tail_keep[None, :], other=0.0).to(tl.float32)
     is_q = head < heads
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
@@ -120,22 +125,26 @@ def rope_write(
     """Rotate the query heads of qkv [T, (H + 2 Hk) D] into q_out [T, H, D], and keys and values into the cache.
 
     q_out may be a view of qkv. pairs=True rotates columns (0, 1), (2, 3), …; False (i, i + dim / 2). A row whose
-    `write` is negative writes no cache. With scales [Hk] the caches are fp8 and cache * scale the value.
+    `write` is negative writes no cache. qkv may be [parts, T, ...], the parts of a split product, added in their order. With scales [Hk] the caches are fp8 and cache * scale the value.
     """
     tokens, heads, dim = q_out.shape
     kv_heads = k_cache.shape[2]
     rotated = angles.shape[1]
     if k_cache.stride() != v_cache.stride() or k_cache.stride(0) != k_cache.shape[1] * k_cache.stride(1):
         raise ValueError("the caches must have equal strides, and pages that follow one another")
-    if qkv.shape != (tokens, (heads + 2 * kv_heads) * dim) or rotated > dim or (q_norm is None) != (k_norm is None):
+    if (
+        qkv.shape[-2:] != (tokens, (heads + 2 * kv_heads) * dim)
+        or rotated > dim
+        or (q_norm is None) != (k_norm is None)
+    ):
         raise ValueError(f"RoPE of {list(qkv.shape)} into {list(q_out.shape)} with angles {list(angles.shape)}")
     block = 4
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rope[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv, q_out, k_cache, v_cache, angles, pos, write, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, angles if k_scale is None else k_scale,
-        angles if v_scale is None else v_scale, heads, kv_heads, eps, qkv.stride(0), q_out.stride(0), q_out.stride(1),
+        angles if v_scale is None else v_scale, heads, kv_heads, eps, qkv.stride(0), qkv.stride(-2), q_out.stride(0), q_out.stride(1),
         k_cache.stride(1), k_cache.stride(2), D=dim, DIM=rotated, HALF=triton.next_power_of_2(rotated // 2),
         TAIL=triton.next_power_of_2(max(1, dim - rotated)), PAIRS=pairs, HEADS=block, NORM=q_norm is not None,
-        SCALED=k_scale is not None, PDL=pdl, num_warps=2, **launch,
+        SCALED=k_scale is not None, PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=2, **launch,
     )  # fmt: skip

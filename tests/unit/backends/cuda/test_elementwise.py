@@ -24,7 +24,9 @@ def rounded(found: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor) -> b
     off = (found - wanted).abs() - 2.0**-10 * scale * 1.001
     if found.is_cuda:
         return bool((off <= 2.0**-4 * 1.001 * wanted.abs()).all())
-    return float((off <= 2.0**-4 * 1.001 * wanted.abs()).double().mean()) > 0.95 and bool((off <= 0.51 * wanted.abs()).all())
+    return float((off <= 2.0**-4 * 1.001 * wanted.abs()).double().mean()) > 0.95 and bool(
+        (off <= 0.51 * wanted.abs()).all()
+    )
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,7 +37,10 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 @pytest.mark.parametrize("width", [64, 100, 1536])
 def test_rms_norm(width: int, half: torch.dtype, device: str):
     g = torch.Generator().manual_seed(width)
-    x, weight = torch.randn(5, width, generator=g).to(half).to(device), torch.rand(width, generator=g).to(half).to(device)
+    x, weight = (
+        torch.randn(5, width, generator=g).to(half).to(device),
+        torch.rand(width, generator=g).to(half).to(device),
+    )
     residual = torch.randn(5, width, generator=g).to(half).to(device)
     out = torch.full_like(x, float("nan"))
     rms_norm(x, weight, 1e-5, out)
@@ -45,6 +50,11 @@ def test_rms_norm(width: int, half: torch.dtype, device: str):
     assert torch.equal(residual, summed)
     want = exact_norm(summed, weight, 1e-5)
     assert error(out, want) < 5e-3
+    parts = torch.randn(3, 5, width, generator=g).to(device)
+    added = parts[0] + parts[1] + parts[2] + summed.float()
+    rms_norm(parts, weight, 1e-5, out, residual=residual)
+    assert torch.equal(residual, added.to(half))
+    assert error(out, exact_norm(residual, weight, 1e-5)) < 5e-3
     out8, scales = torch.empty(5, width, dtype=E4M3, device=device), torch.empty(5, device=device)
     rms_norm(summed, weight, 1e-5, out8, scales=scales)
     back = out8.double() * scales.double()[:, None]
@@ -95,6 +105,9 @@ def test_rope_and_cache_write(pairs: bool, dim: int, rotated: int, device: str):
     view = in_place[:, : heads * dim].view(tokens, heads, dim)
     rope_write(in_place, view, *caches, angles=angles, pos=pos.to(device), write=write.to(device), pairs=pairs)
     assert torch.equal(view, q_out)
+    parts, again = torch.stack([on - 1.0, torch.ones_like(on)]), torch.empty_like(q_out)
+    rope_write(parts, again, *caches, angles=angles, pos=pos.to(device), write=write.to(device), pairs=pairs)
+    assert torch.allclose(again, q_out, atol=1e-5)
 
 
 def test_rope_with_head_norm_and_fp8_cache(half: torch.dtype, device: str):

@@ -40,20 +40,32 @@ def test_product_bias_and_residual(shape: Shape, m: int, n: int, k: int, half: t
     assert error(residual, y.double() - bias.double()) < 1e-2
 
 
-@pytest.mark.parametrize("shape", [DOT, SWAP, ROW])
-@pytest.mark.parametrize("m", [1, 7])
-def test_norm_and_swiglu(shape: Shape, m: int, half: torch.dtype, device: str):
-    if shape is ROW and m > 1:
-        pytest.skip("the plain kernel takes one row")
+@pytest.mark.parametrize("shape, m", [(DOT, 7), (SWAP, 7), (SWAP, 1), (ROW, 1), (Shape(4, 32, 1, 1, dot=False), 1)])
+def test_swiglu_and_norm(shape: Shape, m: int, half: torch.dtype, device: str):
     x, w = weights(2 * 24, 160, m, half, device)
+    y = torch.full((m, 24), float("nan"), dtype=half, device=device)
+    skinny(x, w, y, shape, swiglu=True)
+    gate, up = (x.double() @ w.double().T).chunk(2, 1)
+    assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
     x *= 5.0
     gain = (torch.rand(160, device=device) + 0.5).to(half)
-    y = torch.full((m, 24), float("nan"), dtype=half, device=device)
+    if shape.dot:
+        with pytest.raises(ValueError, match="normalize first"):
+            skinny(x, w, y, shape, norm=gain, eps=1e-5, swiglu=True)
+        return
     skinny(x, w, y, shape, norm=gain, eps=1e-5, swiglu=True)
     wide = x.double()
     normed = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.double()
     gate, up = (normed @ w.double().T).chunk(2, 1)
     assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
+
+
+def test_parts_can_be_left_to_the_reader(half: torch.dtype, device: str):
+    x, w = weights(40, 192, 3, half, device)
+    part = torch.full((3, 3, 40), float("nan"), device=device)
+    y = torch.full((3, 40), 9.0, dtype=half, device=device)
+    skinny(x, w, y, SPLIT, part=part, add_parts=False)
+    assert (y == 9.0).all() and error(part.sum(0), x.double() @ w.double().T) < 1e-3
 
 
 @pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW])
