@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,9 @@ from quire.engine.engine import Engine
 from quire.engine.measure import Round, Run, Shape, Span, drive, greedy, latency_round, synthetic, token_ids
 from quire.engine.types import EngineInfo, Request
 from quire.observe.errors import BadRequest, NotFound
+
+if TYPE_CHECKING:
+    from quire.weights.store import Store
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 LINE_EVERY = 0.25  # seconds between changes of the progress line
@@ -257,20 +260,10 @@ def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) ->
     if json is not None:
         report.check_target(json)
     env = Environment.read()
-    store = Store(env)
-    try:
-        path = store.resolve(model)
-    except NotFound as missing:
-        if missing.param != "model":
-            raise
-        path = store.pull(model, ui.progress())
-    manifest = store.get(model)
-    facts = {
-        "name": manifest.name if manifest else os.path.basename(model),
-        "file": str(path),
-        "bytes": path.stat().st_size,
-        "digest": manifest.digest if manifest else None,
-    }
+    if config.load_format == "dummy":  # a shape, not a file
+        path, facts = Path(model), {"name": model, "file": None, "bytes": None, "digest": None}
+    else:
+        path, facts = find(Store(env), model)
     with Line() as line:
         line.show("loading")
         engine, info = build_engine(replace(config, path=str(path), name=facts["name"]), env)
@@ -282,6 +275,23 @@ def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) ->
         yield Subject(engine, info, path, facts, json)
     finally:
         engine.close()
+
+
+def find(store: Store, model: str) -> tuple[Path, dict[str, Any]]:
+    """The model's file, fetched if it is not here, and what a record says of it."""
+    try:
+        path = store.resolve(model)
+    except NotFound as missing:
+        if missing.param != "model":
+            raise
+        path = store.pull(model, ui.progress())
+    manifest = store.get(model)
+    return path, {
+        "name": manifest.name if manifest else os.path.basename(model),
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "digest": manifest.digest if manifest else None,
+    }
 
 
 def check_length(info: EngineInfo, asked: int | None, **parts: int) -> None:

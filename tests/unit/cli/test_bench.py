@@ -190,6 +190,13 @@ def test_every_setting_is_an_option_or_left_out_on_purpose() -> None:
     assert fields - engine_options.HIDDEN <= options
 
 
+def test_a_shape_is_no_file(lab: Lab) -> None:
+    done = quire("latency", "shape:llama-8b", *SMALL, "--rounds", "1", "--load-format", "dummy", "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert (lab.configs[0].path, lab.configs[0].name) == ("shape:llama-8b", "shape:llama-8b")
+    assert json.loads(done.stdout)["model"]["file"] is None
+
+
 def test_a_size_that_is_none_is_refused(lab: Lab, model: str) -> None:
     done = quire("latency", model, "--kv-memory", "lots")
     assert done.exit_code == 1 and "--kv-memory: 'lots' is not a size" in done.stderr
