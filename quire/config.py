@@ -78,6 +78,7 @@ class ServerConfig:
     max_prompts: int = 64  # prompts in one completions request
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
+    hang_seconds: float = 60.0  # silence after which an engine process is killed and restarted; 0: never
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default

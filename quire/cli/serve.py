@@ -48,6 +48,9 @@ def command(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
     ] = DEFAULTS.drain_seconds,
+    hang_seconds: Annotated[
+        float, typer.Option(min=0, help="An engine process silent and idle for so long is restarted; 0: never.")
+    ] = DEFAULTS.hang_seconds,
     max_body: Annotated[str, typer.Option(help="Largest request body.")] = f"{DEFAULTS.max_body >> 20}MiB",
     allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host name to answer to.")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin whose pages may call.")] = None,
@@ -70,6 +73,7 @@ def command(
         api_key=api_key or env.api_key,
         max_body=_size("--max-body", max_body),
         drain_seconds=drain_seconds,
+        hang_seconds=hang_seconds,
         log_requests=log_requests,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
