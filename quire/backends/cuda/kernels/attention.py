@@ -201,8 +201,7 @@ class Tile:
     stages: int
 
 
-DECODE = Tile(16, 64, 4, 3)
-PROMPT = Tile(128, 64, 8, 3)
+PROMPT = Tile(128, 64, 4, 3)
 PROMPT_WIDE = Tile(64, 64, 4, 2)  # head sizes over 128: the tile must fit in shared memory
 INVARIANT = Tile(64, 64, 4, 2)  # one tile for every row there is: the price of batch invariance
 
@@ -223,6 +222,14 @@ def workspace(tokens: int, heads: int, head_dim: int, parts: int, device: torch.
     return Workspace(
         torch.empty(tokens, heads, parts, head_dim, dtype=torch.float32, device=device),
         torch.empty(tokens, heads, parts, dtype=torch.float32, device=device),
+    )
+
+
+def decode_tile(programs: int, group: int) -> Tile:
+    """The tile for sequences of few rows: narrow ones where there are many programs, wide ones where each is waited for."""
+    rows = max(16, triton.next_power_of_2(group))
+    return (
+        Tile(rows, 32, 1, 4) if programs >= 1024 else Tile(rows, 64, 2, 3) if programs >= 256 else Tile(rows, 64, 4, 2)
     )
 
 
@@ -346,7 +353,7 @@ def attention(
         )  # fmt: skip
         combine(space.part, space.lse, out, sinks=sinks, parts=splits)
         return
-    tile = DECODE if max(DECODE.rows, group_pad) == DECODE.rows else Tile(group_pad, 64, 4, 2)
+    tile = decode_tile(sequences * k_cache.shape[2], group_pad)
     few = tile.rows // group_pad
     attend(
         q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,

@@ -143,43 +143,31 @@ def _vector(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One row: products are summed where they are loaded, across threads once at the end.
-
-    The next tile is asked for before this one is used, and the first one before the previous kernel has ended: weights
-    do not depend on it.
-    """
+    """One row: products are summed where they are loaded, across threads once at the end."""
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w
-    u_row = w_row + n.to(tl.int64) * stride_w if SWIGLU else w_row
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = _tile(w_row, lane, k, EVEN)
-    other = _tile(u_row, lane, k, EVEN) if SWIGLU else tile
-    if PDL:
         if LINES:
-            _prefetch(w_row + BLOCK_K, n, stride_w, BLOCK_N, LINES, SWIGLU)
+            _prefetch(w_row, n, stride_w, BLOCK_N, LINES, SWIGLU)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32) if SWIGLU else acc
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for at in range(0, k, BLOCK_K):
         inner = at + lane
+        tile = _tile(w_row, inner, k, EVEN)
+        if SWIGLU:
+            other = _tile(w_row + n.to(tl.int64) * stride_w, inner, k, EVEN)
         values = tl.load(x + inner, mask=inner < k, other=0.0).to(tl.float32)
         if NORM:
-            gain = tl.load(norm + inner, mask=inner < k, other=0.0).to(tl.float32)
-        following = tl.minimum(at + BLOCK_K, k - BLOCK_K) + lane if EVEN else inner + BLOCK_K  # the last is read twice
-        next_tile = _tile(w_row, following, k, EVEN)
-        if SWIGLU:
-            next_other = _tile(u_row, following, k, EVEN)
-        if NORM:
             squares += values * values
+            gain = tl.load(norm + inner, mask=inner < k, other=0.0).to(tl.float32)
             values = (values * gain).to(x.dtype.element_ty).to(tl.float32)
         acc += tile.to(tl.float32) * values[None, :]
-        tile = next_tile
         if SWIGLU:
             up += other.to(tl.float32) * values[None, :]
-            other = next_other
     total = tl.sum(acc, 1)
     if SCALED:
         total *= tl.load(w_scale + col, mask=col < n, other=0.0)
