@@ -70,8 +70,13 @@ class Step:
     ) -> torch.Tensor:
         """A skinny product; returns its parts where it leaves some, else y."""
         n = y.shape[1]
-        fused = "norm" in options or "residual" in options
-        shape = skinny_shape(n, x.shape[1], self.rows, w[0].dtype, swiglu=options.get("swiglu", False), fused=fused)
+        eight = x.dtype == torch.float8_e4m3fn
+        fused = self.rows == 1 and not self.fp8
+        shape = skinny_shape(
+            n, x.shape[1], self.rows, w[0].dtype, swiglu=options.get("swiglu", False), fused=fused, eight=eight
+        )
+        if eight:
+            options["x_scale"] = self.s
         if shape.splits > 1:
             if n not in self.parts:
                 self.parts[n] = torch.empty(shape.splits, self.rows, n, device="cuda")
@@ -109,20 +114,22 @@ class Step:
     def few_rows(self) -> None:
         """Up to 16 rows, or fp8: norms add the parts that split products leave."""
         parts: torch.Tensor | None = None
+        x = self.x8[:, :D].contiguous() if self.fp8 else self.x
         for i, (wqkv, wo, wgu, wd) in enumerate(self.w):
-            self.norm(parts)
-            out = self.attend(self.product(self.x, wqkv, self.qkv), i)
-            self.norm(self.product(out, wo, self.x))
-            self.product(self.x, wgu, self.act, swiglu=True)
+            self.norm(parts, x)
+            out = self.attend(self.product(x, wqkv, self.qkv), i)
+            self.norm(self.product(out, wo, self.x), x)
+            self.product(x, wgu, self.act, swiglu=True)
             parts = self.product(self.act, wd, self.x)
-        self.norm(parts)
-        self.product(self.x, self.head, self.logits)
+        self.norm(parts, x)
+        self.product(x, self.head, self.logits)
 
-    def norm(self, parts: torch.Tensor | None) -> None:
+    def norm(self, parts: torch.Tensor | None, out: torch.Tensor) -> None:
+        scales = self.s if out.dtype == torch.float8_e4m3fn else None
         if parts is None:
-            rms_norm(self.h, self.gain, 1e-5, self.x, pdl=self.pdl)
+            rms_norm(self.h, self.gain, 1e-5, out, scales=scales, pdl=self.pdl)
         else:
-            rms_norm(parts, self.gain, 1e-5, self.x, residual=self.h, pdl=self.pdl)
+            rms_norm(parts, self.gain, 1e-5, out, residual=self.h, scales=scales, pdl=self.pdl)
 
     def many_rows(self) -> None:
         """cuBLAS for the products."""
@@ -130,13 +137,13 @@ class Step:
             self.many_rows_fp8()
             return
         for i, (wqkv, wo, wgu, wd) in enumerate(self.w):
-            self.norm(None if i == 0 else self.x)
+            self.norm(None if i == 0 else self.x, self.x)
             out = self.attend(torch.mm(self.x, wqkv[0].t(), out=self.qkv), i)
-            self.norm(torch.mm(out, wo[0].t(), out=self.x))
+            self.norm(torch.mm(out, wo[0].t(), out=self.x), self.x)
             torch.mm(self.x, wgu[0].t(), out=self.gate_up)
             swiglu(self.gate_up, self.act)
             torch.mm(self.act, wd[0].t(), out=self.x)
-        self.norm(self.x)
+        self.norm(self.x, self.x)
         torch.mm(self.x, self.head[0].t(), out=self.logits)
 
     def many_rows_fp8(self) -> None:

@@ -71,9 +71,9 @@ def _tile(w, inner, last, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m"])
 def _dot(
-    x, w, y, residual, bias, w_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
+    x, w, y, residual, bias, w_scale, x_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
+    SWIGLU: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
     PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
@@ -97,13 +97,17 @@ def _dot(
         else:
             inside = (row < m)[:, None] & (inner < last)[None, :]
             values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
-        tile = _tile(w_row, inner, last, EVEN).to(x.dtype.element_ty)
+        tile = _tile(w_row, inner, last, EVEN)
+        if not EIGHT:
+            tile = tile.to(x.dtype.element_ty)
         if SWAP:
             acc = tl.dot(tile, tl.trans(values), acc)
         else:
             acc = tl.dot(values, tl.trans(tile), acc)
         if SWIGLU:
-            tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN).to(x.dtype.element_ty)
+            tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN)
+            if not EIGHT:
+                tile = tile.to(x.dtype.element_ty)
             if SWAP:
                 up = tl.dot(tile, tl.trans(values), up)
             else:
@@ -115,6 +119,10 @@ def _dot(
         acc *= tl.load(w_scale + col, mask=col < n, other=0.0)[None, :]
         if SWIGLU:
             up *= tl.load(w_scale + n + col, mask=col < n, other=0.0)[None, :]
+    if EIGHT:
+        own = tl.load(x_scale + row, mask=row < m, other=0.0)[:, None]
+        acc *= own
+        up *= own
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
         tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
@@ -191,6 +199,7 @@ def skinny(
     shape: Shape,
     *,
     w_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
@@ -201,7 +210,8 @@ def skinny(
 ) -> None:
     """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first). `residual` may be y itself.
 
-    w_scale is one float32 a channel. `part` [splits, m, n] float32 holds partial sums where the shape has splits;
+    w_scale is one float32 a channel. x is fp8 where w is and x_scale gives one float32 a row, else bf16 or fp16 (fp16
+    is the faster partner of fp8 weights: e4m3 becomes fp16 in one instruction). `part` [splits, m, n] float32 holds partial sums where the shape has splits;
     add_parts=False leaves them there (y, bias and residual are the reader's). SwiGLU needs all of k in one program, and
     the norm a shape for one row.
     """
@@ -211,6 +221,8 @@ def skinny(
         raise ValueError(f"skinny product of x {list(x.shape)}, w {list(w.shape)} into y {list(y.shape)}")
     if shape.splits > 1 and (swiglu or part is None or not shape.dot):
         raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU or single row")
+    if x_scale is not None and not shape.dot:
+        raise ValueError("rows of fp8 need the tensor cores: a shape with dot")
     if norm is not None and shape.dot:
         raise ValueError("the norm on the way in is for one row: normalize first")
     flags = {"SWIGLU": swiglu, "SCALED": w_scale is not None, "PDL": shape.pdl, "LINES": shape.lines}
@@ -231,9 +243,9 @@ def skinny(
     single = shape.splits == 1
     first_ends = ends if single else {"BIAS": False, "RESIDUAL": False}
     _dot[(triton.cdiv(n, shape.block_n), shape.splits)](
-        x, w, y, res, b, scales, y if part is None else part, m, n, k, x.stride(0), w.stride(0), y.stride(0),
+        x, w, y, res, b, scales, x if x_scale is None else x_scale, y if part is None else part, m, n, k, x.stride(0), w.stride(0), y.stride(0),
         res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-        SPLITS=shape.splits, SWAP=shape.swap, EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends,
+        SPLITS=shape.splits, SWAP=shape.swap, EIGHT=x_scale is not None, EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends,
         **launch,
     )  # fmt: skip
     if not single and add_parts:

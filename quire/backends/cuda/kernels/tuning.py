@@ -30,15 +30,33 @@ def _splits(n: int, k: int, block_n: int, processors: int) -> int:
 
 
 def skinny_shape(
-    n: int, k: int, rows: int, dtype: torch.dtype, *, swiglu: bool = False, fused: bool = False, processors: int = 132
+    n: int,
+    k: int,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    swiglu: bool = False,
+    fused: bool = False,
+    eight: bool = False,
+    processors: int = 132,
 ) -> Shape:
-    """For y [rows, n] = x @ w[n, k].T. `fused`: with the norm on the way in, or wanting no parts: all of k at once."""
-    if rows == 1 and dtype.itemsize == 2:
+    """For y [rows, n] = x @ w[n, k].T, weights of `dtype`.
+
+    `fused`: the norm on the way in, or a result without parts: all of k in one program. `eight`: x is fp8 too.
+    """
+    if rows == 1 and dtype.itemsize == 2 and fused:
         return (
-            Shape(8, 512, 4, 1, dot=False, pdl=True)
-            if fused and not swiglu and n < 16384
-            else Shape(4, 1024, 4, 1, dot=False, pdl=True)
+            Shape(8, 512, 4, 1, dot=False, pdl=True) if 4096 < n < 12288 else Shape(4, 1024, 4, 1, dot=False, pdl=True)
         )
-    wide = 256 if dtype.itemsize == 1 else 128
     splits = 1 if swiglu or fused else _splits(n, k, 64, processors)
-    return Shape(64, wide, 4, 5 if splits == 2 else 4, splits, swap=True, pdl=True)
+    stages = {1: 4, 2: 6, 3: 4, 4: 3}.get(splits, 4)
+    if dtype.itemsize == 2:
+        return Shape(64, 128, 4, stages, splits, swap=True, pdl=True)
+    if eight:
+        return Shape(64, 256, 4, min(stages, 4) if swiglu else stages, splits, swap=True, pdl=True)
+    return Shape(64, 256, 4, 4, 1 if swiglu or fused else max(4, splits), pdl=True)
+
+
+def int4_shape(n: int, k: int, *, swiglu: bool = False) -> Shape:
+    """For 4-bit weights: the unpacking is what takes time, so there are as many programs as fit."""
+    return Shape(64, 0, 4, 3 if swiglu else 4, 1 if swiglu or n > 32768 else 4)
