@@ -10,6 +10,10 @@ Parts are cut evenly from the true length (a grid fixed by bounds serves any len
 absolute positions: then a row's sums are taken in an order that no batch mate, chunk or length of a graph can change.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 from dataclasses import dataclass

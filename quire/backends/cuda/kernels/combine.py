@@ -4,6 +4,10 @@ Knows rows, heads and parts, not where they came from: context splits and shared
 lse = -inf saw nothing; its numbers are never read.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch

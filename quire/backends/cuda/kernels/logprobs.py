@@ -4,6 +4,10 @@ The order is the host's: the larger number first, of equal numbers the smaller i
 inside a chunk, float64 across chunks.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch

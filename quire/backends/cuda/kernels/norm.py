@@ -4,6 +4,10 @@ One program a row, the whole row in registers: reads x and the residual once, wr
 The sum is rounded to the residual's type before it is normalized, as a model that stores it would see it.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch

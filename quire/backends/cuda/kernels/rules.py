@@ -4,6 +4,10 @@ Order and meaning are the host's. Scores are a float32 copy of the logits, which
 probabilities are of those). A logit that is NaN or +inf becomes +inf whatever rules it out, so that it is seen.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch
