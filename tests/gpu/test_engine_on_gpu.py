@@ -37,6 +37,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
 
@@ -49,9 +50,16 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def engine(shape: str, **options: Any) -> Any:
-    settings = {"dtype": "float32", "max_seqs": 16, "max_batch_tokens": 128, "context": 512, "kv_memory": 64 << 20}
-    config = EngineConfig(path=shape, load_format="dummy", backend="cuda", device="cuda", **{**settings, **options})
-    return build_engine(config, ENV)
+    settings: dict[str, Any] = {
+        "backend": "cuda",
+        "device": "cuda",
+        "dtype": "float32",
+        "max_seqs": 16,
+        "max_batch_tokens": 128,
+        "context": 512,
+        "kv_memory": 64 << 20,
+    }
+    return build_engine(EngineConfig(path=shape, load_format="dummy", **{**settings, **options}), ENV)
 
 
 def serve(made: Any, requests: list[Request], aborts: dict[str, int] | None = None) -> dict[str, list[int]]:

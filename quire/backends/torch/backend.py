@@ -26,7 +26,7 @@ from quire.layouts import Dense, Floats, Layout
 from quire.observe.errors import Unsupported
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-RESERVE = 1 << 30  # device memory that is left alone: sampling, graphs, what other libraries take later
+RESERVE = 2 << 30, 0.03  # device memory left alone, and a share of all: sampling, graphs, what libraries take later
 
 Cells: TypeAlias = list[Any]  # tensors of a run, by the number of their value; None before and after their lives
 Step: TypeAlias = Callable[[Cells, DeviceBatch], None]
@@ -65,7 +65,14 @@ class TorchProgram:
             cells[at] = inputs[name]
         for step in self._steps:
             step(cells, batch)
-        return cells[self._output].float()
+        return self._deliver(cells[self._output].float(), batch)
+
+    def _deliver(self, result: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        """The result, where the batch wants it."""
+        if batch.into is None:
+            return result
+        batch.into[: result.shape[0]].copy_(result)
+        return batch.into[: result.shape[0]]
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
         if inputs.keys() != self._inputs.keys():
@@ -133,8 +140,8 @@ class TorchBackend:
         del program
         gc.collect()
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - step - RESERVE)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, free - step - RESERVE[0] - int(total * RESERVE[1]))
 
     def describe(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
