@@ -346,7 +346,7 @@ int main(int argc, char** argv) {
     }
     memset(buffer.get(), 1, largest);  // real pages, not the zero page
     comma = "";
-    for (int mib : {64, 128, 256, 512, 1024, 2048}) {
+    for (int mib : {64, 96, 128, 256, 512, 1024, 2048}) {
         printf("%s\n  \"%d\": {\"1\": %.2f", comma, mib, read_rate(1, read, buffer.get(), (size_t)mib << 20));
         if (threads > 1) printf(", \"%d\": %.2f", threads, read_rate(threads, read, buffer.get(), (size_t)mib << 20));
         printf("}");
