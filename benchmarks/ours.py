@@ -104,8 +104,8 @@ class Bench:
         if r.cached_tokens and not cached:
             raise RuntimeError(f"{r.cached_tokens} tokens came from the prefix cache: the figure would be wrong")
 
-    def warm(self, context: int) -> None:
-        self.run([self.prompt(max(1, min(WARM_PROMPT, context - WARM_OUTPUT - 1)))], WARM_OUTPUT)
+    def warm(self) -> None:
+        self.run([self.prompt(WARM_PROMPT)], WARM_OUTPUT)
 
     def test(self, test: dict[str, Any]) -> dict[str, float]:
         if test["kind"] == "prefill":
@@ -129,9 +129,9 @@ class Bench:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    context = max(longest(t) for t in task["tests"])
+    context = max(WARM_PROMPT + WARM_OUTPUT + 2, *(longest(t) for t in task["tests"]))
     bench = Bench(task["path"], task["threads"], context, task["max_seqs"])
-    bench.warm(context)
+    bench.warm()
     print(json.dumps([bench.test(t) for t in task["tests"]]))
     bench.engine.close()
 

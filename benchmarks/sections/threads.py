@@ -38,7 +38,7 @@ def groups(world: World) -> list[Group]:
 def group(world: World, shape: str, name: str, cores: int) -> Group:
     path = world.path(shape, name)
     figures = [figure("threads", shape, name, w) for w in (ONE, TWO)]
-    figures.append(figure("threads", shape, name, GAIN, unit="x"))
+    figures.append(figure("threads", shape, name, GAIN, unit=""))
     small = shape == SMALL
     sides = [Side(OURS, lambda: quire(path), 3 if small else 25)]
     notes = [] if cores >= 2 else ["there is one core here: a second thread can give nothing"]
