@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -82,6 +83,7 @@ def collect(only: list[str], world: World) -> list[Group]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end is stopped: saved, and no child left behind
     args = parse(argv)
     world = world_of(args)
     if args.list:

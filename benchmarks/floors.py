@@ -13,7 +13,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ class Peaks:
     def dot(self, threads: int) -> tuple[str, float] | None:
         """The best int8 dot-product instruction of this CPU, and operations per second."""
         return next(((name, self.int8[name][str(threads)] * 1e9) for name in DOT if name in self.int8), None)
+
+    def or_better(self, other: Peaks) -> Peaks:
+        """These int8 rates, or the other's where it did better: a busy moment must not make a ceiling low."""
+        int8 = {
+            name: {t: max(rate, other.int8.get(name, {}).get(t, 0.0)) for t, rate in rates.items()}
+            for name, rates in self.int8.items()
+        }
+        return replace(self, int8=int8)
 
     def amx(self, threads: int) -> float | None:
         return self.int8["amx"][str(threads)] * 1e9 if "amx" in self.int8 else None
@@ -64,13 +72,15 @@ def build() -> Path | str:
     return BUILD / "peaks"
 
 
-def measure(threads: int) -> Peaks | str:
+def measure(threads: int, *, int8_alone: bool = False) -> Peaks | str:
     """The peaks of this machine now, or why there are none."""
     program = build()
     if isinstance(program, str):
         return program
-    print("measuring what the machine can do at best (15 s) ...", file=sys.stderr, flush=True)
-    done = subprocess.run([str(program), str(threads)], capture_output=True, text=True)
+    if not int8_alone:
+        print("measuring what the machine can do at best (20 s) ...", file=sys.stderr, flush=True)
+    part = ["int8"] if int8_alone else []
+    done = subprocess.run([str(program), str(threads), *part], capture_output=True, text=True)
     if done.returncode:
         return f"the program that measures peaks failed: {done.stderr[-500:]}"
     return parse(json.loads(done.stdout))

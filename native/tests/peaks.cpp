@@ -2,7 +2,7 @@
 // read over buffers of several sizes. Prints one JSON object; rates are 1e9 operations (a multiply-add is two) or bytes
 // per second. Each figure is the best of a few short runs: a ceiling, not an average.
 //
-//     peaks [threads]        both one thread and this many are measured
+//     peaks [threads [int8]]        both one thread and this many are measured; "int8" leaves the rest out
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -301,6 +301,25 @@ void show(const char* name, int threads, Loop loop, double per_round) {
     comma = ",";
 }
 
+// False when there is no memory for it.
+bool read_rates(int threads, Read read) {
+    const size_t largest = (size_t)2048 << 20;
+    std::unique_ptr<uint8_t, void (*)(void*)> buffer((uint8_t*)malloc(largest), free);
+    if (!buffer) {
+        fprintf(stderr, "peaks: no memory for a buffer of 2 GiB\n");
+        return false;
+    }
+    memset(buffer.get(), 1, largest);  // real pages, not the zero page
+    comma = "";
+    for (int mib : {64, 96, 128, 256, 512, 1024, 2048}) {
+        printf("%s\n  \"%d\": {\"1\": %.2f", comma, mib, read_rate(1, read, buffer.get(), (size_t)mib << 20));
+        if (threads > 1) printf(", \"%d\": %.2f", threads, read_rate(threads, read, buffer.get(), (size_t)mib << 20));
+        printf("}");
+        comma = ",";
+    }
+    return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -309,6 +328,7 @@ int main(int argc, char** argv) {
         fprintf(stderr, "peaks: the number of threads must be between 1 and 1024\n");
         return 2;
     }
+    const bool whole = argc < 3 || strcmp(argv[2], "int8");
     Read read = read_plain;
     printf("{\"threads\": %d, \"int8\": {", threads);
 #if defined(__x86_64__)
@@ -324,8 +344,8 @@ int main(int argc, char** argv) {
 #endif
     comma = "";
     printf("}, \"fp32\": {");
-    if (avx512) show("avx512", threads, fma512, kChains * 32.0);
-    if (avx2) show("avx2", threads, fma256, kChains * 16.0);
+    if (whole && avx512) show("avx512", threads, fma512, kChains * 32.0);
+    if (whole && avx2) show("avx2", threads, fma256, kChains * 16.0);
 #elif defined(__aarch64__)
 #if defined(__linux__)
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)
@@ -333,25 +353,12 @@ int main(int argc, char** argv) {
         show("sdot", threads, sdot, kChains * 32.0);
     comma = "";
     printf("}, \"fp32\": {");
-    show("neon", threads, fma128, kChains * 8.0);
+    if (whole) show("neon", threads, fma128, kChains * 8.0);
 #else
     printf("}, \"fp32\": {");
 #endif
     printf("}, \"read\": {");
-    const size_t largest = (size_t)2048 << 20;
-    std::unique_ptr<uint8_t, void (*)(void*)> buffer((uint8_t*)malloc(largest), free);
-    if (!buffer) {
-        fprintf(stderr, "peaks: no memory for a buffer of 2 GiB\n");
-        return 1;
-    }
-    memset(buffer.get(), 1, largest);  // real pages, not the zero page
-    comma = "";
-    for (int mib : {64, 96, 128, 256, 512, 1024, 2048}) {
-        printf("%s\n  \"%d\": {\"1\": %.2f", comma, mib, read_rate(1, read, buffer.get(), (size_t)mib << 20));
-        if (threads > 1) printf(", \"%d\": %.2f", threads, read_rate(threads, read, buffer.get(), (size_t)mib << 20));
-        printf("}");
-        comma = ",";
-    }
+    if (whole && !read_rates(threads, read)) return 1;
     printf("}, \"checksum\": %llu}\n", (unsigned long long)(sink.load() & 0xffff));
     return 0;
 }

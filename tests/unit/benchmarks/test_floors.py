@@ -27,6 +27,14 @@ def test_the_dot_product_rate_is_the_best_instruction_and_not_the_tiles() -> Non
     assert Peaks(1, {}, {}, {}).dot(1) is None
 
 
+def test_a_ceiling_is_the_best_that_was_seen() -> None:
+    busy = Peaks(2, {"avx512vnni": {"1": 120.0, "2": 150.0}, "avx2": {"1": 1.0, "2": 1.0}}, {}, {})
+    both = PEAKS.or_better(busy)
+    assert both.int8["avx512vnni"] == {"1": 120.0, "2": 200.0}
+    assert both.int8["avx2"] == PEAKS.int8["avx2"]
+    assert both.read == PEAKS.read
+
+
 @pytest.mark.parametrize(("mib", "rate"), [(1, 40.0), (64, 40.0), (128, 30.0), (256, 20.0), (512, 18.0), (9999, 16.0)])
 def test_bandwidth_between_measured_sizes(mib: int, rate: float) -> None:
     assert PEAKS.bandwidth(mib * 2**20, 2) == pytest.approx(rate * 1e9)
