@@ -12,9 +12,12 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.figures import Figure
+
+__all__ = ["RESULTS", "ROOT", "Record", "load", "machine", "median", "newest", "save"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -55,6 +58,15 @@ def commit() -> str:
     except OSError:
         return "unknown"
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def save(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write a record of another shape than the CPU figures' in one go: results/<name>-<date>-<commit>.json."""
+    info = machine()
+    path = folder / f"{name}-{info['date'][:10]}-{info['commit']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": info, **body}, indent=1) + "\n")
+    return path
 
 
 class Record:

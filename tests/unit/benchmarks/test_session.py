@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import OURS, Figure, Group, Side
-from benchmarks.record import Record, load, newest
+from benchmarks.record import Record, load, newest, save
 from benchmarks.session import Progress, clock, run
 
 
@@ -115,3 +115,12 @@ def test_each_figure_comes_from_the_latest_record_that_has_it(tmp_path: Path) ->
     early = write("b.json", "2030-01-01T00:00:00", ["depth 0", "depth 2048"], 1.0)
     found = newest([late, early])
     assert [f.ours for f, _ in found.values()] == [[2.0], [1.0]]
+
+
+def test_a_record_of_another_shape(tmp_path: Path) -> None:
+    path = save("gpu-x", {"rows": [1]}, tmp_path)
+    assert path.parent == tmp_path
+    assert path.name.startswith("gpu-x-")
+    body = json.loads(path.read_text())
+    assert body["rows"] == [1]
+    assert "cpu" in body["machine"]
