@@ -8,8 +8,8 @@
 namespace {
 
 constexpr int kMaxRows = 4;
-constexpr int kMaxQueries = 4;
-constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 6;
+constexpr int kMaxChains = 6;  // fma chains of attention in registers: queries times vectors
 constexpr bool kSigned8 = false;
 
 struct F {
@@ -165,5 +165,11 @@ inline I dot4_8(I acc, B codes, const int8_t* x) {  // even and odd bytes, widen
 }
 #endif
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline __m256 scale2(__m256 p, __m256 t) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));
+}
+inline F fscale2(F p, F t) { return {scale2(p.a, t.a), scale2(p.b, t.b)}; }
 
 }  // namespace

@@ -8,8 +8,8 @@
 namespace {
 
 constexpr int kMaxRows = 8;     // rows of x in a gemm register tile
-constexpr int kMaxQueries = 8;  // queries in an attention register tile
-constexpr int kMaxChains = 12;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 6;  // queries in an attention register tile
+constexpr int kMaxChains = 24;  // fma chains of attention in registers: queries times vectors
 constexpr bool kSigned8 = false;  // 8-bit codes reach dot4_8 as they are stored, unsigned
 
 using F = __m512;
@@ -84,5 +84,10 @@ inline F fload_u4(const uint8_t* p, int shift) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(b, (unsigned)shift), _mm512_set1_epi32(15)));
 }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline F fscale2(F p, F t) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+}
 
 }  // namespace

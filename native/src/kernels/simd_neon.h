@@ -10,8 +10,8 @@
 namespace {
 
 constexpr int kMaxRows = 4;
-constexpr int kMaxQueries = 4;
-constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 6;
+constexpr int kMaxChains = 6;  // fma chains of attention in registers: queries times vectors
 constexpr bool kSigned8 = true;
 
 struct F {
@@ -213,6 +213,13 @@ inline I dot4_8(I acc, B codes, const int8_t* x) {
     return dot4_signed(acc, codes, x);
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline F fscale2(F p, F t) {
+    QUIRE_QUARTERS p.v[i] = vreinterpretq_f32_s32(
+        vaddq_s32(vreinterpretq_s32_f32(p.v[i]), vshlq_n_s32(vreinterpretq_s32_f32(t.v[i]), 23)));
+    return p;
+}
 
 #undef QUIRE_QUARTERS
 

@@ -11,8 +11,8 @@
 namespace {
 
 constexpr int kMaxRows = 2;
-constexpr int kMaxQueries = 4;
-constexpr int kMaxChains = 1;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 2;
+constexpr int kMaxChains = 2;  // fma chains of attention in registers: queries times vectors
 constexpr bool kSigned8 = false;
 
 struct F {
@@ -184,6 +184,18 @@ inline I dot4(I acc, B codes, const int8_t* x) {
 }
 inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
 inline void prefetch(const void*) {}
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline F fscale2(F p, F t) {
+    QUIRE_LANES {
+        uint32_t a, b;
+        memcpy(&a, &p.v[i], 4);
+        memcpy(&b, &t.v[i], 4);
+        a += b << 23;
+        memcpy(&p.v[i], &a, 4);
+    }
+    return p;
+}
 
 #undef QUIRE_LANES
 

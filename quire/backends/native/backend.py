@@ -125,7 +125,7 @@ class NativeBackend:
             return (max_tokens if v.per_token else max_rows) * self._native.row_bytes(v.width, v.quant)
 
         offsets, total = arena.lay_out(program, recording.inputs.values(), recording.output, size)
-        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim)
+        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, False)
         plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, total)
         slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in offsets.items()}
         ropes: dict[int, int] = {}
