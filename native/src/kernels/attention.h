@@ -11,6 +11,8 @@
 
 #include "rows.h"
 
+#define QUIRE_NOINLINE __attribute__((noinline))  // register tiles spill when they share a function with other things
+
 namespace {
 
 void store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
@@ -77,7 +79,7 @@ inline F widen(const float* p) { return fload(p); }
 inline F widen(const uint16_t* p) { return fload_half(p); }
 inline F widen(const int8_t* p) { return fload_i8(p); }
 inline F widen_n(const uint16_t* p, int n) { return fload_half_n(p, n); }
-inline F widen_n(const int8_t* p, int n) { return n >= 16 ? fload_i8(p) : fkeep(fload_i8(p), n, fzero()); }
+inline F widen_n(const int8_t* p, int n) { return fkeep(fload_i8(p), n, fzero()); }
 
 // How many vectors go with Q queries in a register tile.
 constexpr int vectors_for(int q) { return kMaxChains / q >= 4 ? 4 : kMaxChains / q >= 2 ? 2 : 1; }
@@ -85,7 +87,7 @@ constexpr int vectors_for(int q) { return kMaxChains / q >= 4 ? 4 : kMaxChains /
 // Scores of Q queries against the 16 tokens of each of P pages: Q * P independent chains. Cells are read once and in an
 // order that no hardware foresees, so what comes next is asked for on the way.
 template <int Q, int P, class T>
-inline void score_tile(const T* const* keys, const T* const* next, const float* query, int head_dim, float* scores) {
+QUIRE_NOINLINE void score_tile(const T* const* keys, const T* const* next, const float* query, int head_dim, float* scores) {
     F acc[Q][P];
     QUIRE_UNROLL
     for (int q = 0; q < Q; q++)
@@ -123,7 +125,7 @@ inline void score_pages(const T* const* keys, const T* const* next, int from, in
 // Columns [column, column + 16 C) of: out[q] += weights[q][t] * values[t] for tokens [from, to), in order. A segment holds
 // Span tokens.
 template <int Q, int C, int Span, class T>
-inline void value_tile(const T* const* segments, const T* const* next, int stride, int column, int from, int to,
+QUIRE_NOINLINE void value_tile(const T* const* segments, const T* const* next, int stride, int column, int from, int to,
                        const float* weights, float* const* out) {
     F acc[Q][C];
     QUIRE_UNROLL
@@ -183,23 +185,28 @@ inline void add_values(const T* const* segments, const T* const* next, int strid
 
 // Scores become weights in place. Byte cells: the keys' scales come in before, the values' after.
 template <bool Scaled> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
-    const int pages = (seen + kPage - 1) / kPage;
+    const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
     const F lowest = fset(-__builtin_inff());
-    F top = lowest;
-    for (int p = 0; p < pages; p++) {
+    auto score = [&](int p) {
         F s = fload(scores + p * kPage);
         if constexpr (Scaled) fstore(scores + p * kPage, s = fmul(s, fload(scales[p])));
-        top = fmax(p == pages - 1 ? fkeep(s, seen - p * kPage, lowest) : s, top);
-    }
-    const float high = hmax(top);
+        return s;
+    };
+    F top[4] = {lowest, lowest, lowest, fkeep(score(last), there, lowest)};
+    int p = 0;
+    for (; p + 4 <= last; p += 4)
+        QUIRE_UNROLL
+        for (int i = 0; i < 4; i++) top[i] = fmax(score(p + i), top[i]);
+    for (; p < last; p++) top[0] = fmax(score(p), top[0]);
+    const float high = hmax(fmax(fmax(top[0], top[1]), fmax(top[2], top[3])));
     F sum = fzero();
-    for (int p = 0; p < pages; p++) {
-        F e = fexp2(fsub(fload(scores + p * kPage), fset(high)));
-        if (p == pages - 1) e = fkeep(e, seen - p * kPage, fzero());
+    auto weight = [&](F e, int at) {
         sum = fadd(sum, e);
-        if constexpr (Scaled) e = fmul(e, fload(scales[p] + kPage));
-        fstore(scores + p * kPage, e);
-    }
+        if constexpr (Scaled) e = fmul(e, fload(scales[at] + kPage));
+        fstore(scores + at * kPage, e);
+    };
+    for (p = 0; p < last; p++) weight(fexp2(fsub(fload(scores + p * kPage), fset(high))), p);
+    weight(fkeep(fexp2(fsub(fload(scores + last * kPage), fset(high))), there, fzero()), last);
     part[shape.high] = high;
     part[shape.total] = hsum(sum);
 }
@@ -231,7 +238,9 @@ template <class T> void attend_cells(const AttendArgs& a) {
     int longest = 0;
     const F scale = fset(a.scale * 1.44269504f);
     for (int q = 0; q < a.count; q++) {
-        for (int d = 0; d < D; d += 16) fstore(queries + q * kAttendStride + d, fmul(fload_n(a.query[q] + d, D - d), scale));
+        int at = 0;
+        for (; at + 16 <= D; at += 16) fstore(queries + q * kAttendStride + at, fmul(fload(a.query[q] + at), scale));
+        if (at < D) fstore(queries + q * kAttendStride + at, fmul(fload_n(a.query[q] + at, D - at), scale));
         for (int d = 0; d < wide; d += 16) fstore(a.part[q] + d, fzero());
         if (a.seen[q] > longest) longest = a.seen[q];
     }
@@ -293,7 +302,9 @@ template <class T> void attend_cells(const AttendArgs& a) {
         const int tokens = longest - start < kAttendBlock ? longest - start : kAttendBlock;
         for (int t = 0; t < tokens; t++) {
             const T* row = values[(start + t) / kPage] + (start + t) % kPage * D;
-            for (int d = 0; d < D; d += 16) fstore(block + t * wide + d, widen_n(row + d, D - d));
+            int d = 0;
+            for (; d + 16 <= D; d += 16) fstore(block + t * wide + d, widen(row + d));
+            if (d < D) fstore(block + t * wide + d, widen_n(row + d, D - d));
         }
         const float* segment = block;
         for_tiles([&](auto n, int first) {
@@ -325,3 +336,5 @@ void finish(const float* sum, int head_dim, float* out) {
 }
 
 }  // namespace
+
+#undef QUIRE_NOINLINE
