@@ -152,8 +152,7 @@ struct Attend : Step {
         if (!quantized) return;
         const int columns = schedule->group() * run.plan.kv().head_dim;
         for (int r = tile.row; r < tile.row + tile.rows; r++)
-            run.plan.kernels().quantize(run.plan.floats(out, r) + head * columns, head * columns / 32, columns / 32,
-                                        run.plan.row(quant, r), quant.shape);
+            run.plan.quantize_row(quant, r, run.plan.floats(out, r) + head * columns, head * columns / 32, columns / 32);
     }
 };
 

@@ -45,7 +45,10 @@ def command(
     threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
     context: Annotated[int | None, typer.Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    backend: Annotated[str, typer.Option(help="native, or reference (slow).")] = "native",
+    kv_dtype: Annotated[str, typer.Option(help="How K and V are kept: f16, or int8 (half the memory).")] = "auto",
+    backend: Annotated[str, typer.Option(help="native, torch, or reference (slow).")] = "native",
+    device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -77,7 +80,10 @@ def command(
             threads=threads,
             context=context,
             kv_memory=kv_memory,
+            kv_dtype=kv_dtype,
             backend=backend,
+            device=device,
+            dtype=dtype,
             max_seqs=SEQUENCES,
         )
     try:
