@@ -59,6 +59,7 @@ class EngineConfig:
     threads: int | None = None  # None: every core this process may use
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
+    kv_dtype: str = "auto"  # how K and V are kept: "f16" or "int8"; auto: f16, or what a torch device computes in
     context: int | None = None  # None: what the model was trained for
     max_seqs: int = 64  # sequences in a batch
     max_batch_tokens: int = 512  # tokens in a step

@@ -24,23 +24,54 @@ struct RopeArgs {
     bool pairs;
 };
 
-constexpr int kPage = 16;  // tokens in a KV page: the lane count
+constexpr int kPage = 16;    // tokens in a KV page: the lane count
+constexpr int kChunk = 256;  // tokens whose softmax is one sum; a query's past is cut at multiples of this, always
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxAttend = 64;  // queries in one call
 
-// One KV head's view of a sequence, and queries that share it.
-struct AttendArgs {
-    const uint16_t* keys;    // of this layer and head; page p at keys + p * page_stride, [head_dim][16]
-    const uint16_t* values;  // the same, [16][head_dim]
-    size_t page_stride;      // in numbers
-    const int32_t* pages;    // the sequence's page table
-    int head_dim;
-    float scale;
-    int count;                        // queries, at most kMaxAttend
-    const float* query[kMaxAttend];   // [head_dim]
-    float* out[kMaxAttend];           // [head_dim]
-    int32_t seen[kMaxAttend];         // tokens query i may look at, from the first
+enum class KvType { Half, Byte };
+
+// What one head keeps of a page: keys [head_dim][16], then values [16][head_dim]. Bytes have a float32 scale per token,
+// 16 for the keys and 16 for the values, after both.
+struct KvCell {
+    KvType type = KvType::Half;
+    int head_dim = 0;
+
+    size_t numbers() const { return (size_t)head_dim * kPage; }
+    size_t width() const { return type == KvType::Half ? 2 : 1; }
+    size_t values_at() const { return numbers() * width(); }
+    size_t scales_at() const { return 2 * values_at(); }
+    size_t bytes() const { return scales_at() + (type == KvType::Half ? 0 : 2 * kPage * sizeof(float)); }
 };
+
+// What a query has of a chunk, or of several: its weighted values [head_dim, padded to 16], their largest score, and the
+// sum of the weights. Scores are in powers of two.
+struct PartShape {
+    size_t high, total, floats;
+    explicit PartShape(int head_dim) : high(((size_t)head_dim + 15) / 16 * 16), total(high + 1), floats(high + 16) {}
+};
+
+// One KV head's view of one chunk, and queries that look at it.
+struct AttendArgs {
+    const uint8_t* cells;  // of this layer and head: page p at cells + p * page_stride
+    size_t page_stride;
+    const int32_t* pages;  // of the chunk, the first one first
+    int ahead;             // entries after the last one used that name pages to be wanted soon
+    KvCell cell;
+    float scale;
+    uint8_t* scratch;                // attend_scratch() bytes
+    int count;                       // queries, at most kMaxAttend
+    const float* query[kMaxAttend];  // [head_dim]
+    float* part[kMaxAttend];         // PartShape
+    int32_t seen[kMaxAttend];        // tokens of the chunk that query i may look at: 1 to kChunk
+};
+
+constexpr int kAttendBlock = 64;                    // tokens widened to float32 at a time
+constexpr int kAttendStride = kMaxHeadDim + 16;     // floats from one query to the next in the scratch, and scores
+static_assert(kChunk <= kMaxHeadDim, "scores and queries use one stride");
+constexpr size_t attend_scratch() {
+    return sizeof(float) * (size_t)(2 * kMaxAttend * kAttendStride + kAttendBlock * kMaxHeadDim);
+}
 
 struct Kernels {
     const char* name;
@@ -54,9 +85,10 @@ struct Kernels {
     // Rows [0, m) of x (panels from the first) against blocks [b0, b1) of w, whose first row is column 0 of out.
     void (*linear_affine)(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& shape, int m, const Epilogue& e);
     void (*linear_dense)(const Matrix& w, int b0, int b1, const float* x, size_t stride, int m, const Epilogue& e);
-    void (*store_kv)(const float* k, const float* v, int kv_heads, int head_dim, uint16_t* key_page, uint16_t* value_page,
-                     int slot);
-    void (*attend)(const AttendArgs& args);
+    void (*store_kv)(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot);
+    void (*attend)(const AttendArgs& args);  // fills every part
+    void (*merge)(const float* part, int head_dim, float* sum);  // a later chunk's part into those before it
+    void (*finish)(const float* sum, int head_dim, float* out);  // the answer: values over weights
     void (*exp)(const float* x, int n, float* out);  // for tests
 };
 

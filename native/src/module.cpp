@@ -129,9 +129,11 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
 void bind_plan(nb::module_& m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
-             [](Plan* self, Machine& machine, std::tuple<int, int, int, int> kv, int max_tokens, int max_rows, size_t arena) {
-                 auto [layers, pages, kv_heads, head_dim] = kv;
-                 new (self) Plan(machine.pool, machine.kernels, {layers, pages, kv_heads, head_dim}, max_tokens, max_rows, arena);
+             [](Plan* self, Machine& machine, std::tuple<int, int, int, int, bool> kv, int max_tokens, int max_rows,
+                size_t arena) {
+                 auto [layers, pages, kv_heads, head_dim, bytes] = kv;
+                 const KvShape shape{layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half};
+                 new (self) Plan(machine.pool, machine.kernels, shape, max_tokens, max_rows, arena);
              })
         .def("slot", &Plan::slot)
         .def("embed", [](Plan& p, std::shared_ptr<Matrix> table, int out) { p.embed(std::move(table), out); })
@@ -158,6 +160,7 @@ void bind_plan(nb::module_& m) {
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)
+        .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv().page_bytes(); })
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
              nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg());
 }

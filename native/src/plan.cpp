@@ -15,25 +15,18 @@ namespace {
 
 Plan::Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
            size_t arena_bytes)
-    : pool_(std::move(pool)), kernels_(kernels), kv_(kv), arena_memory_(arena_bytes) {
+    : pool_(std::move(pool)), kernels_(kernels), shape_(kv), arena_memory_(arena_bytes) {
     if (kv.layers < 0 || kv.pages < 0 || kv.pages > (1 << 26)) refuse("the KV pool has no sensible size");
     if (kv.layers && (kv.head_dim < 8 || kv.head_dim > kMaxHeadDim || kv.head_dim % 8 || kv.kv_heads < 1))
         refuse("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) + ", not " + std::to_string(kv.head_dim));
     if (max_tokens < 1 || max_rows < 0) refuse("a step must hold at least one token");
     limits_ = {max_tokens, max_rows, 0, kv.pages};
     arena_ = arena_memory_.data();
-    kv_memory_ = Mapping((size_t)kv.layers * (size_t)kv.pages * page_numbers() * 2 * sizeof(uint16_t), false);
+    kv_memory_ = Mapping((size_t)kv.pages * kv.page_bytes(), false);
+    kv_ = kv_memory_.data();
 }
 
 Plan::~Plan() = default;
-
-// [layer][keys, values][page][kv_head][...]
-uint16_t* Plan::keys(int layer, int page) const {
-    return (uint16_t*)kv_memory_.data() + ((size_t)(2 * layer) * (size_t)kv_.pages + (size_t)page) * page_numbers();
-}
-uint16_t* Plan::values(int layer, int page) const {
-    return (uint16_t*)kv_memory_.data() + ((size_t)(2 * layer + 1) * (size_t)kv_.pages + (size_t)page) * page_numbers();
-}
 
 int Plan::slot(size_t offset, int width, bool quant, bool per_token) {
     if (width < 1 || width > (1 << 24) || (quant && width % 32)) refuse("a tensor of width " + std::to_string(width));

@@ -21,8 +21,14 @@ struct Vector {  // a float32 vector weight, padded to 16
     const float* data() const { return (const float*)memory.data(); }
 };
 
+// The KV pool: [page][layer][kv_head] of cells, so that a page is one piece of memory.
 struct KvShape {
     int layers = 0, pages = 0, kv_heads = 0, head_dim = 0;
+    KvType type = KvType::Half;
+
+    KvCell cell() const { return {type, head_dim}; }
+    size_t layer_bytes() const { return (size_t)kv_heads * cell().bytes(); }
+    size_t page_bytes() const { return (size_t)layers * layer_bytes(); }
 };
 
 // A tensor of the program: rows of float32 (padded to 16), or panels of rows in int8 (QuantShape). A row per token, or per
@@ -103,10 +109,10 @@ public:
     }
     uint8_t* scratch(int thread) const { return scratch_ + (size_t)thread * scratch_bytes_; }
     const Kernels& kernels() const { return *kernels_; }
-    const KvShape& kv() const { return kv_; }
-    uint16_t* keys(int layer, int page) const;
-    uint16_t* values(int layer, int page) const;
-    size_t page_numbers() const { return (size_t)kv_.kv_heads * (size_t)kv_.head_dim * kPage; }
+    const KvShape& kv() const { return shape_; }
+    uint8_t* cells(int layer, int page) const {  // of every head
+        return kv_ + (size_t)page * shape_.page_bytes() + (size_t)layer * shape_.layer_bytes();
+    }
     std::string describe() const;
 
 private:
@@ -120,15 +126,16 @@ private:
 
     std::shared_ptr<ThreadPool> pool_;
     const Kernels* kernels_;
-    KvShape kv_;
+    KvShape shape_;
     BatchLimits limits_;
     std::vector<Slot> slots_;
     std::vector<std::unique_ptr<Step>> steps_;
     std::vector<struct RopeTable*> tables_;  // owned by steps_
+    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads
     std::vector<int> inputs_;
     int output_ = -1;
     Mapping arena_memory_, kv_memory_, scratch_memory_;
-    uint8_t *arena_ = nullptr, *scratch_ = nullptr;
+    uint8_t *arena_ = nullptr, *scratch_ = nullptr, *kv_ = nullptr;
     size_t scratch_bytes_ = 0;
     std::unique_ptr<std::atomic<int>[]> next_;  // per step: the item to take next
     std::vector<int> items_;

@@ -1,8 +1,10 @@
-// Attention in two steps: store this step's keys and values (rotating on the way), then let every query look at its past.
+// Attention in two steps: store this step's keys and values (rotating on the way), then let every query look at its past,
+// in the items that the schedule made.
 #include <stdexcept>
 
 #include "plan.h"
 #include "rope_table.h"
+#include "schedule.h"
 
 namespace quire {
 
@@ -10,16 +12,21 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
-constexpr int kTile = 24;  // queries that an item tries to hold: three register tiles of 8
-
 struct Store : Step {
     Slot k, v, q, q_out;
     const RopeTable* table = nullptr;
     bool rotate_q = false;
     int layer = 0;
 
-    int items(const Run& run) const override { return run.batch.tokens; }
-    void work(const Run& run, int t, int thread) const override {
+    // Neighbours write to the same lines of a page: where there are many, one thread takes a page of them.
+    static int together(const Run& run) { return run.batch.tokens >= 4 * kPage * run.threads ? kPage : 1; }
+
+    int items(const Run& run) const override { return (run.batch.tokens + together(run) - 1) / together(run); }
+    void work(const Run& run, int item, int thread) const override {
+        const int n = together(run), end = (item + 1) * n < run.batch.tokens ? (item + 1) * n : run.batch.tokens;
+        for (int t = item * n; t < end; t++) one(run, t, thread);
+    }
+    void one(const Run& run, int t, int thread) const {
         const Plan& plan = run.plan;
         const KvShape& kv = plan.kv();
         const float* key = plan.floats(k, t);
@@ -31,56 +38,121 @@ struct Store : Step {
                 plan.kernels().rope(plan.floats(q, t), table->args(t, q.width / kv.head_dim, kv.head_dim), plan.floats(q_out, t));
         }
         const int page = run.batch.write[t] / kPage, slot = run.batch.write[t] % kPage;
-        plan.kernels().store_kv(key, plan.floats(v, t), kv.kv_heads, kv.head_dim, plan.keys(layer, page),
-                                plan.values(layer, page), slot);
+        plan.kernels().store_kv(key, plan.floats(v, t), kv.kv_heads, kv.cell(), plan.cells(layer, page), slot);
     }
 };
 
 struct Attend : Step {
     Slot q, out, quant;
-    bool quantized = false;
-    int layer = 0, group = 1;
+    bool quantized = false, divides = false;
+    int layer = 0;
     float scale = 1;
-    struct Tile {
-        int sequence, row, rows;
-    };
-    std::vector<Tile> tiles;
+    std::shared_ptr<Schedule> schedule;
+
+    static size_t scratch(int head_dim) { return attend_scratch() + 2 * kMaxAttend * PartShape(head_dim).floats * sizeof(float); }
 
     void prepare(const Run& run) override {
-        tiles.clear();
-        const int most = group >= kTile ? 1 : kTile / group;
-        for (int s = 0; s < run.batch.sequences; s++)
-            for (int t = run.batch.q_start[s]; t < run.batch.q_start[s + 1]; t += most) {
-                int rows = run.batch.q_start[s + 1] - t;
-                tiles.push_back({s, t, rows < most ? rows : most});
-            }
+        if (divides) schedule->divide(run.batch, run.threads);
     }
-    int items(const Run& run) const override { return (int)tiles.size() * run.plan.kv().kv_heads; }
-    void work(const Run& run, int item, int) const override {
-        const Plan& plan = run.plan;
-        const KvShape& kv = plan.kv();
-        const int last = (int)tiles.size() - 1;
-        const Tile& tile = tiles[(size_t)(last - item / kv.kv_heads)];  // the longest pasts come last: take them first
-        const int head = item % kv.kv_heads, D = kv.head_dim;
-        AttendArgs a;
-        a.keys = plan.keys(layer, 0) + (size_t)(head * D * kPage);
-        a.values = plan.values(layer, 0) + (size_t)(head * D * kPage);
-        a.page_stride = plan.page_numbers();
-        a.pages = run.batch.pages + (int64_t)tile.sequence * run.batch.table;
-        a.head_dim = D;
-        a.scale = scale;
-        a.count = 0;
-        for (int r = tile.row; r < tile.row + tile.rows; r++)
-            for (int h = head * group; h < (head + 1) * group; h++) {
-                a.query[a.count] = plan.floats(q, r) + h * D;
-                a.out[a.count] = plan.floats(out, r) + h * D;
-                a.seen[a.count] = run.batch.pos[r] + 1;
-                if (++a.count == kMaxAttend) plan.kernels().attend(a), a.count = 0;
+    int items(const Run&) const override { return schedule->items(); }
+
+    void work(const Run& run, int i, int thread) const override {
+        const Schedule::Item& item = schedule->item(i);
+        const int head = schedule->head(i);
+        if (item.whole) return whole(run, item, head, thread);
+        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, item, head, c, thread);
+        for (int m = 0; m < item.members; m++) {
+            const Schedule::Tile& tile = schedule->tile(item, m);
+            if (!schedule->last(tile, head)) continue;
+            for (int j = 0; j < tile.rows * schedule->group(); j++) {
+                float* sum = schedule->part(tile, head, 0, j);
+                for (int c = 1; c <= position(run, tile, j) / kChunk; c++)
+                    run.plan.kernels().merge(schedule->part(tile, head, c, j), run.plan.kv().head_dim, sum);
+                run.plan.kernels().finish(sum, run.plan.kv().head_dim, output(run, tile, head, j));
             }
-        if (a.count) plan.kernels().attend(a);
-        if (quantized)
-            for (int r = tile.row; r < tile.row + tile.rows; r++)
-                plan.quantize_row(quant, r, plan.floats(out, r) + head * group * D, head * group * D / 32, group * D / 32);
+            round(run, tile, head);
+        }
+    }
+
+    // All chunks of a tile, merged as they come.
+    void whole(const Run& run, const Schedule::Item& item, int head, int thread) const {
+        const Plan& plan = run.plan;
+        const Schedule::Tile& tile = schedule->tile(item, 0);
+        const int queries = tile.rows * schedule->group(), D = plan.kv().head_dim;
+        const size_t stride = PartShape(D).floats;
+        float* sums = (float*)(plan.scratch(thread) + attend_scratch());
+        float* parts = sums + kMaxAttend * stride;
+        AttendArgs a = view(run, head, thread);
+        for (int first = 0; first < queries; first += kMaxAttend) {
+            const int end = first + kMaxAttend < queries ? first + kMaxAttend : queries;
+            for (int c = 0; c < tile.chunks; c++) {
+                look(run, a, tile, c, tile.chunks);
+                for (int j = first; j < end; j++) put(run, a, tile, head, j, c, (c ? parts : sums) + (size_t)(j - first) * stride);
+                if (a.count) plan.kernels().attend(a);
+                for (int j = first; c && j < end; j++)
+                    if (position(run, tile, j) >= c * kChunk)
+                        plan.kernels().merge(parts + (size_t)(j - first) * stride, D, sums + (size_t)(j - first) * stride);
+            }
+            for (int j = first; j < end; j++)
+                plan.kernels().finish(sums + (size_t)(j - first) * stride, D, output(run, tile, head, j));
+        }
+        round(run, tile, head);
+    }
+
+    // One chunk for every tile of the item; the parts stay where the last one to come finds them.
+    void piece(const Run& run, const Schedule::Item& item, int head, int chunk, int thread) const {
+        AttendArgs a = view(run, head, thread);
+        look(run, a, schedule->tile(item, 0), chunk, item.chunk + item.chunks);
+        for (int m = 0; m < item.members; m++) {
+            const Schedule::Tile& tile = schedule->tile(item, m);
+            for (int j = 0; j < tile.rows * schedule->group(); j++) {
+                put(run, a, tile, head, j, chunk, schedule->part(tile, head, chunk, j));
+                if (a.count == kMaxAttend) run.plan.kernels().attend(a), a.count = 0;
+            }
+        }
+        if (a.count) run.plan.kernels().attend(a);
+    }
+
+    AttendArgs view(const Run& run, int head, int thread) const {
+        const KvShape& kv = run.plan.kv();
+        AttendArgs a;
+        a.cells = run.plan.cells(layer, 0) + (size_t)head * kv.cell().bytes();
+        a.page_stride = kv.page_bytes();
+        a.cell = kv.cell();
+        a.scale = scale;
+        a.scratch = run.plan.scratch(thread);
+        return a;
+    }
+
+    // At a chunk of a tile's sequence, with no query yet. The chunks up to `end` follow.
+    static void look(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int chunk, int end) {
+        constexpr int kPages = kChunk / kPage;
+        const int known = (run.batch.kv_len[tile.sequence] + kPage - 1) / kPage - (chunk + 1) * kPages;
+        a.pages = run.batch.pages + (int64_t)tile.sequence * run.batch.table + chunk * kPages;
+        a.ahead = chunk + 1 < end && known > 0 ? known : 0;
+        a.count = 0;
+    }
+
+    // Adds a query, if it sees something of the chunk.
+    void put(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int j, int chunk, float* part) const {
+        const int seen = position(run, tile, j) + 1 - chunk * kChunk;
+        if (seen <= 0) return;
+        const int D = run.plan.kv().head_dim;
+        a.query[a.count] = run.plan.floats(q, tile.row + j / schedule->group()) + (head * schedule->group() + j % schedule->group()) * D;
+        a.part[a.count] = part;
+        a.seen[a.count++] = seen < kChunk ? seen : kChunk;
+    }
+
+    int position(const Run& run, const Schedule::Tile& tile, int j) const { return run.batch.pos[tile.row + j / schedule->group()]; }
+    float* output(const Run& run, const Schedule::Tile& tile, int head, int j) const {
+        const int group = schedule->group();
+        return run.plan.floats(out, tile.row + j / group) + (head * group + j % group) * run.plan.kv().head_dim;
+    }
+    void round(const Run& run, const Schedule::Tile& tile, int head) const {
+        if (!quantized) return;
+        const int columns = schedule->group() * run.plan.kv().head_dim;
+        for (int r = tile.row; r < tile.row + tile.rows; r++)
+            run.plan.quantize_row(quant, r, run.plan.floats(out, r) + head * columns, head * columns / 32, columns / 32);
     }
 };
 
@@ -90,20 +162,20 @@ void Plan::store(int k, int v, int table, int q, int q_out, int layer) {
     auto step = std::make_unique<Store>();
     step->k = floats_slot(k, "attention's keys");
     step->v = floats_slot(v, "attention's values");
-    const int width = kv_.kv_heads * kv_.head_dim;
-    if (layer < 0 || layer >= kv_.layers) refuse("attention: the pool has no layer " + std::to_string(layer));
+    const int width = shape_.kv_heads * shape_.head_dim;
+    if (layer < 0 || layer >= shape_.layers) refuse("attention: the pool has no layer " + std::to_string(layer));
     if (step->k.width != width || step->v.width != width || !step->k.per_token || !step->v.per_token)
         refuse("attention: keys and values must have kv_heads * head_dim columns");
     step->layer = layer;
     if (table >= 0) {
         if (table >= (int)tables_.size()) refuse("attention: no such rope table");
         step->table = tables_[(size_t)table];
-        if (step->table->dim() > kv_.head_dim) refuse("attention: rope is wider than a head");
+        if (step->table->dim() > shape_.head_dim) refuse("attention: rope is wider than a head");
         need_scratch(step->k.stride);
         if ((step->rotate_q = q >= 0)) {
             step->q = floats_slot(q, "attention's queries");
             step->q_out = floats_slot(q_out, "attention's queries");
-            if (step->q.width % kv_.head_dim || step->q.width != step->q_out.width || !step->q.per_token || !step->q_out.per_token)
+            if (step->q.width % shape_.head_dim || step->q.width != step->q_out.width || !step->q.per_token || !step->q_out.per_token)
                 refuse("attention: shapes differ");
         }
     }
@@ -114,18 +186,24 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
     auto step = std::make_unique<Attend>();
     step->q = floats_slot(q, "attention's queries");
     step->out = floats_slot(out, "attention's output");
-    if (layer < 0 || layer >= kv_.layers) refuse("attention: the pool has no layer " + std::to_string(layer));
-    if (heads < 1 || heads % kv_.kv_heads || step->q.width != heads * kv_.head_dim || step->out.width != step->q.width ||
+    if (layer < 0 || layer >= shape_.layers) refuse("attention: the pool has no layer " + std::to_string(layer));
+    if (heads < 1 || heads % shape_.kv_heads || step->q.width != heads * shape_.head_dim || step->out.width != step->q.width ||
         !step->q.per_token || !step->out.per_token)
         refuse("attention: shapes differ");
     if ((step->quantized = quant_out >= 0)) {
         step->quant = quant_slot(quant_out, "attention's int8 output");
-        if (step->quant.width != step->q.width || !step->quant.per_token || heads / kv_.kv_heads * kv_.head_dim % 32)
+        if (step->quant.width != step->q.width || !step->quant.per_token || heads / shape_.kv_heads * shape_.head_dim % 32)
             refuse("attention: shapes differ");
     }
     step->layer = layer;
-    step->group = heads / kv_.kv_heads;
     step->scale = scale;
+    for (const auto& s : schedules_)
+        if (s->heads() == heads) step->schedule = s;
+    if ((step->divides = !step->schedule)) {  // the first step of its kind comes first in a run, too
+        step->schedule = std::make_shared<Schedule>(heads, shape_.kv_heads, shape_.head_dim);
+        schedules_.push_back(step->schedule);
+    }
+    need_scratch(Attend::scratch(shape_.head_dim));
     steps_.push_back(std::move(step));
 }
 

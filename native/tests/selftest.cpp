@@ -174,42 +174,72 @@ void test_rows(const Kernels& isa, const Kernels& scalar) {
         }
 }
 
-void test_attention(const Kernels& isa, const Kernels& scalar) {
-    for (int head_dim : {8, 24, 64, 128, 256}) {
-        const int kv_heads = 2, pages = 6, tokens = 70;
-        const size_t numbers = (size_t)(kv_heads * head_dim * kPage);
-        std::vector<uint16_t> ka(numbers * pages, 0x7e00), va(ka), kb(ka), vb(ka);  // NaN where nothing was written
-        const int32_t table[] = {3, 0, 5, 1, 4};
+// Queries with pasts of every length up to three chunks, all together, against the scalar kernels one query at a time.
+void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
+    for (int head_dim : {8, 24, 64, 80, 128, 256}) {
+        const KvCell cell{type, head_dim};
+        const PartShape shape(head_dim);
+        const int kv_heads = 2, pages = 40, tokens = 600;
+        const size_t page = kv_heads * cell.bytes();
+        std::vector<uint8_t> ca(page * pages), cb;
+        for (size_t i = 0; i < ca.size(); i += 2) ca[i] = 0x00, ca[i + 1] = 0x7e;  // NaN where nothing was written
+        if (type == KvType::Byte)
+            for (int p = 0; p < pages * kv_heads; p++)
+                for (int i = 0; i < 2 * kPage; i++) ((float*)(&ca[(size_t)p * cell.bytes()] + cell.scales_at()))[i] = NAN;
+        cb = ca;
+        std::vector<int32_t> table(pages);
+        for (int i = 0; i < pages; i++) table[(size_t)i] = (i * 7 + 3) % pages;
         for (int t = 0; t < tokens; t++) {
             std::vector<float> k = floats((size_t)(kv_heads * head_dim)), v = floats((size_t)(kv_heads * head_dim), 1000);
-            const size_t at = (size_t)table[t / 16] * numbers;
-            isa.store_kv(k.data(), v.data(), kv_heads, head_dim, &ka[at], &va[at], t % 16);
-            scalar.store_kv(k.data(), v.data(), kv_heads, head_dim, &kb[at], &vb[at], t % 16);
+            if (t == 5) for (float& x : k) x *= 1e-38f;
+            const size_t at = (size_t)table[(size_t)(t / 16)] * page;
+            isa.store_kv(k.data(), v.data(), kv_heads, cell, &ca[at], t % 16);
+            scalar.store_kv(k.data(), v.data(), kv_heads, cell, &cb[at], t % 16);
         }
-        same(isa.name, "store_kv keys", ka.data(), kb.data(), ka.size() * 2);
-        same(isa.name, "store_kv values", va.data(), vb.data(), va.size() * 2);
-        const int count = 23;
-        std::vector<float> q = floats((size_t)(count * head_dim)), a(q.size()), b(q.size());
-        AttendArgs args;
-        args.pages = table, args.page_stride = numbers, args.head_dim = head_dim, args.scale = 0.3f;
-        auto run = [&](const Kernels& k, uint16_t* keys, uint16_t* values, float* out, bool together) {
-            args.keys = keys + head_dim * kPage, args.values = values + head_dim * kPage;
-            args.count = 0;
-            for (int i = 0; i < count; i++) {
-                args.query[args.count] = &q[(size_t)(i * head_dim)], args.out[args.count] = out + i * head_dim;
-                args.seen[args.count++] = 1 + (i * 11) % tokens;
-                if (!together) k.attend(args), args.count = 0;
+        same(isa.name, "store_kv", ca.data(), cb.data(), ca.size());
+        const int most = 61;
+        std::vector<float> q = floats((size_t)(most * head_dim)), a((size_t)(most * head_dim)), b(a);
+        std::vector<float> sums(shape.floats * most), parts(sums);
+        std::vector<uint8_t> scratch(attend_scratch(), 0xff);
+        // `count` queries of which number i sees seen(i) tokens; in calls of `each`
+        auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int count, auto&& seen, int each) {
+            AttendArgs args{};
+            args.cells = cells.data() + cell.bytes(), args.page_stride = page, args.cell = cell, args.scale = 0.3f;
+            args.scratch = scratch.data();
+            for (int c = 0; c * kChunk < tokens; c++) {
+                args.pages = table.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
+                std::vector<int> there;
+                for (int i = 0; i < count; i++) {
+                    const int n = seen(i) - c * kChunk;
+                    if (n > 0) {
+                        args.query[args.count] = &q[(size_t)(i * head_dim)];
+                        args.part[args.count] = (c ? parts : sums).data() + (size_t)i * shape.floats;
+                        args.seen[args.count++] = n < kChunk ? n : kChunk;
+                        there.push_back(i);
+                    }
+                    if (args.count == each || (args.count && i == count - 1)) k.attend(args), args.count = 0;
+                }
+                for (int i : there)
+                    if (c) k.merge(parts.data() + (size_t)i * shape.floats, head_dim, sums.data() + (size_t)i * shape.floats);
             }
-            if (together) k.attend(args);
+            for (int i = 0; i < count; i++) k.finish(sums.data() + (size_t)i * shape.floats, head_dim, out + i * head_dim);
         };
-        run(isa, ka.data(), va.data(), a.data(), true);
-        run(scalar, kb.data(), vb.data(), b.data(), false);
-        same(isa.name, "attend", a.data(), b.data(), a.size() * sizeof(float));
-        for (float f : a)
-            if (!isfinite(f)) {
-                failures++, printf("FAILED attend read what was not written\n");
-                break;
+        for (int count : {1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, most}) {
+            const int start = below(tokens), step = below(3);
+            auto near = [&](int i) { return 1 + (start + i / 3) % tokens; };  // rows of three heads, one after the other
+            auto far = [&](int i) { return 1 + (start + i * step * 11) % tokens; };
+            for (bool wide : {false, true}) {
+                auto seen = [&](int i) { return wide ? far(i) : near(i); };
+                run(isa, ca, a.data(), count, seen, kMaxAttend);
+                run(scalar, cb, b.data(), count, seen, 1);
+                same(isa.name, "attend", a.data(), b.data(), (size_t)(count * head_dim) * sizeof(float));
+                for (int i = 0; i < count * head_dim; i++)
+                    if (!isfinite(a[(size_t)i])) {
+                        failures++, printf("FAILED attend read what was not written\n");
+                        return;
+                    }
             }
+        }
     }
 }
 
@@ -227,7 +257,7 @@ void test_plan(const Kernels* kernels) {
     ones->n = d;
     ones->memory = Mapping((size_t)d * 4);
     for (int i = 0; i < d; i++) ((float*)ones->memory.data())[i] = 1;
-    Plan plan(pool, kernels, {1, pages, 2, 16}, tokens, tokens, (size_t)1 << 20);
+    Plan plan(pool, kernels, {1, pages, 2, 16, KvType::Half}, tokens, tokens, (size_t)1 << 20);
     size_t at = 0;
     auto slot = [&](int width, bool quant, bool per_token) {
         int made = plan.slot(at, width, quant, per_token);
@@ -320,8 +350,9 @@ int main() {
             test_rows(*sets[i], *scalar_kernels());
             test_affine(*sets[i], *scalar_kernels());
             test_dense(*sets[i], *scalar_kernels(), pool);
-            test_attention(*sets[i], *scalar_kernels());
         }
+        test_attention(*sets[i], *scalar_kernels(), KvType::Half);
+        test_attention(*sets[i], *scalar_kernels(), KvType::Byte);
         test_plan(sets[i]);
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }

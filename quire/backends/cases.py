@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Forward, Ops, Tensor
+from quire.backends.ops import KV, KV_DTYPES, Forward, Ops, Tensor
 from quire.layouts import Affine, Dense, Floats, Layout, Rope
 
 NO_KV = KV(layers=1, pages=8, page_size=16, kv_heads=1, head_dim=16)
@@ -192,16 +192,9 @@ def take_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> I
 
 
 def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Prefill, chunks, decode and a mix of them, over shuffled pages, with several head shapes."""
-    for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 2, 256), (6, 2, 24)):
-        kv = KV(layers=2, pages=24, page_size=16, kv_heads=kv_heads, head_dim=dim)
-        scale = dim**-0.5
-
-        def forward(
-            ops: Ops, batch: Batch, inputs: Mapping[str, Tensor], heads: int = heads, scale: float = scale
-        ) -> Tensor:
-            return ops.attention(inputs["q"], inputs["k"], inputs["v"], batch, layer=1, heads=heads, scale=scale)
-
+    """Prefill, chunks, decode and a mix of them, over shuffled pages, with several head shapes and both KV dtypes."""
+    shapes = ((9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 2, 256), (6, 2, 24), (3, 3, 8), (32, 1, 64), (14, 2, 40))
+    for heads, kv_heads, dim in shapes:
         pages = [int(p) for p in rng.permutation(24)]
         a, b, c = pages[:6], pages[6:12], pages[12:18]
         batches = [
@@ -210,17 +203,39 @@ def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator)
             ragged([(38, 1, a), (21, 1, b), (5, 60, c)]),
             ragged([(39, 1, a), (22, 1, b), (65, 1, c)]),
         ]
-        steps = [
-            Step(
-                batch,
-                {
-                    "q": floats(rng, batch.tokens, heads * dim, scale=2.0),
-                    "k": floats(rng, batch.tokens, kv_heads * dim),
-                    "v": floats(rng, batch.tokens, kv_heads * dim),
-                },
-                lambda _: 2e-5,
-            )
-            for batch in batches
-        ]
-        widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
-        yield Case(f"attention-{heads}of{kv_heads}x{dim}", forward, steps, widths, kv)
+        for dtype in KV_DTYPES:
+            yield _attention(f"attention-{heads}of{kv_heads}x{dim}", heads, KV(2, 24, 16, kv_heads, dim, dtype), batches, rng)
+    for heads, kv_heads, dim in ((9, 3, 64), (8, 1, 24), (4, 4, 128)):
+        for dtype in KV_DTYPES:
+            kv = KV(2, 64, 16, kv_heads, dim, dtype)
+            yield _attention(f"attention-long-{heads}of{kv_heads}x{dim}", heads, kv, _long(rng), rng)
+
+
+def _long(rng: np.random.Generator) -> list[Batch]:
+    """A past of many pages, and sequences that begin with the same ones: all of them, some, or only the first."""
+    pages = [int(p) for p in rng.permutation(64)]
+    a = pages[:40]
+    b, c, d = a[:32] + pages[40:44], a[:20] + pages[44:48], a[:16] + pages[48:52]
+    rows = [ragged([(start, min(120, 600 - start), a)]) for start in range(0, 600, 120)]
+    rows.append(ragged([(512, 40, b), (320, 7, c), (256, 1, d)]))
+    rows.append(ragged([(600, 1, a), (552, 1, b), (327, 1, c), (257, 1, d), (0, 1, pages[52:53])]))
+    rows.append(ragged([(601, 3, a), (553, 1, b), (328, 30, c), (258, 2, d)]))
+    return rows
+
+
+def _attention(name: str, heads: int, kv: KV, batches: list[Batch], rng: np.random.Generator) -> Case:
+    width, scale = kv.kv_heads * kv.head_dim, kv.head_dim**-0.5
+
+    def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.attention(inputs["q"], inputs["k"], inputs["v"], batch, layer=1, heads=heads, scale=scale)
+
+    def inputs(tokens: int) -> dict[str, Floats]:
+        return {
+            "q": floats(rng, tokens, heads * kv.head_dim, scale=2.0),
+            "k": floats(rng, tokens, width),
+            "v": floats(rng, tokens, width),
+        }
+
+    steps = [Step(batch, inputs(batch.tokens), lambda _: 2e-5) for batch in batches]
+    widths = {"q": heads * kv.head_dim, "k": width, "v": width}
+    return Case(f"{name}-{kv.dtype}", forward, steps, widths, kv)

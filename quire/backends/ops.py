@@ -17,24 +17,40 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from quire.backends.batch import Batch
 from quire.layouts import Dense, Floats, Layout, Rope
+from quire.observe.errors import Unsupported
 
 Tensor: TypeAlias = Any  # an array, or a symbol while recording
 
 
+KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int8": (1, 4)}
+"""What K and V may be kept as: bytes of a number, and bytes beside each token and head.
+
+f16 rounds to two bytes: float16 on the CPU, what it computes in on a torch device. int8 keeps round(x * 127 / amax) of the
+head's columns and a float32 scale amax / 127, for K and for V.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class KV:
-    """The KV pool of one program: float16 K and V of every layer, in pages."""
+    """The KV pool of one program: K and V of every layer, in pages."""
 
     layers: int
     pages: int
     page_size: int
     kv_heads: int
     head_dim: int
+    dtype: str = "f16"  # see KV_DTYPES
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        number, beside = KV_DTYPES[self.dtype]
+        return self.layers * 2 * self.kv_heads * (self.head_dim * number + beside)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.layers * 2 * self.page_size * self.kv_heads * self.head_dim * 2
+        return self.page_size * self.token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +83,7 @@ class Ops(Protocol):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, layer: int, heads: int, scale: float
     ) -> Tensor:
-        """Write k and v (rounded to float16) at batch.write, then softmax(q k^T * scale) v over each row's past.
+        """Write k and v (rounded to the pool's dtype) at batch.write, then softmax(q k^T * scale) v over each row's past.
 
         Row t of sequence b sees the cached tokens 0 .. pos[t] of that sequence. heads / kv_heads queries share a key.
         """
@@ -101,7 +117,7 @@ TABLE: tuple[Op, ...] = (
     ),
     Op("add", "[T, d], [T, d] -> [T, d]", "exact"),
     Op("rope", "x [T, heads * D], pos [T] -> same", "4e-6 absolute for unit inputs"),
-    Op("attention", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs, KV in float16"),
+    Op("attention", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs, KV as it was rounded"),
     Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
     Op("take", "x [T, d], rows [L] -> [L, d]", "exact"),
 )
@@ -123,6 +139,7 @@ class Backend(Protocol):
     """Where programs run. It keeps packed weights by identity, so programs of one model share them."""
 
     name: str
+    kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
 
     def compile(
         self,
@@ -148,6 +165,12 @@ class Backend(Protocol):
     def implementations(self) -> dict[str, str]:
         """op -> what runs it here, for `quire doctor --ops`."""
         ...
+
+
+def check_kv(kv: KV, backend: Backend) -> None:
+    """Raises Unsupported where the backend does not keep K and V that way."""
+    if kv.dtype != "f16" and kv.dtype not in backend.kv_dtypes:
+        raise Unsupported(f"the {backend.name} backend cannot keep K and V as {kv.dtype}", cure="leave --kv-dtype out")
 
 
 @runtime_checkable

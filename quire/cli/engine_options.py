@@ -27,6 +27,7 @@ HELP: dict[str, str] = {
     "threads": "Default: every core available.",
     "isa": "Force a kernel set, such as avx2.",
     "kv_memory": "Memory for the KV pool, such as 512MiB.",
+    "kv_dtype": "How K and V are kept: f16, or int8 (half the memory).",
     "context": "Longest prompt plus answer, in tokens.",
     "max_seqs": "Sequences computed together.",
     "max_batch_tokens": "Tokens in a step.",

@@ -6,13 +6,14 @@ Everything decided on the way is a line in `EngineInfo.decisions`; nothing is pr
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import Backend, Measures
+from quire.backends.ops import KV, KV_DTYPES, Backend, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -59,6 +60,11 @@ def build_engine(
     watch.lap("model")
     threads, threads_line = resolve_threads(config.threads, env)
     backend = _open(config, env, threads)
+    if config.kv_dtype != "auto" and config.kv_dtype not in backend.kv_dtypes:
+        raise Unsupported(
+            f"the {backend.name} backend keeps K and V in one way of its own, not as {config.kv_dtype}",
+            cure="leave --kv-dtype out, or use --backend native",
+        )
     watch.lap("backend")
 
     def packed(layout: Layout, done: int, total: int) -> None:
@@ -70,13 +76,13 @@ def build_engine(
     available, own = available_memory(), False
     if isinstance(backend, Measures) and backend.owns_memory:
         resolve_sizes(config, env, model, 1 << 62)  # what could never be is refused before any weight is read
-        page = model.kv(1, PAGE_SIZE)
+        page = _pool(config, model, 1)
         available = backend.measure(
             model.forward, page, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
         )
         own = True
     sizes = resolve_sizes(config, env, model, available, own=own)
-    kv = model.kv(sizes.pages, PAGE_SIZE)
+    kv = _pool(config, model, sizes.pages)
     program = backend.compile(
         model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
     )
@@ -109,6 +115,7 @@ def build_engine(
         f"backend: {backend.describe()}",
         threads_line,
         *sizes.lines,
+        *_kv_line(config, kv),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         watch.line(),
@@ -174,7 +181,7 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
             param="kv_memory",
             cure="ask for less, or leave it out",
         )
-    page_bytes = model.kv(1, PAGE_SIZE).page_bytes
+    page_bytes = _pool(config, model, 1).page_bytes
     if asked is not None and asked < page_bytes:
         raise BadRequest(
             f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}",
@@ -196,8 +203,26 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
     return Sizes(min(context, holds), pages, [line, f"context: {min(context, holds)} tokens ({why})"])
 
 
+def _pool(config: EngineConfig, model: Model, pages: int) -> KV:
+    kv = model.kv(pages, PAGE_SIZE)
+    return kv if config.kv_dtype == "auto" else dataclasses.replace(kv, dtype=config.kv_dtype)
+
+
+def _kv_line(config: EngineConfig, kv: KV) -> list[str]:
+    """What was asked for about K and V, and what it costs."""
+    if config.kv_dtype == "auto":
+        return []
+    others = [dataclasses.replace(kv, dtype=name) for name in KV_DTYPES if name != kv.dtype]
+    beside = ", ".join(f"{other.dtype}: {other.token_bytes}" for other in others)
+    return [f"KV cache: {kv.dtype}, {kv.token_bytes} bytes per token ({beside}; asked for)"]
+
+
 def _check(config: EngineConfig) -> None:
     """Numbers that could never work."""
+    if config.kv_dtype not in ("auto", *KV_DTYPES):
+        raise BadRequest(
+            f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
+        )
     for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:

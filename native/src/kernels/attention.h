@@ -1,151 +1,340 @@
-// Attention over float16 pages of 16 tokens: keys [head_dim][16], values [16][head_dim].
+// Attention over the cells of KV pages (KvCell): keys have their tokens in lanes, values their columns.
 //
-// A query meets its past page by page, in order: scores of 16 tokens (an fma chain over head_dim), the page's maximum and
-// sum by the fixed tree, the running sum and output rescaled, then one fma per token in order. Queries computed together
-// share the loads and nothing else. Tokens that a query may not see are never multiplied in: stale memory is harmless.
+// A query's past is cut into chunks of 256 tokens by absolute position. What a chunk gives (a part) depends on nothing but
+// the chunk: scores (an fma chain over head_dim), their maximum, weights 2^(score - maximum), the weights summed lane by
+// lane over the pages and then by the fixed tree, and the values in token order, one fma each. Parts are merged in order,
+// one after the other. So it does not matter who computes a part, when, or beside which other queries: they share loads
+// and nothing else. Tokens that a query may not see are never multiplied in: stale memory is harmless.
+//
+// Few queries read the cells directly; more first widen 64 tokens to float32, once for all of them.
 #pragma once
 
 #include "rows.h"
 
+#define QUIRE_NOINLINE __attribute__((noinline))  // register tiles spill when they share a function with other things
+
 namespace {
 
-void store_kv(const float* k, const float* v, int kv_heads, int head_dim, uint16_t* key_page, uint16_t* value_page, int slot) {
+void store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
+    const int D = cell.head_dim;
     uint16_t half[kMaxHeadDim];
-    for (int h = 0; h < kv_heads; h++) {
-        for (int d = 0; d < head_dim; d += 16) fstore_half_n(half + d, fload_n(k + d, head_dim - d), head_dim - d);
-        for (int d = 0; d < head_dim; d++) key_page[d * kPage + slot] = half[d];
-        uint16_t* to = value_page + slot * head_dim;
-        for (int d = 0; d < head_dim; d += 16) fstore_half_n(to + d, fload_n(v + d, head_dim - d), head_dim - d);
-        k += head_dim;
-        v += head_dim;
-        key_page += head_dim * kPage;
-        value_page += head_dim * kPage;
-    }
+    uint16_t* keys = (uint16_t*)to;
+    uint16_t* values = (uint16_t*)(to + cell.values_at()) + slot * D;
+    for (int d = 0; d < D; d += 16) fstore_half_n(half + d, fload_n(k + d, D - d), D - d);
+    for (int d = 0; d < D; d++) keys[d * kPage + slot] = half[d];
+    for (int d = 0; d < D; d += 16) fstore_half_n(values + d, fload_n(v + d, D - d), D - d);
 }
 
-// Scores of Q queries against the 16 tokens of each of P pages: Q * P independent chains.
-template <int Q, int P> inline void page_scores(const uint16_t* const* keys, const float* const* query, int head_dim, F* s) {
-    F acc[P][Q];
-    for (int p = 0; p < P; p++)
-        for (int q = 0; q < Q; q++) acc[p][q] = fzero();
+// Codes of round(x * (127 / amax)) and the scale amax / 127. A row that is not finite gets a scale that is not a number,
+// so that whoever looks at it finds out; one too small for 127 / amax becomes zeros.
+float store_codes(const float* x, int n, int8_t* codes) {
+    F most = fzero(), sum = fzero();
+    for (int i = 0; i < n; i += 16) {
+        const F a = fabs_(fload_n(x + i, n - i));
+        most = fmax(a, most);
+        sum = fadd(sum, a);
+    }
+    const float amax = hmax(most);
+    const bool finite = hsum(sum) < __builtin_inff(), usable = finite && amax >= 1e-36f;
+    const F by = fset(usable ? 127.0f / amax : 0.0f), low = fset(-127.0f), high = fset(127.0f);
+    for (int i = 0; i < n; i += 16) {
+        const F a = finite ? fload_n(x + i, n - i) : fzero();
+        istore_i8(codes + i, ito(fmin(fmax(fround(fmul(a, by)), low), high)));
+    }
+    return usable ? amax / 127.0f : finite ? 0.0f : __builtin_nanf("");
+}
+
+void store_bytes(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
+    const int D = cell.head_dim;
+    int8_t codes[kMaxHeadDim];
+    int8_t* keys = (int8_t*)to;
+    float* scales = (float*)(to + cell.scales_at());
+    scales[slot] = store_codes(k, D, codes);
+    for (int d = 0; d < D; d++) keys[d * kPage + slot] = codes[d];
+    scales[kPage + slot] = store_codes(v, D, codes);
+    memcpy(to + cell.values_at() + slot * D, codes, (size_t)D);
+}
+
+void store_kv(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot) {
+    for (int h = 0; h < kv_heads; h++, k += cell.head_dim, v += cell.head_dim, page += cell.bytes())
+        cell.type == KvType::Half ? store_half(k, v, cell, page, slot) : store_bytes(k, v, cell, page, slot);
+}
+
+// 2^x for x <= 0, to about 2 ulp, and exactly 1 for 0. Never below 2^-101: that adds nothing to a sum that has a 1 in it,
+// and it keeps products out of the subnormals. NaN stays NaN.
+inline F fexp2(F x) {
+    x = fmax(fset(-100.0f), x);
+    const F t = fadd(x, fset(0x1.8p23f));
+    const F r = fsub(x, fsub(t, fset(0x1.8p23f)));  // -0.5 to 0.5
+    F p = fset(0x1.5bba14p-10f);
+    p = ffma(p, r, fset(0x1.3cea88p-7f));
+    p = ffma(p, r, fset(0x1.c6b752p-5f));
+    p = ffma(p, r, fset(0x1.ebf9bcp-3f));
+    p = ffma(p, r, fset(0x1.62e42ap-1f));
+    p = ffma(p, r, fset(1.0f));
+    return fscale2(p, t);
+}
+
+inline F widen(const float* p) { return fload(p); }
+inline F widen(const uint16_t* p) { return fload_half(p); }
+inline F widen(const int8_t* p) { return fload_i8(p); }
+inline F widen_n(const uint16_t* p, int n) { return fload_half_n(p, n); }
+inline F widen_n(const int8_t* p, int n) { return fkeep(fload_i8(p), n, fzero()); }
+
+// How many vectors go with Q queries in a register tile.
+constexpr int vectors_for(int q) { return kMaxChains / q >= 4 ? 4 : kMaxChains / q >= 2 ? 2 : 1; }
+
+// Scores of Q queries against the 16 tokens of each of P pages: Q * P independent chains. Cells are read once and in an
+// order that no hardware foresees, so what comes next is asked for on the way.
+template <int Q, int P, class T>
+QUIRE_NOINLINE void score_tile(const T* const* keys, const T* const* next, const float* query, int head_dim, float* scores) {
+    F acc[Q][P];
+    QUIRE_UNROLL
+    for (int q = 0; q < Q; q++)
+        QUIRE_UNROLL
+        for (int p = 0; p < P; p++) acc[q][p] = fzero();
     for (int d = 0; d < head_dim; d++) {
+        F k[P];
         QUIRE_UNROLL
         for (int p = 0; p < P; p++) {
-            F k = fload_half(keys[p] + d * kPage);
-            QUIRE_UNROLL
-            for (int q = 0; q < Q; q++) acc[p][q] = ffma(fset(query[q][d]), k, acc[p][q]);
+            k[p] = widen(keys[p] + d * kPage);
+            if constexpr (sizeof(T) < sizeof(float))
+                if (d % (int)(4 / sizeof(T)) == 0) prefetch(next[p] + d * kPage);
         }
-    }
-    for (int p = 0; p < P; p++)
-        for (int q = 0; q < Q; q++) s[p * Q + q] = acc[p][q];
-}
-
-// Columns [d, d + 16 C) of: out[q] = out[q] * correction[q] + sum over tokens of p[q][t] * values[t], in order.
-template <int Q, int C>
-inline void value_columns(const uint16_t* values, int head_dim, int d, int tokens, const float (*p)[kPage],
-                          const float* correction, float* const* out) {
-    F acc[Q][C];
-    for (int q = 0; q < Q; q++)
-        for (int c = 0; c < C; c++) acc[q][c] = fmul(fload(out[q] + d + 16 * c), fset(correction[q]));
-    for (int t = 0; t < tokens; t++) {
         QUIRE_UNROLL
-        for (int c = 0; c < C; c++) {
-            F v = fload_half_n(values + t * head_dim + d + 16 * c, head_dim - d - 16 * c);
-            QUIRE_UNROLL
-            for (int q = 0; q < Q; q++) acc[q][c] = ffma(fset(p[q][t]), v, acc[q][c]);
-        }
-    }
-    for (int q = 0; q < Q; q++)
-        for (int c = 0; c < C; c++) fstore(out[q] + d + 16 * c, acc[q][c]);
-}
-
-template <int Q>
-inline void page_values(const uint16_t* values, int head_dim, int tokens, const float (*p)[kPage], const float* correction,
-                        float* const* out) {
-    constexpr int kColumns = kMaxChains / Q >= 4 ? 4 : kMaxChains / Q >= 2 ? 2 : 1;
-    int d = 0;
-    for (; d + 16 * kColumns <= head_dim; d += 16 * kColumns)
-        value_columns<Q, kColumns>(values, head_dim, d, tokens, p, correction, out);
-    for (; d < head_dim; d += 16) value_columns<Q, 1>(values, head_dim, d, tokens, p, correction, out);
-}
-
-template <int Q> void attend_queries(const AttendArgs& a, int first) {
-    alignas(64) float out[Q][kMaxHeadDim];
-    alignas(64) float p[Q][kPage];
-    alignas(64) float correction[16];
-    float high[Q], total[Q], added[Q] = {};
-    float* rows[Q];
-    const float* const* query = a.query + first;
-    const int32_t* seen = a.seen + first;
-    const float lowest = -__builtin_inff();
-    int longest = 0;
-    for (int q = 0; q < Q; q++) {
-        for (int d = 0; d < a.head_dim; d += 16) fstore(out[q] + d, fzero());
-        high[q] = lowest;
-        total[q] = 0.0f;
-        rows[q] = out[q];
-        if (seen[q] > longest) longest = seen[q];
-    }
-    constexpr int kPages = kMaxChains / Q >= 4 ? 4 : kMaxChains / Q >= 2 ? 2 : 1;
-    F s[kPages * Q];
-    for (int start = 0; start < longest; start += kPage) {
-        const int page = start / kPage, ready = page % kPages;
-        if (ready == 0) {  // scores run ahead by up to kPages pages; the last ones repeat a page that is there
-            const uint16_t* keys[kPages];
-            const int last = (longest - 1) / kPage;
-            for (int i = 0; i < kPages; i++) {
-                const int at = page + i < last ? page + i : last;
-                keys[i] = a.keys + (size_t)a.pages[at] * a.page_stride;
-            }
-            page_scores<Q, kPages>(keys, query, a.head_dim, s);
-        }
-        int fewest = kPage;
-        bool rescale = false;
-        alignas(64) float shift[16] = {};
         for (int q = 0; q < Q; q++) {
-            const int n = seen[q] - start;
-            if (n < fewest) fewest = n;
-            if (n <= 0) continue;
-            F score = fkeep(fmul(s[ready * Q + q], fset(a.scale)), n, fset(lowest));
-            float top = hmax(score);
-            top = top > high[q] ? top : high[q];
-            F e = fexp(fsub(score, fset(top)));
-            shift[q] = high[q] - top;
-            rescale |= shift[q] != 0.0f;
-            high[q] = top;
-            added[q] = hsum(e);
-            fstore(p[q], e);
+            const F x = fset(query[q * kAttendStride + d]);
+            QUIRE_UNROLL
+            for (int p = 0; p < P; p++) acc[q][p] = ffma(x, k[p], acc[q][p]);
         }
-        // e^0 is exactly 1, so the exponential can be left out where no maximum moved.
-        fstore(correction, rescale ? fexp(fload(shift)) : fset(1.0f));
-        for (int q = 0; q < Q; q++)
-            if (seen[q] > start) total[q] = __builtin_fmaf(total[q], correction[q], added[q]);
-        const uint16_t* values = a.values + (size_t)a.pages[page] * a.page_stride;
-        if (fewest >= kPage) {
-            page_values<Q>(values, a.head_dim, kPage, p, correction, rows);
-        } else {
+    }
+    QUIRE_UNROLL
+    for (int q = 0; q < Q; q++)
+        QUIRE_UNROLL
+        for (int p = 0; p < P; p++) fstore(scores + q * kAttendStride + p * kPage, acc[q][p]);
+}
+
+template <int Q, int P, class T>
+inline void score_pages(const T* const* keys, const T* const* next, int from, int pages, const float* query, int head_dim,
+                        float* scores) {
+    int p = from;
+    for (; p + P <= pages; p += P) score_tile<Q, P>(keys + p, next + p, query, head_dim, scores + p * kPage);
+    if constexpr (P > 1) score_pages<Q, P / 2>(keys, next, p, pages, query, head_dim, scores);
+}
+
+// Columns [column, column + 16 C) of: out[q] += weights[q][t] * values[t] for tokens [from, to), in order. A segment holds
+// Span tokens.
+template <int Q, int C, int Span, class T>
+QUIRE_NOINLINE void value_tile(const T* const* segments, const T* const* next, int stride, int column, int from, int to,
+                       const float* weights, float* const* out) {
+    F acc[Q][C];
+    QUIRE_UNROLL
+    for (int q = 0; q < Q; q++)
+        QUIRE_UNROLL
+        for (int c = 0; c < C; c++) acc[q][c] = fload(out[q] + column + 16 * c);
+    for (int t = from; t < to;) {
+        const int segment = t / Span, end = to < (segment + 1) * Span ? to : (segment + 1) * Span;
+        const size_t at = (size_t)(t % Span * stride + column);
+        const T* row = segments[segment] + at;
+        const T* coming = sizeof(T) < sizeof(float) ? next[segment] + at : row;
+        for (; t < end; t++, row += stride, coming += stride) {
+            F v[C];
+            QUIRE_UNROLL
+            for (int c = 0; c < C; c++) {
+                v[c] = widen(row + 16 * c);
+                if constexpr (sizeof(T) < sizeof(float))
+                    if (c % (int)(4 / sizeof(T)) == 0) prefetch(coming + 16 * c);
+            }
+            QUIRE_UNROLL
             for (int q = 0; q < Q; q++) {
-                int n = seen[q] - start;
-                if (n > 0) page_values<1>(values, a.head_dim, n < kPage ? n : kPage, p + q, correction + q, rows + q);
+                const F w = fset(weights[q * kAttendStride + t]);
+                QUIRE_UNROLL
+                for (int c = 0; c < C; c++) acc[q][c] = ffma(w, v[c], acc[q][c]);
             }
         }
     }
+    QUIRE_UNROLL
     for (int q = 0; q < Q; q++)
-        for (int d = 0; d < a.head_dim; d += 16)
-            fstore_n(a.out[first + q] + d, fdiv(fload(out[q] + d), fset(total[q])), a.head_dim - d);
+        QUIRE_UNROLL
+        for (int c = 0; c < C; c++) fstore(out[q] + column + 16 * c, acc[q][c]);
+}
+
+template <int Q, int C, int Span, class T>
+inline void value_columns(const T* const* segments, const T* const* next, int stride, int column, int width, int from, int to,
+                          const float* weights, float* const* out) {
+    for (; column + 16 * C <= width; column += 16 * C)
+        value_tile<Q, C, Span>(segments, next, stride, column, from, to, weights, out);
+    if constexpr (C > 1) value_columns<Q, C / 2, Span>(segments, next, stride, column, width, from, to, weights, out);
+}
+
+// The tokens that all Q queries see go together; the few that only some of them see go one query at a time.
+template <int Q, int Span, class T>
+inline void add_values(const T* const* segments, const T* const* next, int stride, int width, int from, int to,
+                       const int32_t* seen, int offset, const float* weights, float* const* out) {
+    int shared = to;
+    for (int q = 0; q < Q; q++)
+        if (seen[q] - offset < shared) shared = seen[q] - offset;
+    if (shared > from) value_columns<Q, vectors_for(Q), Span>(segments, next, stride, 0, width, from, shared, weights, out);
+    if (shared < from) shared = from;
+    for (int q = 0; q < Q; q++) {
+        const int end = seen[q] - offset < to ? seen[q] - offset : to;
+        if (end > shared)
+            value_columns<1, vectors_for(1), Span>(segments, next, stride, 0, width, shared, end, weights + q * kAttendStride, out + q);
+    }
+}
+
+// Scores become weights in place. Byte cells: the keys' scales come in before, the values' after.
+template <bool Scaled> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
+    const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
+    const F lowest = fset(-__builtin_inff());
+    auto score = [&](int p) {
+        F s = fload(scores + p * kPage);
+        if constexpr (Scaled) fstore(scores + p * kPage, s = fmul(s, fload(scales[p])));
+        return s;
+    };
+    F top[4] = {lowest, lowest, lowest, fkeep(score(last), there, lowest)};
+    int p = 0;
+    for (; p + 4 <= last; p += 4)
+        QUIRE_UNROLL
+        for (int i = 0; i < 4; i++) top[i] = fmax(score(p + i), top[i]);
+    for (; p < last; p++) top[0] = fmax(score(p), top[0]);
+    const float high = hmax(fmax(fmax(top[0], top[1]), fmax(top[2], top[3])));
+    F sum = fzero();
+    auto weight = [&](F e, int at) {
+        sum = fadd(sum, e);
+        if constexpr (Scaled) e = fmul(e, fload(scales[at] + kPage));
+        fstore(scores + at * kPage, e);
+    };
+    for (p = 0; p < last; p++) weight(fexp2(fsub(fload(scores + p * kPage), fset(high))), p);
+    weight(fkeep(fexp2(fsub(fload(scores + last * kPage), fset(high))), there, fzero()), last);
+    part[shape.high] = high;
+    part[shape.total] = hsum(sum);
+}
+
+template <int N> struct Count {
+    static constexpr int value = N;
+};
+template <class Body> inline void with_count(int n, Body&& body) {
+    switch (n) {
+        case 1: return body(Count<1>{});
+        case 2: return body(Count<2>{});
+        default: break;
+    }
+    if constexpr (kMaxQueries >= 6) switch (n) {
+        case 3: return body(Count<3>{});
+        case 4: return body(Count<4>{});
+        case 5: return body(Count<5>{});
+        default: return body(Count<6>{});
+    }
+}
+
+template <class T> void attend_cells(const AttendArgs& a) {
+    constexpr bool kScaled = sizeof(T) == 1;
+    const int D = a.cell.head_dim, wide = (D + 15) / 16 * 16;
+    const PartShape shape(D);
+    float* queries = (float*)a.scratch;
+    float* scores = queries + kMaxAttend * kAttendStride;
+    float* block = scores + kMaxAttend * kAttendStride;
+    int longest = 0;
+    const F scale = fset(a.scale * 1.44269504f);
+    for (int q = 0; q < a.count; q++) {
+        int at = 0;
+        for (; at + 16 <= D; at += 16) fstore(queries + q * kAttendStride + at, fmul(fload(a.query[q] + at), scale));
+        if (at < D) fstore(queries + q * kAttendStride + at, fmul(fload_n(a.query[q] + at, D - at), scale));
+        for (int d = 0; d < wide; d += 16) fstore(a.part[q] + d, fzero());
+        if (a.seen[q] > longest) longest = a.seen[q];
+    }
+
+    // Keys and values of each page, and behind them what is wanted after: the values, then the next chunk.
+    constexpr int kPages = kChunk / kPage, kAhead = 4;
+    const int pages = (longest + kPage - 1) / kPage;
+    const T *keys[kPages + kAhead], *values[kPages + kAhead];
+    const float* scales[kPages];
+    for (int p = 0; p < pages; p++) {
+        const uint8_t* cell = a.cells + (size_t)a.pages[p] * a.page_stride;
+        keys[p] = (const T*)cell;
+        values[p] = (const T*)(cell + a.cell.values_at());
+        if constexpr (kScaled) scales[p] = (const float*)(cell + a.cell.scales_at());
+    }
+    for (int i = 0; i < kAhead; i++) {
+        keys[pages + i] = values[i < pages ? i : 0];
+        values[pages + i] = i < a.ahead ? (const T*)(a.cells + (size_t)a.pages[pages + i] * a.page_stride) : values[0];
+    }
+
+    if (a.count <= kMaxQueries && D % 16 == 0) {
+        with_count(a.count, [&](auto n) {
+            constexpr int Q = decltype(n)::value;
+            score_pages<Q, vectors_for(Q)>(keys, keys + kAhead, 0, pages, queries, D, scores);
+            for (int q = 0; q < Q; q++) weigh<kScaled>(scores + q * kAttendStride, a.seen[q], scales, shape, a.part[q]);
+            add_values<Q, kPage>(values, values + kAhead, D, D, 0, longest, a.seen, 0, scores, a.part);
+        });
+        return;
+    }
+
+    const int tiles = (a.count + kMaxQueries - 1) / kMaxQueries, each = a.count / tiles, more = a.count % tiles;
+    auto for_tiles = [&](auto&& body) {
+        for (int t = 0, first = 0; t < tiles; t++) {
+            const int n = each + (t < more);
+            with_count(n, [&](auto count) { body(count, first); });
+            first += n;
+        }
+    };
+    constexpr int kBlockPages = kAttendBlock / kPage;
+    for (int page = 0; page < pages; page += kBlockPages) {
+        const float* widened[kBlockPages];
+        for (int p = 0; p < kBlockPages; p++) {
+            widened[p] = block + p * D * kPage;
+            for (int d = 0; d < D && page + p < pages; d++)
+                fstore(block + (p * D + d) * kPage, widen(keys[page + p] + d * kPage));
+        }
+        for_tiles([&](auto n, int first) {
+            constexpr int Q = decltype(n)::value;
+            int here = 0;
+            for (int q = 0; q < Q; q++) here = a.seen[first + q] > here ? a.seen[first + q] : here;
+            here = (here + kPage - 1) / kPage - page;
+            const size_t at = (size_t)(first * kAttendStride);
+            score_pages<Q, vectors_for(Q)>(widened, widened, 0, here < kBlockPages ? here : kBlockPages, queries + at, D,
+                                           scores + at + page * kPage);
+        });
+    }
+    for (int q = 0; q < a.count; q++) weigh<kScaled>(scores + q * kAttendStride, a.seen[q], scales, shape, a.part[q]);
+    for (int start = 0; start < longest; start += kAttendBlock) {
+        const int tokens = longest - start < kAttendBlock ? longest - start : kAttendBlock;
+        for (int t = 0; t < tokens; t++) {
+            const T* row = values[(start + t) / kPage] + (start + t) % kPage * D;
+            int d = 0;
+            for (; d + 16 <= D; d += 16) fstore(block + t * wide + d, widen(row + d));
+            if (d < D) fstore(block + t * wide + d, widen_n(row + d, D - d));
+        }
+        const float* segment = block;
+        for_tiles([&](auto n, int first) {
+            add_values<decltype(n)::value, kAttendBlock>(&segment, &segment, wide, wide, 0, tokens, a.seen + first, start,
+                                                         scores + first * kAttendStride + start, a.part + first);
+        });
+    }
 }
 
 void attend(const AttendArgs& a) {
-    int i = 0;
-    if constexpr (kMaxQueries >= 8)
-        for (; i + 8 <= a.count; i += 8) attend_queries<8>(a, i);
-    for (; i + 4 <= a.count; i += 4) attend_queries<4>(a, i);
-    switch (a.count - i) {
-        case 3: return attend_queries<3>(a, i);
-        case 2: return attend_queries<2>(a, i);
-        case 1: return attend_queries<1>(a, i);
-        default: return;
-    }
+    a.cell.type == KvType::Half ? attend_cells<uint16_t>(a) : attend_cells<int8_t>(a);
+}
+
+void merge(const float* part, int head_dim, float* sum) {
+    const PartShape shape(head_dim);
+    const float high = part[shape.high] > sum[shape.high] ? part[shape.high] : sum[shape.high];
+    const F old = fexp2(fset(sum[shape.high] - high)), now = fexp2(fset(part[shape.high] - high));
+    for (int d = 0; d < head_dim; d += 16) fstore(sum + d, ffma(fload(part + d), now, fmul(fload(sum + d), old)));
+    float a[16], b[16];
+    fstore(a, old);
+    fstore(b, now);
+    sum[shape.total] = __builtin_fmaf(part[shape.total], b[0], sum[shape.total] * a[0]);
+    sum[shape.high] = high;
+}
+
+void finish(const float* sum, int head_dim, float* out) {
+    const F total = fset(sum[PartShape(head_dim).total]);
+    for (int d = 0; d < head_dim; d += 16) fstore_n(out + d, fdiv(fload(sum + d), total), head_dim - d);
 }
 
 }  // namespace
+
+#undef QUIRE_NOINLINE

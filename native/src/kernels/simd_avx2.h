@@ -16,8 +16,7 @@ constexpr bool kTwoDots = false;  // 8-bit codes need a dot of their own
 #else
 constexpr bool kTwoDots = true;
 #endif
-constexpr int kMaxQueries = 4;
-constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 6, kMaxChains = 6;  // of attention's register tile: queries; queries times vectors
 constexpr bool kSigned8 = false;
 
 struct F {
@@ -197,5 +196,11 @@ inline X xload(const int8_t* p) { return p; }
 template <int J> inline W wdot(W acc, C codes, X x) { return dot_half(acc, codes, quad_of(x + 4 * J)); }
 template <int J> inline W wdot8(W acc, C codes, X x) { return dot_half_8(acc, codes, quad_of(x + 4 * J)); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline __m256 scale2(__m256 p, __m256 t) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));
+}
+inline F fscale2(F p, F t) { return {scale2(p.a, t.a), scale2(p.b, t.b)}; }
 
 }  // namespace

@@ -12,8 +12,7 @@ constexpr int kTileRows = 4, kTileColumns = 2;    // of the int8 register tile: 
 constexpr int kDenseRows = 8, kDenseColumns = 2;  // of the float register tile
 constexpr bool kSignedCodes = false;              // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
-constexpr int kMaxQueries = 8;  // queries in an attention register tile
-constexpr int kMaxChains = 12;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 6, kMaxChains = 24;  // of attention's register tile: queries; queries times vectors
 constexpr bool kSigned8 = false;  // 8-bit codes reach dot4_8 as they are stored, unsigned
 
 using F = __m512;
@@ -107,5 +106,10 @@ inline X xload(const int8_t* p) { return p; }
 template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline F fscale2(F p, F t) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+}
 
 }  // namespace

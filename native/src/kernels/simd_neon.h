@@ -14,8 +14,7 @@ constexpr int kTileRows = 8, kTileColumns = 1;    // of the int8 register tile: 
 constexpr int kDenseRows = 4, kDenseColumns = 4;  // of the float register tile
 constexpr bool kSignedCodes = true;               // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
-constexpr int kMaxQueries = 4;
-constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 6, kMaxChains = 6;  // of attention's register tile: queries; queries times vectors
 constexpr bool kSigned8 = true;
 
 struct F {
@@ -248,6 +247,13 @@ template <int J> inline W wdot(W acc, C codes, X x) {
 #endif
 }
 template <int J> inline W wdot8(W acc, C codes, X x) { return wdot<J>(acc, codes, x); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline F fscale2(F p, F t) {
+    QUIRE_QUARTERS p.v[i] = vreinterpretq_f32_s32(
+        vaddq_s32(vreinterpretq_s32_f32(p.v[i]), vshlq_n_s32(vreinterpretq_s32_f32(t.v[i]), 23)));
+    return p;
+}
 
 #undef QUIRE_QUARTERS
 

@@ -15,8 +15,7 @@ constexpr int kTileRows = 2, kTileColumns = 1;      // of the int8 register tile
 constexpr int kDenseRows = 2, kDenseColumns = 1;    // of the float register tile
 constexpr bool kSignedCodes = false;                // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                    // 8-bit codes need a dot of their own
-constexpr int kMaxQueries = 4;
-constexpr int kMaxChains = 1;   // fma chains that attention keeps in registers
+constexpr int kMaxQueries = 2, kMaxChains = 2;  // of attention's register tile: queries; queries times vectors
 constexpr bool kSigned8 = false;
 
 struct F {
@@ -210,6 +209,18 @@ inline C cload(const uint8_t* p) { return bload(p); }
 inline X xload(const int8_t* p) { return p; }
 template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
+
+// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
+inline F fscale2(F p, F t) {
+    QUIRE_LANES {
+        uint32_t a, b;
+        memcpy(&a, &p.v[i], 4);
+        memcpy(&b, &t.v[i], 4);
+        a += b << 23;
+        memcpy(&p.v[i], &a, 4);
+    }
+    return p;
+}
 
 #undef QUIRE_LANES
 

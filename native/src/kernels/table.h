@@ -9,7 +9,7 @@ namespace {
 
 constexpr quire::Kernels make_table(const char* name) {
     return {name, quantize, rms_norm, add,      swiglu, rope,    dequantize_row, linear_affine,
-            linear_dense, store_kv, attend, exp_rows};
+            linear_dense, store_kv, attend, merge, finish, exp_rows};
 }
 
 }  // namespace

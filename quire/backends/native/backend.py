@@ -14,7 +14,7 @@ import numpy as np
 from quire.backends.batch import Batch
 from quire.backends.native import arena, fuse
 from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
-from quire.backends.ops import KV, Forward
+from quire.backends.ops import KV, KV_DTYPES, Forward, check_kv
 from quire.layouts import Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import Unsupported
 
@@ -57,6 +57,7 @@ class NativeBackend:
     """Programs on this machine's CPU. `isa` forces a kernel set; `passes` leaves fusions out, for tests."""
 
     name = "native"
+    kv_dtypes = tuple(KV_DTYPES)
 
     def __init__(self, threads: int = 1, isa: str | None = None, passes: tuple[fuse.Pass, ...] = fuse.PASSES):
         self._native = extension()
@@ -80,6 +81,7 @@ class NativeBackend:
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
     ) -> NativeProgram:
+        check_kv(kv, self)
         recording = record(forward, kv, inputs)
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
         self._pack(program, packed)
@@ -125,8 +127,9 @@ class NativeBackend:
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
         offsets, total = arena.lay_out(program, recording.inputs.values(), recording.output, size)
-        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim)
+        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8")
         plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, total)
+        assert plan.page_bytes == kv.page_bytes  # two languages, one account of memory
         slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in offsets.items()}
         ropes: dict[int, int] = {}
         for i in program:

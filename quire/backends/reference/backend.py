@@ -9,10 +9,42 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.backends.batch import I32, Batch
-from quire.backends.ops import KV, TABLE, Forward
+from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.layouts import Dense, Floats, Layout, Rope
+
+
+class Cache:
+    """K or V of every layer, rounded as the pool's dtype says."""
+
+    def __init__(self, kv: KV):
+        shape = (kv.layers, kv.pages * kv.page_size, kv.kv_heads, kv.head_dim)
+        self._data = np.zeros(shape, np.float16 if kv.dtype == "f16" else np.int8)
+        self._scale = np.zeros(shape[:-1], np.float32) if kv.dtype == "int8" else None
+
+    def write(self, layer: int, slots: I32, x: Floats) -> None:
+        rows = x.reshape(-1, *self._data.shape[2:])  # [T, Hk, D]
+        if self._scale is None:
+            self._data[layer, slots] = rows
+        else:
+            self._data[layer, slots], self._scale[layer, slots] = round_to_int8(rows)
+
+    def read(self, layer: int, slots: npt.NDArray[np.integer]) -> Floats:  # [S, Hk, D]
+        data = self._data[layer, slots].astype(np.float32)
+        return data if self._scale is None else data * self._scale[layer, slots][..., None]
+
+
+def round_to_int8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
+    """Codes and scales of the last axis. What is not finite gets a scale that is not a number; what is tiny becomes 0."""
+    amax = np.abs(x).max(axis=-1).astype(np.float32)
+    finite, usable = np.isfinite(amax), np.isfinite(amax) & (amax >= np.float32(1e-36))
+    with np.errstate(divide="ignore", over="ignore"):
+        by = np.where(usable, np.float32(127) / amax, np.float32(0)).astype(np.float32)
+    codes = np.rint(np.where(finite[..., None], x, np.float32(0)) * by[..., None])
+    scale = np.where(usable, amax / np.float32(127), np.where(finite, np.float32(0), np.float32("nan")))
+    return np.clip(codes, -127, 127).astype(np.int8), scale.astype(np.float32)
 
 
 class ReferenceOps:
@@ -21,9 +53,7 @@ class ReferenceOps:
     def __init__(self, backend: ReferenceBackend, kv: KV):
         self._backend = backend
         self._kv = kv
-        shape = (kv.layers, kv.pages * kv.page_size, kv.kv_heads, kv.head_dim)
-        self._keys = np.zeros(shape, np.float16)
-        self._values = np.zeros(shape, np.float16)
+        self._keys, self._values = Cache(kv), Cache(kv)
 
     def embed(self, ids: I32, table: Layout) -> Floats:
         return self._backend.dense(table)[ids]
@@ -54,17 +84,16 @@ class ReferenceOps:
         self, q: Floats, k: Floats, v: Floats, batch: Batch, *, layer: int, heads: int, scale: float
     ) -> Floats:
         kv = self._kv
-        keys, values = self._keys[layer], self._values[layer]  # [slots, Hk, D]
-        keys[batch.write] = k.reshape(-1, kv.kv_heads, kv.head_dim)
-        values[batch.write] = v.reshape(-1, kv.kv_heads, kv.head_dim)
+        self._keys.write(layer, batch.write, k)
+        self._values.write(layer, batch.write, v)
         queries = q.reshape(-1, heads, kv.head_dim)
         out = np.empty_like(queries)
         for b in range(batch.sequences):
             length = int(batch.kv_len[b])
             where = np.arange(length)
             slots = batch.pages[b, where // kv.page_size] * kv.page_size + where % kv.page_size
-            past_k = np.repeat(keys[slots].astype(np.float32), heads // kv.kv_heads, axis=1)  # [S, H, D]
-            past_v = np.repeat(values[slots].astype(np.float32), heads // kv.kv_heads, axis=1)
+            past_k = np.repeat(self._keys.read(layer, slots), heads // kv.kv_heads, axis=1)  # [S, H, D]
+            past_v = np.repeat(self._values.read(layer, slots), heads // kv.kv_heads, axis=1)
             rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
             scores = np.einsum("thd,shd->hts", queries[rows], past_k, dtype=np.float64) * scale
             hidden = where[None, None, :] > batch.pos[rows][None, :, None]
@@ -105,6 +134,7 @@ class ReferenceBackend:
     """Dequantizes each weight once and keeps it as float32."""
 
     name = "reference"
+    kv_dtypes = tuple(KV_DTYPES)
 
     def __init__(self) -> None:
         self._dense: dict[int, tuple[Layout, Floats]] = {}  # the layout is kept so that its id stays its own
@@ -125,6 +155,7 @@ class ReferenceBackend:
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
     ) -> ReferenceProgram:
+        check_kv(kv, self)
         return ReferenceProgram(forward, ReferenceOps(self, kv))
 
     def describe(self) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from quire.backends.batch import Batch
 from quire.backends.native.recorder import Instruction, Segment, Value, record
-from quire.backends.ops import KV, TABLE, Forward
+from quire.backends.ops import KV, TABLE, Forward, check_kv
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.fuse import fuse
 from quire.backends.torch.kernels import TorchKernels
@@ -85,6 +85,7 @@ class TorchBackend:
     """Programs on one torch device. `random` takes shapes from the layouts and numbers from a seed."""
 
     name = "torch"
+    kv_dtypes: tuple[str, ...] = ()  # K and V are kept in what the device computes in
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(self, device: str = "auto", dtype: str = "auto", *, threads: int | None = None, random: bool = False):
@@ -105,6 +106,7 @@ class TorchBackend:
         inputs: Mapping[str, int] = {},
         packed: Packed | None = None,
     ) -> TorchProgram:
+        check_kv(kv, self)
         recording = record(forward, kv, inputs)
         program = fuse(recording.instructions, recording.output)
         self.weights.load(list(_groups(program)), packed)

@@ -66,6 +66,7 @@ def all_cases():
 
 
 CASES = list(all_cases())
+PLAIN = [case for case in CASES if case.kv.dtype == "f16"]  # what every backend must do
 
 
 def test_the_native_backend_is_built():
@@ -89,7 +90,7 @@ def test_conformance(case: cases.Case, variant: tuple[str, str | None, int]):
 
 
 @NEEDS_TORCH
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", PLAIN, ids=lambda c: c.name)
 def test_conformance_of_torch(case: cases.Case):
     """float32 on the CPU stays within the table's own bounds: one more oracle."""
     limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
@@ -106,7 +107,7 @@ def test_conformance_of_torch(case: cases.Case):
 
 @NEEDS_TORCH
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", PLAIN, ids=lambda c: c.name)
 def test_conformance_of_torch_in_half_precision(case: cases.Case, dtype: str):
     limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
     oracle = open_backend("reference").compile(case.forward, **limits)

@@ -1,0 +1,212 @@
+"""Perplexity of a model over a text with K and V kept as f16 and as int8, and what int8 buys in decode speed.
+
+The text is cut into windows of `--context` tokens, one every `--stride`; each predicts the tokens that no window before it
+has, so that every prediction but the first window's sees at least context - stride tokens. Both dtypes see the same
+windows: the difference has a standard error over windows, paired. Speed is a greedy stream through the whole engine at
+given depths, f16 and int8 in turn, the prompt coming from the prefix cache after the first round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.record import ROOT, median, save, spread
+from quire.backends.batch import Batch
+from quire.backends.ops import KV_DTYPES, Backend
+from quire.config import DEFAULT_MODEL, PAGE_SIZE, EngineConfig, Environment, available_cores
+from quire.models import Model
+
+STEP = 128  # tokens in a step; each has a row of logits as wide as the vocabulary
+
+F64 = npt.NDArray[np.float64]
+
+
+def windows(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(first token, first token predicted, end) of each window. Together they predict every token but the very first."""
+    if not 0 < stride < context:
+        raise ValueError(f"a stride of {stride} does not fit a context of {context}")
+    begin, done = 0, 1
+    while done < tokens:
+        end = min(begin + context, tokens)
+        yield begin, done, end
+        begin, done = begin + stride, end
+
+
+class Scorer:
+    """Negative log likelihoods of tokens, through a compiled program with a pool of one window."""
+
+    def __init__(self, backend: Backend, model: Model, context: int, dtype: str):
+        self._pages = -(-context // PAGE_SIZE)
+        kv = replace(model.kv(self._pages, PAGE_SIZE), dtype=dtype)
+        self._program = backend.compile(model.forward, kv=kv, max_tokens=STEP, max_rows=STEP)
+
+    def __call__(self, tokens: list[int], wanted: int) -> F64:
+        """Of tokens[wanted:], each given all that come before it. `wanted` is at least 1."""
+        found: list[F64] = []
+        for start in range(0, len(tokens) - 1, STEP):
+            end = min(start + STEP, len(tokens) - 1)  # the last token is only predicted
+            rows = np.arange(max(start, wanted - 1), end)
+            logits = self._program.run(self._batch(tokens, start, end, rows - start))
+            if rows.size:
+                found.append(_losses(logits, np.array([tokens[r + 1] for r in rows])))
+        return np.concatenate(found)
+
+    def _batch(self, tokens: list[int], start: int, end: int, rows: npt.NDArray[np.integer]) -> Batch:
+        pos = np.arange(start, end, dtype=np.int32)
+        return Batch(
+            ids=np.array(tokens[start:end], np.int32),
+            pos=pos,
+            q_start=np.array([0, end - start], np.int32),
+            kv_len=np.array([end], np.int32),
+            pages=np.arange(self._pages, dtype=np.int32)[None, :],
+            write=pos,
+            logit_rows=rows.astype(np.int32),
+        )
+
+
+def _losses(logits: npt.NDArray[np.float32], targets: npt.NDArray[np.integer]) -> F64:
+    wide = logits.astype(np.float64)
+    high = wide.max(axis=-1)
+    total = high + np.log(np.exp(wide - high[:, None]).sum(axis=-1))
+    return total - wide[np.arange(len(targets)), targets]
+
+
+def losses(scorer: Scorer, tokens: list[int], context: int, stride: int) -> list[F64]:
+    """Per window, the losses of the tokens it predicts."""
+    cuts = windows(len(tokens), context, stride)
+    return [scorer(tokens[begin:end], wanted - begin) for begin, wanted, end in cuts]
+
+
+def perplexity(per_window: list[F64]) -> float:
+    return float(np.exp(np.concatenate(per_window).mean()))
+
+
+def difference(of: list[F64], base: list[F64]) -> tuple[float, float]:
+    """Mean loss of the one less the other's, and its standard error over windows (tokens of one are not independent)."""
+    deltas = np.array([(a - b).mean() for a, b in zip(of, base, strict=True)])
+    weights = np.array([len(a) for a in of], np.float64)
+    mean = float((deltas * weights).sum() / weights.sum())
+    error = float(deltas.std(ddof=1) / np.sqrt(len(deltas))) if len(deltas) > 1 else float("nan")
+    return mean, error
+
+
+class Stream:
+    """One greedy stream at one depth."""
+
+    def __init__(self, path: str, threads: int, dtype: str, depth: int, decode: int):
+        from quire.engine.build import build_engine
+
+        config = EngineConfig(path=path, threads=threads, context=depth + decode + 1, max_seqs=1, kv_dtype=dtype)
+        self._engine, self.info = build_engine(config, Environment.read())
+        self._prompt = [(i * 15485863 + 3) % self.info.vocab_size for i in range(depth)]
+        self._decode, self._runs = decode, 0
+
+    def speed(self) -> float:
+        """Tokens per second after the first."""
+        from quire.engine.types import Request
+        from quire.runner.params import SamplingParams
+
+        self._runs += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=self._decode + 1, ignore_eos=True)
+        self._engine.add(Request(id=str(self._runs), tokens=self._prompt, sampling=sampling))
+        first = 0.0
+        while self._engine.busy:
+            if any(e.tokens for e in self._engine.step()) and not first:
+                first = time.perf_counter()
+        return self._decode / (time.perf_counter() - first)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def measure_quality(args: argparse.Namespace, path: str, threads: int) -> dict[str, Any]:
+    from quire.backends.choose import open_backend
+    from quire.chat.tokenizer import Tokenizer
+    from quire.models import load
+    from quire.weights.gguf import GGUF
+
+    with GGUF.open(path) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf.metadata)
+        model = load(gguf)
+        backend = open_backend("native", threads=threads)
+        scorers = {dtype: Scorer(backend, model, args.context, dtype) for dtype in KV_DTYPES}
+        found: dict[str, Any] = {}
+        for file in texts(args.text):
+            text = file.read_text(encoding="utf-8")[: args.tokens * 8]
+            tokens = tokenizer.encode(text, add_special=False, parse_special=False)[: args.tokens]
+            lost = {dtype: losses(s, tokens, args.context, args.stride) for dtype, s in scorers.items()}
+            delta, error = difference(lost["int8"], lost["f16"])
+            found[file.name] = {
+                "tokens": len(tokens) - 1,
+                "windows": len(lost["f16"]),
+                "perplexity": {dtype: perplexity(x) for dtype, x in lost.items()},
+                "loss_difference": delta,
+                "standard_error": error,
+            }
+            line = "   ".join(f"{dtype} {perplexity(x):.4f}" for dtype, x in lost.items())
+            print(f"  {file.name:14} {len(tokens) - 1:6} tokens   {line}   loss {delta:+.5f} +- {error:.5f}", flush=True)
+    return found
+
+
+def measure_speed(args: argparse.Namespace, path: str, threads: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for depth in args.depths:
+        streams = {dtype: Stream(path, threads, dtype, depth, args.decode) for dtype in KV_DTYPES}
+        for stream in streams.values():
+            stream.speed()  # the prefill
+        speeds: dict[str, list[float]] = {dtype: [] for dtype in streams}
+        for _ in range(args.rounds):
+            for dtype, stream in streams.items():
+                speeds[dtype].append(stream.speed())
+        for stream in streams.values():
+            stream.close()
+        line = "   ".join(f"{dtype} {spread(x)}" for dtype, x in speeds.items())
+        print(f"  depth {depth:6}   {line}   ratio {median(speeds['int8']) / median(speeds['f16']):.2f}", flush=True)
+        found[str(depth)] = speeds
+    return found
+
+
+def texts(place: Path) -> list[Path]:
+    """The file, or every file of the folder."""
+    found = [place] if place.is_file() else sorted(p for p in place.glob("*") if p.is_file()) if place.is_dir() else []
+    if not found:
+        sys.exit(f"{place}: no text there; name a file or a folder with --text")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None, help="a name or a path; the default model when absent")
+    parser.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "text", help="a file or a folder")
+    parser.add_argument("--tokens", type=int, default=16384, help="of each file")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--stride", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=0, help="0: every core")
+    parser.add_argument("--depths", type=int, nargs="*", default=[2048, 8192 - 64], help="for decode speed; none: skip it")
+    parser.add_argument("--decode", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="write a record to benchmarks/results")
+    args = parser.parse_args()
+    from quire.weights.store import Store
+
+    path, threads = str(Store().resolve(args.model or DEFAULT_MODEL)), args.threads or available_cores()
+    print(f"{args.model or 'default model'}: perplexity, windows of {args.context} every {args.stride} tokens")
+    quality = measure_quality(args, path, threads)
+    print(f"decode tokens/s, {threads} threads, median of {args.rounds} (lowest to highest)")
+    speed = measure_speed(args, path, threads)
+    if args.save:
+        sizes = {"context": args.context, "stride": args.stride, "threads": threads, "decode": args.decode}
+        print("saved", save("perplexity", {"model": Path(path).name, **sizes, "quality": quality, "decode": speed}))
+
+
+if __name__ == "__main__":
+    main()

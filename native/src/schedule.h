@@ -1,0 +1,70 @@
+// How attention over one batch is cut into items for the threads. Every layer uses the same cut, so it is made once a run.
+//
+// A tile is a few rows of one sequence. Most tiles are one item per KV head. A tile whose past is long beside what the
+// other threads have to do is cut at chunks, and tiles whose page tables name the same pages for a chunk meet in one item
+// there, so that the pages are read once for all of them. Items of such tiles leave parts behind, one per chunk and query;
+// who comes last merges them, in order. None of this can be seen in a result: see kernels/attention.h.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "batch.h"
+#include "kernels.h"
+#include "memory.h"
+
+namespace quire {
+
+struct Schedule {
+    struct Tile {
+        int sequence, row, rows;
+        int chunks;    // of its longest row
+        int pieces;    // items of one head that it takes part in; 0: it is one item, whole
+        size_t parts;  // floats before its parts: [kv_head][chunk][query]
+    };
+    struct Item {           // for each KV head
+        int first, members;  // tiles, in `members`
+        int chunk, chunks;
+        bool whole;
+        int64_t cost;
+    };
+
+    Schedule(int heads, int kv_heads, int head_dim);
+
+    void divide(const BatchView& batch, int threads);
+
+    int items() const { return (int)items_.size() * kv_heads_; }
+    const Item& item(int i) const { return items_[(size_t)(i % (int)items_.size())]; }
+    int head(int i) const { return i / (int)items_.size(); }  // one head after the other: its pages stay in the cache
+    const Tile& tile(const Item& item, int i) const { return tiles_[(size_t)members_[(size_t)(item.first + i)]]; }
+    int group() const { return group_; }
+    int heads() const { return group_ * kv_heads_; }
+    float* part(const Tile& tile, int head, int chunk, int query) const {
+        const size_t at = (size_t)((head * tile.chunks + chunk) * tile.rows * group_ + query);
+        return (float*)parts_.data() + tile.parts + at * shape_.floats;
+    }
+    // One item of this tile and head is done. True for the last of them, who finds all the others' parts in place.
+    bool last(const Tile& tile, int head) const;
+
+private:
+    bool room(Tile& tile);
+    void share(const BatchView& batch);
+    void meet(std::vector<int> tiles, int chunk, std::vector<int>& next);
+    void cut(int tile, int from, int64_t target);
+    void add(const std::vector<int>& tiles, int chunk, int chunks, bool whole);
+    int64_t tokens(const Tile& tile, int chunk, int chunks) const;
+
+    int group_, kv_heads_;
+    PartShape shape_;
+    const BatchView* batch_ = nullptr;
+    std::vector<Tile> tiles_;
+    std::vector<Item> items_;
+    std::vector<int> members_;
+    std::vector<int> shared_;  // per tile: its first chunks that are read together with others
+    mutable Mapping parts_;
+    size_t used_ = 0;
+    mutable std::vector<std::atomic<int>> pending_;  // [tile][kv_head]
+};
+
+}  // namespace quire
