@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from quire.cli import ui
+from quire.cli.options import Option
 from quire.config import DEFAULT_MODEL
 from quire.weights.catalogue import ENTRIES
 from quire.weights.fetch import mb
@@ -14,8 +13,8 @@ from quire.weights.store import Store
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    known: Annotated[bool, typer.Option("--known", help="The short names that can be pulled, instead.")] = False,
+    json: Annotated[bool, Option("--json", help="As JSON.")] = False,
+    known: Annotated[bool, Option("--known", help="The short names that can be pulled, instead.")] = False,
 ) -> None:
     """The models on this machine."""
     if known:

@@ -11,9 +11,8 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Annotated, Unpack
 
-import typer
-
 from quire.cli.answer import Spinner, decisions, report, say, show
+from quire.cli.options import Argument, Option
 from quire.config import DEFAULT_MODEL
 from quire.observe.errors import BadRequest, NotFound
 
@@ -32,20 +31,20 @@ MAX_TOKENS = 1024
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A short name, a path, a URL, hf:… or pypi:…")] = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Argument(help="What to ask; without it, a conversation.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = TEMPERATURE,
-    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
-    top_k: Annotated[int, typer.Option(help="Of the likeliest tokens, this many; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Another seed, another answer; -1 draws one.")] = SEED,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Tell what was decided, and how long it took.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
-    context: Annotated[int | None, typer.Option(help="Longest conversation, in tokens.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    backend: Annotated[str, typer.Option(help="native, or reference (slow).")] = "native",
+    model: Annotated[str, Argument(help="A short name, a path, a URL, hf:… or pypi:…")] = DEFAULT_MODEL,
+    prompt: Annotated[list[str] | None, Argument(help="What to ask; without it, a conversation.")] = None,
+    system: Annotated[str | None, Option(help="The system prompt.")] = None,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = TEMPERATURE,
+    top_p: Annotated[float, Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
+    top_k: Annotated[int, Option(help="Of the likeliest tokens, this many; 0 is all.")] = 0,
+    seed: Annotated[int, Option(help="Another seed, another answer; -1 draws one.")] = SEED,
+    max_tokens: Annotated[int, Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
+    raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    stats: Annotated[bool, Option("--stats", help="Tell what was decided, and how long it took.")] = False,
+    threads: Annotated[int | None, Option(help="Default: every core.")] = None,
+    context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
+    kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
+    backend: Annotated[str, Option(help="native, or reference (slow).")] = "native",
 ) -> None:
     """Chat with a model, or ask it one thing.
 
