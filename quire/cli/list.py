@@ -8,7 +8,7 @@ from quire.cli import ui
 from quire.cli.options import Option
 from quire.config import DEFAULT_MODEL
 from quire.weights.catalogue import ENTRIES
-from quire.weights.fetch import mb
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 

@@ -6,9 +6,12 @@ user feels, so imports here are few and late. The conversation itself is `talk.p
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Unpack
 
 from quire.cli.answer import Spinner, decisions, report, say, show
@@ -69,7 +72,7 @@ def command(
             param="model",
         )
     text = ask(prompt or [])
-    with Spinner("loading"):
+    with Spinner("loading"), _no_collections():
         llm = load(
             model,
             progress=False,
@@ -90,6 +93,18 @@ def command(
             once(llm, text, params, system=system, raw=raw, stats=stats)
     finally:
         llm.close()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage is looked for while modules and a vocabulary load: nearly all of it stays, and none of it is looked at
+    again afterwards."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def load(model: str, **options: Unpack[Options]) -> LLM:

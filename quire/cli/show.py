@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from quire.cli import ui
 from quire.cli.options import Argument, Option
-from quire.weights.fetch import mb
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 

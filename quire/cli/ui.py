@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 from quire.observe.errors import QuireError
-from quire.weights.fetch import Progress, mb
+from quire.weights.progress import Progress, mb
 
 if TYPE_CHECKING:
     import rich.progress
