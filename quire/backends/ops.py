@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from quire.backends.batch import Batch
 from quire.layouts import Dense, Floats, Layout, Rope
@@ -147,4 +147,23 @@ class Backend(Protocol):
 
     def implementations(self) -> dict[str, str]:
         """op -> what runs it here, for `quire doctor --ops`."""
+        ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A backend that can say how much room a KV pool has where its programs run."""
+
+    owns_memory: bool  # whether that memory is nobody else's, so that all of it may be taken
+
+    def measure(
+        self,
+        forward: Forward,
+        kv: KV,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        packed: Callable[[Layout, int, int], None] | None = None,
+    ) -> int:
+        """Bytes free with the weights loaded and the largest step run. `kv` says how a page looks."""
         ...

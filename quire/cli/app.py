@@ -50,6 +50,8 @@ def load(verb: str) -> Any:
     from quire.cli.options import for_typer
 
     module = importlib.import_module(f"quire.cli.{verb}")
+    if isinstance(module.command, typer.Typer):  # a verb with verbs of its own
+        return typer.main.get_command(module.command)
     # An app with one command and no callback is that command.
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
     single.command(verb, context_settings=SETTINGS)(for_typer(module.command))

@@ -47,7 +47,9 @@ def command(
     threads: Annotated[int | None, Option(help="Default: every core.")] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    backend: Annotated[str, Option(help="native, or reference (slow).")] = "native",
+    backend: Annotated[str, Option(help="native, torch, or reference (slow).")] = "native",
+    device: Annotated[str, Option(help="With --backend torch: cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, Option(help="With --backend torch: float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -80,6 +82,8 @@ def command(
             context=context,
             kv_memory=kv_memory,
             backend=backend,
+            device=device,
+            dtype=dtype,
             max_seqs=SEQUENCES,
         )
     try:

@@ -20,6 +20,7 @@ VERBS: dict[str, str] = {
     "show": "What is inside a model.",
     "rm": "Remove models from the store.",
     "ps": "The servers running on this machine.",
+    "bench": "Measure how fast a model runs here.",
     "doctor": "Check this machine, and say how to cure what is wrong.",
     "version": "Version, Python, platform and kernels.",
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import Backend
+from quire.backends.ops import Backend, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -31,7 +31,7 @@ from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.models import Model, load
 from quire.observe.errors import BadRequest, Unsupported
-from quire.runner.runner import Runner
+from quire.runner.choose import open_runner
 from quire.weights.gguf import GGUF
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
@@ -54,11 +54,8 @@ def build_engine(
     """Load the model and make it ready. `gguf` is the file when the caller has it open already."""
     watch = _Watch()
     _check(config)
-    gguf = gguf or GGUF.open(config.path)
-    watch.lap("file")
-    model = load(gguf)
-    sizes = resolve_sizes(config, env, model, available_memory())
-    kv = model.kv(sizes.pages, PAGE_SIZE)
+    source = _source(config, gguf)
+    model = source.model
     watch.lap("model")
     threads, threads_line = resolve_threads(config.threads, env)
     backend = _open(config, env, threads)
@@ -70,10 +67,21 @@ def build_engine(
             progress(done, total)
 
     max_rows = config.max_seqs + EXTRA_ROWS
+    available, own = available_memory(), False
+    if isinstance(backend, Measures) and backend.owns_memory:
+        resolve_sizes(config, env, model, 1 << 62)  # what could never be is refused before any weight is read
+        page = model.kv(1, PAGE_SIZE)
+        available = backend.measure(
+            model.forward, page, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
+        )
+        own = True
+    sizes = resolve_sizes(config, env, model, available, own=own)
+    kv = model.kv(sizes.pages, PAGE_SIZE)
     program = backend.compile(
         model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
     )
     watch.lap("weights")
+    depth = int(own) if config.depth is None else config.depth
     scheduler = Scheduler(
         PrefixTree(Pool(sizes.pages), PAGE_SIZE),
         slots=config.max_seqs,
@@ -83,7 +91,7 @@ def build_engine(
         limits=standard(max_rows),
         prefix_cache=config.prefix_cache,
     )
-    runner = Runner(
+    runner = open_runner(
         program,
         kv=kv,
         vocab_size=model.config.vocab_size,
@@ -91,23 +99,22 @@ def build_engine(
         max_tokens=config.max_batch_tokens,
         max_context=sizes.context,
         max_rows=max_rows,
-        overlap=config.depth > 0,
+        overlap=depth > 0,
     )
     watch.lap("engine")
-    weight_bytes = sum(info.nbytes for info in gguf.tensors.values())
-    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
     lines = [
-        f"model: {name}, architecture {model.config.architecture}, {weight_bytes / 2**20:.0f} MiB of weights",
+        f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
+        *source.notes,
         *model.notes,
         f"backend: {backend.describe()}",
         threads_line,
         *sizes.lines,
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
-        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {config.depth}",
+        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         watch.line(),
     ]
     info = EngineInfo(
-        model=name,
+        model=source.name,
         architecture=model.config.architecture,
         vocab_size=model.config.vocab_size,
         context=sizes.context,
@@ -116,16 +123,37 @@ def build_engine(
         pages=sizes.pages,
         page_size=PAGE_SIZE,
         backend=backend.describe(),
-        weight_bytes=weight_bytes,
+        weight_bytes=source.nbytes,
         kv_bytes=kv.nbytes,
         load_seconds=watch.total,
         decisions=lines,
     )
-    return Engine(scheduler, runner, config.depth), info
+    return Engine(scheduler, runner, depth), info
 
 
-def resolve_sizes(config: EngineConfig, env: Environment, model: Model, available: int) -> Sizes:
-    """The context and the KV pool. Pure; refuses what was asked for and cannot be."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model, where it came from, and what is to be told about that."""
+
+    model: Model
+    name: str
+    nbytes: int
+    notes: list[str]
+
+
+def _source(config: EngineConfig, gguf: GGUF | None) -> _Source:
+    if config.load_format == "dummy":
+        from quire.models.shapes import load_shape
+
+        model, nbytes = load_shape(config.path)
+        return _Source(model, config.name or config.path, nbytes, ["weights: random numbers, not a trained model"])
+    gguf = gguf or GGUF.open(config.path)
+    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
+    return _Source(load(gguf), name, sum(info.nbytes for info in gguf.tensors.values()), [])
+
+
+def resolve_sizes(config: EngineConfig, env: Environment, model: Model, available: int, own: bool = False) -> Sizes:
+    """The context and the KV pool. Pure; refuses what was asked for and cannot be. `own`: see resolve_pool."""
     trained = model.config.context
     if config.context is not None and config.context > trained:
         raise BadRequest(
@@ -152,7 +180,7 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
             f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}",
             param="kv_memory",
         )
-    pages, line = resolve_pool(asked, available, page_bytes, context, config.max_seqs)
+    pages, line = resolve_pool(asked, available, page_bytes, context, config.max_seqs, own=own)
     holds = pages * PAGE_SIZE
     if config.context is not None and holds < config.context:
         raise BadRequest(
@@ -182,19 +210,41 @@ def _check(config: EngineConfig) -> None:
         )
     if config.max_waiting < 0:
         raise BadRequest(f"max_waiting is {config.max_waiting}: it must not be negative", param="max_waiting")
-    if not 0 <= config.depth <= 8:
+    if config.depth is not None and not 0 <= config.depth <= 8:
         raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")
 
 
 def _open(config: EngineConfig, env: Environment, threads: int) -> Backend:
+    name = "cuda" if config.backend == "native" and config.device.startswith("cuda") else config.backend
+    torch = name in ("torch", "cuda")
+    if config.load_format not in ("auto", "dummy"):
+        raise BadRequest(f"load_format is {config.load_format!r}: it must be auto or dummy", param="load_format")
+    if not torch and config.load_format == "dummy":
+        raise Unsupported(f"the {name} backend cannot make random weights", cure="use --backend torch or cuda")
+    if not torch and (config.device not in ("auto", "cpu") or config.dtype != "auto"):
+        raise Unsupported(f"the {name} backend takes no device or dtype", cure="use --backend torch or cuda")
+    if torch and config.deterministic:
+        raise Unsupported(
+            f"the {name} backend cannot promise the same bits in any batch yet",
+            cure="leave --deterministic out, or use the native backend, which always does",
+        )
     try:
-        return open_backend(config.backend, threads=threads, isa=config.isa or env.isa)
+        return open_backend(
+            name,
+            threads=threads,
+            isa=config.isa or env.isa,
+            device=config.device,
+            dtype=config.dtype,
+            random=config.load_format == "dummy",
+        )
     except ValueError as e:
         raise BadRequest(str(e), param="backend") from None
     except ImportError as e:
         raise Unsupported(
             f"the {config.backend} backend cannot be loaded here: {e}",
-            cure="install the package so that it is built, or use --backend reference (slow)",
+            cure="pip install 'quire[cuda]' or 'quire[torch]'"
+            if torch
+            else "install the package so that it is built, or use --backend reference (slow)",
         ) from e
 
 

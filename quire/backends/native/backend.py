@@ -122,7 +122,7 @@ class NativeBackend:
 
     def _emit(self, program: list[Instruction], recording: Recording, kv: KV, max_tokens: int, max_rows: int) -> Any:
         def size(v: Value) -> int:
-            return (max_tokens if v.per_token else max_rows) * self._native.row_bytes(v.width, v.quant)
+            return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
         offsets, total = arena.lay_out(program, recording.inputs.values(), recording.output, size)
         pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim)
