@@ -12,15 +12,19 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("codec: " + what); }
 
-// A plane cut into runs of consecutive bytes with one shift: the inner loop over a run vectorizes.
+// A plane cut into runs of consecutive bytes with one shift. Eight bytes are moved at a time inside one 64-bit word: what
+// a shift carries over from a neighbouring byte is masked away, and sums stay below 256, so bytes never mix.
 struct Run {
     int first, length, byte, shift;
+    uint8_t mask;  // of the bits that a shifted byte still has
 };
+
+inline uint64_t eight(uint8_t byte) { return byte * 0x0101010101010101u; }
 
 struct Reader {
     struct Part {
         std::vector<Run> runs;
-        uint8_t mask, lift, flip;
+        uint8_t lift, flip;
     };
     std::vector<Part> parts;
     int count = 0, offset = 0, most = 0;  // most: the largest sum before the offset is taken off
@@ -31,13 +35,13 @@ struct Reader {
             if ((int)p.byte.size() != count || (int)p.shift.size() != count) refuse("a plane has the wrong length");
             if (p.mask < 0 || p.mask > 255 || p.flip < 0 || p.flip > 255 || p.lift < 0 || p.lift > 7)
                 refuse("a plane's mask, flip or lift is out of range");
-            Part part{{}, (uint8_t)p.mask, (uint8_t)p.lift, (uint8_t)p.flip};
+            Part part{{}, (uint8_t)p.lift, (uint8_t)p.flip};
             for (int i = 0; i < count; i++) {
                 if (p.byte[(size_t)i] >= nbytes || p.shift[(size_t)i] > 7) refuse("a plane points outside its block");
                 int byte = p.byte[(size_t)i], shift = p.shift[(size_t)i];
                 Run* last = part.runs.empty() ? nullptr : &part.runs.back();
                 if (last && last->shift == shift && last->byte + last->length == byte) last->length++;
-                else part.runs.push_back({i, 1, byte, shift});
+                else part.runs.push_back({i, 1, byte, shift, (uint8_t)(p.mask & 0xff >> shift)});
             }
             most += p.mask << p.lift;
             parts.push_back(std::move(part));
@@ -47,21 +51,34 @@ struct Reader {
 
     // The numbers before the offset is taken off.
     void read(const uint8_t* block, uint8_t* out) const {
-        memset(out, 0, (size_t)count);
-        for (const Part& p : parts)
-            for (const Run& r : p.runs) {
-                const uint8_t* __restrict from = block + r.byte;
-                uint8_t* __restrict to = out + r.first;
-                for (int i = 0; i < r.length; i++)
-                    to[i] = (uint8_t)(to[i] + ((((from[i] ^ p.flip) >> r.shift) & p.mask) << p.lift));
+        for (size_t p = 0; p < parts.size(); p++) {
+            if (p == 0) add<true>(parts[p], block, out);
+            else add<false>(parts[p], block, out);
+        }
+    }
+
+private:
+    template <bool first> static void add(const Part& p, const uint8_t* block, uint8_t* out) {
+        for (const Run& r : p.runs) {
+            const uint8_t* from = block + r.byte;
+            uint8_t* to = out + r.first;
+            const uint64_t flip = eight(p.flip), mask = eight(r.mask);
+            int i = 0;
+            for (; i + 8 <= r.length; i += 8) {
+                uint64_t bits, sum = 0;
+                memcpy(&bits, from + i, 8);
+                if (!first) memcpy(&sum, to + i, 8);
+                sum += ((bits ^ flip) >> r.shift & mask) << p.lift;
+                memcpy(to + i, &sum, 8);
             }
+            for (; i < r.length; i++)
+                to[i] = (uint8_t)((first ? 0 : to[i]) + (((from[i] ^ p.flip) >> r.shift & r.mask) << p.lift));
+        }
     }
 };
 
-void store_tile(const Matrix& w, const uint8_t* codes, size_t row_stride, uint8_t* tile) {
-    uint32_t quad[16][8];
-    for (int r = 0; r < 16; r++) memcpy(quad[r], codes + (size_t)r * row_stride, 32);
-    auto put = [&](int vector, int r, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
+// Sixteen rows of 32 codes, `row_stride` apart, as the bit planes of weight.h.
+template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uint8_t* tile) {
     auto two_bits = [](const uint32_t* q, int half, int shift) {  // bits shift, shift + 1 of quads 4 half .. 4 half + 3
         uint32_t word = 0;
         for (int j = 0; j < 4; j++) word |= ((q[4 * half + j] >> shift) & 0x03030303u) << (2 * j);
@@ -73,17 +90,32 @@ void store_tile(const Matrix& w, const uint8_t* codes, size_t row_stride, uint8_
         return word;
     };
     for (int r = 0; r < 16; r++) {
-        const uint32_t* q = quad[r];
-        if (w.bits == 8) {
-            for (int j = 0; j < 8; j++) put(j, r, q[j]);
-        } else if (w.bits >= 4) {
-            for (int j = 0; j < 4; j++) put(j, r, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
-            if (w.bits == 5) put(4, r, one_bit(q, 4));
-            if (w.bits == 6) put(4, r, two_bits(q, 0, 4)), put(5, r, two_bits(q, 1, 4));
+        uint32_t q[8];
+        memcpy(q, codes + (size_t)r * row_stride, 32);
+        auto put = [&](int vector, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
+        if constexpr (bits == 8) {
+            for (int j = 0; j < 8; j++) put(j, q[j]);
+        } else if constexpr (bits >= 4) {
+            for (int j = 0; j < 4; j++) put(j, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
+            if constexpr (bits == 5) put(4, one_bit(q, 4));
+            if constexpr (bits == 6) put(4, two_bits(q, 0, 4)), put(5, two_bits(q, 1, 4));
         } else {
-            put(0, r, two_bits(q, 0, 0)), put(1, r, two_bits(q, 1, 0));
-            if (w.bits == 3) put(2, r, one_bit(q, 2));
+            put(0, two_bits(q, 0, 0)), put(1, two_bits(q, 1, 0));
+            if constexpr (bits == 3) put(2, one_bit(q, 2));
         }
+    }
+}
+
+using StoreTile = void (*)(const uint8_t* codes, size_t row_stride, uint8_t* tile);
+
+StoreTile tile_of(int bits) {
+    switch (bits) {
+        case 2: return store_tile<2>;
+        case 3: return store_tile<3>;
+        case 4: return store_tile<4>;
+        case 5: return store_tile<5>;
+        case 6: return store_tile<6>;
+        default: return store_tile<8>;
     }
 }
 
@@ -101,32 +133,31 @@ struct Packer {
 
     void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int index, int lane,
                      size_t region, size_t supers) const {
-        const int groups = codec.block / codec.group, per_tile = 32 / codec.group;
+        const int tiles = codec.block / 32, per_tile = 32 / codec.group;
+        const uint16_t h = read_half(block + f.at, f.negate);
+        uint8_t* to = out + region + (size_t)(index * tiles) * w.scale_bytes;
         if (w.scales == Scales::Half) {
-            uint16_t h = read_half(block + f.at, f.negate);
-            for (int g = 0; g < groups; g++) {
-                size_t tile = (size_t)(index * codec.block / 32 + g / per_tile);
-                memcpy(out + region + tile * w.scale_bytes + 2 * (size_t)(16 * (g % per_tile) + lane), &h, 2);
-            }
+            for (int t = 0; t < tiles; t++, to += w.scale_bytes)
+                for (int g = 0; g < per_tile; g++) memcpy(to + 2 * (16 * g + lane), &h, 2);
             return;
         }
         uint8_t values[32];
         if (f.codes.planes.empty()) memset(values, 1, sizeof values);  // a factor without codes beside one with them
         else reader.read(block, values);
         const bool high = w.scales == Scales::Nibble && &f == &codec.bias;
-        for (int g = 0; g < groups; g++) {
-            size_t tile = (size_t)(index * codec.block / 32 + g / per_tile);
-            uint8_t* to = out + region + tile * w.scale_bytes + 16 * (size_t)(g % per_tile) + lane;
-            uint8_t value = (uint8_t)(values[g] - reader.offset);
-            *to = high ? (uint8_t)(*to | value << 4) : value;
-        }
-        uint16_t h = read_half(block + f.at, f.negate);
+        const uint8_t* v = values;
+        for (int t = 0; t < tiles; t++, to += w.scale_bytes)
+            for (int g = 0; g < per_tile; g++) {
+                uint8_t value = (uint8_t)(*v++ - reader.offset), &lanes = to[16 * g + lane];
+                lanes = high ? (uint8_t)(lanes | value << 4) : value;
+            }
         memcpy(out + supers + 2 * (size_t)(16 * index + lane), &h, 2);
     }
 
     void pack_block(int b) const {
         uint8_t* out = w.block(b);
         uint8_t numbers[16 * 256] = {};  // rows past n stay zero
+        const StoreTile store = tile_of(w.bits);
         const int count = w.k / codec.block, rows = w.n - 16 * b < 16 ? w.n - 16 * b : 16;
         for (int i = 0; i < count; i++) {
             for (int r = 0; r < rows; r++) {
@@ -138,8 +169,7 @@ struct Packer {
                                 w.bias_super_at);
             }
             for (int t = 0; t < codec.block / 32; t++)
-                store_tile(w, numbers + 32 * t, (size_t)codec.block,
-                           out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
+                store(numbers + 32 * t, (size_t)codec.block, out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
         }
     }
 };

@@ -21,7 +21,7 @@ from quire.cli import ui
 from quire.cli.version import kernels
 from quire.config import DEFAULT_MODEL, Environment, ServerConfig, available_cores, available_memory, resolve_threads
 from quire.observe.errors import QuireError
-from quire.weights.fetch import mb
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 Status = Literal["pass", "warn", "fail"]

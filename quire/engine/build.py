@@ -7,7 +7,7 @@ Everything decided on the way is a line in `EngineInfo.decisions`; nothing is pr
 from __future__ import annotations
 
 import dataclasses
-import secrets
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def build_engine(
         slots=config.max_seqs,
         budget=config.max_batch_tokens,
         context=sizes.context,
-        draw=lambda: secrets.randbits(63),
+        draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
         limits=standard(max_rows),
         prefix_cache=config.prefix_cache,
     )

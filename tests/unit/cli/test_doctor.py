@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import quire.cli.doctor as doctor
-from quire.cli import main, version
+from quire.cli import app, version
 from quire.config import Environment
 from quire.weights.store import Store
 
@@ -28,7 +28,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*args: str) -> Result:
-    return CliRunner().invoke(main.app, ["doctor", *args])
+    return CliRunner().invoke(app.app, ["doctor", *args])
 
 
 def findings(*args: str) -> dict[str, dict[str, str]]:
