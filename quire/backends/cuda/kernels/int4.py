@@ -6,8 +6,9 @@ channel. A code becomes a float by setting its bits into the mantissa of 128 (bf
 taken off with the zero, by the sum of x over the group.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
 # (kernels are in Triton's language, which only looks like Python to a type checker)
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def _int4(
         acc = _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, rows, GROUP, SWAP)
         if SWIGLU:
             up = _pair(
-                up, w_row + n.to(tl.int64) * stride_w, scale + n, zero + n, x_low, x_high, sum_low, sum_high, at, col, n,
-                rows, GROUP, SWAP,
+                up, w_row + n.to(tl.int64) * stride_w, scale + n, zero + n, x_low, x_high, sum_low, sum_high, at, col,
+                n, rows, GROUP, SWAP,
             )  # fmt: skip
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
@@ -136,7 +137,8 @@ def int4_product(
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, m up to 16; packed [n, k / 2] as `pack` makes it, scale and zero [k / group, n].
 
-    With `swiglu` the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is a pair of groups.
+    With `swiglu` the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
+    a pair of groups.
     """
     m, k = x.shape
     n = y.shape[1]
