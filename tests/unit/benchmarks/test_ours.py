@@ -33,6 +33,9 @@ def test_tokens_are_counted_after_the_last_stream_has_begun(bench: Bench) -> Non
     _, seconds, late = bench.run(prompts, 5)
     assert late == 3 * 4
     assert seconds > 0
+    # 600 tokens do not fit one step: the third stream begins a step later, when the others have two tokens each.
+    _, _, late = bench.run([bench.prompt(200) for _ in range(3)], 5)
+    assert late == 3 * 5 - (2 + 2 + 1)
 
 
 def test_prompts_share_no_beginning(bench: Bench) -> None:
