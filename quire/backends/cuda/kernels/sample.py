@@ -233,12 +233,12 @@ def choose(
     """
     rows, vocab = scores.shape
     if params.shape != (rows, COLUMNS) or not params.is_contiguous() or params.dtype != torch.float64:
-        raise ValueError(f"sampling parameters are {params.dtype} {list(params.shape)}: float64 {[rows, COLUMNS]} needed")
+        raise ValueError(
+            f"sampling parameters are {params.dtype} {list(params.shape)}: float64 {[rows, COLUMNS]} needed"
+        )
     column = [params[:, i] for i in range(COLUMNS)]
     find_peaks(scores, column[TEMPERATURE], found)
-    find_candidates(
-        scores, column[TEMPERATURE], wanted, column[TOP_K], column[TOP_P], column[MIN_P], found
-    )
+    find_candidates(scores, column[TEMPERATURE], wanted, column[TOP_K], column[TOP_P], column[MIN_P], found)
     _choose[(rows,)](
         scores, params, wanted, found.peaks, found.places, found.masses, found.sizes, found.ids, found.scores, tokens,
         vocab, found.chunks, scores.stride(0), CHUNKS_PAD=triton.next_power_of_2(found.chunks), COLS=COLUMNS,

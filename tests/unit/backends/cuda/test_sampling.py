@@ -171,7 +171,9 @@ def test_logprobs_ranks_and_alternatives(spread: float, device: str):
     for top in (0, 7):
         out = torch.full((4, 2 + 2 * top), float("nan"), dtype=torch.float64, device=device)
         found = candidates.scratch(4, VOCAB, device)
-        logprobs(logits.to(device), tokens.to(device), top, out, found, torch.empty(5, 4, dtype=torch.float64, device=device))
+        logprobs(
+            logits.to(device), tokens.to(device), top, out, found, torch.empty(5, 4, dtype=torch.float64, device=device)
+        )
         sampler = Sampler(VOCAB)
         for i, row in enumerate(out.cpu().tolist()):
             want = sampler.logprob(logits[i].numpy(), int(tokens[i]), top)
