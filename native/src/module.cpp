@@ -16,7 +16,6 @@ using namespace quire;
 
 namespace {
 
-using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -56,22 +55,34 @@ std::vector<std::string> available() {
     return names;
 }
 
-std::shared_ptr<Matrix> py_pack_affine(Machine& m, const Bytes2& data, int block, int nbytes, int group, int bits,
-                                       const IntsTuple& codes, const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+Codec py_codec(int block, int nbytes, int group, int bits, const IntsTuple& codes, const FactorTuple& scale,
+               const std::vector<FactorTuple>& bias) {
     Codec c;
     c.block = block, c.nbytes = nbytes, c.group = group, c.bits = bits;
     c.codes = to_ints(codes);
     c.scale = to_factor(scale);
     if ((c.has_bias = !bias.empty())) c.bias = to_factor(bias[0]);
-    nb::gil_scoped_release free;
-    return std::make_shared<Matrix>(pack_affine(*m.pool, c, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+    return c;
 }
 
-std::shared_ptr<Matrix> py_pack_dense(Machine& m, const Array2& data, int type) {
-    const size_t width = type == (int)Type::F32 ? 4 : 2;
-    if (type < 0 || type > 2 || data.itemsize() != width) throw std::invalid_argument("the array is not of that type");
+std::vector<std::shared_ptr<Matrix>> py_pack(Machine& m, const std::vector<std::tuple<Array2, nb::object>>& given) {
+    std::vector<Weight> weights;
+    for (const auto& [data, how] : given) {
+        Weight w;
+        w.data = data.data(), w.n = (int64_t)data.shape(0), w.width = (int64_t)data.shape(1);
+        const bool coded = nb::isinstance<Codec>(how);
+        const int type = coded ? (int)Type::Affine : nb::cast<int>(how);
+        if (type < 0 || (!coded && type > 2)) throw std::invalid_argument("there is no such type");
+        if (data.itemsize() != (coded ? 1u : type == (int)Type::F32 ? 4u : 2u))
+            throw std::invalid_argument("the array is not of that type");
+        if (coded) w.codec = nb::cast<const Codec*>(how);
+        w.type = (Type)type;
+        weights.push_back(w);
+    }
+    std::vector<std::shared_ptr<Matrix>> packed;
     nb::gil_scoped_release free;
-    return std::make_shared<Matrix>(pack_dense(*m.pool, (Type)type, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+    for (Matrix& w : pack(*m.pool, weights)) packed.push_back(std::make_shared<Matrix>(std::move(w)));
+    return packed;
 }
 
 std::shared_ptr<Vector> py_vector(const Floats1& data) {
@@ -177,8 +188,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.n, w.k); })
         .def_prop_ro("nbytes", [](const Matrix& w) { return w.memory.size(); });
     nb::class_<Vector>(m, "Vector").def_prop_ro("nbytes", [](const Vector& v) { return v.memory.size(); });
-    m.def("pack_affine", &py_pack_affine);
-    m.def("pack_dense", &py_pack_dense);
+    nb::class_<Codec>(m, "Codec").def(nb::new_(&py_codec));
+    m.def("pack", &py_pack);
     m.def("vector", &py_vector);
     bind_plan(m);
     m.def("exp", [](const std::string& isa, const Floats1& x, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {

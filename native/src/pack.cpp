@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -198,7 +200,12 @@ void Matrix::lay_out() {
     memory = Mapping(block_bytes * (size_t)blocks);
 }
 
-Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
+namespace {
+
+using PackBlock = std::function<void(int block)>;
+
+// Lays out w and gives what packs one of its blocks of rows. `c` and `data` must outlive it.
+PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
     if (c.block != 32 && c.block != 256) refuse("a block must hold 32 or 256 numbers");
     if (c.group != 16 && c.group != 32) refuse("a group must hold 16 or 32 numbers");
     if (c.bits < 2 || c.bits > 8 || c.bits == 7) refuse("codes must have 2, 3, 4, 5, 6 or 8 bits");
@@ -217,7 +224,6 @@ Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_
     if (!fits_int8(scale) || !fits_int8(bias)) refuse("scale codes do not fit a signed byte");
     if (two_level && c.block != 256) refuse("two-level scales need blocks of 256");
 
-    Matrix w;
     w.type = Type::Affine;
     w.n = (int)n;
     w.k = (int)k;
@@ -230,30 +236,46 @@ Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_
                                                                                    : Scales::Byte;
     w.lay_out();
     Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
-    pool.for_each(w.blocks, [&](int b) { packer.pack_block(b); });
-    return w;
+    return [packer = std::move(packer)](int b) { packer.pack_block(b); };
 }
 
-Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t n, int64_t k) {
+PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k) {
     if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) throw std::invalid_argument("the matrix is empty or too large");
-    Matrix w;
     w.type = type;
     w.n = (int)n;
     w.k = (int)k;
     w.lay_out();
-    auto interleave = [&](auto number) {
+    auto interleave = [&w, data, k](auto number) -> PackBlock {
         using T = decltype(number);
-        pool.for_each(w.blocks, [&](int b) {
+        return [&w, data, k](int b) {
             T* out = (T*)w.block(b);
             for (int r = 0; r < 16 && 16 * b + r < w.n; r++) {
                 const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)k * sizeof(T);
                 for (int64_t i = 0; i < k; i++) memcpy(out + i * 16 + r, row + (size_t)i * sizeof(T), sizeof(T));
             }
-        });
+        };
     };
-    if (type == Type::F32) interleave(uint32_t{});
-    else interleave(uint16_t{});
-    return w;
+    return type == Type::F32 ? interleave(uint32_t{}) : interleave(uint16_t{});
+}
+
+}  // namespace
+
+std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
+    std::vector<Matrix> packed(weights.size());
+    std::vector<PackBlock> work;
+    std::vector<int> ends;  // work items up to and with each weight
+    for (size_t i = 0; i < weights.size(); i++) {
+        const Weight& from = weights[i];
+        Matrix& w = packed[i];
+        work.push_back(from.codec ? affine(w, *from.codec, (const uint8_t*)from.data, from.n, from.width)
+                                  : dense(w, from.type, from.data, from.n, from.width));
+        ends.push_back((ends.empty() ? 0 : ends.back()) + w.blocks);
+    }
+    pool.for_each(ends.empty() ? 0 : ends.back(), [&](int item) {
+        const size_t i = (size_t)(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
+        work[i](item - (i ? ends[i - 1] : 0));
+    });
+    return packed;
 }
 
 }  // namespace quire

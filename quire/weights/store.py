@@ -134,8 +134,6 @@ class Store:
 
     def problems(self) -> list[Problem]:
         """What is wrong, without reading blobs whole."""
-        from quire.weights import fetch
-
         found: list[Problem] = []
         used: set[str] = set()
         for path, m in self._scan():
@@ -152,6 +150,8 @@ class Store:
                 size = mb(blob.stat().st_size)
                 found.append(Problem(f"{blob} ({size}) belongs to no model", f"delete {blob}", False))
         for part in _entries(self.home / "partial", ".part"):
+            from quire.weights import fetch  # rare
+
             state = fetch.read_state(part)
             name = state.name if state else "an unknown model"
             cure = f"`quire pull {name}` continues it, `quire rm {name}` drops it" if state else f"delete {part}"

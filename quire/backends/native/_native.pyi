@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.backends.batch import I32
-from quire.layouts import Bytes, Floats
+from quire.layouts import Floats
 
 _Ints = tuple[list[tuple[list[int], list[int], int, int, int]], int]  # planes (byte, shift, mask, lift, flip), offset
 _Factor = tuple[int, bool, _Ints]  # at, negate, codes
@@ -28,11 +28,13 @@ class Vector:
     @property
     def nbytes(self) -> int: ...
 
-def pack_affine(
-    machine: Machine, data: Bytes, block: int, nbytes: int, group: int, bits: int,
-    codes: _Ints, scale: _Factor, bias: list[_Factor], /,
-) -> Matrix: ...  # fmt: skip
-def pack_dense(machine: Machine, data: Any, type: int, /) -> Matrix: ...
+class Codec:
+    def __init__(
+        self, block: int, nbytes: int, group: int, bits: int, codes: _Ints, scale: _Factor, bias: list[_Factor], /
+    ) -> None: ...
+
+# Each weight is [rows, bytes of a row] with its codec, or [rows, columns] as bits with the number of its type.
+def pack(machine: Machine, weights: Sequence[tuple[Any, Codec | int]], /) -> list[Matrix]: ...
 def vector(data: Floats, /) -> Vector: ...
 
 class Plan:

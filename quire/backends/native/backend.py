@@ -6,31 +6,23 @@ Results are bitwise the same whatever the batch, the chunking, the thread count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from quire.backends.batch import Batch
-from quire.backends.native import arena, fuse
+from quire.backends.native import arena, extension, fuse
 from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
 from quire.backends.ops import KV, KV_DTYPES, Forward, check_kv
-from quire.layouts import Dense, Floats, Ints, Layout, Rope, Scale
+from quire.layouts import Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import Unsupported
 
 OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
+# Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
+# thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
+BATCH_BYTES = 32 << 20
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
-
-
-def extension() -> Any:
-    """The compiled module."""
-    try:
-        from quire.backends.native import _native
-    except ImportError as e:
-        raise Unsupported(
-            f"the native backend is not built here: {e}", cure="install with a C++ compiler at hand: pip install ."
-        ) from None
-    return _native
 
 
 class NativeProgram:
@@ -70,6 +62,7 @@ class NativeBackend:
         self._passes = passes
         self._packed: dict[int, tuple[Layout, Any]] = {}  # the layout is kept so that its id stays its own
         self._vectors: dict[int, tuple[Dense, Any]] = {}
+        self._codecs: dict[int, tuple[Codec, Any]] = {}
 
     def compile(
         self,
@@ -103,24 +96,29 @@ class NativeBackend:
     def _pack(self, program: list[Instruction], packed: Callable[[Layout, int, int], None] | None) -> None:
         new = {id(w): w for w in _weights(program) if id(w) not in self._packed and id(w) not in self._vectors}
         total, done = sum(w.nbytes for w in new.values()), 0
-        for w in new.values():
-            if isinstance(w, Dense) and len(w.shape) == 1:
-                self._vectors[id(w)] = (w, self._native.vector(np.ascontiguousarray(w.dequantize())))
-            else:
-                self._packed[id(w)] = (w, self._matrix(w))
-            done += w.nbytes
-            if packed is not None:
-                packed(w, done, total)
+        for batch in _batches(new.values()):
+            matrices = [w for w in batch if not _is_vector(w)]
+            handles = self._native.pack(self._machine, [self._as_packable(w) for w in matrices])
+            self._packed |= {id(w): (w, handle) for w, handle in zip(matrices, handles, strict=True)}
+            for w in batch:
+                if _is_vector(w):
+                    self._vectors[id(w)] = (w, self._native.vector(np.ascontiguousarray(w.dequantize())))
+                done += w.nbytes
+                if packed is not None:
+                    packed(w, done, total)
 
-    def _matrix(self, w: Layout) -> Any:
+    def _as_packable(self, w: Layout) -> tuple[Any, Any]:
+        """The bytes of a matrix, and how C++ is to read them."""
+        data = np.ascontiguousarray(w.data)
         if isinstance(w, Dense):
             number, bits = _TYPES[w.dtype]
-            return self._native.pack_dense(self._machine, np.ascontiguousarray(w.data).view(bits), number)
-        c = w.codec
-        bias = [_factor(c.bias)] if c.bias else []
-        data = np.ascontiguousarray(w.data)
-        codes, scale = _ints(c.codes), _factor(c.scale)
-        return self._native.pack_affine(self._machine, data, c.block, c.nbytes, c.group, c.bits, codes, scale, bias)
+            return data.view(bits), number
+        if id(w.codec) not in self._codecs:
+            c = w.codec
+            bias = [_factor(c.bias)] if c.bias else []
+            made = self._native.Codec(c.block, c.nbytes, c.group, c.bits, _ints(c.codes), _factor(c.scale), bias)
+            self._codecs[id(c)] = (c, made)
+        return data, self._codecs[id(w.codec)][1]
 
     def _emit(self, program: list[Instruction], recording: Recording, kv: KV, max_tokens: int, max_rows: int) -> Any:
         def size(v: Value) -> int:
@@ -169,6 +167,24 @@ class NativeBackend:
         bias = None if s.bias is None else self._vectors[id(s.bias)][1]
         residual = -1 if s.residual is None else slots[s.residual]
         return self._packed[id(s.weight)][1], bias, slots[s.x], slots.get(s.out, -1), residual
+
+
+def _is_vector(w: Layout) -> TypeGuard[Dense]:
+    return isinstance(w, Dense) and len(w.shape) == 1
+
+
+def _batches(weights: Iterable[Layout]) -> Iterator[list[Layout]]:
+    """Weights in their order, BATCH_BYTES or a little more at a time."""
+    batch: list[Layout] = []
+    size = 0
+    for w in weights:
+        batch.append(w)
+        size += w.nbytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _weights(program: list[Instruction]) -> Iterator[Layout]:
