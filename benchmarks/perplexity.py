@@ -153,7 +153,9 @@ def measure_quality(args: argparse.Namespace, path: str, threads: int) -> dict[s
                 "standard_error": error,
             }
             line = "   ".join(f"{dtype} {perplexity(x):.4f}" for dtype, x in lost.items())
-            print(f"  {file.name:14} {len(tokens) - 1:6} tokens   {line}   loss {delta:+.5f} +- {error:.5f}", flush=True)
+            print(
+                f"  {file.name:14} {len(tokens) - 1:6} tokens   {line}   loss {delta:+.5f} +- {error:.5f}", flush=True
+            )
     return found
 
 
@@ -186,12 +188,16 @@ def texts(place: Path) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="a name or a path; the default model when absent")
-    parser.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "text", help="a file or a folder")
+    parser.add_argument(
+        "--text", type=Path, default=ROOT.parent / "shared" / "data" / "text", help="a file or a folder"
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="of each file")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--stride", type=int, default=256)
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
-    parser.add_argument("--depths", type=int, nargs="*", default=[2048, 8192 - 64], help="for decode speed; none: skip it")
+    parser.add_argument(
+        "--depths", type=int, nargs="*", default=[2048, 8192 - 64], help="for decode speed; none: skip it"
+    )
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write a record to benchmarks/results")

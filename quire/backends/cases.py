@@ -204,7 +204,9 @@ def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator)
             ragged([(39, 1, a), (22, 1, b), (65, 1, c)]),
         ]
         for dtype in KV_DTYPES:
-            yield _attention(f"attention-{heads}of{kv_heads}x{dim}", heads, KV(2, 24, 16, kv_heads, dim, dtype), batches, rng)
+            yield _attention(
+                f"attention-{heads}of{kv_heads}x{dim}", heads, KV(2, 24, 16, kv_heads, dim, dtype), batches, rng
+            )
     for heads, kv_heads, dim in ((9, 3, 64), (8, 1, 24), (4, 4, 128)):
         for dtype in KV_DTYPES:
             kv = KV(2, 64, 16, kv_heads, dim, dtype)

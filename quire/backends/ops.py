@@ -117,7 +117,11 @@ TABLE: tuple[Op, ...] = (
     ),
     Op("add", "[T, d], [T, d] -> [T, d]", "exact"),
     Op("rope", "x [T, heads * D], pos [T] -> same", "4e-6 absolute for unit inputs"),
-    Op("attention", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs, KV as it was rounded"),
+    Op(
+        "attention",
+        "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]",
+        "2e-5 absolute for unit inputs, KV as it was rounded",
+    ),
     Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
     Op("take", "x [T, d], rows [L] -> [L, d]", "exact"),
 )

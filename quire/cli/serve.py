@@ -36,7 +36,9 @@ def command(
     name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="How K and V are kept: f16, or int8 (half the memory).")] = ENGINE.kv_dtype,
+    kv_dtype: Annotated[
+        str, typer.Option(help="How K and V are kept: f16, or int8 (half the memory).")
+    ] = ENGINE.kv_dtype,
     context: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
     max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,

@@ -137,6 +137,49 @@ def test_overlap_depth(model_path, requests, alone, depth):
     bench.close()
 
 
+@pytest.fixture(scope="module")
+def long_requests(model_path: Path) -> list[Request]:
+    """Requests of 560 to 1000 tokens: pasts of several chunks. Most begin with the same 540 tokens."""
+    from quire.chat.tokenizer import Tokenizer
+    from quire.weights.gguf import GGUF
+
+    with GGUF.open(model_path) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf.metadata)
+    tokens = tokenizer.encode(TEXT * 30, add_special=False, parse_special=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    starts = [0, 0, 0, 0, 7, 0]
+    return [
+        Request(id=f"long{i}", tokens=tokens[s : s + 540] + tokens[40 + i : 60 + i + 70 * i], sampling=greedy)
+        for i, s in enumerate(starts)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["f16", "int8"])
+def test_long_pasts_and_kv_dtypes(model_path, long_requests, dtype):
+    """Cut into chunks by several threads, read once for sequences that share pages, from the tree: nobody can tell."""
+    settings = {"context": 1024, "kv_memory": 128 << 20, "kv_dtype": dtype}
+    bench = Bench(model_path, prefix_cache=False, threads=1, **settings)
+    alone = {}
+    for request in long_requests:
+        alone |= bench.run([request])
+    bench.close()
+    for threads, chunk, cached in ((2, 512, True), (1, 64, True), (3, 200, False)):
+        bench = Bench(model_path, threads=threads, max_batch_tokens=chunk, prefix_cache=cached, **settings)
+        assert bench.run(long_requests) == alone, f"{threads} threads, steps of {chunk}"
+        assert bench.run(list(reversed(long_requests))) == alone
+        if cached:
+            assert all(receipt.cached_tokens >= 512 for receipt in bench.receipts.values())
+        bench.close()
+
+
+def test_int8_kv_is_said_and_counted(model_path):
+    f16, int8 = (Bench(model_path, kv_dtype=dtype, kv_memory=32 << 20) for dtype in ("f16", "int8"))
+    assert int8.info.pages == (32 << 20) // (16 * 12240) and f16.info.pages == (32 << 20) // (16 * 23040)
+    assert "KV cache: int8, 12240 bytes per token (f16: 23040; asked for)" in int8.info.decisions
+    f16.close()
+    int8.close()
+
+
 def test_every_kernel_set(model_path, requests, alone):
     """scalar, AVX2, AVX-512 or NEON: the same bits. (Scalar is slow, so a few requests stand for all.)"""
     from quire.backends.native import available

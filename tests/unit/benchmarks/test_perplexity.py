@@ -65,7 +65,9 @@ def test_the_default_model_agrees_with_transformers(model_path: Path) -> None:
     """Activations are rounded to int8 here and not there, so this is closer than a text's own noise, not exact."""
     from quire.chat.tokenizer import Tokenizer
 
-    text = "A quire is a set of pages bound together. The reader opens it and follows the lines from left to right. " * 3
+    text = (
+        "A quire is a set of pages bound together. The reader opens it and follows the lines from left to right. " * 3
+    )
     with GGUF.open(model_path) as gguf:
         tokens = Tokenizer.from_gguf(gguf.metadata).encode(text, add_special=False, parse_special=False)[:60]
     want = theirs(tiny.from_gguf(model_path), tokens, 40, 20)

@@ -17,7 +17,7 @@ from quire.backends.choose import open_backend
 from quire.backends.cuda import backend as module
 from quire.backends.cuda.backend import CudaKernels, side_by_side
 from quire.layouts import Dense, Rope
-from tests.unit.backends.test_conformance import CASES
+from tests.unit.backends.test_conformance import PLAIN as CASES
 from tests.unit.models import tiny
 from tests.unit.models.programs import Loaded
 

@@ -1,0 +1,210 @@
+"""Native attention over long pasts: cut at chunks, shared between sequences, kept as f16 or int8. Every way to compute a row
+gives the same bits, and stale memory never shows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from quire.backends.batch import Batch
+from quire.backends.cases import ragged
+from quire.backends.choose import open_backend
+from quire.backends.native import available
+from quire.backends.native.backend import NativeBackend, extension
+from quire.backends.ops import KV, KV_DTYPES
+from quire.observe.errors import Unsupported
+
+DTYPES = pytest.mark.parametrize("dtype", KV_DTYPES)
+LENGTH, HEADS, KV_HEADS, DIM = 700, 6, 2, 32
+WIDTHS = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
+PAGES = [int(p) for p in np.random.default_rng(9).permutation(160)]
+
+
+def attention(heads: int, dim: int):
+    def forward(ops, batch, i):
+        return ops.attention(i["q"], i["k"], i["v"], batch, layer=1, heads=heads, scale=dim**-0.5)
+
+    return forward
+
+
+def compiled(dtype: str, *, pages: int = 160, **options):
+    kv = KV(2, pages, 16, KV_HEADS, DIM, dtype)
+    limits = {"kv": kv, "max_tokens": 768, "max_rows": 0, "inputs": WIDTHS}
+    return NativeBackend(**options).compile(attention(HEADS, DIM), **limits)
+
+
+def batch_of(rows: list[tuple[int, int, list[int]]]) -> Batch:
+    batch = ragged(rows)
+    batch.logit_rows = batch.logit_rows[:0]
+    return batch
+
+
+@pytest.fixture(scope="module")
+def given() -> dict[str, np.ndarray]:
+    """q, k and v of one long sequence."""
+    rng = np.random.default_rng(4)
+    return {name: rng.standard_normal((LENGTH, width)).astype(np.float32) for name, width in WIDTHS.items()}
+
+
+def feed(program, given, start: int, end: int, pages: list[int]) -> np.ndarray:
+    part = {name: x[start:end] for name, x in given.items()}
+    return program.run(batch_of([(start, end - start, pages)]), part).copy()
+
+
+@pytest.fixture(scope="module")
+def wanted(given) -> dict[str, np.ndarray]:
+    """Every row, computed token by token on one thread."""
+    found = {}
+    for dtype in KV_DTYPES:
+        program = compiled(dtype)
+        found[dtype] = np.concatenate([feed(program, given, t, t + 1, PAGES[:44]) for t in range(LENGTH)])
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("cuts", [(700,), (256, 256, 188), (255, 2, 443), (13,) * 53 + (11,), (699, 1)])
+def test_chunks_and_threads_do_not_show(given, wanted, dtype: str, threads: int, cuts: tuple[int, ...]) -> None:
+    program, rows = compiled(dtype, threads=threads), []
+    for start, end in itertools.pairwise(itertools.accumulate(cuts, initial=0)):
+        rows.append(feed(program, given, start, end, PAGES[:44]))
+    np.testing.assert_array_equal(np.concatenate(rows), wanted[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("isa", available())
+def test_kernel_sets_do_not_show(given, wanted, dtype: str, isa: str) -> None:
+    program = compiled(dtype, isa=isa, threads=2)
+    rows = [feed(program, given, 0, 600, PAGES[:44]), feed(program, given, 600, 699, PAGES[:44])]
+    rows.append(feed(program, given, 699, 700, PAGES[:44]))
+    np.testing.assert_array_equal(np.concatenate(rows), wanted[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, rows: int) -> None:
+    """Seventeen sequences that begin with the same 0, 256, 512 or 640 tokens, in the same pages and in pages of their own."""
+    program = compiled(dtype, threads=threads)
+    feed(program, given, 0, 640, PAGES[:40])
+    others = iter(PAGES[44:])
+    sequences = [(640, rows, [*PAGES[:40], next(others)]) for _ in range(8)]
+    for shared in (16, 16, 16, 32, 32, 0):  # pages in common
+        own = [next(others) for _ in range(34 - shared)]
+        program.run(
+            batch_of([(shared * 16, 528 - shared * 16, PAGES[:shared] + own)]),
+            {name: x[shared * 16 : 528] for name, x in given.items()},
+        )
+        sequences.append((528, rows, PAGES[:shared] + own))
+    sequences += [(0, rows, [next(others)]), (300, rows, [*PAGES[:18], next(others)]), (640, rows, PAGES[:41])]
+    together = {n: np.concatenate([x[s : s + n_] for s, n_, _ in sequences]) for n, x in given.items()}
+    got = program.run(batch_of(sequences), together)
+    want = np.concatenate([wanted[dtype][s : s + n] for s, n, _ in sequences])
+    np.testing.assert_array_equal(got, want)
+
+
+@DTYPES
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 32, 71])
+def test_any_number_of_queries_share_a_key(dtype: str, group: int) -> None:
+    check_against_the_reference(group, 1, 16, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [8, 16, 24, 40, 64, 72, 96, 112, 128, 200, 256])
+def test_head_sizes(dtype: str, dim: int) -> None:
+    check_against_the_reference(4, 2, dim, dtype)
+
+
+def check_against_the_reference(heads: int, kv_heads: int, dim: int, dtype: str) -> None:
+    """A prefill over two chunks, a chunk of a second sequence, then decode of both; each row also alone, to the bit."""
+    kv = KV(2, 64, 16, kv_heads, dim, dtype)
+    widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    limits = {"kv": kv, "max_tokens": 320, "max_rows": 0, "inputs": widths}
+    forward, rng = attention(heads, dim), np.random.default_rng(dim + heads)
+    native, alone = (NativeBackend(threads=t).compile(forward, **limits) for t in (2, 1))
+    oracle = open_backend("reference").compile(forward, **limits)
+    a, b = PAGES_64[:20], PAGES_64[20:40]
+    for rows in ([(0, 290, a), (0, 5, b)], [(290, 1, a), (5, 17, b)], [(291, 1, a), (22, 1, b)]):
+        batch = batch_of(rows)
+        inputs = {n: rng.standard_normal((batch.tokens, w)).astype(np.float32) for n, w in widths.items()}
+        got = native.run(batch, inputs).copy()
+        np.testing.assert_allclose(got, oracle.run(batch, inputs), rtol=2e-4, atol=2e-5)
+        at = 0
+        for start, n, pages in rows:
+            single = alone.run(batch_of([(start, n, pages)]), {k: x[at : at + n] for k, x in inputs.items()})
+            np.testing.assert_array_equal(single, got[at : at + n])
+            at += n
+
+
+PAGES_64 = [p for p in PAGES if p < 64]
+
+
+@DTYPES
+@pytest.mark.parametrize("length", [3, 250, 260, 520])
+def test_stale_memory_is_never_read(dtype: str, length: int) -> None:
+    """Pages used before by someone else may hold infinities and NaN, in slots not yet written."""
+    program, clean = compiled(dtype, pages=64), compiled(dtype, pages=64)
+    rng = np.random.default_rng(1)
+    for value in (math.inf, math.nan):
+        dirty = {name: np.full((640, width), value, np.float32) for name, width in WIDTHS.items()}
+        program.run(batch_of([(0, 640, PAGES_64[:40])]), dirty)
+    inputs = {name: rng.standard_normal((length, width)).astype(np.float32) for name, width in WIDTHS.items()}
+    batch = batch_of([(0, length, PAGES_64[:40])])
+    got = program.run(batch, inputs)
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got, clean.run(batch, inputs))
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_those_who_look_and_no_others(dtype: str, value: float) -> None:
+    program = compiled(dtype, pages=64)
+    rng = np.random.default_rng(2)
+    inputs = {name: rng.standard_normal((40, width)).astype(np.float32) for name, width in WIDTHS.items()}
+    clean = program.run(batch_of([(0, 40, PAGES_64[:3])]), inputs).copy()
+    inputs["v"][20, :DIM] = value  # the first of two KV heads
+    got = program.run(batch_of([(0, 40, PAGES_64[:3])]), inputs)
+    np.testing.assert_array_equal(got[:20], clean[:20])
+    half = HEADS // 2 * DIM
+    np.testing.assert_array_equal(got[:, half:], clean[:, half:])
+    assert not np.isfinite(got[20:, :half]).any()
+
+
+def test_int8_is_codes_and_a_scale() -> None:
+    """One token seen by itself comes back as its own rounding: round(v * 127 / amax) * (amax / 127)."""
+    program = compiled("int8")
+    rng = np.random.default_rng(3)
+    inputs = {name: rng.standard_normal((3, width)).astype(np.float32) for name, width in WIDTHS.items()}
+    inputs["v"][1] *= 1e-38
+    inputs["v"][2] = 0
+    rows = [(0, 1, [PAGES[i]]) for i in range(3)]
+    got = program.run(batch_of(rows), inputs).reshape(3, HEADS, DIM)
+    v = inputs["v"].reshape(3, KV_HEADS, DIM)
+    amax = np.abs(v).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        want = np.where(amax < 1e-36, 0, np.rint(v * (np.float32(127) / amax)) * (amax / np.float32(127)))
+    np.testing.assert_array_equal(got, np.repeat(want.astype(np.float32), HEADS // KV_HEADS, axis=1))
+
+
+@DTYPES
+def test_both_languages_count_the_same_bytes(dtype: str) -> None:
+    for heads, dim in ((3, 64), (1, 8), (2, 200)):
+        kv = KV(5, 7, 16, heads, dim, dtype)
+        machine = extension().Machine(1, available()[0])
+        plan = extension().Plan(machine, (5, 7, heads, dim, dtype == "int8"), 1, 0, 64)
+        assert plan.page_bytes == kv.page_bytes == 16 * kv.token_bytes
+    assert KV(30, 1, 16, 3, 64).token_bytes == 23040
+    assert KV(30, 1, 16, 3, 64, "int8").token_bytes == 30 * 2 * 3 * (64 + 4)
+
+
+def test_a_backend_without_it_refuses() -> None:
+    class Plain(NativeBackend):
+        kv_dtypes = ()
+
+    with pytest.raises(Unsupported, match="cannot keep K and V as int8"):
+        Plain().compile(
+            attention(HEADS, DIM), kv=KV(2, 4, 16, KV_HEADS, DIM, "int8"), max_tokens=1, max_rows=0, inputs=WIDTHS
+        )
