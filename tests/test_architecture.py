@@ -102,11 +102,21 @@ def test_the_environment_is_read_in_one_file():
                 pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno} reads the environment")
 
 
-def test_nothing_unpickles_or_needs_torch():
-    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch", "transformers"}
+def test_nothing_unpickles():
+    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "transformers"}
     for path in FILES:
         for target in imports(path):
             assert target.split(".")[0] not in banned, f"{path.relative_to(ROOT)} imports {target}"
+
+
+def test_torch_stays_in_its_rooms():
+    """Nothing above the runner knows torch, and no other backend does."""
+    allowed = ("quire/backends/torch/", "quire/backends/cuda/", "quire/runner/")
+    for path in FILES:
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(allowed):
+            used = {target.split(".")[0] for target in imports(path)} & {"torch", "triton"}
+            assert not used, f"{name} imports {used}"
 
 
 def run_python(code: str) -> str:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from quire.backends.ops import Backend
 
+NAMES = ("native", "reference", "torch")
 
-def open_backend(name: str, *, threads: int = 1, isa: str | None = None) -> Backend:
-    """The backend of that name."""
+
+def open_backend(
+    name: str,
+    *,
+    threads: int = 1,
+    isa: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    random: bool = False,
+) -> Backend:
+    """The backend of that name. `device` and `dtype` are for torch ones; `random` gives them numbers without a file."""
     if name == "native":
         from quire.backends.native.backend import NativeBackend
 
@@ -15,4 +25,8 @@ def open_backend(name: str, *, threads: int = 1, isa: str | None = None) -> Back
         from quire.backends.reference.backend import ReferenceBackend
 
         return ReferenceBackend()
-    raise ValueError(f"no backend named {name!r}: there are native and reference")
+    if name == "torch":
+        from quire.backends.torch.backend import TorchBackend
+
+        return TorchBackend(device, dtype, threads=threads, random=random)
+    raise ValueError(f"no backend named {name!r}: there are {', '.join(NAMES)}")

@@ -211,11 +211,11 @@ def reach(store: Store) -> Iterator[Finding]:
 
 def op_table(env: Environment) -> list[dict[str, str]]:
     """op x backend -> what runs it, or why nothing does."""
-    from quire.backends.choose import open_backend
+    from quire.backends.choose import NAMES, open_backend
     from quire.backends.ops import TABLE
 
     rows: list[dict[str, str]] = []
-    for name in ("native", "reference"):
+    for name in NAMES:
         try:
             does = open_backend(name, isa=env.isa).implementations()
             why = "not implemented"

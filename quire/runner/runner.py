@@ -1,4 +1,4 @@
-"""The runner: a Plan becomes device work, and a Result comes back. The only file that calls a program.
+"""The runner on the host: a Plan becomes a program's run, and a Result comes back. Logits are sampled with numpy.
 
 Plans run in the order they are given, and everything that depends on the step before (the last token, the true length,
 penalty counts) is read when the step runs, never when it is planned. So the host may be some steps ahead:
@@ -8,39 +8,26 @@ penalty counts) is read when the step runs, never when it is planned. So the hos
                     worker   | forward k, sample k | forward k+1, sample k+1 | ..      result() waits for the worker
 
 Both give the same bits. A failure stays with the sequences it hit: bad logits or a bad row fail one sequence, an
-exception in the program fails the sequences of that step, and the runner goes on.
+exception in the program fails the sequences of that step, and the runner goes on. What the two kinds of runner share
+is in intake.py; the one whose state lives on a device is device_runner.py.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
 
 from quire.backends.ops import KV, Program
 from quire.layouts import Floats
-from quire.observe.errors import QuireError
-from quire.runner.batch_builder import BadWork, BatchBuilder
-from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.intake import Intake, Pending, reason
+from quire.runner.plan import Plan, Result, Work
 from quire.runner.sampler import Masks, Sampler
-from quire.runner.slots import Slots
 
 log = logging.getLogger(__name__)
-
-
-class Pending:
-    """A forward that was given to the device: logits wait in it for `sample`."""
-
-    __slots__ = ("logits", "plan", "rows", "sampled")
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.rows = [Row(accepted=0) for _ in plan.work]
-        self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
-        self.logits: Floats | None = None  # [len(sampled), V]; valid until the next forward runs
 
 
 class Ticket:
@@ -85,18 +72,16 @@ class Runner:
         max_rows: int,
         overlap: bool = False,
     ):
-        if max_rows < max_seqs:
-            raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
         self._program = program
-        self._slots = Slots(max_seqs, -(-max_context // kv.page_size), pages=kv.pages, vocab_size=vocab_size)
-        self._builder = BatchBuilder(
-            page_size=kv.page_size,
+        self._intake = Intake(
+            kv,
             vocab_size=vocab_size,
             max_seqs=max_seqs,
             max_tokens=max_tokens,
             max_context=max_context,
             max_rows=max_rows,
         )
+        self._slots = self._intake.slots
         self._sampler = Sampler(vocab_size)
         self._unsampled: Pending | None = None
         self._closed = False
@@ -161,57 +146,23 @@ class Runner:
                 log.exception("a step could not be finished")
 
     def _forward(self, pending: Pending) -> None:
-        plan = pending.plan
         try:
-            self._apply(plan)
-            works = {i: w for i, w in enumerate(plan.work) if not self._refused(pending, i)}
-            logits = self._run(pending, works)
-            pending.sampled = [i for i, w in works.items() if w.sample]
+            self._intake.apply(pending.plan)
+            logits = self._run(pending)
+            pending.sampled = [i for i, w in pending.works.items() if w.sample]
             pending.logits = logits[: len(pending.sampled)]
         except Exception as error:
-            log.exception("step %d failed", plan.step)
-            self._fail(pending, range(len(plan.work)), _reason(error))
-            pending.sampled, pending.logits = [], None
+            self._intake.fail_step(pending, error)
 
-    def _apply(self, plan: Plan) -> None:
-        """Closed slots, opened slots, pages. What is wrong with one sequence fails that one."""
-        slots = self._slots
-        for slot in plan.closed:
-            slots.close(slot)
-        for new in plan.opened:
-            try:
-                slots.open(new)
-            except (ValueError, OverflowError) as error:
-                slots.fail([new.slot], str(error))
-        for work in plan.work:
-            if work.pages and slots.failure(work.slot) is None:
-                try:
-                    slots.place(work)
-                except ValueError as error:
-                    slots.fail([work.slot], str(error))
-
-    def _refused(self, pending: Pending, index: int) -> bool:
-        """Whether this row's sequence has failed already."""
-        why = self._slots.failure(pending.plan.work[index].slot)
-        if why is not None:
-            pending.rows[index] = Row(accepted=0, error=why)
-        return why is not None
-
-    def _run(self, pending: Pending, works: dict[int, Work]) -> Floats:
-        """Run the program over the work; a row that cannot be built is dropped and answered with its error."""
-        slots, batch = self._slots, None
-        while works and batch is None:
-            try:
-                batch = self._builder.build(list(works.values()), slots)
-            except BadWork as error:
-                index = list(works)[error.index]
-                self._fail(pending, [index], str(error))
-                del works[index]
+    def _run(self, pending: Pending) -> Floats:
+        """Run the program over the work; prompt rows are answered here."""
+        batch = self._intake.build(pending)
         if batch is None:
             return np.empty((0, 0), np.float32)
         logits = self._program.run(batch)
+        works = pending.works
         slot = np.array([w.slot for w in works.values()], np.intp)
-        slots.length[slot] = batch.kv_len
+        self._slots.length[slot] = batch.kv_len
         row = sum(w.sample for w in works.values())
         for i, w in works.items():
             pending.rows[i].accepted = w.n
@@ -226,7 +177,7 @@ class Runner:
             tokens = self._slots.after(work.slot, work.start, work.prompt_logits)
             new = [self._sampler.logprob(row, token, top) for row, token in zip(logits, tokens, strict=True)]
         except ValueError as error:
-            self._fail(pending, [index], str(error))
+            self._intake.fail(pending, [index], str(error))
         else:
             pending.rows[index].prompt_logprobs = new
 
@@ -242,7 +193,7 @@ class Runner:
                 self._choose(pending, indices, logits, masks or {})
             except Exception as error:
                 log.exception("step %d failed", plan.step)
-                self._fail(pending, indices, _reason(error))
+                self._intake.fail(pending, indices, reason(error))
         return Result(rows)
 
     def _choose(self, pending: Pending, indices: list[int], logits: Floats, masks: Masks) -> None:
@@ -253,22 +204,9 @@ class Runner:
         chosen = self._sampler.sample(logits, [slots.stream(s) for s in slot], slots.position[slot].tolist(), masks=own)
         for s, i, choice in zip(slot, indices, chosen, strict=True):
             if choice.error is not None:
-                self._fail(pending, [i], choice.error)
+                self._intake.fail(pending, [i], choice.error)
                 continue
             row = pending.rows[i]
             row.tokens, row.logprobs = choice.tokens, choice.logprobs
             slots.last[s] = choice.tokens[-1]
             slots.position[s] += len(choice.tokens)
-
-    def _fail(self, pending: Pending, indices: Iterable[int], why: str) -> None:
-        """Answer these rows with an error, and let their slots remember it."""
-        for i in indices:
-            if pending.rows[i].error is None:
-                pending.rows[i] = Row(accepted=0, error=why)
-                self._slots.fail([pending.plan.work[i].slot], why)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "the machine ran out of memory in this step"
-    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

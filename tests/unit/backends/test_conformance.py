@@ -54,6 +54,9 @@ def native_variants() -> list[tuple[str, str | None, int]]:
 
 
 VARIANTS = native_variants()
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: the torch extra")
+# What ||got - expected|| / ||expected|| may be: numbers of 11 and of 8 bits, through products and softmax.
+HALVES = {"float16": 2e-3, "bfloat16": 1.2e-2}
 
 
 def all_cases():
@@ -85,7 +88,39 @@ def test_conformance(case: cases.Case, variant: tuple[str, str | None, int]):
         assert (error <= bound).all(), f"step {i}: error {error.max():g}, worst {np.max(error / (bound + 1e-30)):.2f}x"
 
 
+@NEEDS_TORCH
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_conformance_of_torch(case: cases.Case):
+    """float32 on the CPU stays within the table's own bounds: one more oracle."""
+    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
+    oracle = open_backend("reference").compile(case.forward, **limits)
+    program = open_backend("torch", device="cpu", dtype="float32").compile(case.forward, **limits)
+    for i, step in enumerate(case.steps):
+        expected = oracle.run(step.batch, step.inputs)
+        got = program.run(step.batch, step.inputs)
+        assert got.shape == expected.shape and got.dtype == np.float32
+        error = np.abs(got.astype(np.float64) - expected)
+        bound = np.broadcast_to(step.bound(expected), error.shape)
+        assert (error <= bound).all(), f"step {i}: error {error.max():g}, worst {np.max(error / (bound + 1e-30)):.2f}x"
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_conformance_of_torch_in_half_precision(case: cases.Case, dtype: str):
+    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
+    oracle = open_backend("reference").compile(case.forward, **limits)
+    program = open_backend("torch", device="cpu", dtype=dtype).compile(case.forward, **limits)
+    for i, step in enumerate(case.steps):
+        expected = oracle.run(step.batch, step.inputs)
+        if np.abs(expected).max() > np.finfo(np.float16).max and dtype == "float16":
+            continue  # no such number there: the outlier column of linear's inputs times a large weight
+        error = np.linalg.norm(program.run(step.batch, step.inputs) - expected) / np.linalg.norm(expected)
+        assert error <= HALVES[dtype], f"step {i}: {error:g}"
+
+
 def test_every_backend_implements_the_table():
-    for name, isa, threads in [("reference", None, 1), *VARIANTS]:
+    torch = [("torch", None, 1)] if importlib.util.find_spec("torch") is not None else []
+    for name, isa, threads in [("reference", None, 1), *torch, *VARIANTS]:
         implementations = open_backend(name, threads=threads, isa=isa).implementations()
         assert set(implementations) == {op.name for op in TABLE}

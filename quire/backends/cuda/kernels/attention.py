@@ -1,0 +1,363 @@
+"""Ragged paged attention: any mix of prompt chunks, decode and verification rows, over one cache of pages.
+
+One kernel. A program owns a tile of query rows that share a key head (BLOCK_Q tokens times the heads of the group, so
+that a key is read once for all of them), and a part of the context. Row t sees the cached tokens 0 .. pos[t] of its
+sequence, or the last `window` of them. Tiles are small for decode and large for prompts; a mixed batch launches both,
+and each leaves the other's sequences alone.
+
+A context is cut into `splits` parts where the batch alone would not fill the device; `combine` merges them in order.
+Parts are cut evenly from the true length (a grid fixed by bounds serves any length), or, with `split_len`, at fixed
+absolute positions: then a row's sums are taken in an order that no batch mate, chunk or length of a graph can change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.backends.cuda.kernels.combine import combine
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tanh(x):
+    """By one exponential: exact at both ends, 1e-7 absolute between."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.0 * LOG2E) + 1.0)
+
+
+@triton.jit
+def _blocks(
+    acc, peak, total, q, where, k_base, v_base, table_row, first, end, scale, softcap, window, stride_page, stride_slot,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the cached tokens first .. end. MASKED: some row may not see some of them."""
+    dims = tl.arange(0, D_PAD)
+    for start in range(first, end, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        if MASKED:  # a slot past the end may hold anything, and 0 * NaN is NaN
+            inside = token < end
+            page = tl.load(table_row + token // PAGE, mask=inside, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_row + token // PAGE).to(tl.int64)
+        slot = page * stride_page + (token % PAGE) * stride_slot
+        if MASKED:
+            k = tl.load(k_base + slot[None, :] + dims[:, None], mask=inside[None, :] & (dims < D)[:, None], other=0.0)
+            v = tl.load(v_base + slot[:, None] + dims[None, :], mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+        elif D_PAD > D:
+            k = tl.load(k_base + slot[None, :] + dims[:, None], mask=(dims < D)[:, None], other=0.0)
+            v = tl.load(v_base + slot[:, None] + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+        else:
+            k = tl.load(k_base + slot[None, :] + dims[:, None])
+            v = tl.load(v_base + slot[:, None] + dims[None, :])
+        score = tl.dot(q, k.to(q.dtype))
+        if SOFTCAP:
+            score = _tanh(score * scale / softcap) * softcap
+        if MASKED:
+            seen = inside[None, :] & (token[None, :] <= where[:, None])
+            if WINDOW:
+                seen = seen & (token[None, :] > where[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
+        factor = LOG2E if SOFTCAP else scale  # one multiply-add takes a score to its exponent
+        new = tl.maximum(peak, tl.max(score, 1) * factor)
+        base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+        weight = tl.exp2(score * factor - base[:, None])
+        fade = tl.exp2(peak - base)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc)
+        peak = new
+    return acc, peak, total
+
+
+# Counts and bounds: one compiled kernel serves whatever they are.
+@triton.jit(
+    do_not_specialize=["sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first"]
+)
+def _attend(
+    q, k_cache, v_cache, out, part, lse, table, q_start, kv_len, kv_begin, pos, sinks, k_scale, v_scale,
+    sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len, parts, part_first,
+    stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_ot, stride_oh, stride_table,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, SEQ_PAD: tl.constexpr, UNIFORM: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BEGIN: tl.constexpr, SCALED: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    if UNIFORM:  # no sequence has more than BLOCK_Q rows: the program is the sequence
+        seq = tl.program_id(0)
+        block = 0
+    else:  # sequence s starts at block q_start[s] // BLOCK_Q + s; later blocks see more, so they go first
+        index = tl.num_programs(0) - 1 - tl.program_id(0)
+        lane = tl.arange(0, SEQ_PAD)
+        starts = tl.load(q_start + lane, mask=lane < sequences, other=0) // BLOCK_Q + lane
+        seq = tl.sum(((starts <= index) & (lane < sequences)).to(tl.int32), 0) - 1
+        block = index - tl.load(q_start + seq) // BLOCK_Q - seq
+    row_first = tl.load(q_start + seq)
+    rows = tl.load(q_start + seq + 1) - row_first
+    if (block * BLOCK_Q >= rows) | (rows <= min_rows) | (rows > max_rows):
+        return
+    lane_m = tl.arange(0, BLOCK_Q * GROUP_PAD)
+    local = block * BLOCK_Q + lane_m // GROUP_PAD
+    member = lane_m % GROUP_PAD
+    real = (local < rows) & (member < GROUP)
+    row = row_first + local
+    q_head = head * GROUP + member
+    length = tl.load(kv_len + seq)
+    if CAUSAL:
+        where = tl.load(pos + row, mask=local < rows, other=-1)
+        last = tl.max(where, 0)
+        lowest = tl.min(tl.where(local < rows, where, 2147483647), 0)
+        end = tl.minimum(length, last + 1)
+    else:
+        where = tl.full([BLOCK_Q * GROUP_PAD], 2147483647, tl.int32)
+        lowest = length
+        end = length
+    begin = 0
+    if BEGIN:
+        begin = tl.load(kv_begin + seq)
+    if WINDOW:
+        begin = tl.maximum(begin, lowest - window + 1)
+        begin = begin // BLOCK_N * BLOCK_N  # the same cuts whatever the first row of the tile
+        if BEGIN:
+            begin = tl.maximum(begin, tl.load(kv_begin + seq))
+    if split_len > 0:
+        begin = tl.maximum(begin, split * split_len)
+        end = tl.minimum(end, split * split_len + split_len)
+    else:
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
+        begin = begin + split * share
+        end = tl.minimum(end, begin + share)
+    dims = tl.arange(0, D_PAD)
+    if PARTIAL:
+        place = (row.to(tl.int64) * kv_heads * GROUP + q_head) * parts + part_first + split
+        if begin >= end:
+            tl.store(lse + place, tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32), mask=real)
+            return
+    query = tl.load(
+        q + row.to(tl.int64)[:, None] * stride_qt + q_head[:, None] * stride_qh + dims[None, :],
+        mask=real[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )
+    if SCALED:
+        scale = scale * tl.load(k_scale + head)
+    if not SOFTCAP:
+        scale = scale * LOG2E
+    acc = tl.zeros([BLOCK_Q * GROUP_PAD, D_PAD], tl.float32)
+    peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
+    k_base = k_cache + head * stride_head
+    v_base = v_cache + head * stride_head
+    table_row = table + seq.to(tl.int64) * stride_table
+    # Whole blocks that every row sees need no mask; the rest does.
+    free = begin
+    if not WINDOW:
+        free = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // BLOCK_N * BLOCK_N
+        acc, peak, total = _blocks(
+            acc, peak, total, query, where, k_base, v_base, table_row, begin, free, scale, softcap, window,
+            stride_page, stride_slot, D, D_PAD, PAGE, BLOCK_N, False, False, SOFTCAP,
+        )  # fmt: skip
+    acc, peak, total = _blocks(
+        acc, peak, total, query, where, k_base, v_base, table_row, free, end, scale, softcap, window,
+        stride_page, stride_slot, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
+    )  # fmt: skip
+    if not PARTIAL and SINKS:
+        sink = tl.load(sinks + q_head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
+        new = tl.maximum(peak, sink)
+        fade = tl.exp2(peak - new)
+        acc = acc * fade[:, None]
+        total = total * fade + tl.exp2(sink - new)
+        peak = new
+    factor = tl.where(total > 0.0, 1.0 / total, 0.0)
+    if SCALED:
+        factor = factor * tl.load(v_scale + head)
+    acc = acc * factor[:, None]
+    if PARTIAL:
+        tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
+        tl.store(lse + place, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=real)
+    else:
+        tl.store(
+            out + row.to(tl.int64)[:, None] * stride_ot + q_head[:, None] * stride_oh + dims[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=real[:, None] & (dims < D)[None, :],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A launch configuration. `rows` is the M tile: query tokens times the heads of a group."""
+
+    rows: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+DECODE = Tile(16, 64, 4, 3)
+PROMPT = Tile(128, 64, 8, 3)
+PROMPT_WIDE = Tile(64, 64, 4, 2)  # head sizes over 128: the tile must fit in shared memory
+INVARIANT = Tile(64, 64, 4, 2)  # one tile for every row there is: the price of batch invariance
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where parts of a context leave their results before they are merged."""
+
+    part: torch.Tensor  # [tokens, heads, parts, head_dim] float32
+    lse: torch.Tensor  # [tokens, heads, parts] float32, base 2
+
+    @property
+    def parts(self) -> int:
+        return self.lse.shape[2]
+
+
+def workspace(tokens: int, heads: int, head_dim: int, parts: int, device: torch.device | str) -> Workspace:
+    return Workspace(
+        torch.empty(tokens, heads, parts, head_dim, dtype=torch.float32, device=device),
+        torch.empty(tokens, heads, parts, dtype=torch.float32, device=device),
+    )
+
+
+def choose_splits(sequences: int, kv_heads: int, max_kv: int, processors: int = 132) -> int:
+    """How many parts fill the device: about four programs a processor, none shorter than two blocks of 64."""
+    wanted = (4 * processors) // max(1, sequences * kv_heads)
+    return max(1, min(wanted, max_kv // 128, 64))
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    q_start: torch.Tensor,
+    kv_len: torch.Tensor,
+    table: torch.Tensor,
+    pos: torch.Tensor | None,
+    scale: float,
+    tile: Tile,
+    blocks: int | None = None,
+    min_rows: int = 0,
+    max_rows: int = 2**31 - 1,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    kv_begin: torch.Tensor | None = None,
+    splits: int = 1,
+    split_len: int = 0,
+    space: Workspace | None = None,
+    part_first: int = 0,
+    pdl: bool = False,
+) -> None:
+    """One launch of the kernel, over the sequences with min_rows < rows <= max_rows.
+
+    `blocks` bounds the tiles of query rows; None means one tile for each sequence (max_rows must then fit the tile).
+    Without `pos` no row is hidden from any (the shared prefix). With `space`, results go there as parts
+    part_first .. part_first + splits, and `out` is not touched.
+    """
+    heads, dim = q.shape[1], q.shape[2]
+    page, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    sequences = kv_len.shape[0]
+    group = heads // kv_heads
+    group_pad = triton.next_power_of_2(group)
+    block_q = max(1, tile.rows // group_pad)
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or q.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError("attention needs caches of equal strides, and contiguous heads")
+    if blocks is None and max_rows > block_q:
+        raise ValueError(f"a tile of {block_q} tokens cannot hold sequences of up to {max_rows} rows")
+    if space is None and splits != 1:
+        raise ValueError("a split context needs a workspace")
+    none = q  # a pointer that is never read
+    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    grid = (sequences if blocks is None else blocks, kv_heads, splits)
+    _attend[grid](
+        q, k_cache, v_cache, out,
+        none if space is None else space.part, none if space is None else space.lse,
+        table, q_start, kv_len, none if kv_begin is None else kv_begin, none if pos is None else pos,
+        none if sinks is None else sinks, none if k_scale is None else k_scale, none if v_scale is None else v_scale,
+        sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len,
+        1 if space is None else space.parts, part_first,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), out.stride(0), out.stride(1),
+        table.stride(0),
+        GROUP=group, GROUP_PAD=group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), PAGE=page,
+        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=triton.next_power_of_2(sequences), UNIFORM=blocks is None,
+        CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
+        BEGIN=kv_begin is not None, SCALED=k_scale is not None, PARTIAL=space is not None,
+        PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, **launch,
+    )  # fmt: skip
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    q_start: torch.Tensor,
+    kv_len: torch.Tensor,
+    table: torch.Tensor,
+    pos: torch.Tensor,
+    scale: float,
+    max_q: int,
+    splits: int = 1,
+    split_len: int = 0,
+    space: Workspace | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """softmax(q k^T * scale) v for every row of a ragged batch. q and out [T, H, D].
+
+    `max_q` bounds the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of sequences
+    with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples, `splits` of them must
+    cover the longest context the engine admits (both constants of the engine), and every row takes the same path.
+    """
+    heads, dim = q.shape[1], q.shape[2]
+    group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
+    shared = {
+        "q_start": q_start, "kv_len": kv_len, "table": table, "pos": pos, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks,
+        "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
+    sequences, tokens = kv_len.shape[0], q.shape[0]
+    if split_len > 0:
+        tile = INVARIANT if INVARIANT.rows >= group_pad else Tile(group_pad, 64, 4, 2)
+        block_q = tile.rows // group_pad
+        few, limit = max_q <= block_q, max_q
+        blocks = None if few else tokens // block_q + sequences
+        if space is None:
+            attend(q, k_cache, v_cache, out, tile=tile, blocks=blocks, max_rows=limit, **shared)  # type: ignore[arg-type]
+            return
+        attend(
+            q, k_cache, v_cache, out, tile=tile, blocks=blocks, max_rows=limit, splits=splits, split_len=split_len,
+            space=space, **shared,  # type: ignore[arg-type]
+        )  # fmt: skip
+        combine(space.part, space.lse, out, sinks=sinks, parts=splits)
+        return
+    tile = DECODE if max(DECODE.rows, group_pad) == DECODE.rows else Tile(group_pad, 64, 4, 2)
+    few = tile.rows // group_pad
+    attend(
+        q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,
+        **shared,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if space is not None:
+        combine(space.part, space.lse, out, sinks=sinks, q_start=q_start, max_q=min(few, max_q), parts=splits)
+    if max_q > few:
+        tile = PROMPT if dim <= 128 else PROMPT_WIDE
+        block_q = max(1, tile.rows // group_pad)
+        attend(
+            q, k_cache, v_cache, out, tile=tile, blocks=tokens // block_q + sequences, min_rows=few,
+            **shared,  # type: ignore[arg-type]
+        )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Matrix products for one to sixteen rows, where reading the weights is the whole cost.
+
+y = epilogue(x @ w.T): a scale per channel (fp8 weights), a bias, SwiGLU over the two halves of w, a residual; for one
+row also RMSNorm of x on the way in (its scale is a factor of the finished row, so one pass over x serves both).
+Weights [n, k] are bf16, fp16 or fp8 e4m3; x stays in its own precision, sums are float32.
+
+A program owns BLOCK_N channels and all of k, or one of `splits` parts of k. Parts are added in their order, by a second
+launch here or by whoever reads the result next (`rms_norm` and `rope_write` take parts as they are): the order of
+additions is fixed by the configuration alone, which `tuning.py` chooses by shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A launch configuration. `dot`: on the tensor cores (any rows), else by plain sums (one row)."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    splits: int = 1
+    dot: bool = True
+    swap: bool = False  # weights as the left operand: needs block_n of 64 or more to be worth it
+    pdl: bool = False  # start while the previous kernel drains; every kernel of such a chain must wait as this one does
+    lines: int = 0  # with pdl: how many 128-byte lines of each weight row to ask for before waiting
+
+
+@triton.jit
+def _epilogue(
+    acc, y, residual, bias, rows, columns, keep, n, stride_y, stride_r, BIAS: tl.constexpr, RESIDUAL: tl.constexpr
+):  # fmt: skip
+    """acc [M, N] plus bias and residual, stored at rows [M, 1] and columns [1, N]."""
+    if BIAS:
+        acc += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        acc += tl.load(residual + rows * stride_r + columns, mask=keep, other=0.0).to(tl.float32)
+    tl.store(y + rows * stride_y + columns, acc.to(y.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _prefetch(w_row, n, stride_w, BLOCK_N: tl.constexpr, LINES: tl.constexpr, SWIGLU: tl.constexpr):
+    """Ask the L2 for the first LINES * 128 bytes of each weight row; nothing is waited for. w_row: pointers [BLOCK_N]."""
+    width: tl.constexpr = 1024 // w_row.dtype.element_ty.primitive_bitwidth  # elements in a line
+    lines = w_row[:, None] + tl.arange(0, LINES)[None, :] * width
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+    if SWIGLU:
+        lines += n.to(tl.int64) * stride_w
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(w, inner, last, EVEN: tl.constexpr):
+    """Weights [BLOCK_N, BLOCK_K] from row pointers w."""
+    if EVEN:
+        return tl.load(w[:, None] + inner[None, :])
+    return tl.load(w[:, None] + inner[None, :], mask=(inner < last)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _dot(
+    x, w, y, residual, bias, w_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
+    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_M)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
+    first = tl.program_id(1) * share
+    last = tl.minimum(k, first + share)
+    w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w  # a row past the end reads row 0, and is not stored
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES:
+            _prefetch(w_row + first, n, stride_w, BLOCK_N, LINES, SWIGLU)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(first, last, BLOCK_K):
+        inner = at + lane
+        if EVEN:
+            values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=(row < m)[:, None], other=0.0)
+        else:
+            inside = (row < m)[:, None] & (inner < last)[None, :]
+            values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
+        tile = _tile(w_row, inner, last, EVEN).to(x.dtype.element_ty)
+        if SWAP:
+            acc = tl.dot(tile, tl.trans(values), acc)
+        else:
+            acc = tl.dot(values, tl.trans(tile), acc)
+        if SWIGLU:
+            tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN).to(x.dtype.element_ty)
+            if SWAP:
+                up = tl.dot(tile, tl.trans(values), up)
+            else:
+                up = tl.dot(values, tl.trans(tile), up)
+    if SWAP:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    if SCALED:
+        acc *= tl.load(w_scale + col, mask=col < n, other=0.0)[None, :]
+        if SWIGLU:
+            up *= tl.load(w_scale + n + col, mask=col < n, other=0.0)[None, :]
+    keep = (row < m)[:, None] & (col < n)[None, :]
+    if SPLITS > 1:
+        tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
+    else:
+        if SWIGLU:
+            acc = acc * (1.0 / (1.0 + tl.exp(-acc))) * up
+        _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _sum_parts(
+    part, y, residual, bias, m, n, stride_y, stride_r, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for i in tl.static_range(SPLITS):
+        acc += tl.load(part + (i * m + row) * n + col, mask=col < n, other=0.0)
+    _epilogue(acc, y, residual, bias, row, col, col < n, n, stride_y, stride_r, BIAS, RESIDUAL)
+
+
+@triton.jit
+def _vector(
+    x, w, y, residual, bias, w_scale, norm, n, k, eps, stride_w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One row: products are summed where they are loaded, across threads once at the end.
+
+    The next tile is asked for before this one is used, and the first one before the previous kernel has ended: weights
+    do not depend on it.
+    """
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w
+    u_row = w_row + n.to(tl.int64) * stride_w if SWIGLU else w_row
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = _tile(w_row, lane, k, EVEN)
+    other = _tile(u_row, lane, k, EVEN) if SWIGLU else tile
+    if PDL:
+        if LINES:
+            _prefetch(w_row + BLOCK_K, n, stride_w, BLOCK_N, LINES, SWIGLU)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32) if SWIGLU else acc
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for at in range(0, k, BLOCK_K):
+        inner = at + lane
+        values = tl.load(x + inner, mask=inner < k, other=0.0).to(tl.float32)
+        if NORM:
+            gain = tl.load(norm + inner, mask=inner < k, other=0.0).to(tl.float32)
+        following = tl.minimum(at + BLOCK_K, k - BLOCK_K) + lane if EVEN else inner + BLOCK_K  # the last is read twice
+        next_tile = _tile(w_row, following, k, EVEN)
+        if SWIGLU:
+            next_other = _tile(u_row, following, k, EVEN)
+        if NORM:
+            squares += values * values
+            values = (values * gain).to(x.dtype.element_ty).to(tl.float32)
+        acc += tile.to(tl.float32) * values[None, :]
+        tile = next_tile
+        if SWIGLU:
+            up += other.to(tl.float32) * values[None, :]
+            other = next_other
+    total = tl.sum(acc, 1)
+    if SCALED:
+        total *= tl.load(w_scale + col, mask=col < n, other=0.0)
+    if NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / k + eps)
+        total *= factor
+    if SWIGLU:
+        second = tl.sum(up, 1)
+        if SCALED:
+            second *= tl.load(w_scale + n + col, mask=col < n, other=0.0)
+        if NORM:
+            second *= factor
+        total = total * (1.0 / (1.0 + tl.exp(-total))) * second
+    _epilogue(total, y, residual, bias, 0, col, col < n, n, 0, 0, BIAS, RESIDUAL)
+
+
+def skinny(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    shape: Shape,
+    *,
+    w_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    part: torch.Tensor | None = None,
+    add_parts: bool = True,
+) -> None:
+    """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first). `residual` may be y itself.
+
+    w_scale is one float32 a channel. `part` [splits, m, n] float32 holds partial sums where the shape has splits;
+    add_parts=False leaves them there (y, bias and residual are the reader's). SwiGLU needs all of k in one program, and
+    the norm a shape for one row.
+    """
+    m, k = x.shape
+    n = y.shape[1]
+    if w.shape != ((2 * n if swiglu else n), k) or y.shape[0] != m:
+        raise ValueError(f"skinny product of x {list(x.shape)}, w {list(w.shape)} into y {list(y.shape)}")
+    if shape.splits > 1 and (swiglu or part is None or not shape.dot):
+        raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU or single row")
+    if norm is not None and shape.dot:
+        raise ValueError("the norm on the way in is for one row: normalize first")
+    flags = {"SWIGLU": swiglu, "SCALED": w_scale is not None, "PDL": shape.pdl, "LINES": shape.lines}
+    ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
+    res, b = x if residual is None else residual, x if bias is None else bias
+    scales, gains = x if w_scale is None else w_scale, x if norm is None else norm
+    launch: dict[str, object] = {"num_warps": shape.warps, "num_stages": shape.stages}
+    if shape.pdl:
+        launch["launch_pdl"] = True
+    if not shape.dot:
+        if m != 1:
+            raise ValueError(f"the plain kernel takes one row, not {m}")
+        _vector[(triton.cdiv(n, shape.block_n),)](
+            x, w, y, res, b, scales, gains, n, k, eps, w.stride(0), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+            NORM=norm is not None, EVEN=k % shape.block_k == 0, **flags, **ends, **launch,
+        )  # fmt: skip
+        return
+    single = shape.splits == 1
+    first_ends = ends if single else {"BIAS": False, "RESIDUAL": False}
+    _dot[(triton.cdiv(n, shape.block_n), shape.splits)](
+        x, w, y, res, b, scales, y if part is None else part, m, n, k, x.stride(0), w.stride(0), y.stride(0),
+        res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+        SPLITS=shape.splits, SWAP=shape.swap, EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends,
+        **launch,
+    )  # fmt: skip
+    if not single and add_parts:
+        _sum_parts[(triton.cdiv(n, 512), m)](
+            part, y, res, b, m, n, y.stride(0), res.stride(0), BLOCK_N=512, SPLITS=shape.splits, num_warps=4, **ends
+        )

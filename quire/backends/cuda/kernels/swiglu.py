@@ -1,0 +1,43 @@
+"""SwiGLU over a fused gate/up projection, with an fp8 row for the down projection where one is asked for."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _swiglu(
+    x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = lane < width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(x + row * stride_x + lane, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(x + row * stride_x + width + lane, mask=keep, other=0.0).to(tl.float32)
+    value = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+    if QUANT:
+        scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / FP8_MAX
+        tl.store(scales + row, scale)
+        value = tl.clamp(value / scale, -FP8_MAX, FP8_MAX)
+    tl.store(out + row * stride_o + lane, value.to(out.dtype.element_ty), mask=keep)
+
+
+def swiglu(x: torch.Tensor, out: torch.Tensor, *, scales: torch.Tensor | None = None, pdl: bool = False) -> None:
+    """out [T, d] = silu(x[:, :d]) * x[:, d:]; with `scales` [T] float32, out is fp8 e4m3 and out * scales the value."""
+    tokens, width = out.shape
+    if x.shape != (tokens, 2 * width):
+        raise ValueError(f"SwiGLU of {list(x.shape)} into {list(out.shape)}")
+    whole = scales is not None  # the scale needs the row's largest value
+    block = triton.next_power_of_2(width) if whole else min(1024, triton.next_power_of_2(width))
+    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    _swiglu[(tokens, 1 if whole else triton.cdiv(width, block))](
+        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), BLOCK=block, QUANT=whole, PDL=pdl,
+        num_warps=max(1, min(16, block // 512)) if whole else 4, **launch,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The ragged batch on a device: the arrays of `backends.batch.Batch` as int32 tensors, with what the host knows of them.
+
+A kernel's grid must be chosen without asking the device, so the batch carries bounds: `longest` rows of one sequence and
+a `reach` that no kv_len exceeds. `host` is the same batch as numpy arrays; it is missing while a graph is captured, where
+every sequence has one row. `derived` keeps what is computed once a step and used by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.backends.batch import Batch
+
+
+@dataclass(slots=True)
+class DeviceBatch:
+    """See Batch for the shapes."""
+
+    ids: torch.Tensor
+    pos: torch.Tensor
+    q_start: torch.Tensor
+    kv_len: torch.Tensor
+    pages: torch.Tensor  # rows may be longer than needed; entries past a sequence's kv_len mean nothing
+    write: torch.Tensor
+    logit_rows: torch.Tensor
+    longest: int  # rows of the longest sequence in this batch
+    reach: int  # no kv_len is more than this
+    host: Batch | None = None
+    derived: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
+        """A copy on the device, array by array."""
+        arrays = batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows
+        tensors = [torch.tensor(array, dtype=torch.int32, device=device) for array in arrays]
+        longest = int((batch.q_start[1:] - batch.q_start[:-1]).max(initial=0))
+        return cls(*tensors, longest=longest, reach=int(batch.kv_len.max(initial=0)), host=batch)
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.kv_len.shape[0]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, computed at the first asking."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]

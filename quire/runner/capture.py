@@ -1,0 +1,152 @@
+"""Decode steps at a ladder of batch sizes: one body, replayed as a CUDA graph where the device can, run as it is elsewhere.
+
+A decode step has one row a sequence, all of them sampled. Its inputs lie at fixed places of one staging buffer; the batch
+is padded up to the next size of the ladder with rows that read and write a page of their own. The body applies the changes
+of page tables, takes each row's token from the host or from what the device sampled last, runs the program and notes
+the best token of every row. Rows that want something else than the best are chosen by the runner afterwards.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.backends.batch import I32
+from quire.backends.torch.backend import DeviceProgram
+from quire.backends.torch.batch import DeviceBatch
+from quire.runner.device_sampler import greedy
+from quire.runner.staging import Staging
+
+SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32))
+CHANGES = 2  # page-table entries that a captured step can change, per row
+MORE = 64  # numbers per row that may travel with a step without a copy of their own
+
+
+class DeviceState:
+    """What the device knows of every slot: the token sampled last, and the page table. One slot more is for padding."""
+
+    def __init__(self, max_seqs: int, max_pages: int, pages: int, page_size: int, device: torch.device):
+        self.spare = max_seqs  # its table names one page, which no sequence has
+        self.spare_write = pages * page_size
+        self.max_pages = max_pages
+        self.last = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        self.table = torch.zeros(max_seqs + 1, max_pages, dtype=torch.int32, device=device)
+        self.table[self.spare].fill_(pages)
+
+    def place(self, where: torch.Tensor, pages: torch.Tensor) -> None:
+        """Write pages at flat places of the table."""
+        self.table.view(-1).index_copy_(0, where.long(), pages)
+
+    def tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids: -1 - slot stands for what that slot sampled last."""
+        return torch.where(ids < 0, self.last[(-1 - ids).clamp(min=0).long()], ids)
+
+    def keep(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Note what was sampled. A code in place of a token is noted as token 0, which nobody will be told of."""
+        self.last.index_copy_(0, slots, tokens.clamp(min=0).to(torch.int32))
+
+
+class Decoder:
+    """The ladder. `logits` and `tokens` of a step are valid until the next one."""
+
+    def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, *, graphs: bool):
+        self.sizes = [size for size in SIZES if size < max_seqs] + [max_seqs]
+        self._program = program
+        self._state = state
+        self._reach = max_context
+        most = self.sizes[-1]
+        self._staging = Staging(program.device, _numbers(most) + MORE * most, fixed=True)
+        self._spill = Staging(program.device)  # for what does not fit, which is rare
+        self._count = torch.arange(most + 1, dtype=torch.int32, device=program.device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        if graphs:
+            self._capture()
+
+    @property
+    def captured(self) -> int:
+        """How many sizes are graphs."""
+        return len(self._graphs)
+
+    def run(
+        self, ids: I32, pos: I32, write: I32, slots: I32, where: I32, pages: I32, *, more: Sequence[np.ndarray] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """One step: logits [n, V], the best token of each row (int64 [n]), and `more`, sent along for later."""
+        n, state = ids.size, self._state
+        size = self.sizes[bisect_left(self.sizes, n)]
+        if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
+            state.place(*self._spill.send([where, pages]))
+            where, pages = where[:0], pages[:0]
+        spare = size - n
+        fits = _numbers(size) + sum(2 + a.size * (a.itemsize // 4) for a in more) <= self._staging.capacity
+        sent = self._staging.send(
+            [
+                _pad(ids, spare, 0),
+                _pad(pos, spare, 0),
+                _pad(write, spare, state.spare_write),
+                _pad(slots, spare, state.spare),
+                _pad(where, CHANGES * size - where.size, state.spare * state.max_pages),
+                _pad(pages, CHANGES * size - pages.size, state.spare_write // self._program.kv.page_size),
+                *(more if fits else ()),
+            ]
+        )
+        told = sent[6:] if fits else self._spill.send(more)
+        if size in self._graphs:
+            graph, logits, tokens = self._graphs[size]
+            graph.replay()
+        else:
+            logits, tokens = self._body(size)
+        return logits[:n], tokens[:n], told
+
+    @torch.inference_mode()
+    def _body(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        view, state = self._staging.view, self._state
+        ids, pos, write, slots = (view(i * size, size) for i in range(4))
+        state.place(view(4 * size, CHANGES * size), view((4 + CHANGES) * size, CHANGES * size))
+        own = slots.long()
+        batch = DeviceBatch(
+            ids=state.tokens(ids),
+            pos=pos,
+            q_start=self._count[: size + 1],
+            kv_len=pos + 1,
+            pages=state.table.index_select(0, own),
+            write=write,
+            logit_rows=self._count[:size],
+            longest=1,
+            reach=self._reach,
+        )
+        logits = self._program.launch(batch)
+        tokens = greedy(logits)
+        state.keep(own, tokens)
+        return logits, tokens
+
+    def _capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
+        device, state = self._program.device, self._state
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
+        for size in reversed(self.sizes):
+            none = np.zeros(0, np.int32)
+            blank = [_pad(none, size, value) for value in (0, 0, state.spare_write, state.spare)]
+            blank += [_pad(none, CHANGES * size, state.spare * state.max_pages)]
+            blank += [_pad(none, CHANGES * size, state.spare_write // self._program.kv.page_size)]
+            self._staging.send(blank)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                self._body(size)  # whatever is set up at a first run must not be captured
+            torch.cuda.current_stream(device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits, tokens = self._body(size)
+            self._graphs[size] = graph, logits, tokens
+        torch.cuda.synchronize(device)
+
+
+def _numbers(size: int) -> int:
+    return (4 + 2 * CHANGES) * size
+
+
+def _pad(array: I32, count: int, value: int) -> I32:
+    return np.concatenate((array, np.full(count, value, np.int32))) if count else np.ascontiguousarray(array, np.int32)

@@ -1,0 +1,362 @@
+"""The runner whose state lives on a device: the token sampled last never waits for the host.
+
+    host     | plan k+1, send | plan k+2, send .. result k | ..
+    device   |     forward k, sample k     |     forward k+1, sample k+1     | ..       result() waits for a copy back
+
+A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
+The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
+so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, all
+others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
+
+The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor;
+`device_sampler` chooses. A sequence whose logits turn out not to be numbers is found when its result is read: its slot then
+fails, and so does whatever was launched for it in between, told apart by how often the slot was opened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.backends.batch import Batch
+from quire.backends.ops import KV
+from quire.backends.torch.backend import DeviceProgram
+from quire.backends.torch.batch import DeviceBatch
+from quire.runner.capture import Decoder, DeviceState
+from quire.runner.device_sampler import RULED_OUT, choose, greedy, logprobs
+from quire.runner.device_wishes import Asked, SlotWishes
+from quire.runner.intake import Intake, Pending, reason
+from quire.runner.plan import Logprob, Plan, Result, Row, Work
+from quire.runner.sampler import Masks
+from quire.runner.staging import Arrival, Staging
+
+_CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
+_BROKEN = "the model produced NaN or infinite logits"
+
+
+@dataclass(slots=True)
+class Shape:
+    """How the numbers that come back are to be read: rows of logprobs behind the tokens, all of one width."""
+
+    top: int  # alternatives in each row of logprobs
+    wanted: list[tuple[int, int]]  # places among the sampled rows that have logprobs, and how many alternatives
+    prompt: list[tuple[int, list[int], int]]  # places in plan.work, the tokens after their prompt rows, alternatives
+
+
+class Launched(Pending):
+    """A forward on its way, with what its sampling needs."""
+
+    __slots__ = ("asked", "best", "sent", "shape", "slots", "turns")
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self.turns: dict[int, int] = {}  # place in plan.work -> which opening of its slot it belongs to
+        self.slots = np.zeros(0, np.intp)  # of the sampled rows
+        self.shape = Shape(0, [], [])
+        self.asked: Asked | None = None
+        self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what is asked
+        self.best: torch.Tensor | None = None  # the best tokens, when the forward noted them already
+
+
+class DeviceTicket:
+    """A step's answer, perhaps not there yet."""
+
+    def __init__(self, runner: DeviceRunner, pending: Launched):
+        self.pending = pending
+        self.news: Arrival | None = None
+        self.answer: Result | None = None
+        self._runner = runner
+
+    @property
+    def ready(self) -> bool:
+        """Whether result() would return at once."""
+        return self.answer is not None or self.news is None or self.news.ready
+
+    def result(self) -> Result:
+        """The answer, row for row. Waits for it, and reads the answers before it first."""
+        self._runner.read(self)
+        assert self.answer is not None
+        return self.answer
+
+
+class DeviceRunner:
+    """One program, its slots and its sampler. The caller alternates forward and sample; a Plan is not changed after."""
+
+    def __init__(
+        self,
+        program: DeviceProgram,
+        *,
+        kv: KV,
+        vocab_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
+        max_rows: int,
+        padded: bool | None = None,
+    ):
+        """`padded` sends decode steps through the ladder even without graphs; None: only where there are graphs."""
+        self._program = program
+        self._device = program.device
+        self._vocab = vocab_size
+        self._intake = Intake(
+            kv,
+            vocab_size=vocab_size,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            max_context=max_context,
+            max_rows=max_rows,
+        )
+        self._slots = self._intake.slots
+        max_pages = self._slots.table.shape[1]
+        self._state = DeviceState(max_seqs, max_pages, kv.pages, kv.page_size, self._device)
+        self._wishes = SlotWishes(max_seqs, vocab_size, self._device)
+        self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
+        self._late = Staging(self._device)
+        self._decoder: Decoder | None = None
+        if program.graphs if padded is None else padded:
+            self._decoder = Decoder(program, self._state, max_seqs, max_context, graphs=program.graphs)
+        self._turns = [0] * max_seqs
+        self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
+        self._unread: deque[DeviceTicket] = deque()
+        self._unsampled: Launched | None = None
+        self._closed = False
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> Launched:
+        """Apply the plan to the slots and launch its tokens. Does not wait for them."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        if self._unsampled is not None:
+            raise RuntimeError("forward was called twice without sample between: the first logits would be lost")
+        pending = Launched(plan)
+        try:
+            self._intake.apply(plan)
+            self._follow(plan)
+            batch = self._intake.build(pending)
+            if batch is not None:
+                self._launch(pending, batch)
+        except Exception as error:
+            self._recover(pending, error)
+        self._unsampled = pending
+        return pending
+
+    @torch.inference_mode()
+    def sample(self, pending: Launched, masks: Masks | None = None) -> DeviceTicket:
+        """Choose the tokens of that forward. `masks` are by place in plan.work."""
+        if pending is not self._unsampled:
+            raise RuntimeError("sample was called for a forward that is not the last one")
+        self._unsampled = None
+        ticket = DeviceTicket(self, pending)
+        if pending.logits is not None:
+            try:
+                ticket.news = self._sample(pending, masks or {})
+            except Exception as error:
+                self._recover(pending, error)
+                ticket.news = None
+        pending.logits = pending.best = None
+        self._unread.append(ticket)
+        return ticket
+
+    def step(self, plan: Plan) -> Result:
+        """forward, sample and result in one."""
+        return self.sample(self.forward(plan)).result()
+
+    def close(self) -> None:
+        """Read what was launched. Harmless when called again."""
+        if not self._closed:
+            self._closed = True
+            if self._unread:
+                self.read(self._unread[-1])
+
+    # ---- launching
+
+    def _follow(self, plan: Plan) -> None:
+        """What the device must know of slots that come and go."""
+        for slot in plan.closed:
+            self._wishes.close(slot)
+        for new in plan.opened:
+            if self._slots.failure(new.slot) is None:
+                self._turns[new.slot] += 1
+                self._wishes.open(new.slot, self._slots.stream(new.slot))
+
+    def _launch(self, pending: Launched, batch: Batch) -> None:
+        works = pending.works
+        own = np.array([w.slot for w in works.values()], np.int32)
+        known = np.array([w.tokens is not None for w in works.values()], np.bool_)
+        batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
+        pending.turns = {i: self._turns[w.slot] for i, w in works.items()}
+        pending.sampled = [i for i, w in works.items() if w.sample]
+        slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
+        pending.shape = self._shape(pending)
+        pending.asked = self._wishes.ask(slots, self._slots.position[slots])
+        where, pages = _changes(works.values(), self._state.max_pages)
+        decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
+        if decoding and self._decoder is not None:
+            arrays = batch.ids, batch.pos, batch.write, own, where, pages
+            more = self._more(pending) if pending.asked or pending.shape.wanted else []
+            pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, more=more)
+        else:
+            pending.logits = self._eager(pending, batch, own, where, pages)
+        self._slots.length[own] = batch.kv_len
+        for i, w in works.items():
+            if pending.rows[i].error is None:
+                pending.rows[i].accepted = w.n
+        self._slots.last[slots] = 0  # some token; which one is the device's business
+        self._slots.position[slots] += 1
+
+    def _shape(self, pending: Launched) -> Shape:
+        """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""
+        tops = self._wishes.logprobs[pending.slots].tolist()
+        wanted = [(j, top) for j, top in enumerate(tops) if top >= 0]
+        prompt: list[tuple[int, list[int], int]] = []
+        for i, w in pending.works.items():
+            if w.prompt_logits:
+                try:
+                    tokens = self._slots.after(w.slot, w.start, w.prompt_logits)
+                except ValueError as error:
+                    self._intake.fail(pending, [i], str(error))
+                    tokens = [0] * w.prompt_logits
+                prompt.append((i, tokens, self._slots.stream(w.slot).params.prompt_logprobs or 0))
+        top = max((*(top for _, top in wanted), *(top for _, _, top in prompt)), default=0)
+        return Shape(min(top, self._vocab), wanted, prompt)
+
+    def _more(self, pending: Launched) -> list[np.ndarray]:
+        """What sampling needs on the device besides logits."""
+        shape, asked = pending.shape, pending.asked
+        follow = [token for _, tokens, _ in shape.prompt for token in tokens]
+        whole = [pending.slots, np.array(follow, np.int32), np.array([j for j, _ in shape.wanted], np.int32)]
+        return [*(x.astype(np.int32) for x in whole), *(asked.arrays() if asked is not None else [])]
+
+    def _eager(
+        self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: np.ndarray
+    ) -> torch.Tensor:
+        """Launch a step of any shape."""
+        arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.write, batch.logit_rows, own, where, pages)
+        sent = self._staging.send([*arrays, *self._more(pending)])
+        ids, pos, q_start, kv_len, write, rows, slots, places, new = sent[:9]
+        pending.sent = sent[9:]
+        if where.size:
+            self._state.place(places, new)
+        return self._program.launch(
+            DeviceBatch(
+                ids=self._state.tokens(ids),
+                pos=pos,
+                q_start=q_start,
+                kv_len=kv_len,
+                pages=self._state.table[:, : batch.pages.shape[1]].index_select(0, slots.long()),
+                write=write,
+                logit_rows=rows,
+                longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
+                reach=int(batch.kv_len.max()),
+                host=batch,
+            )
+        )
+
+    # ---- choosing
+
+    def _sample(self, pending: Launched, masks: Masks) -> Arrival:
+        """Launch the choice of tokens and the copy back."""
+        count, logits, tokens, shape = len(pending.sampled), pending.logits, pending.best, pending.shape
+        own = {j: masks[i] for j, i in enumerate(pending.sampled) if i in masks}
+        if own:  # only now is it known what they want: this costs copies of its own
+            pending.asked = self._wishes.ask(pending.slots, self._slots.position[pending.slots] - 1, own)
+            pending.sent = self._late.send(self._more(pending))
+        if not pending.sent:  # decoded, and nobody wants more than the best token
+            assert tokens is not None
+            return Arrival(tokens)
+        slots, follow, wanted = (x.long() for x in pending.sent[:3])
+        if tokens is None:
+            tokens = greedy(logits[:count])
+        if pending.asked is not None:
+            rows, wishes = self._wishes.wishes(pending.asked, pending.sent[3:], own)
+            chosen = choose(logits[rows], wishes)
+            self._wishes.add(pending.asked.slots, chosen)
+            tokens = tokens.index_copy(0, rows, chosen)
+        self._state.keep(slots, tokens)
+        parts = [tokens.double()]
+        if shape.wanted:
+            parts.append(logprobs(logits[wanted], tokens[wanted], shape.top).ravel())
+        if shape.prompt:
+            parts.append(logprobs(logits[count:], follow, shape.top).ravel())
+        return Arrival(torch.cat(parts) if len(parts) > 1 else tokens)
+
+    def _recover(self, pending: Launched, error: Exception) -> None:
+        """A step that could not be launched fails its sequences; memory that it held is given back."""
+        self._intake.fail_step(pending, error)
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+
+    # ---- reading
+
+    def read(self, ticket: DeviceTicket) -> None:
+        """Answer the launched steps in order, up to this one."""
+        while ticket.answer is None:
+            first = self._unread.popleft()
+            pending = first.pending
+            try:
+                self._answer(pending, first.news)
+            except Exception as error:  # the device itself failed: nobody in this step can be answered
+                for i in pending.turns:
+                    self._fail(pending, i, reason(error))
+            first.answer = Result(pending.rows)
+
+    def _answer(self, pending: Launched, news: Arrival | None) -> None:
+        for i, turn in pending.turns.items():
+            gone = self._lost.get(pending.plan.work[i].slot)
+            if gone is not None and gone[0] == turn:
+                self._fail(pending, i, gone[1])
+        if news is None:
+            return
+        numbers, count, shape = news.wait(), len(pending.sampled), pending.shape
+        details = numbers[count:].reshape(-1, 2 + 2 * shape.top)
+        for j, i in enumerate(pending.sampled):
+            token = int(numbers[j])
+            if token < 0:
+                self._fail(pending, i, _CODES.get(token, _BROKEN))
+            elif pending.rows[i].error is None:
+                pending.rows[i].tokens = [token]
+        for at, (j, top) in enumerate(shape.wanted):
+            row = pending.rows[pending.sampled[j]]
+            if row.error is None:
+                row.logprobs = [_logprob(row.tokens[0], details[at], top, shape.top)]
+        at = len(shape.wanted)
+        for i, tokens, top in shape.prompt:
+            rows, at = details[at : at + len(tokens)], at + len(tokens)
+            if np.isnan(rows[:, 0]).any():
+                self._fail(pending, i, _BROKEN)
+            elif pending.rows[i].error is None:
+                told = zip(tokens, rows, strict=True)
+                pending.rows[i].prompt_logprobs = [_logprob(token, row, top, shape.top) for token, row in told]
+
+    def _fail(self, pending: Launched, index: int, why: str) -> None:
+        """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
+        slot, turn = pending.plan.work[index].slot, pending.turns[index]
+        if pending.rows[index].error is None:
+            pending.rows[index] = Row(accepted=0, error=why)
+            self._lost[slot] = turn, why
+            if self._turns[slot] == turn:
+                self._slots.fail([slot], why)
+
+
+def _changes(works: Iterable[Work], max_pages: int) -> tuple[np.ndarray, np.ndarray]:
+    """Flat places of the page table that a step changes, and the pages that go there."""
+    places: list[int] = []
+    pages: list[int] = []
+    for w in works:
+        if w.pages:
+            first = w.slot * max_pages + w.page_from
+            places += range(first, first + len(w.pages))
+            pages += w.pages
+    return np.array(places, np.int32), np.array(pages, np.int32)
+
+
+def _logprob(token: int, row: np.ndarray, top: int, width: int) -> Logprob:
+    """One row of numbers as the host tells it; what the model itself ruled out is no alternative."""
+    ids, probs = row[2 : 2 + width][:top].tolist(), row[2 + width :][:top].tolist()
+    best = [(int(t), p) for t, p in zip(ids, probs, strict=True) if p > -math.inf]
+    return Logprob(token, float(row[0]), int(row[1]), best)

@@ -1,0 +1,31 @@
+"""Kernels run compiled where there is a GPU, and in Triton's interpreter elsewhere: the same tests, small shapes."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install quire[test]")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before its module is imported
+pytest.importorskip("triton", reason="needs triton: pip install quire[test]")
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def half() -> torch.dtype:
+    """bfloat16, which the interpreter multiplies as if it were integers: float16 stands in for it there."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _quiet_numpy():
+    """A masked lane may divide by zero: the interpreter would warn of it, the device does not."""
+    with np.errstate(all="ignore"):
+        yield

@@ -1,0 +1,91 @@
+"""Paged attention against its definition in float64: ragged mixes, head sizes, window, soft cap, sinks, splits, fp8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.backends.cuda.kernels import attention as module
+from quire.backends.cuda.kernels.attention import attention, choose_splits, workspace
+from tests.unit.backends.cuda.paged import Paged, error, exact, paged
+
+
+def run(p: Paged, scale: float, *, max_q: int, splits: int = 1, **options) -> torch.Tensor:
+    out = torch.full_like(p.q, float("nan"))
+    space = workspace(p.q.shape[0], p.q.shape[1], p.q.shape[2], splits, p.q.device) if splits > 1 else None
+    attention(
+        p.q, p.k_cache, p.v_cache, out, **p.arrays, scale=scale, max_q=max_q, splits=splits, space=space, **options
+    )
+    return out
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(8, 2, 64), (4, 4, 128), (6, 2, 96), (2, 1, 256)])
+def test_decode(heads: int, kv_heads: int, dim: int, device: str):
+    p = paged([1, 1, 1, 1], [1, 16, 77, 200], heads=heads, kv_heads=kv_heads, dim=dim, device=device)
+    for splits in (1, 3):
+        assert error(run(p, dim**-0.5, max_q=1, splits=splits), exact(p, dim**-0.5)) < 2e-3
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_mix_of_prompts_chunks_decode_and_verification(splits: int, device: str):
+    p = paged([40, 1, 70, 3, 1, 5], [40, 33, 150, 20, 1, 90], heads=8, kv_heads=2, dim=64, device=device)
+    assert error(run(p, 0.125, max_q=70, splits=splits), exact(p, 0.125)) < 2e-3
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_window_softcap_and_sinks(rows: int, device: str):
+    lens = [rows, 130, 70]
+    p = paged([rows] * 3, lens, heads=4, kv_heads=1, dim=64, device=device)
+    p.q *= 3.0  # so that the cap is felt
+    sinks = torch.randn(4, device=device)
+    for options in ({"window": 20}, {"softcap": 2.0}, {"sinks": sinks}, {"window": 33, "softcap": 5.0, "sinks": sinks}):
+        want = exact(p, 0.125, **options)
+        for splits in (1, 3):
+            assert error(run(p, 0.125, max_q=rows, splits=splits, **options), want) < 2e-3, (options, splits)
+
+
+def test_half_precision_and_strided_rows(device: str, half: torch.dtype):
+    p = paged([1, 20], [50, 64], heads=8, kv_heads=2, dim=64, dtype=half, device=device)
+    wide = torch.zeros(p.q.shape[0], 12 * 64, dtype=p.q.dtype, device=device)  # q as a part of a fused projection
+    wide[:, : 8 * 64] = p.q.reshape(p.q.shape[0], -1)
+    p.q = wide[:, : 8 * 64].view(p.q.shape[0], 8, 64)
+    out = torch.empty(p.q.shape, dtype=p.q.dtype, device=device)
+    attention(p.q, p.k_cache, p.v_cache, out, **p.arrays, scale=0.125, max_q=20)
+    assert error(out, exact(p, 0.125)) < 1e-2
+
+
+def test_fp8_cache(device: str, half: torch.dtype):
+    p = paged([1, 6], [50, 40], heads=4, kv_heads=2, dim=64, dtype=half, device=device)
+    ks, vs = torch.tensor([0.02, 0.03], device=device), torch.tensor([0.01, 0.04], device=device)
+    eight = lambda x, s: (x.float() / s[:, None]).to(torch.float8_e4m3fn)  # noqa: E731
+    back = lambda x, s: x.float() * s[:, None]  # noqa: E731
+    k8, v8 = eight(p.k_cache.nan_to_num(), ks), eight(p.v_cache.nan_to_num(), vs)
+    p.keys, p.values = [back(eight(k, ks), ks) for k in p.keys], [back(eight(v, vs), vs) for v in p.values]
+    out = torch.empty_like(p.q)
+    attention(p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=6, k_scale=ks, v_scale=vs)
+    assert error(out, exact(p, 0.125)) < 1e-2
+
+
+def test_invariant_mode_gives_a_row_the_same_bits_in_any_company(device: str):
+    whole = paged([100], [100], heads=4, kv_heads=2, dim=64, device=device)
+    options = {"splits": 4, "split_len": 32}
+    alone = run(whole, 0.125, max_q=100, **options)
+    assert error(alone, exact(whole, 0.125)) < 2e-3
+    last = run(_tail(whole, 1), 0.125, max_q=1, **options)
+    chunk = run(_tail(whole, 37), 0.125, max_q=37, **options)
+    assert torch.equal(alone[-1:], last) and torch.equal(alone[-37:], chunk)
+
+
+def _tail(p: Paged, rows: int) -> Paged:
+    start = torch.tensor([0, rows], dtype=torch.int32, device=p.q.device)
+    return Paged(p.q[-rows:], p.k_cache, p.v_cache, p.table, start, p.kv_len, p.pos[-rows:], p.write, p.keys, p.values)
+
+
+def test_splits_cover_bounds():
+    assert choose_splits(1, 8, 512) == 4 and choose_splits(256, 8, 8192) == 1 and choose_splits(1, 8, 64) == 1
+
+
+def test_a_tile_that_cannot_hold_the_rows_is_refused(device: str):
+    p = paged([9], [20], heads=4, kv_heads=2, dim=64, device=device)
+    with pytest.raises(ValueError, match="cannot hold"):
+        module.attend(p.q, p.k_cache, p.v_cache, p.q, **p.arrays, scale=1.0, tile=module.Tile(16, 16, 1, 1), max_rows=9)

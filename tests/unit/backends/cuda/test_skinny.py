@@ -1,0 +1,107 @@
+"""Skinny products against float64: rows, odd shapes, splits, prologue and epilogues, fp8 weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.backends.cuda.kernels.skinny import Shape, skinny
+from tests.unit.backends.cuda.paged import error
+
+DOT = Shape(16, 32, 1, 2)
+SWAP = Shape(64, 32, 1, 2, swap=True)
+SPLIT = Shape(16, 32, 1, 2, splits=3)
+ROW = Shape(8, 64, 1, 1, dot=False)
+
+
+def weights(n: int, k: int, m: int, half: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(n * k + m)
+    x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g) * k**-0.5
+    return x.to(half).to(device), w.to(half).to(device)
+
+
+@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW])
+@pytest.mark.parametrize("m, n, k", [(1, 40, 128), (1, 33, 100), (5, 48, 96), (16, 70, 130)])
+def test_product_bias_and_residual(shape: Shape, m: int, n: int, k: int, half: torch.dtype, device: str):
+    if shape is ROW and m > 1:
+        with pytest.raises(ValueError, match="one row"):
+            skinny(torch.zeros(m, k), torch.zeros(n, k), torch.zeros(m, n), shape)
+        return
+    x, w = weights(n, k, m, half, device)
+    bias, residual = torch.randn(n, device=device).to(half), torch.randn(m, n, device=device).to(half)
+    part = torch.empty(shape.splits, m, n, device=device)
+    y = torch.full((m, n), float("nan"), dtype=half, device=device)
+    skinny(x, w, y, shape, part=part)
+    want = x.double() @ w.double().T
+    assert error(y, want) < 5e-3
+    skinny(x, w, y, shape, bias=bias, residual=residual, part=part)
+    assert error(y, want + bias.double() + residual.double()) < 5e-3
+    skinny(x, w, residual, shape, residual=residual, part=part)  # in place
+    assert error(residual, y.double() - bias.double()) < 1e-2
+
+
+@pytest.mark.parametrize("shape, m", [(DOT, 7), (SWAP, 7), (SWAP, 1), (ROW, 1), (Shape(4, 32, 1, 1, dot=False), 1)])
+def test_swiglu_and_norm(shape: Shape, m: int, half: torch.dtype, device: str):
+    x, w = weights(2 * 24, 160, m, half, device)
+    y = torch.full((m, 24), float("nan"), dtype=half, device=device)
+    skinny(x, w, y, shape, swiglu=True)
+    gate, up = (x.double() @ w.double().T).chunk(2, 1)
+    assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
+    x *= 5.0
+    gain = (torch.rand(160, device=device) + 0.5).to(half)
+    if shape.dot:
+        with pytest.raises(ValueError, match="normalize first"):
+            skinny(x, w, y, shape, norm=gain, eps=1e-5, swiglu=True)
+        return
+    skinny(x, w, y, shape, norm=gain, eps=1e-5, swiglu=True)
+    wide = x.double()
+    normed = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.double()
+    gate, up = (normed @ w.double().T).chunk(2, 1)
+    assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
+
+
+def test_parts_can_be_left_to_the_reader(half: torch.dtype, device: str):
+    x, w = weights(40, 192, 3, half, device)
+    part = torch.full((3, 3, 40), float("nan"), device=device)
+    y = torch.full((3, 40), 9.0, dtype=half, device=device)
+    skinny(x, w, y, SPLIT, part=part, add_parts=False)
+    assert (y == 9.0).all() and error(part.sum(0), x.double() @ w.double().T) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW])
+def test_fp8_weights(shape: Shape, half: torch.dtype, device: str):
+    x, w = weights(40, 128, 1, half, device)
+    scale = w.float().abs().amax(1) / 448.0
+    w8 = (w.float() / scale[:, None]).to(torch.float8_e4m3fn)
+    y = torch.full((1, 40), float("nan"), dtype=half, device=device)
+    skinny(x, w8, y, shape, w_scale=scale, part=torch.empty(3, 1, 40, device=device))
+    assert error(y, x.double() @ (w8.double() * scale.double()[:, None]).T) < 5e-3
+
+
+def test_fp8_swiglu_scales_both_halves(half: torch.dtype, device: str):
+    x, w = weights(2 * 20, 64, 1, half, device)
+    scale = torch.rand(40, device=device) + 0.5
+    w8 = w.float().to(torch.float8_e4m3fn)
+    gate, up = (x.double() @ (w8.double() * scale.double()[:, None]).T).chunk(2, 1)
+    for shape in (DOT, ROW):
+        y = torch.empty(1, 20, dtype=half, device=device)
+        skinny(x, w8, y, shape, w_scale=scale, swiglu=True)
+        assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
+
+
+def test_a_row_is_the_same_in_any_company(half: torch.dtype, device: str):
+    x, w = weights(40, 128, 9, half, device)
+    for shape in (DOT, SPLIT):
+        part = torch.empty(3, 9, 40, device=device)
+        whole, one = torch.empty(9, 40, dtype=half, device=device), torch.empty(1, 40, dtype=half, device=device)
+        skinny(x, w, whole, shape, part=part)
+        skinny(x[4:5], w, one, shape, part=part)
+        assert torch.equal(whole[4:5], one)
+
+
+def test_what_cannot_be_done_is_refused(half: torch.dtype):
+    x, w, y = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(2, 32)
+    with pytest.raises(ValueError, match="skinny product"):
+        skinny(x, w, torch.zeros(2, 31), DOT)
+    with pytest.raises(ValueError, match="split sum"):
+        skinny(x, w, y, SPLIT)

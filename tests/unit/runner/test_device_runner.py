@@ -1,0 +1,239 @@
+"""The device runner does what the host's does: the same tests, the same tokens; and what only it can get wrong."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+import test_runner_overlap as overlapped  # noqa: E402
+from device_kit import OnDevice, make_device_runner  # noqa: E402
+from test_runner import (  # noqa: E402, F401
+    GREEDY,
+    MIXED,
+    PROMPT,
+    Steps,
+    _fine,
+    test_a_bad_opening_is_refused_alone,
+    test_a_bad_row_is_refused_alone,
+    test_a_mixed_batch_is_each_sequence_alone,
+    test_chunks_and_decode_are_naive_generation,
+    test_masks_are_by_place_in_the_plan,
+    test_pages_can_be_rewritten,
+    test_prompt_logprobs_across_chunks,
+    test_resuming_after_preemption_changes_nothing,
+)
+from tiny_llama import decode, generate, known, make_runner, opening  # noqa: E402
+
+from quire.engine.types import Request  # noqa: E402
+from quire.runner.params import SamplingParams  # noqa: E402
+from quire.runner.plan import Plan  # noqa: E402
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "padded"])
+def padded(request):
+    return request.param
+
+
+@pytest.fixture
+def runner(padded):
+    """Takes the place of the host's in the tests imported above."""
+    runner = make_device_runner(padded=padded)
+    yield runner
+    runner.close()
+
+
+def _close(have, want):
+    """Equal tokens; equal log probabilities up to the rounding of a float64 sum."""
+    assert have.keys() == want.keys()
+    for name in want:
+        assert have[name][0] == want[name][0]
+        for mine, theirs in zip(have[name][1:], want[name][1:], strict=True):
+            assert [(p.token, p.rank, [t for t, _ in p.top]) for p in mine] == [
+                (p.token, p.rank, [t for t, _ in p.top]) for p in theirs
+            ]
+            for p, q in zip(mine, theirs, strict=True):
+                assert p.logprob == pytest.approx(q.logprob, abs=1e-12)
+                assert [x for _, x in p.top] == pytest.approx([x for _, x in q.top], abs=1e-12)
+
+
+def _more_requests(rng: random.Random) -> list[Request]:
+    """The requests of the host's own test, with every other rule mixed in."""
+    requests = overlapped._requests(rng)
+    for i, request in enumerate(requests):
+        p = request.sampling
+        if rng.random() < 0.6:
+            p = SamplingParams(
+                temperature=rng.choice([0.0, 0.6, 1.0, 1.4]),
+                top_k=rng.choice([0, 1, 7, 40, 200]),
+                top_p=rng.choice([1.0, 0.5, 0.95]),
+                min_p=rng.choice([0.0, 0.05]),
+                typical_p=rng.choice([1.0, 0.8]),
+                presence_penalty=rng.choice([0.0, 0.7]),
+                repetition_penalty=rng.choice([1.0, 0.8, 1.5]),
+                logit_bias=rng.choice([{}, {3: 4.0, 70: -5.0, 2: 1.5}]),
+                seed=rng.randrange(2**63),
+                max_tokens=rng.randint(1, 12),
+                min_tokens=rng.choice([0, 1]),
+                logprobs=rng.choice([None, 0, 5]),
+            )
+        requests[i] = Request(id=request.id, tokens=request.tokens, sampling=p, eos_ids=(2, 3))
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_the_host_runner(seed, padded, monkeypatch):
+    """Random requests through the scheduler: greedy and seeded, penalties, filters, logprobs, preemptions, depth 0 to 2."""
+    rng = random.Random(seed)
+    requests = _more_requests(rng)
+    size = {"pages": rng.randint(14, 24), "budget": rng.randint(4, 24), "slots": rng.randint(2, 6)}
+    want, _ = overlapped._serve(requests, 0, False, **size)
+    monkeypatch.setattr(overlapped, "make_runner", functools.partial(make_device_runner, padded=padded))
+    for depth in (0, 1, 2):
+        have, _ = overlapped._serve(requests, depth, False, **size)
+        _close(have, want)
+
+
+def test_preemption_changes_nothing(padded, monkeypatch):
+    monkeypatch.setattr(overlapped, "make_runner", functools.partial(make_device_runner, padded=padded))
+    overlapped.test_preemption_changes_no_bit()
+
+
+def test_the_host_runs_ahead(padded):
+    """Four steps are launched before any answer is read; answers are right in whatever order they are asked for."""
+    runner = make_device_runner(padded=padded)
+    params = SamplingParams(temperature=1.0, frequency_penalty=1.0, logprobs=2)
+    first = Plan(
+        step=0, work=[known(0, PROMPT, 0, sample=True, pages=[0, 1, 2, 3])], opened=[opening(0, PROMPT, params)]
+    )
+    tickets = [runner.sample(runner.forward(first))]
+    tickets += [runner.sample(runner.forward(Plan(step=i, work=[decode(0)]))) for i in (1, 2, 3)]
+    last = tickets[3].result().rows[0]
+    tokens = [ticket.result().rows[0].tokens[0] for ticket in tickets]
+    assert tokens == generate(PROMPT, params, 7, 4, [2, 3]) and last.tokens == tokens[3:]
+
+
+def test_decode_steps_are_padded_to_the_ladder():
+    bad = OnDevice(64)
+    runner = make_device_runner(run=bad, padded=True, max_seqs=7)
+    go = Steps(runner)
+    go(
+        *(known(i, PROMPT, 0, sample=True, pages=[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3]) for i in range(3)),
+        opened=[opening(i, PROMPT, GREEDY) for i in range(3)],
+    )
+    rows = go(*(decode(i) for i in range(3)))
+    assert [r.tokens for r in rows] == [generate(PROMPT, GREEDY, 7, 2)[1:]] * 3
+    assert all(_fine(row).tokens for row in go(*(decode(i) for i in range(2))))
+    assert bad.sizes == [3, 4, 2]
+
+
+def test_many_page_changes_in_one_decode_step():
+    """More than a captured step has room for: every page of two tables at once."""
+    runner = make_device_runner(padded=True)
+    go = Steps(runner)
+    works = [known(i, PROMPT, 0, sample=True, pages=[10 * i, 10 * i + 1, 10 * i + 2]) for i in range(2)]
+    first, _ = go(*works, opened=[opening(0, PROMPT, GREEDY), opening(1, PROMPT, GREEDY)])
+    row = go(decode(0), decode(1, page_from=0, pages=[0, 1, 12, 40, 41, 42, 43, 44, 45]))[1]
+    assert first.tokens + _fine(row).tokens == generate(PROMPT, GREEDY, 7, 2)
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("no"), ValueError("no such kernel")])
+def test_a_launch_that_fails_fails_its_step_alone(padded, fault):
+    bad = OnDevice(64)
+    runner = make_device_runner(run=bad, padded=padded)
+    go = Steps(runner)
+    go(known(0, PROMPT, 0, sample=True, pages=[0, 1, 2, 3]), opened=[opening(0, PROMPT, GREEDY)])
+    go(known(1, PROMPT, 0, pages=[4, 5, 6, 7]), opened=[opening(1, PROMPT, GREEDY)])
+    bad.fault = fault
+    rows = go(decode(0), known(2, PROMPT, 0, sample=True, pages=[8, 9, 10]), opened=[opening(2, PROMPT, GREEDY)])
+    for row in rows:
+        assert row.accepted == 0 and row.tokens == []
+        assert ("ran out of memory" if isinstance(fault, torch.OutOfMemoryError) else str(fault)) in row.error
+    rows = go(decode(0), known(1, PROMPT[-1:], 10, sample=True))
+    assert rows[0].error is not None
+    assert _fine(rows[1]).tokens == generate(PROMPT, GREEDY, 7, 1)
+    row = go(known(0, PROMPT, 0, sample=True, pages=[0, 1, 2]), opened=[opening(0, PROMPT, GREEDY)], closed=[0])[0]
+    assert _fine(row).tokens == generate(PROMPT, GREEDY, 7, 1)
+
+
+def test_logits_that_are_not_numbers_fail_one_sequence(padded):
+    bad = OnDevice(64)
+    runner = make_device_runner(run=bad, padded=padded)
+    go = Steps(runner)
+    params = [GREEDY, MIXED, SamplingParams(temperature=0.0, prompt_logprobs=1), GREEDY]
+    works = [known(i, PROMPT, 0, sample=True, pages=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(4)]
+    works[2].prompt_logits = 10
+    bad.nan = [1, 4 + 6]
+    rows = go(*works, opened=[opening(i, PROMPT, p) for i, p in enumerate(params)])
+    want = generate(PROMPT, GREEDY, 7, 2)
+    assert [row.error is None for row in rows] == [True, False, False, True]
+    assert "the model produced NaN" in rows[1].error and "the model produced NaN" in rows[2].error
+    assert rows[0].tokens == rows[3].tokens == want[:1] and rows[1].accepted == 0
+    bad.nan = []
+    rows = go(*(decode(i) for i in range(4)))
+    assert [row.error is None for row in rows] == [True, False, False, True]
+    assert rows[0].tokens == rows[3].tokens == want[1:]
+
+
+def test_a_failure_found_late_stays_with_its_sequence(padded):
+    """NaN in step 0 is read after step 1 was launched for that sequence, and after step 2 gave its slot to another."""
+    bad = OnDevice(64)
+    runner = make_device_runner(run=bad, padded=padded)
+    bad.nan = [0]
+    work = [known(0, PROMPT, 0, sample=True, pages=[0, 1, 2])]
+    tickets = [runner.sample(runner.forward(Plan(step=0, work=work, opened=[opening(0, PROMPT, GREEDY)])))]
+    bad.nan = []
+    tickets.append(runner.sample(runner.forward(Plan(step=1, work=[decode(0)]))))
+    again = Plan(step=2, work=work, opened=[opening(0, PROMPT, GREEDY)], closed=[0])
+    tickets.append(runner.sample(runner.forward(again)))
+    first, second, third = (ticket.result().rows[0] for ticket in tickets)
+    assert "NaN" in first.error and "NaN" in second.error and second.tokens == []
+    assert _fine(third).tokens == generate(PROMPT, GREEDY, 7, 1)
+    row = runner.step(Plan(step=3, work=[decode(0)])).rows[0]
+    assert _fine(row).tokens == generate(PROMPT, GREEDY, 7, 2)[1:]
+
+
+def test_forward_and_sample_alternate_and_close_ends():
+    runner = make_device_runner()
+    pending = runner.forward(Plan(step=0, work=[]))
+    with pytest.raises(RuntimeError, match="twice"):
+        runner.forward(Plan(step=1, work=[]))
+    assert runner.sample(pending).result().rows == []
+    with pytest.raises(RuntimeError, match="not the last"):
+        runner.sample(pending)
+    work = [known(0, PROMPT, 0, sample=True, pages=[0, 1, 2])]
+    ticket = runner.sample(runner.forward(Plan(step=1, work=work, opened=[opening(0, PROMPT, GREEDY)])))
+    runner.close()
+    runner.close()
+    assert ticket.answer is not None and len(ticket.result().rows[0].tokens) == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.forward(Plan(step=2, work=[]))
+    with pytest.raises(ValueError, match="max_rows"):
+        make_device_runner(max_rows=3)
+
+
+def test_a_step_that_is_too_large_is_refused():
+    runner = make_device_runner(max_rows=8)
+    opened = [opening(0, PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))]
+    rows = Steps(runner)(known(0, PROMPT, 0, prompt_logits=10, sample=True, pages=[0, 1, 2]), opened=opened)
+    assert "11 logit rows" in rows[0].error
+
+
+def test_masks_in_a_decode_step(padded):
+    runner, host = make_device_runner(padded=padded), make_runner()
+    only = np.zeros(89, np.bool_)
+    only[[33, 40]] = True
+    answers = []
+    for each in (runner, host):
+        go = Steps(each)
+        go(
+            *(known(i, PROMPT, 0, sample=True, pages=[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3]) for i in range(2)),
+            opened=[opening(0, PROMPT, GREEDY), opening(1, PROMPT, SamplingParams(temperature=2.0, logprobs=1))],
+        )
+        rows = each.sample(each.forward(Plan(step=1, work=[decode(0), decode(1)])), {0: only, 1: only}).result().rows
+        answers.append([r.tokens for r in rows])
+        assert all(r.tokens[0] in (33, 40) for r in rows)
+        answers[-1] += [_fine(r).tokens for r in go(decode(0), decode(1))]
+    assert answers[0] == answers[1]
