@@ -41,11 +41,11 @@ struct Machine {
     std::shared_ptr<ThreadPool> pool;
     const Kernels* kernels;
 
-    Machine(int threads, const std::string& isa) {
+    Machine(int threads, const std::string& isa, const std::vector<int>& cores) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
         kernels = find_kernels(isa.c_str());
         if (!kernels) throw std::invalid_argument("no kernel set named '" + isa + "' runs on this CPU");
-        pool = std::make_shared<ThreadPool>(threads);
+        pool = std::make_shared<ThreadPool>(threads, cores);
     }
 };
 
@@ -56,13 +56,19 @@ std::vector<std::string> available() {
     return names;
 }
 
-std::shared_ptr<Matrix> py_pack_affine(Machine& m, const Bytes2& data, int block, int nbytes, int group, int bits,
-                                       const IntsTuple& codes, const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+Codec to_codec(int block, int nbytes, int group, int bits, const IntsTuple& codes, const FactorTuple& scale,
+               const std::vector<FactorTuple>& bias) {
     Codec c;
     c.block = block, c.nbytes = nbytes, c.group = group, c.bits = bits;
     c.codes = to_ints(codes);
     c.scale = to_factor(scale);
     if ((c.has_bias = !bias.empty())) c.bias = to_factor(bias[0]);
+    return c;
+}
+
+std::shared_ptr<Matrix> py_pack_affine(Machine& m, const Bytes2& data, int block, int nbytes, int group, int bits,
+                                       const IntsTuple& codes, const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+    const Codec c = to_codec(block, nbytes, group, bits, codes, scale, bias);
     nb::gil_scoped_release free;
     return std::make_shared<Matrix>(pack_affine(*m.pool, c, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
 }
@@ -72,6 +78,21 @@ std::shared_ptr<Matrix> py_pack_dense(Machine& m, const Array2& data, int type) 
     if (type < 0 || type > 2 || data.itemsize() != width) throw std::invalid_argument("the array is not of that type");
     nb::gil_scoped_release free;
     return std::make_shared<Matrix>(pack_dense(*m.pool, (Type)type, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+}
+
+size_t py_affine_bytes(int64_t n, int64_t row_bytes, int block, int nbytes, int group, int bits, const IntsTuple& codes,
+                       const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+    return affine_bytes(to_codec(block, nbytes, group, bits, codes, scale, bias), n, row_bytes);
+}
+
+size_t py_dense_bytes(int64_t n, int64_t k, int type) {
+    if (type < 0 || type > 2) throw std::invalid_argument("there is no such type");
+    return dense_bytes((Type)type, n, k);
+}
+
+std::shared_ptr<Matrix> py_pattern(Machine& m, int64_t n, int64_t k) {
+    nb::gil_scoped_release free;
+    return std::make_shared<Matrix>(pattern(*m.pool, n, k));
 }
 
 std::shared_ptr<Vector> py_vector(const Floats1& data) {
@@ -167,7 +188,7 @@ void bind_plan(nb::module_& m) {
 NB_MODULE(_native, m) {
     m.def("available", &available);
     m.def("row_bytes", &Slot::row_bytes);
-    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&>()).def_prop_ro("threads", [](const Machine& x) {
+    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&, const std::vector<int>&>()).def_prop_ro("threads", [](const Machine& x) {
         return x.pool->threads();
     });
     nb::class_<Matrix>(m, "Matrix")
@@ -176,6 +197,9 @@ NB_MODULE(_native, m) {
     nb::class_<Vector>(m, "Vector").def_prop_ro("nbytes", [](const Vector& v) { return v.memory.size(); });
     m.def("pack_affine", &py_pack_affine);
     m.def("pack_dense", &py_pack_dense);
+    m.def("affine_bytes", &py_affine_bytes);
+    m.def("dense_bytes", &py_dense_bytes);
+    m.def("pattern", &py_pattern);
     m.def("vector", &py_vector);
     bind_plan(m);
     m.def("exp", [](const std::string& isa, const Floats1& x, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {

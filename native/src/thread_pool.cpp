@@ -3,6 +3,9 @@
 #include "thread_pool.h"
 
 #include <chrono>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__linux__)
 #include <errno.h>
@@ -60,13 +63,21 @@ void pin(std::thread&, int) {}
 
 ThreadPool::ThreadPool(int threads, std::vector<int> cores) {
     const uint32_t start = phase_of(ticket_.load());
+    workers_.reserve((size_t)threads);
     for (int t = 1; t < threads; t++) {
-        workers_.emplace_back([this, t, start] { take_part(t, start); });
+        try {
+            workers_.emplace_back([this, t, start] { take_part(t, start); });
+        } catch (const std::system_error& e) {
+            end();
+            throw std::runtime_error("only " + std::to_string(t) + " of " + std::to_string(threads) + " threads could be started: " + e.what());
+        }
         if (!cores.empty()) pin(workers_.back(), cores[(size_t)t % cores.size()]);
     }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end(); }
+
+void ThreadPool::end() {
     std::lock_guard<std::mutex> turn(turn_);
     stop_.store(true, std::memory_order_relaxed);
     publish(phase_of(ticket_.load()) + 1, 0);

@@ -19,7 +19,8 @@ namespace quire {
 
 class ThreadPool {
 public:
-    // `cores`: the cores to pin the threads to, the caller's first and left alone; empty pins nothing.
+    // `cores`: what the threads are pinned to, in turn; the first is the caller's, who is left alone. Empty pins nothing.
+    // Throws std::runtime_error when the system does not give that many threads.
     explicit ThreadPool(int threads, std::vector<int> cores = {});
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -48,6 +49,7 @@ private:
         int steps;
     };
     void run_job(const Job& job);
+    void end();
     bool open_from(int step);  // the first step at or after it that has items; false: there is none
     void publish(uint32_t phase, int items);
     void take_part(int thread, uint32_t until);

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from quire.backends.batch import Batch
 from quire.layouts import Dense, Floats, Layout, Rope
@@ -147,4 +147,23 @@ class Backend(Protocol):
 
     def implementations(self) -> dict[str, str]:
         """op -> what runs it here, for `quire doctor --ops`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that a program will take beside its KV pool."""
+
+    weights: int  # as they are kept; the model file's own pages are page cache and not counted
+    working: int  # what lies between ops, logits among it, and scratch
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""
+
+    def estimate(
+        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = ...
+    ) -> Needs:
+        """For the same arguments as compile's; the number of pages does not matter."""
         ...

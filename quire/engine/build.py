@@ -9,28 +9,31 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import Backend
+from quire.backends.ops import Backend, Estimator, Needs
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
     PAGE_SIZE,
     EngineConfig,
     Environment,
-    available_memory,
+    asked_threads,
+    available_cores,
     parse_size,
     resolve_pool,
-    resolve_threads,
 )
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
+from quire.engine.memory import Budget
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
+from quire.machine import look_at_cores, look_at_memory
 from quire.models import Model, load
-from quire.observe.errors import BadRequest, Unsupported
+from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.runner import Runner
 from quire.weights.gguf import GGUF
 
@@ -57,22 +60,30 @@ def build_engine(
     gguf = gguf or GGUF.open(config.path)
     watch.lap("file")
     model = load(gguf)
-    sizes = resolve_sizes(config, env, model, available_memory())
-    kv = model.kv(sizes.pages, PAGE_SIZE)
     watch.lap("model")
-    threads, threads_line = resolve_threads(config.threads, env)
-    backend = _open(config, env, threads)
+    threads, cores, threads_line = choose_threads(config, env)
+    backend = _open(config, env, threads, cores)
     watch.lap("backend")
+    max_rows = config.max_seqs + EXTRA_ROWS
+    budget = _budget(backend, model, config.max_batch_tokens, max_rows)
+    sizes = resolve_sizes(config, env, model, budget)
+    kv = model.kv(sizes.pages, PAGE_SIZE)
+    watch.lap("sizes")
 
     def packed(layout: Layout, done: int, total: int) -> None:
         model.release(layout)
         if progress is not None:
             progress(done, total)
 
-    max_rows = config.max_seqs + EXTRA_ROWS
-    program = backend.compile(
-        model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
-    )
+    try:
+        program = backend.compile(
+            model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
+        )
+    except MemoryError:  # somebody else was faster, or a limit that nobody could see
+        raise NotEnoughMemory(
+            f"the system refused memory while the model was loaded, though this seemed to fit: {budget.line(kv.nbytes)}",
+            cure="free some memory, or ask for less KV memory",
+        ) from None
     watch.lap("weights")
     scheduler = Scheduler(
         PrefixTree(Pool(sizes.pages), PAGE_SIZE),
@@ -124,7 +135,37 @@ def build_engine(
     return Engine(scheduler, runner, config.depth), info
 
 
-def resolve_sizes(config: EngineConfig, env: Environment, model: Model, available: int) -> Sizes:
+def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
+    """How many threads, what they are pinned to, and the sentence that says why.
+
+    Who asks gets what was asked. Otherwise the native backend's choice is measured, once per machine, here and not later:
+    the weights are about to be packed with these threads, and a quarter of a second once is less than a wrong choice
+    costs every start.
+    """
+    asked = asked_threads(config.threads, env, available_cores())
+    if asked is not None:
+        return asked[0], (), asked[1]
+    cores = look_at_cores()
+    if config.backend == "native":
+        from quire.backends.native import available
+        from quire.backends.native.tune import decide
+
+        with suppress(Unsupported):  # opening the backend says it better
+            made = decide(env.home, cores, config.isa or env.isa or available()[0])
+            return made.candidate.threads, made.candidate.cores, made.line
+    return cores.most, (), f"threads: {cores.most} (every core available)"
+
+
+def _budget(backend: Backend, model: Model, max_tokens: int, max_rows: int) -> Budget:
+    """What there is and what all but the KV pool needs. A backend that cannot say beforehand is taken to need nothing."""
+    needs = Needs(0, 0)
+    if isinstance(backend, Estimator):
+        kv = model.kv(1, PAGE_SIZE)
+        needs = backend.estimate(model.forward, kv=kv, max_tokens=max_tokens, max_rows=max_rows)
+    return Budget(look_at_memory(), needs)
+
+
+def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: Budget) -> Sizes:
     """The context and the KV pool. Pure; refuses what was asked for and cannot be."""
     trained = model.config.context
     if config.context is not None and config.context > trained:
@@ -140,19 +181,14 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
             asked = parse_size(env.kv_memory)
         except ValueError as e:
             raise BadRequest(f"QUIRE_KV_MEMORY: {e}", param="kv_memory") from None
-    if asked is not None and asked > available:
-        raise BadRequest(
-            f"{asked / 2**20:.0f} MiB were asked for as KV memory: {available / 2**20:.0f} MiB are available",
-            param="kv_memory",
-            cure="ask for less, or leave it out",
-        )
     page_bytes = model.kv(1, PAGE_SIZE).page_bytes
     if asked is not None and asked < page_bytes:
         raise BadRequest(
             f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}",
             param="kv_memory",
         )
-    pages, line = resolve_pool(asked, available, page_bytes, context, config.max_seqs)
+    budget.check(asked if asked is not None else page_bytes, page_bytes)
+    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs)
     holds = pages * PAGE_SIZE
     if config.context is not None and holds < config.context:
         raise BadRequest(
@@ -165,7 +201,8 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
         why = f"asked for; the model was made for {trained}"
     else:
         why = "what the model was made for" if holds >= context else f"what the KV pool holds; the model: {trained}"
-    return Sizes(min(context, holds), pages, [line, f"context: {min(context, holds)} tokens ({why})"])
+    lines = [line, f"context: {min(context, holds)} tokens ({why})", budget.line(pages * page_bytes)]
+    return Sizes(min(context, holds), pages, lines)
 
 
 def _check(config: EngineConfig) -> None:
@@ -186,9 +223,9 @@ def _check(config: EngineConfig) -> None:
         raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")
 
 
-def _open(config: EngineConfig, env: Environment, threads: int) -> Backend:
+def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int, ...]) -> Backend:
     try:
-        return open_backend(config.backend, threads=threads, isa=config.isa or env.isa)
+        return open_backend(config.backend, threads=threads, isa=config.isa or env.isa, cores=cores)
     except ValueError as e:
         raise BadRequest(str(e), param="backend") from None
     except ImportError as e:
