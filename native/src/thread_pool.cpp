@@ -90,14 +90,13 @@ void ThreadPool::publish(uint32_t phase, int items) {
     ticket_.store((uint64_t)phase << 32 | (uint32_t)items, std::memory_order_seq_cst);
 }
 
-bool ThreadPool::open_from(int step) {
+int ThreadPool::open_from(int step) {
     for (; step < job_.steps; step++)
         if (job_.items[step] > 0) {
             step_ = step;
-            items_ = job_.items[step];
-            return true;
+            return items_ = job_.items[step];
         }
-    return false;
+    return 0;
 }
 
 void ThreadPool::run_job(const Job& job) {
@@ -107,8 +106,7 @@ void ThreadPool::run_job(const Job& job) {
     if (!phases) return;
     const uint32_t now = phase_of(ticket_.load(std::memory_order_relaxed));
     job_ = job;
-    open_from(0);
-    publish(now + 1, items_);
+    publish(now + 1, open_from(0));
     if (!workers_.empty()) wake(true);
     take_part(0, now + 1 + phases);
 }
@@ -131,13 +129,10 @@ void ThreadPool::take_part(int thread, uint32_t until) {
             ticket = ticket_.load(std::memory_order_acquire);
         }
         if (taken && finished_.fetch_add(taken, std::memory_order_acq_rel) + taken == items) {
-            const bool more = open_from(step_ + 1);
-            publish(phase + 1, more ? items_ : 0);
-            if (more) {
-                if (items_ > 1) wake(true);
-            } else if (thread) {
-                wake(false);
-            }
+            const int next = open_from(step_ + 1);  // once it is published, what we opened is no longer ours to read
+            publish(phase + 1, next);
+            if (next > 1) wake(true);
+            else if (!next && thread) wake(false);
         } else if (!left_of(ticket)) {
             wait(phase, thread == 0);
         }

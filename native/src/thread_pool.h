@@ -50,7 +50,7 @@ private:
     };
     void run_job(const Job& job);
     void end();
-    bool open_from(int step);  // the first step at or after it that has items; false: there is none
+    int open_from(int step);  // the first step at or after it that has items; how many, 0: there is none
     void publish(uint32_t phase, int items);
     void take_part(int thread, uint32_t until);
     void wait(uint32_t phase, bool caller);
