@@ -15,7 +15,9 @@ from pathlib import Path
 
 NO_LIMIT = 1 << 62
 CPUS = Path("/sys/devices/system/cpu")
-FAST = 0.85  # of the largest capacity: cores of one kind differ by a few percent, big and little ones by a third and more
+FAST = (
+    0.85  # of the largest capacity: cores of one kind differ by a few percent, big and little ones by a third and more
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,11 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
-            base = mount if (mount / "cgroup.controllers").exists() or not (mount / controller).is_dir() else mount / "unified"
+            base = (
+                mount
+                if (mount / "cgroup.controllers").exists() or not (mount / controller).is_dir()
+                else mount / "unified"
+            )
         elif controller in controllers.split(","):
             base = mount / controllers if (mount / controllers).is_dir() else mount / controller
         else:

@@ -47,7 +47,9 @@ def command(
     deep: Annotated[bool, typer.Option("--deep", help="Read every model whole and compare its digest.")] = False,
     network: Annotated[bool, typer.Option("--network", help="Try to reach the places models come from.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Also print which implementation runs each op.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Measure again how many threads are fastest, and keep it.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure again how many threads are fastest, and keep it.")
+    ] = False,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port that `quire serve` would use.")] = 8000,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
@@ -78,7 +80,9 @@ def command(
         speeds = []
     if speeds:
         typer.echo("")
-        rows = [(r["threads"], r["pinned to"], r["decode GB/s"], r["prefill G multiply-adds/s"], r["note"]) for r in speeds]
+        rows = [
+            (r["threads"], r["pinned to"], r["decode GB/s"], r["prefill G multiply-adds/s"], r["note"]) for r in speeds
+        ]
         ui.table(("THREADS", "PINNED TO", "DECODE GB/s", "PREFILL GMAC/s", ""), rows)
     if ops and not json:
         typer.echo("")

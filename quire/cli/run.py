@@ -42,7 +42,7 @@ def command(
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Tell what was decided, and how long it took.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, typer.Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV pool, such as 512MiB.")] = None,
     backend: Annotated[str, typer.Option(help="native, or reference (slow).")] = "native",

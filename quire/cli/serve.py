@@ -40,7 +40,7 @@ def command(
     max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: every core available.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
     backend: Annotated[str, typer.Option(help="native, or reference (slow, for checking).")] = ENGINE.backend,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     drain_seconds: Annotated[

@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     """How a model is loaded. What is left out is decided at load, and `info.decisions` tells how."""
 
     backend: str  # "native", or "reference" (slow)
-    threads: int | None  # every core
+    threads: int | None  # what was measured to be fastest
     isa: str | None  # force a kernel set: "scalar", "neon", "avx2", "avx512"
     context: int | None  # longest sequence, in tokens: what the model was made for
     kv_memory: int | str | None  # bytes, or a text such as "1GiB"

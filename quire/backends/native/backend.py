@@ -146,9 +146,7 @@ class NativeBackend:
         """Memory held by packed matrices."""
         return sum(m.nbytes for _, m in self._packed.values())
 
-    def _draft(
-        self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]
-    ) -> _Draft:
+    def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
         """The program laid out; taken over from an estimate of the same program when there is one."""
         key = (forward, replace(kv, pages=0), max_tokens, max_rows, tuple(inputs.items()))
         if key in self._drafts:

@@ -182,7 +182,9 @@ def key_of(cores: Cores, isa: str) -> str:
 def _decision(day: str, speeds: tuple[Speed, ...], cores: Cores, kept: bool) -> Decision:
     chosen = best(speeds).candidate
     limit = "" if cores.quota is None else f", quota {cores.quota:g}"
-    tried = ", ".join(f"{s.candidate} {s.stream / 1e9:.1f} GB/s" for s in sorted(speeds, key=lambda s: s.candidate.threads))
+    tried = ", ".join(
+        f"{s.candidate} {s.stream / 1e9:.1f} GB/s" for s in sorted(speeds, key=lambda s: s.candidate.threads)
+    )
     pinned = f", pinned to {','.join(map(str, chosen.cores))}" if chosen.cores else ""
     whole = f"{cores.threads} core{'s' if cores.threads > 1 else ''}{limit}{pinned}"
     note = "" if kept else "; the machine was busy, so this is not kept"
@@ -201,7 +203,11 @@ def _load(path: Path, key: str) -> tuple[str, tuple[Speed, ...]] | None:
     try:
         entry = json.loads(path.read_bytes())[key]
         speeds = tuple(
-            Speed(Candidate(_count(s["threads"]), tuple(int(c) for c in s["cores"])), float(s["stream"]), float(s["compute"]))
+            Speed(
+                Candidate(_count(s["threads"]), tuple(int(c) for c in s["cores"])),
+                float(s["stream"]),
+                float(s["compute"]),
+            )
             for s in entry["speeds"]
         )
         day = str(entry["measured"])

@@ -41,9 +41,8 @@ def test_programs_of_several_threads_take_turns_on_one_pool() -> None:
     wrong: list[int] = []
 
     def work(n: int) -> None:
-        for _ in range(30):
-            if not np.array_equal(programs[n].run(BATCH), want):
-                wrong.append(n)
+        if not all(np.array_equal(programs[n].run(BATCH), want) for _ in range(30)):
+            wrong.append(n)
 
     workers = [threading.Thread(target=work, args=(n,)) for n in range(3)]
     for w in workers:
@@ -83,7 +82,9 @@ NativeBackend(threads=2)  # those that were started are gone
     assert "of 500 threads could be started" in done.stdout
 
 
-@pytest.mark.parametrize("names", [("F32",), ("F16", "BF16"), ("Q4_1", "Q8_0", "Q6_K", "Q4_K"), ("Q2_K", "Q3_K", "Q5_K")])
+@pytest.mark.parametrize(
+    "names", [("F32",), ("F16", "BF16"), ("Q4_1", "Q8_0", "Q6_K", "Q4_K"), ("Q2_K", "Q3_K", "Q5_K")]
+)
 def test_an_estimate_is_what_is_then_taken(names: tuple[str, ...]) -> None:
     model, backend = TinyModel(names), NativeBackend(threads=2)
     assert isinstance(backend, Estimator)

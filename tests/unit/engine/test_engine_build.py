@@ -117,7 +117,9 @@ def test_a_model_that_does_not_fit_is_refused_whatever_the_pool() -> None:
         sizes(available=3 << 30, needs=Needs(int(4.2 * 2**30), 0))
 
 
-@pytest.mark.parametrize(("n", "text"), [(1, "1 MiB"), (5 << 20, "5 MiB"), (1 << 30, "1.0 GiB"), (3435 << 20, "3.4 GiB")])
+@pytest.mark.parametrize(
+    ("n", "text"), [(1, "1 MiB"), (5 << 20, "5 MiB"), (1 << 30, "1.0 GiB"), (3435 << 20, "3.4 GiB")]
+)
 def test_sizes_for_people(n: int, text: str) -> None:
     assert size(n) == text
 
