@@ -40,11 +40,11 @@ struct Machine {
     std::shared_ptr<ThreadPool> pool;
     const Kernels* kernels;
 
-    Machine(int threads, const std::string& isa) {
+    Machine(int threads, const std::string& isa, const std::vector<int>& cores) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
         kernels = find_kernels(isa.c_str());
         if (!kernels) throw std::invalid_argument("no kernel set named '" + isa + "' runs on this CPU");
-        pool = std::make_shared<ThreadPool>(threads);
+        pool = std::make_shared<ThreadPool>(threads, cores);
     }
 };
 
@@ -83,6 +83,21 @@ std::vector<std::shared_ptr<Matrix>> py_pack(Machine& m, const std::vector<std::
     nb::gil_scoped_release free;
     for (Matrix& w : pack(*m.pool, weights)) packed.push_back(std::make_shared<Matrix>(std::move(w)));
     return packed;
+}
+
+size_t py_affine_bytes(int64_t n, int64_t row_bytes, int block, int nbytes, int group, int bits, const IntsTuple& codes,
+                       const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+    return affine_bytes(py_codec(block, nbytes, group, bits, codes, scale, bias), n, row_bytes);
+}
+
+size_t py_dense_bytes(int64_t n, int64_t k, int type) {
+    if (type < 0 || type > 2) throw std::invalid_argument("there is no such type");
+    return dense_bytes((Type)type, n, k);
+}
+
+std::shared_ptr<Matrix> py_pattern(Machine& m, int64_t n, int64_t k) {
+    nb::gil_scoped_release free;
+    return std::make_shared<Matrix>(pattern(*m.pool, n, k));
 }
 
 std::shared_ptr<Vector> py_vector(const Floats1& data) {
@@ -181,7 +196,7 @@ void bind_plan(nb::module_& m) {
 NB_MODULE(_native, m) {
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
-    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&>()).def_prop_ro("threads", [](const Machine& x) {
+    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&, const std::vector<int>&>()).def_prop_ro("threads", [](const Machine& x) {
         return x.pool->threads();
     });
     nb::class_<Matrix>(m, "Matrix")
@@ -190,6 +205,9 @@ NB_MODULE(_native, m) {
     nb::class_<Vector>(m, "Vector").def_prop_ro("nbytes", [](const Vector& v) { return v.memory.size(); });
     nb::class_<Codec>(m, "Codec").def(nb::new_(&py_codec));
     m.def("pack", &py_pack);
+    m.def("affine_bytes", &py_affine_bytes);
+    m.def("dense_bytes", &py_dense_bytes);
+    m.def("pattern", &py_pattern);
     m.def("vector", &py_vector);
     bind_plan(m);
     m.def("exp", [](const std::string& isa, const Floats1& x, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {

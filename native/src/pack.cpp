@@ -181,7 +181,7 @@ bool fits_nibble(const Reader& r) { return !r.parts.empty() && r.offset == 0 && 
 
 }  // namespace
 
-void Matrix::lay_out() {
+void Matrix::measure() {
     blocks = (n + 15) / 16;
     if (type != Type::Affine) {
         block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
@@ -197,15 +197,17 @@ void Matrix::lay_out() {
         bias_super_at = super_at + supers;
         block_bytes = bias_super_at + (bias ? supers : 0);
     }
-    memory = Mapping(block_bytes * (size_t)blocks);
+}
+
+void Matrix::lay_out() {
+    measure();
+    memory = Mapping(bytes());
 }
 
 namespace {
 
-using PackBlock = std::function<void(int block)>;
-
-// Lays out w and gives what packs one of its blocks of rows. `c` and `data` must outlive it.
-PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
+// The codec, checked, and the matrix it makes, without memory.
+Matrix shape_affine(const Codec& c, int64_t n, int64_t row_bytes, Reader& codes, Reader& scale, Reader& bias) {
     if (c.block != 32 && c.block != 256) refuse("a block must hold 32 or 256 numbers");
     if (c.group != 16 && c.group != 32) refuse("a group must hold 16 or 32 numbers");
     if (c.bits < 2 || c.bits > 8 || c.bits == 7) refuse("codes must have 2, 3, 4, 5, 6 or 8 bits");
@@ -215,7 +217,7 @@ PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int6
     auto inside = [&](const Factor& f) { return f.at >= 0 && f.at + 2 <= c.nbytes; };
     if (!inside(c.scale) || (c.has_bias && !inside(c.bias))) refuse("a scale lies outside its block");
 
-    Reader codes(c.codes, c.block, c.nbytes), scale, bias;
+    codes = Reader(c.codes, c.block, c.nbytes);
     if (codes.parts.empty() || codes.most >= 1 << c.bits) refuse("the codes do not fit their bits");
     const int groups = c.block / c.group;
     const bool two_level = !c.scale.codes.planes.empty() || (c.has_bias && !c.bias.codes.planes.empty());
@@ -224,6 +226,7 @@ PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int6
     if (!fits_int8(scale) || !fits_int8(bias)) refuse("scale codes do not fit a signed byte");
     if (two_level && c.block != 256) refuse("two-level scales need blocks of 256");
 
+    Matrix w;
     w.type = Type::Affine;
     w.n = (int)n;
     w.k = (int)k;
@@ -234,16 +237,44 @@ PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int6
     w.scales = !two_level                                                          ? Scales::Half
                : c.has_bias && fits_nibble(scale) && fits_nibble(bias) ? Scales::Nibble
                                                                                    : Scales::Byte;
+    w.measure();
+    return w;
+}
+
+Matrix shape_dense(Type type, int64_t n, int64_t k) {
+    if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) throw std::invalid_argument("the matrix is empty or too large");
+    Matrix w;
+    w.type = type;
+    w.n = (int)n;
+    w.k = (int)k;
+    w.measure();
+    return w;
+}
+
+}  // namespace
+
+size_t affine_bytes(const Codec& codec, int64_t n, int64_t row_bytes) {
+    Reader codes, scale, bias;
+    return shape_affine(codec, n, row_bytes, codes, scale, bias).bytes();
+}
+
+size_t dense_bytes(Type type, int64_t n, int64_t k) { return shape_dense(type, n, k).bytes(); }
+
+namespace {
+
+using PackBlock = std::function<void(int block)>;
+
+// Lays out w and gives what packs one of its blocks of rows. `c` and `data` must outlive it.
+PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
+    Reader codes, scale, bias;
+    w = shape_affine(c, n, row_bytes, codes, scale, bias);
     w.lay_out();
     Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
     return [packer = std::move(packer)](int b) { packer.pack_block(b); };
 }
 
 PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k) {
-    if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) throw std::invalid_argument("the matrix is empty or too large");
-    w.type = type;
-    w.n = (int)n;
-    w.k = (int)k;
+    w = shape_dense(type, n, k);
     w.lay_out();
     auto interleave = [&w, data, k](auto number) -> PackBlock {
         using T = decltype(number);
@@ -276,6 +307,20 @@ std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
         work[i](item - (i ? ends[i - 1] : 0));
     });
     return packed;
+}
+
+Matrix pattern(ThreadPool& pool, int64_t n, int64_t k) {
+    if (n < 1 || k < 32 || n > (1 << 30) || k > (1 << 24) || k % 32) throw std::invalid_argument("the matrix is empty or too large");
+    Matrix w;
+    w.type = Type::Affine;
+    w.n = (int)n;
+    w.k = (int)k;
+    w.bits = 4;
+    w.group = 32;
+    w.offset = 8;
+    w.lay_out();
+    pool.for_each(w.blocks, [&](int b) { memset(w.block(b), 0x2c, w.block_bytes); });  // also a float16: 0.065
+    return w;
 }
 
 }  // namespace quire

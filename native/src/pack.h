@@ -53,4 +53,11 @@ inline Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t 
     return std::move(pack(pool, {{nullptr, type, data, n, k}})[0]);
 }
 
+// The memory that those would take.
+size_t affine_bytes(const Codec& codec, int64_t n, int64_t row_bytes);
+size_t dense_bytes(Type type, int64_t n, int64_t k);
+
+// A matrix of 4 bits whose numbers mean nothing and are all there, for measuring the machine.
+Matrix pattern(ThreadPool& pool, int64_t n, int64_t k);
+
 }  // namespace quire

@@ -63,23 +63,12 @@ void Plan::output(int slot) {
     output_ = slot;
     if (scratch_bytes_) scratch_memory_ = Mapping(scratch_bytes_ * (size_t)pool_->threads());
     scratch_ = scratch_memory_.data();
-    next_ = std::make_unique<std::atomic<int>[]>(steps_.size());
     items_.resize(steps_.size());
 }
 
 void Plan::input(int slot) {
     floats_slot(slot, "an input");
     inputs_.push_back(slot);
-}
-
-void Plan::walk(Run& run, int thread) {
-    for (size_t i = 0; i < steps_.size(); i++) {
-        const int items = items_[i];
-        if (!items) continue;
-        for (int item; (item = next_[i].fetch_add(1, std::memory_order_relaxed)) < items;)
-            steps_[i]->work(run, item, thread);
-        if (i + 1 < steps_.size()) pool_->barrier();
-    }
 }
 
 // The arrays belong to the caller, who may change them while we run: what was checked must be what is used.
@@ -112,9 +101,8 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
     for (size_t i = 0; i < steps_.size(); i++) {
         steps_[i]->prepare(now);
         items_[i] = steps_[i]->items(now);
-        next_[i].store(0, std::memory_order_relaxed);
     }
-    pool_->run([&](int thread) { walk(now, thread); });
+    pool_->run((int)steps_.size(), items_.data(), [&](int step, int item, int thread) { steps_[(size_t)step]->work(now, item, thread); });
 }
 
 std::string Plan::describe() const {

@@ -44,7 +44,7 @@ def command(
     max_tokens: Annotated[int, Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     stats: Annotated[bool, Option("--stats", help="Tell what was decided, and how long it took.")] = False,
-    threads: Annotated[int | None, Option(help="Default: every core.")] = None,
+    threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
     kv_dtype: Annotated[str, Option(help="How K and V are kept: f16, or int8 (half the memory).")] = "auto",
