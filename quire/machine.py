@@ -8,7 +8,6 @@ of version 1 or 2, seen from inside a container or from outside: every level tha
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +82,7 @@ def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
         name, _, value = line.partition(":")
         if name.strip() in wanted:
             found.setdefault(name.strip(), value.strip())
-    return " ".join(found[n] for n in wanted if n in found) or platform.processor() or platform.machine()
+    return " ".join(found[n] for n in wanted if n in found) or os.uname().machine
 
 
 def available_memory() -> int:

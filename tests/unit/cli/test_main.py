@@ -43,7 +43,7 @@ def test_help_imports_no_verb_and_nothing_heavy():
         "try: app.app(['--help'])\nexcept SystemExit: pass\n"
         "heavy = ('numpy', 'rich', 'msgspec', 'fastapi', 'pydantic', 'tokenizers', 'urllib.request', 'ssl')\n"
         "print([m for m in sys.modules if m in heavy or m.startswith('quire.') and m not in "
-        "('quire.cli', 'quire.cli.app', 'quire.cli.verbs', 'quire.config')], file=sys.stderr)"
+        "('quire.cli', 'quire.cli.app', 'quire.cli.verbs', 'quire.config', 'quire.machine')], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
