@@ -4,6 +4,11 @@ Order and meaning are the host's. Scores are a float32 copy of the logits, which
 probabilities are of those). A logit that is NaN or +inf becomes +inf whatever rules it out, so that it is seen.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch
@@ -15,7 +20,7 @@ _CHUNK = tl.constexpr(4096)
 
 @triton.jit
 def _adjust(
-    source, scores, params, seen, counts, allowed, vocab, stride_in, stride_out, COLS: tl.constexpr,
+    source, scores, wishes, seen, counts, allowed, vocab, stride_in, stride_out, COLS: tl.constexpr,
     PENALTY: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -24,7 +29,7 @@ def _adjust(
     value = tl.load(source + row * stride_in + ids, mask=keep, other=0.0).to(tl.float32)
     broken = (value != value) | (value == float("inf"))
     if PENALTY:
-        own = params + row * COLS
+        own = wishes + row * COLS
         repetition = tl.load(own + 5).to(tl.float32)
         frequency = tl.load(own + 6).to(tl.float32)
         presence = tl.load(own + 7).to(tl.float32)
@@ -53,7 +58,7 @@ def _scatter(scores, rows, tokens, values, entries, stride, ADD: tl.constexpr, B
 def apply_rules(
     logits: torch.Tensor,
     scores: torch.Tensor,
-    params: torch.Tensor,
+    wishes: torch.Tensor,
     *,
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     seen: torch.Tensor | None = None,
@@ -61,7 +66,7 @@ def apply_rules(
     allowed: torch.Tensor | None = None,
     stops: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Fill scores [n, V] float32. params as for `choose`.
+    """Fill scores [n, V] float32. wishes as for `choose`.
 
     bias is (rows, tokens, values) and stops (rows, tokens), one entry a pair; seen and allowed are bool [n, V], counts
     int32 [n, V], contiguous. Penalties need both seen and counts.
@@ -72,8 +77,8 @@ def apply_rules(
         raise ValueError("penalties need both the seen tokens and their counts")
     if bias is not None:  # the bias comes before the penalties, so it needs a copy to be added to
         _adjust[grid](
-            logits, scores, params, scores, scores, scores, vocab, logits.stride(0), scores.stride(0),
-            COLS=params.shape[1], PENALTY=False, MASK=False, num_warps=4,
+            logits, scores, wishes, scores, scores, scores, vocab, logits.stride(0), scores.stride(0),
+            COLS=wishes.shape[1], PENALTY=False, MASK=False, num_warps=4,
         )  # fmt: skip
         _scatter[(triton.cdiv(bias[0].shape[0], 128),)](
             scores, *bias, bias[0].shape[0], scores.stride(0), ADD=True, BLOCK=128, num_warps=4
@@ -81,9 +86,9 @@ def apply_rules(
     source = logits if bias is None else scores
     if bias is None or seen is not None or allowed is not None:
         _adjust[grid](
-            source, scores, params, scores if seen is None else seen.view(torch.uint8),
+            source, scores, wishes, scores if seen is None else seen.view(torch.uint8),
             scores if counts is None else counts, scores if allowed is None else allowed.view(torch.uint8), vocab,
-            source.stride(0), scores.stride(0), COLS=params.shape[1], PENALTY=seen is not None,
+            source.stride(0), scores.stride(0), COLS=wishes.shape[1], PENALTY=seen is not None,
             MASK=allowed is not None, num_warps=4,
         )  # fmt: skip
     if stops is not None:

@@ -5,10 +5,14 @@ of best tokens that holds that much), min_p, then the token at a drawn number of
 the order of their ids. Scores are float32 here and float64 there, so the same token comes out unless two candidates are
 nearer to a border than that rounding. typical_p is not here: its rows take another path.
 
-A filter is a threshold and how many of the tokens at it are kept. Thresholds are found by narrowing a bracket of float
-bits over the candidates, three pivots a pass; only what lies inside a bracket can be the threshold, so it shrinks to the
-numbers that are really there.
+A filter is a threshold and how many of the tokens at it are kept. A threshold is found by narrowing a bracket of float
+bits over the candidates, three pivots a pass; the bracket shrinks to numbers that are really there.
 """
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
 
 from __future__ import annotations
 
@@ -150,11 +154,11 @@ def _draw(source, size, threshold, ties, peak, temperature, minimum, draw):
 
 @triton.jit
 def _choose(
-    scores, params, wanted, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, stride,
+    scores, wishes, wanted, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, stride,
     CHUNKS_PAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    own = params + row * COLS
+    own = wishes + row * COLS
     lane = tl.arange(0, CHUNKS_PAD)
     peak = row_peak(peaks, row, chunks, CHUNKS_PAD)
     if peak == float("inf"):
@@ -223,24 +227,24 @@ def _choose(
 
 
 def choose(
-    scores: torch.Tensor, params: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, found: Found
+    scores: torch.Tensor, wishes: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, found: Found
 ) -> None:
     """tokens [n] int32 of scores [n, V] (float32, bf16 or fp16), or a code below 0.
 
-    params float64 [n, 9] holds the columns named above; DRAW is the row's uniform number, REPETITION, FREQUENCY and
+    wishes float64 [n, 9] holds the columns named above; DRAW is the row's uniform number, REPETITION, FREQUENCY and
     PRESENCE are not looked at (see rules.py). wanted [n] int32: 1 where top_k, top_p or min_p of a drawing row narrows
     anything. A row with temperature 0 gets its best token, of equals the smallest id.
     """
     rows, vocab = scores.shape
-    if params.shape != (rows, COLUMNS) or not params.is_contiguous() or params.dtype != torch.float64:
+    if wishes.shape != (rows, COLUMNS) or not wishes.is_contiguous() or wishes.dtype != torch.float64:
         raise ValueError(
-            f"sampling parameters are {params.dtype} {list(params.shape)}: float64 {[rows, COLUMNS]} needed"
+            f"sampling parameters are {wishes.dtype} {list(wishes.shape)}: float64 {[rows, COLUMNS]} needed"
         )
-    column = [params[:, i] for i in range(COLUMNS)]
+    column = [wishes[:, i] for i in range(COLUMNS)]
     find_peaks(scores, column[TEMPERATURE], found)
     find_candidates(scores, column[TEMPERATURE], wanted, column[TOP_K], column[TOP_P], column[MIN_P], found)
     _choose[(rows,)](
-        scores, params, wanted, found.peaks, found.places, found.masses, found.sizes, found.ids, found.scores, tokens,
+        scores, wishes, wanted, found.peaks, found.places, found.masses, found.sizes, found.ids, found.scores, tokens,
         vocab, found.chunks, scores.stride(0), CHUNKS_PAD=triton.next_power_of_2(found.chunks), COLS=COLUMNS,
         num_warps=8,
     )  # fmt: skip
