@@ -184,6 +184,7 @@ def test_unknown_kinds_are_refused_by_name():
             r"merges\[0\] is 'h e l': no token is 'e l'",
         ),  # as many spaces as there should be
         ({"merges": ["h e\nl"]}, r"merges\[0\]"),
+        ({"merges": ["h\ne"]}, r"merges\[0\]"),
         ({"merges": None}, r"merges is missing"),
         ({"merges": "h e"}, r"merges is a str"),
         ({"merges": [1, 2]}, r"merges\[0\] is a int"),
