@@ -136,7 +136,7 @@ def test_a_real_limit_is_a_clean_refusal(model_path: Path) -> None:
     """A process that may not have the memory says so and ends; it does not crash, and its code says so too."""
     code = """
 import resource, sys
-from quire.cli.main import app
+from quire.cli.app import app
 import quire.llm.loading, quire.engine.build, quire.backends.native.backend, quire.chat.completer
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = used + (200 << 20)
