@@ -154,6 +154,7 @@ def _attend(
     )
     if SCALED:
         scale = scale * tl.load(k_scale + head)
+        query = query.to(tl.float16)  # e4m3 becomes fp16 in one instruction, bf16 in many
     if not SOFTCAP:
         scale = scale * LOG2E
     acc = tl.zeros([BLOCK_Q * GROUP_PAD, D_PAD], tl.float32)
