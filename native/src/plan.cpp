@@ -3,6 +3,9 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <chrono>
+
 #include <stdexcept>
 
 namespace quire {
@@ -102,7 +105,30 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
         steps_[i]->prepare(now);
         items_[i] = steps_[i]->items(now);
     }
-    pool_->run((int)steps_.size(), items_.data(), [&](int step, int item, int thread) { steps_[(size_t)step]->work(now, item, thread); });
+    if (!spent_) {
+        pool_->run((int)steps_.size(), items_.data(), [&](int step, int item, int thread) { steps_[(size_t)step]->work(now, item, thread); });
+        return;
+    }
+    pool_->run((int)steps_.size(), items_.data(), [&](int step, int item, int thread) {
+        const auto start = std::chrono::steady_clock::now();
+        steps_[(size_t)step]->work(now, item, thread);
+        spent_[(size_t)step] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+    });
+}
+
+void Plan::profile(bool on) {
+    std::lock_guard<std::mutex> lock(running_);
+    spent_.reset(on ? new std::atomic<int64_t>[steps_.size()]() : nullptr);
+}
+
+std::vector<std::pair<std::string, double>> Plan::profiled() const {
+    std::vector<std::pair<std::string, double>> found;
+    for (size_t i = 0; spent_ && i < steps_.size(); i++) {
+        auto at = std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.first == steps_[i]->name(); });
+        if (at == found.end()) at = found.insert(found.end(), {steps_[i]->name(), 0.0});
+        at->second += 1e-9 * (double)spent_[i].load();
+    }
+    return found;
 }
 
 std::string Plan::describe() const {

@@ -57,6 +57,7 @@ struct Run {
 
 struct Step {
     virtual ~Step() = default;
+    virtual const char* name() const = 0;  // for profiles
     virtual void prepare(const Run&) {}  // on one thread, before the run
     virtual int items(const Run&) const = 0;
     virtual void work(const Run&, int item, int thread) const = 0;
@@ -115,6 +116,10 @@ public:
     }
     std::string describe() const;
 
+    // Where the time goes: from now on, seconds that threads spend in the items of each kind of step, all threads together.
+    void profile(bool on);
+    std::vector<std::pair<std::string, double>> profiled() const;  // by kind, in order of appearance
+
 private:
     friend struct RopeTable;
     const Slot& floats_slot(int slot, const char* what) const;
@@ -137,6 +142,7 @@ private:
     uint8_t *arena_ = nullptr, *scratch_ = nullptr, *kv_ = nullptr;
     size_t scratch_bytes_ = 0;
     std::vector<int> items_;  // per step, of this run
+    std::unique_ptr<std::atomic<int64_t>[]> spent_;  // per step, nanoseconds; none: not profiling
     std::vector<int32_t> staging_;  // this run's batch
     std::mutex running_;
 };

@@ -43,6 +43,14 @@ class NativeProgram:
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given
         )
 
+    def profile(self, on: bool = True) -> None:
+        """Begin anew to count the time spent in each kind of step, or stop counting."""
+        self._plan.profile(on)
+
+    def profiled(self) -> dict[str, float]:
+        """Kind of step -> seconds since `profile`, all threads together."""
+        return dict(self._plan.profiled())
+
     def describe(self) -> str:
         return self._plan.describe()
 
