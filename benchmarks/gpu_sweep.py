@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from benchmarks.gpu_timing import graph_seconds
 from quire.backends.cuda.kernels.attention import Tile, attend, workspace
 from quire.backends.cuda.kernels.combine import combine
+from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
 
 # name: n, k, swiglu, norm, residual
@@ -32,57 +32,89 @@ PROJECTIONS = {
 
 
 def skinny_calls(
-    name: str, shape: Shape, m: int, w_dtype: torch.dtype, *, small: bool, memory: float = 1.5e9
+    name: str, shape: Shape, m: int, kind: str, *, small: bool, memory: float = 1.5e9
 ) -> tuple[list[Callable[[], None]], int]:
     """Launches over enough weight copies to defeat the L2, and the bytes of one."""
     n, k, swiglu, norm, residual = PROJECTIONS[name]
     if small:
         n, k = max(64, shape.block_n), shape.block_k * shape.splits * 16
+    w_dtype = torch.bfloat16 if kind == "skinny" else torch.float8_e4m3fn
     rows = 2 * n if swiglu else n
     w_bytes = rows * k * w_dtype.itemsize
     copies = 1 if small else max(2, int(memory / w_bytes))
     base = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
     ws = [base.to(w_dtype).clone() for _ in range(copies)]
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    half = torch.bfloat16 if w_dtype == torch.bfloat16 else torch.float16  # fp8 becomes fp16 in one instruction
+    x = torch.randn(m, k, device="cuda", dtype=half)
+    y = torch.empty(m, n, device="cuda", dtype=half)
     options: dict[str, Any] = {"swiglu": swiglu}
-    if norm:
+    if kind == "w8a8":
+        x, options["x_scale"] = x.to(w_dtype), torch.rand(m, device="cuda")
+    if norm and not shape.dot:
         options |= {"norm": torch.rand(k, device="cuda").bfloat16(), "eps": 1e-5}
     if residual:
-        options["residual"] = torch.randn(m, n, device="cuda").bfloat16()
+        options["residual"] = torch.randn(m, n, device="cuda").to(half)
     if w_dtype != torch.bfloat16:
         options["w_scale"] = torch.rand(rows, device="cuda")
     if shape.splits > 1:
-        if norm or swiglu:
+        if swiglu:
             return [], 0
-        options["part"] = torch.empty(shape.splits, m, n, device="cuda")
+        options |= {"part": torch.empty(shape.splits, m, n, device="cuda"), "add_parts": False}
     calls = [lambda w=w: skinny(x, w, y, shape, **options) for w in ws]
     return calls * max(1, 16 // copies), w_bytes
 
 
-def skinny_shapes(m: int, fp8: bool) -> Iterator[Shape]:
-    f = 2 if fp8 else 1
-    plain = [
-        *(Shape(n, k * f, w, s) for n, k, w, s in (
-            (16, 256, 4, 4), (16, 512, 4, 3), (16, 128, 2, 6), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (64, 64, 4, 6),
-        )),
-        *(Shape(n, k * f, w, s, swap=True) for n, k, w, s in ((64, 128, 4, 4), (64, 64, 4, 7), (128, 64, 4, 4))),
-        Shape(64, 128 * f, 4, 4, splits=4), Shape(32, 128 * f, 4, 5, splits=2),
+def skinny_shapes(m: int, kind: str) -> Iterator[Shape]:
+    """What is tried for a product: `kind` is skinny (bf16), fp8 (fp8 weights, fp16 rows) or w8a8 (both fp8)."""
+    f = 1 if kind == "skinny" else 2
+    swapped = [
+        (64, 128, 4, 1), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 2), (64, 128, 6, 2), (64, 64, 6, 4), (64, 64, 7, 1),
+        (128, 64, 4, 4), (128, 64, 6, 2), (128, 128, 3, 2),
     ]  # fmt: skip
-    if m == 1:
-        plain += [
-            Shape(n, k * f, w, s, dot=False)
-            for n, k, w, s in ((2, 2048, 4, 1), (4, 1024, 4, 1), (8, 512, 4, 1), (4, 512, 2, 1), (4, 2048, 8, 1), (1, 4096, 4, 1), (8, 512, 4, 3))
-        ]  # fmt: skip
-    for shape in plain:
-        yield shape
-        if shape.splits == 1:
-            yield replace(shape, pdl=True)
-            yield replace(shape, pdl=True, lines=8)
+    plain = [
+        (64, 128, 4, 1), (64, 128, 4, 4), (64, 128, 3, 4), (32, 128, 5, 2), (32, 128, 5, 1), (32, 128, 4, 4), (32, 256, 3, 2),
+        (64, 64, 6, 1), (64, 64, 5, 8), (32, 256, 3, 1), (64, 128, 3, 1), (128, 64, 4, 1),
+    ]  # fmt: skip
+    for n, k, s, splits in () if kind == "fp8" else swapped:
+        yield Shape(n, k * f, 4, s, splits, swap=True, pdl=True)
+    for n, k, s, splits in plain if kind == "fp8" else ():
+        yield Shape(n, k * f, 4, s, splits, pdl=True)
+        if n == 64:
+            yield Shape(n, k * f, 8, s, splits, pdl=True)
+    if kind == "skinny" and m == 1:
+        for n, k, w in ((4, 1024, 4), (8, 512, 4), (4, 512, 2), (4, 2048, 8), (16, 256, 4)):
+            yield Shape(n, k, w, 1, dot=False, pdl=True)
+
+
+def int4_calls(name: str, shape: Shape, m: int, *, small: bool) -> tuple[list[Callable[[], None]], int]:
+    group = 128
+    n, k, swiglu, _, _ = PROJECTIONS[name]
+    if small:
+        n, k = 256, 2 * group * 4 * shape.splits
+    rows = 2 * n if swiglu else n
+    copies = 1 if small else max(2, int(1e9 / (rows * k / 2)))
+    ws = [torch.randint(0, 256, (rows, k // 2), device="cuda", dtype=torch.uint8) for _ in range(copies)]
+    scale, zero = (torch.rand(k // group, rows, device="cuda").half() for _ in range(2))
+    x, y = torch.randn(m, k, device="cuda").half(), torch.empty(m, n, device="cuda").half()
+    if shape.splits > 1 and swiglu:
+        return [], 0
+    part = torch.empty(shape.splits, m, n, device="cuda")
+    calls = [
+        lambda w=w: int4_product(x, w, scale, zero, y, shape, group=group, swiglu=swiglu, part=part, add_parts=False)
+        for w in ws
+    ]
+    return calls * max(1, 16 // copies), rows * k // 2 + 2 * scale.nbytes
 
 
 def decode_calls(
-    batch: int, context: int, tile: Tile, splits: int, *, small: bool, dtype: torch.dtype = torch.bfloat16
+    batch: int,
+    context: int,
+    tile: Tile,
+    splits: int,
+    *,
+    small: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    pdl: bool = True,
 ) -> tuple[list[Callable[[], None]], int]:
     heads, kv_heads, dim = 32, 8, 128
     if small:
@@ -91,7 +123,8 @@ def decode_calls(
     one = batch * context * kv_heads * dim * 2 * dtype.itemsize
     layers = 1 if small else max(2, min(32, int(1.5e9 / one)))
     shape = (batch * pages, 16, kv_heads, dim)
-    caches = [tuple(torch.randn(shape, device="cuda").to(dtype) for _ in range(2)) for _ in range(layers)]
+    first = torch.randn(shape, device="cuda").to(dtype)
+    caches = [(first.clone(), first.clone()) for _ in range(layers)]
     table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
     q = torch.randn(batch, heads, dim, device="cuda").bfloat16()
     out = torch.empty_like(q)
@@ -106,9 +139,9 @@ def decode_calls(
     space = workspace(batch, heads, dim, splits, "cuda") if splits > 1 else None
 
     def call(k: torch.Tensor, v: torch.Tensor) -> None:
-        attend(q, k, v, out, tile=tile, max_rows=1, scale=dim**-0.5, splits=splits, space=space, **arrays)
+        attend(q, k, v, out, tile=tile, max_rows=1, scale=dim**-0.5, splits=splits, space=space, pdl=pdl, **arrays)
         if space is not None:
-            combine(space.part, space.lse, out, q_start=arrays["q_start"], max_q=1, parts=splits)
+            combine(space.part, space.lse, out, q_start=arrays["q_start"], max_q=1, parts=splits, pdl=pdl)
 
     return [lambda k=k, v=v: call(k, v) for k, v in caches] * max(1, 16 // layers), one
 
@@ -135,30 +168,33 @@ def prompt_calls(tokens: int, tile: Tile, *, small: bool) -> tuple[list[Callable
 
 DECODE_TILES = [
     *(Tile(16, n, w, s) for n, w, s in (
-        (32, 1, 4), (32, 2, 4), (32, 4, 3), (32, 4, 5), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3),
-        (128, 8, 3), (16, 1, 6),
+        (32, 1, 4), (32, 1, 5), (64, 2, 3), (64, 2, 4), (64, 4, 2), (64, 4, 3), (128, 4, 2),
     )),
 ]  # fmt: skip
 PROMPT_TILES = [
     Tile(r, n, w, s)
     for r, n, w, s in (
-        (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
-        (128, 128, 8, 3), (64, 128, 4, 2), (128, 32, 8, 4), (256, 64, 8, 2), (128, 64, 4, 3),
+        (128, 64, 4, 3), (128, 64, 4, 4), (128, 128, 4, 2), (128, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3),
+        (256, 64, 8, 3), (256, 32, 8, 4), (128, 128, 8, 3), (256, 128, 8, 2), (128, 64, 4, 2), (64, 64, 2, 3), (128, 128, 4, 3),
     )
 ]  # fmt: skip
 
 
 def jobs(what: list[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """(group, arguments of its calls) of everything that is tried."""
-    for kind in ("skinny", "fp8"):
+    for kind, rows in (("skinny", (1, 8, 64)), ("fp8", (1, 8)), ("w8a8", (1, 16, 64))):
         if kind in what:
-            dtype = torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16
-            for m in (1, 8):
+            for m in rows:
                 for name in PROJECTIONS:
-                    for shape in skinny_shapes(m, kind == "fp8"):
-                        if shape.pdl != ("pdl" in what):
-                            continue
-                        yield f"{kind} m={m} {name}", (skinny_calls, name, shape, m, dtype)
+                    for shape in skinny_shapes(m, kind):
+                        yield f"{kind} m={m} {name}", (skinny_calls, name, shape, m, kind)
+    if "int4" in what:
+        for m in (1, 8):
+            for name in PROJECTIONS:
+                for n, w, st, splits in (
+                    (64, 4, 3, 1), (64, 4, 4, 4), (64, 8, 3, 4), (64, 8, 4, 1), (128, 8, 3, 4), (32, 4, 4, 4), (32, 4, 4, 1), (32, 2, 4, 4),
+                ):  # fmt: skip
+                    yield f"int4 m={m} {name}", (int4_calls, name, Shape(n, 0, w, st, splits), m)
     for kind, dtype in (("decode", torch.bfloat16), ("kv8", torch.float8_e4m3fn)):
         if kind in what:
             for batch, context, splits in (
@@ -189,8 +225,10 @@ def _compile(part: int, parts: int, what: list[str]) -> None:
     for job in every:
         make, *rest = job
         if make is skinny_calls:
-            name, shape, m, dtype = rest
-            key = (*PROJECTIONS[name][2:], shape, m == 1 and not shape.dot, dtype)
+            name, shape, m, form = rest
+            key = (*PROJECTIONS[name][2:], shape, m > 16, form)
+        elif make is int4_calls:
+            key = (PROJECTIONS[rest[0]][2], rest[1])
         elif make is decode_calls:
             key = (rest[2], rest[3] > 1, rest[0] > 1, rest[4])
         else:
@@ -222,24 +260,22 @@ def sweep(what: list[str], best: int = 4) -> None:
     started = time.time()
     warm(what)
     print(f"compiled in {time.time() - started:.0f} s", flush=True)
-    groups: dict[str, list[tuple[float, str]]] = {}
-    for group, job in jobs(what):
+    before, lines = "", []
+    for group, job in [*jobs(what), ("", None)]:
+        if group != before:
+            print(before, *(line for _, line in sorted(lines)[:best]), sep="\n   ", flush=True)
+            before, lines = group, []
+        if job is None:
+            break
         try:
             calls, work = build(job, False)
             if calls:
                 seconds = graph_seconds(calls, replays=3)
                 make, *rest = job
-                text = " ".join(str(r) for r in rest if isinstance(r, Shape | Tile)) + (
-                    f" splits={rest[3]}" if make is decode_calls else ""
-                )
-                groups.setdefault(group, []).append(
-                    (seconds, f"{seconds * 1e6:8.1f} us {work / seconds / 1e12:7.2f} T/s  {text}")
-                )
+                text = " ".join(str(r) for r in rest if isinstance(r, Shape | Tile))
+                text += f" splits={rest[3]}" if make is decode_calls else ""
+                lines.append((seconds, f"{seconds * 1e6:8.1f} us {work / seconds / 1e12:7.2f} T/s  {text}"))
             del calls
         except Exception as e:
-            print("failed", group, job, str(e).splitlines()[-1][:120], flush=True)
-    for group, found in groups.items():
-        print(group)
-        for _, line in sorted(found)[:best]:
-            print("  ", line)
+            print("failed", group, job[1:], str(e).splitlines()[-1][:100], flush=True)
     print(f"swept in {time.time() - started:.0f} s", flush=True)

@@ -54,7 +54,11 @@ class EngineConfig:
 
     path: str  # the model file, already found
     name: str = ""  # what clients call it
-    backend: str = "native"  # or "reference"
+    backend: str = "native"  # or "reference", "torch", "cuda"
+    device: str = "auto"  # of the torch backends: "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
+    dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
+    load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
+    deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, not yet to be had on a GPU
     threads: int | None = None  # None: what was measured to be fastest here
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
@@ -62,7 +66,7 @@ class EngineConfig:
     max_seqs: int = 64  # sequences in a batch
     max_batch_tokens: int = 512  # tokens in a step
     max_waiting: int = 1024  # requests in the queue
-    depth: int = 0  # steps in flight beyond the one being planned
+    depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
 
 
@@ -77,6 +81,7 @@ class ServerConfig:
     max_prompts: int = 64  # prompts in one completions request
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
+    hang_seconds: float = 60.0  # silence after which an engine process is killed and restarted; 0: never
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
@@ -110,17 +115,28 @@ def asked_threads(asked: int | None, env: Environment, cores: int) -> tuple[int,
 
 
 def resolve_pool(
-    asked: int | None, available: int, page_bytes: int, context: int, max_seqs: int, page_size: int = PAGE_SIZE
+    asked: int | None,
+    available: int,
+    page_bytes: int,
+    context: int,
+    max_seqs: int,
+    page_size: int = PAGE_SIZE,
+    own: bool = False,
 ) -> tuple[int, str]:
     """Pages of the KV pool, and the sentence that says why.
 
     Unasked, the pool holds four full contexts, or 512 tokens of every sequence if that is more; never more than every
-    sequence could use, never more than half of the memory available beside the weights, and never less than one page.
+    sequence could use, never more than half of the memory left beside the weights, and never less than one page. Memory that is
+    nobody else's (`own`: a GPU's, measured with the model loaded) is taken up to every sequence's full context.
     """
     if asked is not None:
         pages = max(1, asked // page_bytes)
         return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB (asked for)"
     per_context = -(-context // page_size)
+    if own:
+        pages = max(1, min(max_seqs * per_context, available // page_bytes))
+        why = f"of {available / 2**20:.0f} MiB free beside the weights and the largest step"
+        return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB ({why})"
     contexts, each = min(4, max_seqs), min(per_context, 512 // page_size)
     wanted = max(contexts * per_context, max_seqs * each)
     most = max(1, available // 2 // page_bytes)

@@ -5,6 +5,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -27,6 +31,24 @@ bool has_avx_vnni() {
 }
 #endif
 
+// Leaf 7: AMX-TILE and AMX-INT8. The system must save the tiles (XCR0), and Linux gives them to a process that asks.
+#if defined(QUIRE_HAS_AMX)
+bool has_amx() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low >> 17 & 3) != 3) return false;
+#if defined(__linux__)
+    constexpr long kRequest = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 }  // namespace
 #endif
 
@@ -39,8 +61,12 @@ int available_kernels(const Kernels** out, int capacity) {
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+#if defined(QUIRE_HAS_AMX)
+        if (has_amx()) offer(amx_kernels());
+#endif
         offer(avx512_kernels());
+    }
 #if defined(QUIRE_HAS_AVXVNNI)
     if (avx2 && has_avx_vnni()) offer(avxvnni_kernels());
 #endif

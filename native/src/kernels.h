@@ -44,13 +44,14 @@ struct AttendArgs {
 
 struct Kernels {
     const char* name;
-    void (*quantize)(const float* x, int first_group, int groups, uint8_t* row, const QuantShape& shape);
+    // Groups of 32 columns of one row, into lane `lane` of a panel.
+    void (*quantize)(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& shape);
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     void (*add)(const float* a, const float* b, int n, float* out);
     void (*swiglu)(const float* gate, const float* up, int n, float* out);
     void (*rope)(const float* x, const RopeArgs& args, float* out);
     void (*dequantize_row)(const Matrix& w, int row, float* out);
-    // Rows [0, m) of x against blocks [b0, b1) of w. `column0` of out is the first row of block b0.
+    // Rows [0, m) of x (panels from the first) against blocks [b0, b1) of w, whose first row is column 0 of out.
     void (*linear_affine)(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& shape, int m, const Epilogue& e);
     void (*linear_dense)(const Matrix& w, int b0, int b1, const float* x, size_t stride, int m, const Epilogue& e);
     void (*store_kv)(const float* k, const float* v, int kv_heads, int head_dim, uint16_t* key_page, uint16_t* value_page,
@@ -63,6 +64,7 @@ const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* amx_kernels();
 const Kernels* neon_kernels();
 const Kernels* neondot_kernels();
 

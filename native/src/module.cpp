@@ -187,7 +187,7 @@ void bind_plan(nb::module_& m) {
 
 NB_MODULE(_native, m) {
     m.def("available", &available);
-    m.def("row_bytes", &Slot::row_bytes);
+    m.def("tensor_bytes", &Slot::bytes_of);
     nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&, const std::vector<int>&>()).def_prop_ro("threads", [](const Machine& x) {
         return x.pool->threads();
     });

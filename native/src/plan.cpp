@@ -42,10 +42,10 @@ int Plan::slot(size_t offset, int width, bool quant, bool per_token) {
     s.width = width;
     s.quant = quant;
     s.per_token = per_token;
-    s.stride = Slot::row_bytes(width, quant);
+    s.stride = Slot::stride_of(width, quant);
     if (quant) s.shape = QuantShape(width);
-    const size_t rows = (size_t)(per_token ? limits_.max_tokens : limits_.max_rows);
-    if (offset % 64 || offset > arena_memory_.size() || rows * s.stride > arena_memory_.size() - offset)
+    const size_t bytes = Slot::bytes_of(width, quant, per_token ? limits_.max_tokens : limits_.max_rows);
+    if (offset % 64 || offset > arena_memory_.size() || bytes > arena_memory_.size() - offset)
         refuse("a tensor lies outside the arena");
     slots_.push_back(s);
     return (int)slots_.size() - 1;
@@ -102,7 +102,7 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
     for (size_t i = 0; i < inputs.size(); i++) {
         const Slot& s = slots_[(size_t)inputs_[i]];
         for (int r = 0; r < batch.tokens; r++)
-            memcpy(row(s, r), inputs[i] + (size_t)r * (size_t)s.width, (size_t)s.width * sizeof(float));
+            memcpy(floats(s, r), inputs[i] + (size_t)r * (size_t)s.width, (size_t)s.width * sizeof(float));
     }
     Run now{*this, batch, pool_->threads()};
     for (size_t i = 0; i < steps_.size(); i++) {

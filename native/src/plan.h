@@ -25,15 +25,17 @@ struct KvShape {
     int layers = 0, pages = 0, kv_heads = 0, head_dim = 0;
 };
 
-// A tensor of the program: rows of float32 (padded to 16) or of int8 groups (QuantShape). One per token, or per logit row.
+// A tensor of the program: rows of float32 (padded to 16), or panels of rows in int8 (QuantShape). A row per token, or per
+// logit row.
 struct Slot {
-    size_t offset = 0, stride = 0;  // bytes
+    size_t offset = 0, stride = 0;  // bytes; from one row to the next, or from one panel to the next
     int width = 0;
     bool quant = false, per_token = true;
     QuantShape shape;
 
-    static size_t row_bytes(int width, bool quant) {
-        return quant ? QuantShape(width).stride : ((size_t)width + 15) / 16 * 64;
+    static size_t stride_of(int width, bool quant) { return quant ? QuantShape(width).bytes : ((size_t)width + 15) / 16 * 64; }
+    static size_t bytes_of(int width, bool quant, int rows) {
+        return stride_of(width, quant) * (quant ? ((size_t)rows + 15) / 16 : (size_t)rows);
     }
 };
 
@@ -88,14 +90,17 @@ public:
 
     // Runs the batch. `inputs` has a pointer for each input() in order: rows of its width, contiguous.
     void run(const BatchView& batch, const std::vector<const float*>& inputs);
-    const float* output_data() const { return (const float*)row(slots_[(size_t)output_], 0); }
+    const float* output_data() const { return floats(slots_[(size_t)output_], 0); }
     const Slot& output_slot() const { return slots_[(size_t)output_]; }
     const std::vector<int>& inputs() const { return inputs_; }
     const Slot& at(int slot) const { return slots_[(size_t)slot]; }
 
     // For steps.
-    uint8_t* row(const Slot& s, int r) const { return arena_ + s.offset + (size_t)r * s.stride; }
-    float* floats(const Slot& s, int r) const { return (float*)row(s, r); }
+    float* floats(const Slot& s, int r) const { return (float*)(arena_ + s.offset + (size_t)r * s.stride); }
+    uint8_t* panel(const Slot& s, int r) const { return arena_ + s.offset + (size_t)(r / 16) * s.stride; }  // that holds row r
+    void quantize_row(const Slot& s, int r, const float* x, int first_group, int groups) const {
+        kernels_->quantize(x, first_group, groups, panel(s, r), r % 16, s.shape);
+    }
     uint8_t* scratch(int thread) const { return scratch_ + (size_t)thread * scratch_bytes_; }
     const Kernels& kernels() const { return *kernels_; }
     const KvShape& kv() const { return kv_; }

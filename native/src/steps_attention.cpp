@@ -80,8 +80,7 @@ struct Attend : Step {
         if (a.count) plan.kernels().attend(a);
         if (quantized)
             for (int r = tile.row; r < tile.row + tile.rows; r++)
-                plan.kernels().quantize(plan.floats(out, r) + head * group * D, head * group * D / 32, group * D / 32,
-                                        plan.row(quant, r), quant.shape);
+                plan.quantize_row(quant, r, plan.floats(out, r) + head * group * D, head * group * D / 32, group * D / 32);
     }
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
-constexpr int kRows = 64;  // rows of x in an item: they stay in the second cache while the weights pass
+constexpr int kRows = 128;  // rows of x in an item: they stay in the second cache while the weights pass
 
 struct Part {
     Segment segment;
@@ -22,7 +22,7 @@ void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epil
     const Kernels& k = run.plan.kernels();
     const Matrix& w = *p.segment.weight;
     if (p.segment.bias) e.bias = p.segment.bias->data() + 16 * b0;
-    if (w.type == Type::Affine) k.linear_affine(w, b0, b1, run.plan.row(p.in, m0), p.in.shape, m, e);
+    if (w.type == Type::Affine) k.linear_affine(w, b0, b1, run.plan.panel(p.in, m0), p.in.shape, m, e);
     else k.linear_dense(w, b0, b1, run.plan.floats(p.in, m0), p.in.stride / sizeof(float), m, e);
 }
 
@@ -95,7 +95,7 @@ struct Gated : Step {
         for (int r = 0; r < m; r++, g += 32, u += 32) {
             float* to = keep ? run.plan.floats(out, m0 + r) + 32 * column : g;
             k.swiglu(g, u, count, to);
-            if (quantized) k.quantize(to, column, 1, run.plan.row(quant, m0 + r), quant.shape);
+            if (quantized) run.plan.quantize_row(quant, m0 + r, to, column, 1);
         }
     }
 };

@@ -13,14 +13,22 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
+// An item is one row, or 16 where there are many: threads then write panels of their own.
 struct RowStep : Step {
     Slot out;
-    int items(const Run& run) const override { return run.rows(out); }
+    int size = 1;  // rows in an item, of this run
+    void prepare(const Run& run) override { size = run.rows(out) >= 16 * run.threads ? 16 : 1; }
+    int items(const Run& run) const override { return (run.rows(out) + size - 1) / size; }
+    void work(const Run& run, int item, int thread) const override {
+        const int rows = run.rows(out), end = (item + 1) * size < rows ? (item + 1) * size : rows;
+        for (int r = item * size; r < end; r++) row(run, r, thread);
+    }
+    virtual void row(const Run&, int r, int thread) const = 0;
 };
 
 struct Embed : RowStep {
     std::shared_ptr<const Matrix> table;
-    void work(const Run& run, int t, int) const override {
+    void row(const Run& run, int t, int) const override {
         run.plan.kernels().dequantize_row(*table, run.batch.ids[t], run.plan.floats(out, t));
     }
 };
@@ -30,25 +38,25 @@ struct Norm : RowStep {
     bool keep = false, quantized = false;
     std::shared_ptr<const Vector> weight;
     float eps = 0;
-    void work(const Run& run, int t, int thread) const override {
+    void row(const Run& run, int t, int thread) const override {
         const Kernels& k = run.plan.kernels();
         float* to = keep ? run.plan.floats(out, t) : (float*)run.plan.scratch(thread);
         k.rms_norm(run.plan.floats(x, t), weight->data(), eps, x.width, to);
-        if (quantized) k.quantize(to, 0, x.width / 32, run.plan.row(quant, t), quant.shape);
+        if (quantized) run.plan.quantize_row(quant, t, to, 0, x.width / 32);
     }
 };
 
 struct Quantize : RowStep {
     Slot x;
-    void work(const Run& run, int t, int) const override {
-        run.plan.kernels().quantize(run.plan.floats(x, t), 0, x.width / 32, run.plan.row(out, t), out.shape);
+    void row(const Run& run, int t, int) const override {
+        run.plan.quantize_row(out, t, run.plan.floats(x, t), 0, x.width / 32);
     }
 };
 
 struct Pairwise : RowStep {
     Slot a, b;
     bool gated = false;  // swiglu, not add
-    void work(const Run& run, int t, int) const override {
+    void row(const Run& run, int t, int) const override {
         const Kernels& k = run.plan.kernels();
         (gated ? k.swiglu : k.add)(run.plan.floats(a, t), run.plan.floats(b, t), out.width, run.plan.floats(out, t));
     }
@@ -56,8 +64,8 @@ struct Pairwise : RowStep {
 
 struct Take : RowStep {
     Slot x;
-    void work(const Run& run, int i, int) const override {
-        memcpy(run.plan.row(out, i), run.plan.row(x, run.batch.logit_rows[i]), (size_t)x.width * sizeof(float));
+    void row(const Run& run, int i, int) const override {
+        memcpy(run.plan.floats(out, i), run.plan.floats(x, run.batch.logit_rows[i]), (size_t)x.width * sizeof(float));
     }
 };
 
@@ -65,7 +73,7 @@ struct Rotate : RowStep {
     Slot x;
     const RopeTable* table = nullptr;
     int heads = 0;
-    void work(const Run& run, int t, int) const override {
+    void row(const Run& run, int t, int) const override {
         run.plan.kernels().rope(run.plan.floats(x, t), table->args(t, heads, x.width / heads), run.plan.floats(out, t));
     }
 };

@@ -48,25 +48,23 @@ struct Matrix {
     size_t bytes() const { return block_bytes * (size_t)blocks; }
 };
 
-// A row of activations rounded to int8: k bytes, then per group of 32 and of 16 what the kernels want beside them.
+// Activations rounded to int8, in panels of 16 rows, so that what a matrix product reads is one stream:
+//   codes  per 32 columns: 16 rows x 32 int8
+//   then the scales, and the sums that offsets and biases of weights are multiplied by
+// Lanes past the last row hold anything.
 struct QuantShape {
+    static constexpr int kLanes = 16;
     int k = 0;
-    size_t sx = 0;     // float [k/32]  scale
-    size_t sum32 = 0;  // int32 [k/32]  sum of the group's int8
-    size_t sxs32 = 0;  // float [k/32]  sx * sum32
-    size_t sum16 = 0;  // int32 [k/16]
-    size_t sxs16 = 0;  // float [k/16]
-    size_t stride = 0;
+    size_t sx = 0;     // float [k/32][16]  scale
+    size_t sum = 0;    // int32 [k/16][16]  sum of each half group's int8
+    size_t bytes = 0;  // of a panel
 
     QuantShape() = default;
     explicit QuantShape(int columns) : k(columns) {
         size_t g = (size_t)columns / 32;
-        sx = align64((size_t)columns);
-        sum32 = sx + align64(4 * g);
-        sxs32 = sum32 + align64(4 * g);
-        sum16 = sxs32 + align64(4 * g);
-        sxs16 = sum16 + align64(8 * g);
-        stride = sxs16 + align64(8 * g);
+        sx = 512 * g;
+        sum = sx + 64 * g;
+        bytes = sum + 128 * g;
     }
 };
 

@@ -96,10 +96,11 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
         std::vector<float> x = floats((size_t)most * (size_t)k), bias = floats((size_t)n), residual = floats((size_t)(most * n));
         for (int i = 0; i < 32; i++) x[(size_t)i] = 0;
         for (int i = 32; i < 64; i++) x[(size_t)i] *= 1e-38f;
-        std::vector<uint8_t> qa(shape.stride * most), qb(shape.stride * most);
+        const size_t panels = (size_t)(most + 15) / 16;
+        std::vector<uint8_t> qa(shape.bytes * panels), qb(shape.bytes * panels), alone(shape.bytes);
         for (int m = 0; m < most; m++) {
-            isa.quantize(&x[(size_t)(m * k)], 0, k / 32, qa.data() + shape.stride * (size_t)m, shape);
-            scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, qb.data() + shape.stride * (size_t)m, shape);
+            isa.quantize(&x[(size_t)(m * k)], 0, k / 32, qa.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
+            scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, qb.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
         }
         same(isa.name, "quantize", qa.data(), qb.data(), qa.size());
         for (int m : {1, 2, 3, 5, 8, 19}) {
@@ -112,7 +113,8 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
             for (int r = 0; r < m; r++) {  // the oracle takes rows one by one: batching must not show
                 e.out = b.data() + (size_t)(r * n);
                 e.residual = m % 2 ? residual.data() + (size_t)(r * n) : nullptr;
-                scalar.linear_affine(w, 0, w.blocks, qb.data() + shape.stride * (size_t)r, shape, 1, e);
+                scalar.quantize(&x[(size_t)(r * k)], 0, k / 32, alone.data(), 0, shape);
+                scalar.linear_affine(w, 0, w.blocks, alone.data(), shape, 1, e);
             }
             same(isa.name, f.name, a.data(), b.data(), a.size() * sizeof(float));
         }
@@ -232,7 +234,7 @@ void test_plan(const Kernels* kernels) {
     size_t at = 0;
     auto slot = [&](int width, bool quant, bool per_token) {
         int made = plan.slot(at, width, quant, per_token);
-        at += Slot::row_bytes(width, quant) * (size_t)tokens;
+        at += Slot::bytes_of(width, quant, tokens);
         return made;
     };
     const int x = slot(d, false, true), h = slot(d, true, true), q = slot(d, false, true), q2 = slot(d, false, true);

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quire.backends.ops import Backend
 
-NAMES = ("native", "reference", "torch")
+NAMES = ("native", "reference", "torch", "cuda")
 
 
 def open_backend(
@@ -36,4 +36,8 @@ def open_backend(
         from quire.backends.torch.backend import TorchBackend
 
         return TorchBackend(device, dtype, threads=threads, random=random)
+    if name == "cuda":
+        from quire.backends.cuda.backend import CudaBackend
+
+        return CudaBackend(device, dtype, threads=threads, random=random)
     raise ValueError(f"no backend named {name!r}: there are {', '.join(NAMES)}")

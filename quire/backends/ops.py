@@ -167,3 +167,22 @@ class Estimator(Protocol):
     ) -> Needs:
         """For the same arguments as compile's; the number of pages does not matter."""
         ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A backend that can say how much room a KV pool has where its programs run."""
+
+    owns_memory: bool  # whether that memory is nobody else's, so that all of it may be taken
+
+    def measure(
+        self,
+        forward: Forward,
+        kv: KV,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        packed: Callable[[Layout, int, int], None] | None = None,
+    ) -> int:
+        """Bytes free with the weights loaded and the largest step run. `kv` says how a page looks."""
+        ...

@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "show": "What is inside a model.",
     "rm": "Remove models from the store.",
     "ps": "The servers running on this machine.",
+    "bench": "Measure how fast a model runs here.",
     "doctor": "Check this machine, and say how to cure what is wrong.",
     "version": "Version, Python, platform and kernels.",
 }
@@ -81,6 +82,8 @@ def _is_for_typer(e: Exception) -> bool:
 def load(verb: str) -> Any:
     """The command of `verb`, its module imported now."""
     module = importlib.import_module(f"quire.cli.{verb}")
+    if isinstance(module.command, typer.Typer):  # a verb with verbs of its own
+        return typer.main.get_command(module.command)
     # An app with one command and no callback is that command.
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
     single.command(verb, context_settings=SETTINGS)(module.command)

@@ -45,7 +45,9 @@ def command(
     threads: Annotated[int | None, typer.Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, typer.Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    backend: Annotated[str, typer.Option(help="native, or reference (slow).")] = "native",
+    backend: Annotated[str, typer.Option(help="native, torch, or reference (slow).")] = "native",
+    device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -78,6 +80,8 @@ def command(
             context=context,
             kv_memory=kv_memory,
             backend=backend,
+            device=device,
+            dtype=dtype,
             max_seqs=SEQUENCES,
         )
     try:

@@ -41,11 +41,16 @@ def command(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
-    backend: Annotated[str, typer.Option(help="native, or reference (slow, for checking).")] = ENGINE.backend,
+    backend: Annotated[str, typer.Option(help="native, torch, or reference (slow, for checking).")] = ENGINE.backend,
+    device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = ENGINE.device,
+    dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
     ] = DEFAULTS.drain_seconds,
+    hang_seconds: Annotated[
+        float, typer.Option(min=0, help="An engine process silent and idle for so long is restarted; 0: never.")
+    ] = DEFAULTS.hang_seconds,
     max_body: Annotated[str, typer.Option(help="Largest request body.")] = f"{DEFAULTS.max_body >> 20}MiB",
     allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host name to answer to.")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin whose pages may call.")] = None,
@@ -68,6 +73,7 @@ def command(
         api_key=api_key or env.api_key,
         max_body=_size("--max-body", max_body),
         drain_seconds=drain_seconds,
+        hang_seconds=hang_seconds,
         log_requests=log_requests,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
@@ -76,6 +82,8 @@ def command(
         path="",
         name=served,
         backend=backend,
+        device=device,
+        dtype=dtype,
         threads=threads,
         isa=env.isa,
         kv_memory=None if kv_memory is None else _size("--kv-memory", kv_memory),

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import Backend, Estimator, Needs
+from quire.backends.ops import Backend, Estimator, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -31,15 +31,16 @@ from quire.engine.memory import Budget
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
-from quire.machine import look_at_cores, look_at_memory
+from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
 from quire.models import Model, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
-from quire.runner.runner import Runner
+from quire.runner.choose import open_runner
 from quire.weights.gguf import GGUF
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
 Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
+Packed = Callable[[Layout, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +58,34 @@ def build_engine(
     """Load the model and make it ready. `gguf` is the file when the caller has it open already."""
     watch = _Watch()
     _check(config)
-    gguf = gguf or GGUF.open(config.path)
-    watch.lap("file")
-    model = load(gguf)
+    source = _source(config, gguf)
+    model = source.model
     watch.lap("model")
     threads, cores, threads_line = choose_threads(config, env)
     backend = _open(config, env, threads, cores)
     watch.lap("backend")
-    max_rows = config.max_seqs + EXTRA_ROWS
-    budget = _budget(backend, model, config.max_batch_tokens, max_rows)
-    sizes = resolve_sizes(config, env, model, budget)
-    kv = model.kv(sizes.pages, PAGE_SIZE)
-    watch.lap("sizes")
 
     def packed(layout: Layout, done: int, total: int) -> None:
         model.release(layout)
         if progress is not None:
             progress(done, total)
 
+    max_rows = config.max_seqs + EXTRA_ROWS
+    budget = _budget(config, env, backend, model, max_rows, packed)
+    sizes = resolve_sizes(config, env, model, budget)
+    kv = model.kv(sizes.pages, PAGE_SIZE)
+    watch.lap("sizes")
     try:
         program = backend.compile(
             model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
         )
-    except MemoryError:  # somebody else was faster, or a limit that nobody could see
+    except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
         raise NotEnoughMemory(
-            f"the system refused memory while the model was loaded, though this seemed to fit: {budget.line(kv.nbytes)}",
+            f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",
             cure="free some memory, or ask for less KV memory",
         ) from None
     watch.lap("weights")
+    depth = int(budget.own) if config.depth is None else config.depth
     scheduler = Scheduler(
         PrefixTree(Pool(sizes.pages), PAGE_SIZE),
         slots=config.max_seqs,
@@ -94,7 +95,7 @@ def build_engine(
         limits=standard(max_rows),
         prefix_cache=config.prefix_cache,
     )
-    runner = Runner(
+    runner = open_runner(
         program,
         kv=kv,
         vocab_size=model.config.vocab_size,
@@ -102,23 +103,22 @@ def build_engine(
         max_tokens=config.max_batch_tokens,
         max_context=sizes.context,
         max_rows=max_rows,
-        overlap=config.depth > 0,
+        overlap=depth > 0,
     )
     watch.lap("engine")
-    weight_bytes = sum(info.nbytes for info in gguf.tensors.values())
-    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
     lines = [
-        f"model: {name}, architecture {model.config.architecture}, {weight_bytes / 2**20:.0f} MiB of weights",
+        f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
+        *source.notes,
         *model.notes,
         f"backend: {backend.describe()}",
         threads_line,
         *sizes.lines,
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
-        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {config.depth}",
+        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         watch.line(),
     ]
     info = EngineInfo(
-        model=name,
+        model=source.name,
         architecture=model.config.architecture,
         vocab_size=model.config.vocab_size,
         context=sizes.context,
@@ -127,12 +127,33 @@ def build_engine(
         pages=sizes.pages,
         page_size=PAGE_SIZE,
         backend=backend.describe(),
-        weight_bytes=weight_bytes,
+        weight_bytes=source.nbytes,
         kv_bytes=kv.nbytes,
         load_seconds=watch.total,
         decisions=lines,
     )
-    return Engine(scheduler, runner, config.depth), info
+    return Engine(scheduler, runner, depth), info
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model, where it came from, and what is to be told about that."""
+
+    model: Model
+    name: str
+    nbytes: int
+    notes: list[str]
+
+
+def _source(config: EngineConfig, gguf: GGUF | None) -> _Source:
+    if config.load_format == "dummy":
+        from quire.models.shapes import load_shape
+
+        model, nbytes = load_shape(config.path)
+        return _Source(model, config.name or config.path, nbytes, ["weights: random numbers, not a trained model"])
+    gguf = gguf or GGUF.open(config.path)
+    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
+    return _Source(load(gguf), name, sum(info.nbytes for info in gguf.tensors.values()), [])
 
 
 def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
@@ -146,7 +167,7 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     if asked is not None:
         return asked[0], (), asked[1]
     cores = look_at_cores()
-    if config.backend == "native":
+    if config.backend == "native" and not config.device.startswith("cuda"):
         from quire.backends.native import available
         from quire.backends.native.tune import decide
 
@@ -156,13 +177,20 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     return cores.most, (), f"threads: {cores.most} (every core available)"
 
 
-def _budget(backend: Backend, model: Model, max_tokens: int, max_rows: int) -> Budget:
-    """What there is and what all but the KV pool needs. A backend that cannot say beforehand is taken to need nothing."""
-    needs = Needs(0, 0)
+def _budget(
+    config: EngineConfig, env: Environment, backend: Backend, model: Model, max_rows: int, packed: Packed
+) -> Budget:
+    """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
+    page, tokens = model.kv(1, PAGE_SIZE), config.max_batch_tokens
+    if isinstance(backend, Measures) and backend.owns_memory:
+        # What could never be is refused before any weight is read.
+        resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
+        free = backend.measure(model.forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
+        return Budget(Memory(free, "the device, with the model loaded"), own=True)
     if isinstance(backend, Estimator):
-        kv = model.kv(1, PAGE_SIZE)
-        needs = backend.estimate(model.forward, kv=kv, max_tokens=max_tokens, max_rows=max_rows)
-    return Budget(look_at_memory(), needs)
+        needs = backend.estimate(model.forward, kv=page, max_tokens=tokens, max_rows=max_rows)
+        return Budget(look_at_memory(), needs)
+    return Budget(look_at_memory())
 
 
 def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: Budget) -> Sizes:
@@ -188,7 +216,7 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
             param="kv_memory",
         )
     budget.check(asked if asked is not None else page_bytes, page_bytes)
-    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs)
+    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
     holds = pages * PAGE_SIZE
     if config.context is not None and holds < config.context:
         raise BadRequest(
@@ -201,7 +229,9 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
         why = f"asked for; the model was made for {trained}"
     else:
         why = "what the model was made for" if holds >= context else f"what the KV pool holds; the model: {trained}"
-    lines = [line, f"context: {min(context, holds)} tokens ({why})", budget.line(pages * page_bytes)]
+    lines = [line, f"context: {min(context, holds)} tokens ({why})"]
+    if budget.needs is not None:
+        lines.append(budget.line(pages * page_bytes))
     return Sizes(min(context, holds), pages, lines)
 
 
@@ -219,19 +249,42 @@ def _check(config: EngineConfig) -> None:
         )
     if config.max_waiting < 0:
         raise BadRequest(f"max_waiting is {config.max_waiting}: it must not be negative", param="max_waiting")
-    if not 0 <= config.depth <= 8:
+    if config.depth is not None and not 0 <= config.depth <= 8:
         raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")
 
 
 def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int, ...]) -> Backend:
+    name = "cuda" if config.backend == "native" and config.device.startswith("cuda") else config.backend
+    torch = name in ("torch", "cuda")
+    if config.load_format not in ("auto", "dummy"):
+        raise BadRequest(f"load_format is {config.load_format!r}: it must be auto or dummy", param="load_format")
+    if not torch and config.load_format == "dummy":
+        raise Unsupported(f"the {name} backend cannot make random weights", cure="use --backend torch or cuda")
+    if not torch and (config.device not in ("auto", "cpu") or config.dtype != "auto"):
+        raise Unsupported(f"the {name} backend takes no device or dtype", cure="use --backend torch or cuda")
+    if torch and config.deterministic:
+        raise Unsupported(
+            f"the {name} backend cannot promise the same bits in any batch yet",
+            cure="leave --deterministic out, or use the native backend, which always does",
+        )
     try:
-        return open_backend(config.backend, threads=threads, isa=config.isa or env.isa, cores=cores)
+        return open_backend(
+            name,
+            threads=threads,
+            isa=config.isa or env.isa,
+            cores=cores,
+            device=config.device,
+            dtype=config.dtype,
+            random=config.load_format == "dummy",
+        )
     except ValueError as e:
         raise BadRequest(str(e), param="backend") from None
     except ImportError as e:
         raise Unsupported(
             f"the {config.backend} backend cannot be loaded here: {e}",
-            cure="install the package so that it is built, or use --backend reference (slow)",
+            cure="pip install 'quire[cuda]' or 'quire[torch]'"
+            if torch
+            else "install the package so that it is built, or use --backend reference (slow)",
         ) from e
 
 

@@ -72,9 +72,14 @@ class Engine:
     """Scheduler and runner, turned by `step`. Used from one thread."""
 
     def __init__(
-        self, scheduler: Schedules, runner: Steps, depth: int = 0, *, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Schedules,
+        runner: Steps,
+        depth: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.depth = depth
+        self.depth = depth or 0
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock

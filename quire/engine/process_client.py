@@ -1,8 +1,9 @@
 """An engine in another process: spawned, spoken to over a private local socket, watched and restarted.
 
 Used from one asyncio loop. When the engine dies every pending request raises EngineDead with how it died; requests that
-come while it restarts get Unavailable; after too many deaths within a minute it stays dead and says why. Idle, nothing
-runs on either side: the socket's descriptor sits in the loop, and the engine sends statistics only when they change.
+come while it restarts get Unavailable; after too many deaths within a minute it stays dead and says why. One that hangs is
+killed (`pulse.py`), which is a death like any other. Idle, next to nothing runs on either side: the socket's descriptor sits
+in the loop, the engine sends statistics only when they change, and a few times a minute it is asked whether it is there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import quire
 from quire.config import EngineConfig
 from quire.engine import wire
 from quire.engine.pending import Pending
+from quire.engine.pulse import Pulse, Work, patience
 from quire.engine.types import EngineInfo, Event, Request, Stats
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
 
@@ -66,6 +68,7 @@ class ProcessClient:
         config: EngineConfig,
         *,
         restarts: int = 5,
+        hang_seconds: float = 60.0,  # silence after which it is killed; 0: never
         on_line: Callable[[str], None] = _to_stderr,
         on_progress: Callable[[int, int], None] | None = None,
         on_restart: Callable[[str], None] | None = None,
@@ -73,6 +76,7 @@ class ProcessClient:
     ):
         self._config = replace(config, path=_text(os.path.abspath(config.path)))
         self._restarts = restarts
+        self._hang_seconds = hang_seconds
         self._on_line = on_line
         self._on_progress = on_progress
         self._on_restart = on_restart
@@ -91,6 +95,9 @@ class ProcessClient:
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
         self._closing = False
+        self._gave_up = False
+        self._hangs = 0
+        self._pulse: Pulse | None = None
         self._failure: wire.Fatal | None = None  # what the engine said before it ended
         self._why = "the engine has not been started"  # ... when it is not up
 
@@ -111,6 +118,16 @@ class ProcessClient:
     def why(self) -> str:
         """Why it is not alive, in words; empty when it is."""
         return "" if self.alive else self._why
+
+    @property
+    def gave_up(self) -> bool:
+        """It died too often and is not started again; `why` says more."""
+        return self._gave_up
+
+    @property
+    def hangs(self) -> int:
+        """Times it was killed because it did not answer."""
+        return self._hangs
 
     def stats(self) -> Stats:
         total = {name: getattr(self._stats, name) + getattr(self._past, name) for name in COUNTERS}
@@ -242,17 +259,43 @@ class ProcessClient:
     async def _watch(self) -> None:
         """Wait for the engine to die; tell everybody; start it again while that makes sense."""
         while self._process is not None:
-            status = await self._process.wait()
-            self._up = False
-            self._why = f"the engine process {_ending(status)}"
-            await asyncio.sleep(LAST_WORDS)
-            self._drain()
-            reason = f"the engine process {_ending(status)}"
-            if self._failure is not None:
-                reason += f": {self._failure.message}"
-            self._down(reason)
+            reason = await self._until_hung(self._process)
+            if reason is not None:
+                self._hangs += 1
+                self._down(reason)  # first: a process that cannot even be killed at once keeps nobody waiting
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+            else:
+                self._up = False
+                self._why = reason = f"the engine process {_ending(self._process.returncode)}"
+                await asyncio.sleep(LAST_WORDS)
+                self._drain()
+                if self._failure is not None:
+                    reason += f": {self._failure.message}"
+                self._down(reason)
             if not await self._restart(reason):
                 return
+
+    async def _until_hung(self, process: asyncio.subprocess.Process) -> str | None:
+        """Wait for its end (None), or until it is to be killed for its silence (why)."""
+        if self._hang_seconds <= 0 or self._info is None:
+            await process.wait()
+            return None
+        longest = patience(self._info, self._hang_seconds)
+        self._pulse = Pulse(self._hang_seconds, longest, self._ask, lambda: Work.of(process.pid))
+        ended, lost = asyncio.create_task(process.wait()), asyncio.create_task(self._pulse.lost())
+        try:
+            await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return None if ended.done() else f"the engine process {lost.result()}: it hung and was killed"
+        finally:
+            self._pulse = None
+            for task in (ended, lost):
+                task.cancel()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(Unavailable):  # it is just dying
+            self._send(wire.Ping())
 
     def _down(self, reason: str) -> None:
         self._up = False
@@ -271,6 +314,7 @@ class ProcessClient:
                 self._deaths.popleft()
             if len(self._deaths) > self._restarts:
                 self._why = f"{reason}; it died {len(self._deaths)} times within a minute and stays down"
+                self._gave_up = True
                 self._on_line(self._why)
                 return False
             delay = BACKOFF[min(len(self._deaths), len(BACKOFF)) - 1]
@@ -334,8 +378,8 @@ class ProcessClient:
 
     def _submit(self, request: Request) -> None:
         if not self.alive:
-            stays = self._watcher is not None and self._watcher.done()
-            raise Unavailable(self._why, cure="" if stays or self._closing else "try again in a few seconds")
+            stays = self._gave_up or self._closing
+            raise Unavailable(self._why, cure="" if stays else "try again in a few seconds")
         self._send(wire.Add(request=request))
 
     def _send(self, message: wire.ToEngine) -> None:
@@ -357,6 +401,8 @@ class ProcessClient:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if self._pulse is not None:
+                self._pulse.heard()
             try:
                 message = wire.decode_from_engine(data)
             except msgspec.DecodeError as e:  # not our engine, or not in its right mind
@@ -373,6 +419,8 @@ class ProcessClient:
                 self._pending.deliver(events)
             case wire.StatsUpdate(stats):
                 self._stats = stats
+            case wire.Pong():
+                pass  # that it came is all it says
             case wire.Progress(done, total):
                 if self._on_progress is not None:
                     self._on_progress(done, total)

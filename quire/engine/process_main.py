@@ -95,7 +95,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEn
             told, due, fresh = fresh, now + STATS_SECONDS, None
         if not engine.busy:  # sleep: forever, or until the snapshot that is owed is due
             socket.poll(None if fresh is None else max(1, int((due - now) * 1000) + 1))
-        if not _receive(engine, socket):
+        if not _receive(engine, socket, send):
             return 0
         if engine.busy:
             events = engine.step()
@@ -105,7 +105,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEn
             fresh = stats if stats != told else None
 
 
-def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> bool:
+def _receive(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEngine], None]) -> bool:
     """Take in every message that is there. False: stop."""
     while True:
         try:
@@ -118,6 +118,8 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> bool:
             case wire.Abort(ids):
                 for request_id in ids:
                     engine.abort(request_id)
+            case wire.Ping():
+                send(wire.Pong())
             case wire.Shutdown():
                 return False
 

@@ -15,7 +15,7 @@ from quire.engine.types import EngineInfo, Event, Request, Stats
 from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
 BUILDER = "quire.engine.build:build_engine"
 
@@ -50,6 +50,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now; whatever runs is dropped."""
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Are you there? Answered between steps."""
+
+
 # From the engine.
 
 
@@ -79,6 +83,10 @@ class StatsUpdate(msgspec.Struct, frozen=True, tag="stats"):
     stats: Stats
 
 
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Here."""
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine cannot start or go on: the error as it was raised, to be raised again by the client."""
 
@@ -101,8 +109,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
         return made
 
 
-ToEngine: TypeAlias = Add | Abort | Shutdown
-FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Fatal
+ToEngine: TypeAlias = Add | Abort | Ping | Shutdown
+FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

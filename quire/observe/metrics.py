@@ -97,9 +97,10 @@ class Metrics:
         pages: int,
         snapshot: Callable[[], Snapshot],
         restarts: Callable[[], int] = lambda: 0,
+        hangs: Callable[[], int] = lambda: 0,
     ) -> ModelMetrics:
         """Start counting for a model that became ready."""
-        self.registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts))
+        self.registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts, hangs))
         return ModelMetrics(self.registry, name, context)
 
     def render(self) -> bytes:
@@ -190,13 +191,20 @@ class _EngineGauges(Collector):
     """The engine's own counts, read at scrape time. A restarted engine starts its counters at zero, as processes do."""
 
     def __init__(
-        self, name: str, page_size: int, pages: int, snapshot: Callable[[], Snapshot], restarts: Callable[[], int]
+        self,
+        name: str,
+        page_size: int,
+        pages: int,
+        snapshot: Callable[[], Snapshot],
+        restarts: Callable[[], int],
+        hangs: Callable[[], int],
     ):
         self.labels = [name, "0"]
         self.page_size = page_size
         self.pages = pages
         self.snapshot = snapshot
         self.restarts = restarts
+        self.hangs = hangs
 
     def describe(self) -> Iterable[Metric]:
         return []  # unchecked: nothing else registers these names
@@ -218,6 +226,7 @@ class _EngineGauges(Collector):
             ("quire_engine_steps", "Steps run.", s.steps),
             ("quire_cache_evictions", "Cached pages given up for room.", s.evictions),
             ("quire_engine_restarts", "Times the engine process was started again.", self.restarts()),
+            ("quire_engine_hangs", "Times the engine process was killed because it did not answer.", self.hangs()),
         )
         for name, what, value in gauges:
             gauge = GaugeMetricFamily(name, what, labels=LABELS)

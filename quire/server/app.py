@@ -84,11 +84,13 @@ def _probes(app: FastAPI, service: Service) -> None:
 
     async def ready(request: Request) -> Response:
         """A request sent now would be taken."""
-        stage = service.stage
+        stage, detail = service.stage, service.detail
         body = {"status": stage, "model": service.name}
-        if stage == "loading":
-            body["detail"] = service.note
-        return _json(body) if stage == "ready" else _json(body, 503, {"retry-after": "2"})
+        if detail:
+            body["detail"] = errors.clean(detail, "the server's log has the cause")
+        if stage == "ready":
+            return _json(body)
+        return _json(body, 503, {} if stage == "failed" else {"retry-after": "2"})  # that one does not come back
 
     async def version(request: Request) -> Response:
         return _json({"version": VERSION})

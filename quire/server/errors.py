@@ -49,12 +49,10 @@ class ClientGone(Exception):
     """The client closed its connection; nobody is left to answer."""
 
 
-def clean(message: str) -> str:
+def clean(message: str, instead: str = "the engine could not run the request; the server's log has the cause") -> str:
     """`message` if it is fit for strangers, else a sentence that says where to look."""
     message = message[:MAX_MESSAGE]
-    return (
-        "the engine could not run the request; the server's log has the cause" if _PRIVATE.search(message) else message
-    )
+    return instead if _PRIVATE.search(message) else message
 
 
 def body(error: QuireError) -> dict[str, object]:

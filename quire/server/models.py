@@ -39,7 +39,12 @@ async def open_model(
             return tokenizer, ChatTemplate.from_gguf(file.metadata, tokenizer)
 
     client = ProcessClient(
-        config, restarts=service.config.restarts, on_line=say, on_progress=progress, on_restart=restarted
+        config,
+        restarts=service.config.restarts,
+        hang_seconds=service.config.hang_seconds,
+        on_line=say,
+        on_progress=progress,
+        on_restart=restarted,
     )
     service.note = "starting the engine"
     reading = asyncio.create_task(asyncio.to_thread(words))

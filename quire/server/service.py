@@ -1,6 +1,6 @@
 """What every route shares: the model being served, the stage it is in, and the requests in flight.
 
-One Service per app, used from one event loop. Stages: loading -> ready <-> restarting, and draining at the end. A route
+One Service per app, used from one event loop. Stages: loading -> ready <-> restarting -> failed, and draining at the end. A route
 asks `ready()` for the completer and gets it or a 503 that says the stage. Knows the engine client only by its protocol.
 """
 
@@ -50,17 +50,22 @@ class Service:
 
     @property
     def stage(self) -> str:
-        """loading, ready, restarting or draining."""
+        """loading, ready, restarting, failed (the engine is not started again) or draining."""
         if self.draining:
             return "draining"
         if self.completer is None or self.client is None:
             return "loading"
-        return "ready" if self.client.alive else "restarting"
+        if self.client.alive:
+            return "ready"
+        return "failed" if getattr(self.client, "gave_up", False) else "restarting"
 
     @property
-    def _why(self) -> str:
-        """Why the engine is not alive, where the client can tell."""
-        return str(getattr(self.client, "why", ""))
+    def detail(self) -> str:
+        """What the stage is about, for people: what loading is busy with, or why the engine is not alive."""
+        stage = self.stage
+        if stage == "loading":
+            return self.note
+        return str(getattr(self.client, "why", "")) if stage in ("restarting", "failed") else ""
 
     @property
     def info(self) -> EngineInfo:
@@ -80,6 +85,7 @@ class Service:
             pages=info.pages,
             snapshot=client.stats,
             restarts=lambda: self.restarted,
+            hangs=lambda: int(getattr(client, "hangs", 0)),
         )
         self.client = client
         self.completer = completer
@@ -90,10 +96,12 @@ class Service:
         if stage != "ready" or self.completer is None:
             what = {
                 "loading": f"the model is still loading ({self.note})",
-                "restarting": self._why or "the engine process died and is being started again",
+                "restarting": self.detail or "the engine process died and is being started again",
+                "failed": self.detail or "the engine process died too often and is not started again",
                 "draining": "the server is shutting down",
             }
-            raise Unavailable(what[stage], cure="try again when GET /ready answers 200")
+            again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
+            raise Unavailable(what[stage], cure=again)
         return self.completer
 
     def check_model(self, name: str | None) -> None:

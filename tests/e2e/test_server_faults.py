@@ -140,6 +140,25 @@ def test_an_engine_killed_is_told_and_restarted(start: Callable[..., Server]):
     assert server.metric("quire_engine_restarts_total{") == 1
 
 
+def test_an_engine_that_hangs_is_told_and_restarted(start: Callable[..., Server]):
+    server = start("--hang-seconds", "2")
+    expected = complete(server, SHORT).json()["choices"][0]["text"]
+    running, result = in_background(lambda: complete(server, LONG))
+    wait_until(lambda: server.metric("vllm:num_requests_running{") == 1)
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    running.join(30)
+    answer = result[0]
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    error = answer.json()["error"]
+    assert error["code"] == "engine_dead"
+    assert "did not answer for 2 s and did nothing" in error["message"] and "send it again" in error["message"]
+    wait_until(lambda: not Path(f"/proc/{engine}").exists())
+    wait_until(server.ready, 60)
+    assert complete(server, SHORT).json()["choices"][0]["text"] == expected
+    assert server.metric("quire_engine_hangs_total{") == server.metric("quire_engine_restarts_total{") == 1
+
+
 def test_sigterm_drains(start: Callable[..., Server]):
     server = start("--drain-seconds", "60")
     engine = server.engine_pid()

@@ -7,6 +7,7 @@
 #include "../kernels.h"
 
 #define QUIRE_UNROLL _Pragma("GCC unroll 8")
+#define QUIRE_UNROLL16 _Pragma("GCC unroll 16")
 
 namespace {
 
@@ -36,12 +37,9 @@ void exp_rows(const float* x, int n, float* out) {
 }
 
 // int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127. Groups too small for 127 / amax become zeros.
-void quantize(const float* x, int first_group, int groups, uint8_t* row, const QuantShape& s) {
-    float* sx = (float*)(row + s.sx);
-    int32_t* sum32 = (int32_t*)(row + s.sum32);
-    float* sxs32 = (float*)(row + s.sxs32);
-    int32_t* sum16 = (int32_t*)(row + s.sum16);
-    float* sxs16 = (float*)(row + s.sxs16);
+void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
+    float* sx = (float*)(panel + s.sx) + lane;
+    int32_t* sum = (int32_t*)(panel + s.sum) + lane;
     for (int g = first_group; g < first_group + groups; g++, x += 32) {
         F a = fload(x), b = fload(x + 16);
         float amax = hmax(fmax(fabs_(a), fabs_(b)));
@@ -50,16 +48,12 @@ void quantize(const float* x, int first_group, int groups, uint8_t* row, const Q
         const F low = fset(-127.0f), high = fset(127.0f), by = fset(inv);
         I qa = ito(fmin(fmax(fround(fmul(a, by)), low), high));
         I qb = ito(fmin(fmax(fround(fmul(b, by)), low), high));
-        istore_i8((int8_t*)row + 32 * g, qa);
-        istore_i8((int8_t*)row + 32 * g + 16, qb);
-        int32_t first = isum(qa), second = isum(qb);
-        sx[g] = scale;
-        sum32[g] = first + second;
-        sxs32[g] = scale * (float)(first + second);
-        sum16[2 * g] = first;
-        sum16[2 * g + 1] = second;
-        sxs16[2 * g] = scale * (float)first;
-        sxs16[2 * g + 1] = scale * (float)second;
+        int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
+        istore_i8(codes, qa);
+        istore_i8(codes + 16, qb);
+        sx[16 * g] = scale;
+        sum[32 * g] = isum(qa);
+        sum[32 * g + 16] = isum(qb);
     }
 }
 

@@ -7,7 +7,15 @@
 
 namespace {
 
-constexpr int kMaxRows = 4;
+constexpr int kWidth = 8;                         // lanes of a register
+constexpr int kTileRows = 4, kTileColumns = 1;    // of the int8 register tile: rows, registers of columns
+constexpr int kDenseRows = 4, kDenseColumns = 2;  // of the float register tile
+constexpr bool kSignedCodes = false;              // what wdot takes: codes as they are, or less an offset
+#ifdef QUIRE_AVX_VNNI
+constexpr bool kTwoDots = false;  // 8-bit codes need a dot of their own
+#else
+constexpr bool kTwoDots = true;
+#endif
 constexpr int kMaxQueries = 4;
 constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = false;
@@ -143,27 +151,51 @@ inline __m256i quad_of(const int8_t* x) {
     return _mm256_set1_epi32(quad);
 }
 #ifdef QUIRE_AVX_VNNI
-inline I dot4(I acc, B codes, const int8_t* x) {
-    const __m256i q = quad_of(x);
-    return {_mm256_dpbusd_avx_epi32(acc.a, codes.a, q), _mm256_dpbusd_avx_epi32(acc.b, codes.b, q)};
-}
-inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
+inline __m256i dot_half(__m256i acc, __m256i codes, __m256i quad) { return _mm256_dpbusd_avx_epi32(acc, codes, quad); }
+inline __m256i dot_half_8(__m256i acc, __m256i codes, __m256i quad) { return _mm256_dpbusd_avx_epi32(acc, codes, quad); }
 #else
-inline I dot4(I acc, B codes, const int8_t* x) {
-    const __m256i q = quad_of(x), one = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, q), one)),
-            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
+inline __m256i dot_half(__m256i acc, __m256i codes, __m256i quad) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, quad), _mm256_set1_epi16(1)));
 }
-inline I dot4_8(I acc, B codes, const int8_t* x) {  // even and odd bytes, widened: exact for every byte
-    const __m256i q = quad_of(x), low = _mm256_set1_epi16(255);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), odd = _mm256_srai_epi16(q, 8);
-    auto half = [&](__m256i sum, __m256i c) {
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(c, low), even));
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(c, 8), odd));
-    };
-    return {half(acc.a, codes.a), half(acc.b, codes.b)};
+inline __m256i dot_half_8(__m256i acc, __m256i codes, __m256i quad) {  // even and odd bytes, widened: exact for every byte
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8), odd = _mm256_srai_epi16(quad, 8);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)), even));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd));
 }
 #endif
+inline I dot4(I acc, B codes, const int8_t* x) {
+    const __m256i q = quad_of(x);
+    return {dot_half(acc.a, codes.a, q), dot_half(acc.b, codes.b, q)};
+}
+inline I dot4_8(I acc, B codes, const int8_t* x) {
+    const __m256i q = quad_of(x);
+    return {dot_half_8(acc.a, codes.a, q), dot_half_8(acc.b, codes.b, q)};
+}
+inline void bstore(uint8_t* p, B x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)(p + 32), x.b);
+}
+inline B bsub(B x, uint8_t y) {
+    const __m256i v = _mm256_set1_epi8((char)y);
+    return {_mm256_sub_epi8(x.a, v), _mm256_sub_epi8(x.b, v)};
+}
+
+// Single registers.
+using V = __m256;
+using W = __m256i;
+using C = __m256i;
+using X = const int8_t*;
+inline V vload(const float* p) { return _mm256_loadu_ps(p); }
+inline void vstore(float* p, V a) { _mm256_storeu_ps(p, a); }
+inline V vset(float x) { return _mm256_set1_ps(x); }
+inline V vmul(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline V vfrom(W a) { return _mm256_cvtepi32_ps(a); }
+inline W wset(int32_t x) { return _mm256_set1_epi32(x); }
+inline C cload(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline X xload(const int8_t* p) { return p; }
+template <int J> inline W wdot(W acc, C codes, X x) { return dot_half(acc, codes, quad_of(x + 4 * J)); }
+template <int J> inline W wdot8(W acc, C codes, X x) { return dot_half_8(acc, codes, quad_of(x + 4 * J)); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 }  // namespace

@@ -7,7 +7,11 @@
 
 namespace {
 
-constexpr int kMaxRows = 8;     // rows of x in a gemm register tile
+constexpr int kWidth = 16;                        // lanes of a register
+constexpr int kTileRows = 4, kTileColumns = 2;    // of the int8 register tile: rows, registers of columns
+constexpr int kDenseRows = 8, kDenseColumns = 2;  // of the float register tile
+constexpr bool kSignedCodes = false;              // what wdot takes: codes as they are, or less an offset
+constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 8;  // queries in an attention register tile
 constexpr int kMaxChains = 12;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = false;  // 8-bit codes reach dot4_8 as they are stored, unsigned
@@ -83,6 +87,25 @@ inline F fload_u4(const uint8_t* p, int shift) {
     __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(b, (unsigned)shift), _mm512_set1_epi32(15)));
 }
+inline void bstore(uint8_t* p, B a) { _mm512_storeu_si512((void*)p, a); }
+inline B bsub(B a, uint8_t x) { return _mm512_sub_epi8(a, _mm512_set1_epi8((char)x)); }
+
+// Single registers: here, the whole vector.
+using V = F;
+using W = I;
+using C = B;
+using X = const int8_t*;
+inline V vload(const float* p) { return fload(p); }
+inline void vstore(float* p, V a) { fstore(p, a); }
+inline V vset(float x) { return fset(x); }
+inline V vmul(V a, V b) { return fmul(a, b); }
+inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
+inline V vfrom(W a) { return ffrom(a); }
+inline W wset(int32_t x) { return iset(x); }
+inline C cload(const uint8_t* p) { return bload(p); }
+inline X xload(const int8_t* p) { return p; }
+template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
+template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 }  // namespace

@@ -9,7 +9,11 @@
 
 namespace {
 
-constexpr int kMaxRows = 4;
+constexpr int kWidth = 4;                         // lanes of a register
+constexpr int kTileRows = 8, kTileColumns = 1;    // of the int8 register tile: rows, registers of columns
+constexpr int kDenseRows = 4, kDenseColumns = 4;  // of the float register tile
+constexpr bool kSignedCodes = true;               // what wdot takes: codes as they are, or less an offset
+constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 4;
 constexpr int kMaxChains = 4;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = true;
@@ -212,7 +216,38 @@ inline I dot4_8(I acc, B codes, const int8_t* x) {
     QUIRE_QUARTERS codes.v[i] = veorq_u8(codes.v[i], vdupq_n_u8(128));
     return dot4_signed(acc, codes, x);
 }
+inline void bstore(uint8_t* p, B a) { QUIRE_QUARTERS vst1q_u8(p + 16 * i, a.v[i]); }
+inline B bsub(B a, uint8_t x) {
+    QUIRE_QUARTERS a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8(x));
+    return a;
+}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// Single registers. X holds four quads of a row: the dot product takes one by its index.
+using V = float32x4_t;
+using W = int32x4_t;
+using C = int8x16_t;
+using X = int8x16_t;
+inline V vload(const float* p) { return vld1q_f32(p); }
+inline void vstore(float* p, V a) { vst1q_f32(p, a); }
+inline V vset(float x) { return vdupq_n_f32(x); }
+inline V vmul(V a, V b) { return vmulq_f32(a, b); }
+inline V vfma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
+inline V vfrom(W a) { return vcvtq_f32_s32(a); }
+inline W wset(int32_t x) { return vdupq_n_s32(x); }
+inline C cload(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
+inline X xload(const int8_t* p) { return vld1q_s8(p); }
+template <int J> inline W wdot(W acc, C codes, X x) {
+#ifdef QUIRE_NEON_DOT
+    return vdotq_laneq_s32(acc, codes, x, J);
+#else
+    const int8x16_t q = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), J));
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(q)));
+    const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(codes), vget_high_s8(q)));
+    return vaddq_s32(acc, vpaddq_s32(low, high));
+#endif
+}
+template <int J> inline W wdot8(W acc, C codes, X x) { return wdot<J>(acc, codes, x); }
 
 #undef QUIRE_QUARTERS
 

@@ -10,7 +10,11 @@
 
 namespace {
 
-constexpr int kMaxRows = 2;
+constexpr int kWidth = 16;                          // lanes of a register
+constexpr int kTileRows = 2, kTileColumns = 1;      // of the int8 register tile: rows, registers of columns
+constexpr int kDenseRows = 2, kDenseColumns = 1;    // of the float register tile
+constexpr bool kSignedCodes = false;                // what wdot takes: codes as they are, or less an offset
+constexpr bool kTwoDots = false;                    // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 4;
 constexpr int kMaxChains = 1;   // fma chains that attention keeps in registers
 constexpr bool kSigned8 = false;
@@ -183,7 +187,29 @@ inline I dot4(I acc, B codes, const int8_t* x) {
     return acc;
 }
 inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
+inline void bstore(uint8_t* p, B a) { memcpy(p, a.v, 64); }
+inline B bsub(B a, uint8_t x) {
+    for (int i = 0; i < 64; i++) a.v[i] = (uint8_t)(a.v[i] - x);
+    return a;
+}
 inline void prefetch(const void*) {}
+
+// Single registers: here, the whole vector.
+using V = F;
+using W = I;
+using C = B;
+using X = const int8_t*;
+inline V vload(const float* p) { return fload(p); }
+inline void vstore(float* p, V a) { fstore(p, a); }
+inline V vset(float x) { return fset(x); }
+inline V vmul(V a, V b) { return fmul(a, b); }
+inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
+inline V vfrom(W a) { return ffrom(a); }
+inline W wset(int32_t x) { return iset(x); }
+inline C cload(const uint8_t* p) { return bload(p); }
+inline X xload(const int8_t* p) { return p; }
+template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
+template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 
 #undef QUIRE_LANES
 

@@ -153,7 +153,7 @@ class NativeBackend:
             return self._drafts[key]
 
         def size(v: Value) -> int:
-            return (max_tokens if v.per_token else max_rows) * self._native.row_bytes(v.width, v.quant)
+            return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
         recording = record(forward, kv, inputs)
         program = fuse.fuse(recording.instructions, recording.output, self._passes)

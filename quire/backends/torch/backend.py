@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from quire.backends.batch import Batch
 from quire.backends.native.recorder import Instruction, Segment, Value, record
 from quire.backends.ops import KV, TABLE, Forward
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.fuse import fuse
+from quire.backends.torch.fuse import fuse, loose, soon
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory
@@ -26,10 +27,11 @@ from quire.layouts import Dense, Floats, Layout
 from quire.observe.errors import Unsupported
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-RESERVE = 1 << 30  # device memory that is left alone: sampling, graphs, what other libraries take later
+RESERVE = 2 << 30, 0.03  # device memory left alone, and a share of all: sampling, graphs, what libraries take later
 
 Cells: TypeAlias = list[Any]  # tensors of a run, by the number of their value; None before and after their lives
 Step: TypeAlias = Callable[[Cells, DeviceBatch], None]
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class DeviceProgram(Protocol):
@@ -64,7 +66,14 @@ class TorchProgram:
             cells[at] = inputs[name]
         for step in self._steps:
             step(cells, batch)
-        return cells[self._output].float()
+        return self._deliver(cells[self._output].float(), batch)
+
+    def _deliver(self, result: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        """The result, where the batch wants it."""
+        if batch.into is None:
+            return result
+        batch.into[: result.shape[0]].copy_(result)
+        return batch.into[: result.shape[0]]
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
         if inputs.keys() != self._inputs.keys():
@@ -84,6 +93,7 @@ class TorchBackend:
         if threads is not None and self.device.type == "cpu":
             torch.set_num_threads(threads)  # torch has one pool for the whole process
         self.dtype = pick_dtype(dtype, self.device)
+        self.owns_memory = self.device.type == "cuda"
         self.weights = Weights(self.device, self.dtype, random=random)
 
     def compile(
@@ -104,7 +114,7 @@ class TorchBackend:
         for i in program:
             for v in i.writes():
                 number[v] = len(number)
-        emit = Emitter(kernels, self.weights, number, recording.output)
+        emit = Emitter(kernels, self.weights, number, program, recording.output)
         steps = [emit.step(i, gone) for i, gone in zip(program, _ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
         return self.wrap(TorchProgram(kernels, steps, len(number), names, number[recording.output]))
@@ -118,9 +128,7 @@ class TorchBackend:
 
         `kv` is the shape of a page; the weights stay for the `compile` that follows.
         """
-        small = KV(kv.layers, 1, kv.page_size, kv.kv_heads, kv.head_dim)
-        if self.device.type != "cuda":
-            self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+        if not self.owns_memory:
             return available_memory()
         need = -(-max_tokens // kv.page_size)
         small = KV(kv.layers, need, kv.page_size, kv.kv_heads, kv.head_dim)
@@ -133,8 +141,8 @@ class TorchBackend:
         del program
         gc.collect()
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - step - RESERVE)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, free - step - RESERVE[0] - int(total * RESERVE[1]))
 
     def describe(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -149,11 +157,20 @@ class TorchBackend:
 class Emitter:
     """Turns instructions into steps: functions over cells that call one kernel each."""
 
-    def __init__(self, kernels: TorchKernels, weights: Weights, number: dict[Value, int], output: Value):
+    def __init__(
+        self,
+        kernels: TorchKernels,
+        weights: Weights,
+        number: dict[Value, int],
+        program: list[Instruction],
+        output: Value,
+    ):
         self._kernels = kernels
         self._weights = weights
         self._number = number
         self._output = output
+        self._soon = soon(program, output)
+        self._loose = loose(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
@@ -186,25 +203,39 @@ class Emitter:
             self._at(i.inputs),
             self._at(i.outputs),
         )
+        hand_on = i.outputs[0] in self._soon
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.rms_norm(cells[x], weight, eps)
+            cells[out] = k.rms_norm(cells[x], weight, eps, soon=hand_on)
 
         return run
 
     def _add_norm(self, i: Instruction) -> Step:
         k, weight, eps, (a, b) = self._kernels, self._weight(i.weight), i.eps, self._at(i.inputs)
         total, out = self._at(i.outputs)
+        hand_on = i.outputs[1] in self._soon
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[total], cells[out] = k.add_norm(cells[a], cells[b], weight, eps)
+            cells[total], cells[out] = k.add_norm(cells[a], cells[b], weight, eps, soon=hand_on)
 
         return run
 
     def _linear(self, i: Instruction) -> Step:
         x = self._number[i.segments[0].x]
         outs = self._at([s.out for s in i.segments])
-        product = self._product(i.segments, last=self._output in [s.out for s in i.segments])
+        last = len(outs) == 1 and i.segments[0].out is self._output
+        op = self._kernels.logits if last else self._kernels.linear
+        if id(i) in self._loose:
+            op = partial(op, loose=True)
+        product = self._product(i.segments, op)
+        if product is None:
+            parts = self._linear_parts(i.segments)
+
+            def run_parts(cells: Cells, batch: DeviceBatch) -> None:
+                for at, part in zip(outs, parts, strict=True):
+                    cells[at] = part(cells[x])
+
+            return run_parts
         if len(outs) == 1:
 
             def run_one(cells: Cells, batch: DeviceBatch) -> None:
@@ -220,15 +251,31 @@ class Emitter:
         return run
 
     def _gated(self, i: Instruction) -> Step:
-        k, x, (out,), product = (
-            self._kernels,
-            self._number[i.segments[0].x],
-            self._at(i.outputs),
-            self._product(i.segments),
-        )
+        k, x, (out,) = self._kernels, self._number[i.segments[0].x], self._at(i.outputs)
+        product = self._product(i.segments, k.gated)
+        if product is None:  # the halves are not one matrix: a part of them is shared with another product
+            parts, op = self._linear_parts(i.segments), k.swiglu
+
+            def run_parts(cells: Cells, batch: DeviceBatch) -> None:
+                cells[out] = op(*(part(cells[x]) for part in parts))
+
+            return run_parts
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.gated(product(cells[x]))
+            cells[out] = product(cells[x])
+
+        return run
+
+    def _linear_add_norm(self, i: Instruction) -> Step:
+        k, norm, eps = self._kernels, self._weight(i.weight), i.eps
+        segment = i.segments[0]
+        weight, bias = self._weight(segment.weight), self._bias(i.segments)
+        x, (residual,), (total, out) = self._number[segment.x], self._at(i.inputs), self._at(i.outputs)
+        hand_on = i.outputs[1] in self._soon
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            own = cells[x], weight, bias, cells[residual], norm, eps
+            cells[total], cells[out] = k.linear_add_norm(*own, soon=hand_on)
 
         return run
 
@@ -272,20 +319,14 @@ class Emitter:
 
         return run
 
-    def _product(self, segments: list[Segment], last: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-        """x -> x times every segment's weight, side by side."""
-        k, bias = self._kernels, self._bias(segments)
-        whole = self._weights.joined([s.weight for s in segments])
-        one = k.logits if last else k.linear
-        if whole is not None:
-            return lambda x: one(x, whole, bias)
-        parts = [self._weight(s.weight) for s in segments]  # a part of them is shared with another product
+    def _product(self, segments: list[Segment], op: Product) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """x -> x times every segment's weight, side by side; None when those do not lie side by side."""
+        whole, bias = self._weights.joined([s.weight for s in segments]), self._bias(segments)
+        return None if whole is None else lambda x: op(x, whole, bias)
 
-        def product(x: torch.Tensor) -> torch.Tensor:
-            y = torch.cat([one(x, w, None) for w in parts], dim=-1)
-            return y if bias is None else y + bias
-
-        return product
+    def _linear_parts(self, segments: list[Segment]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        products = [self._product([s], self._kernels.linear) for s in segments]
+        return [p for p in products if p is not None]  # one weight always lies beside itself
 
     def _bias(self, segments: list[Segment]) -> torch.Tensor | None:
         if all(s.bias is None for s in segments):

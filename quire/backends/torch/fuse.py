@@ -2,7 +2,7 @@
 
     linear, linear, … of one input    linear with several weights, whose outputs are columns of one tensor
     swiglu of two such columns        gated: the product and swiglu over its halves
-    add, then norm of the sum         add_norm, which gives both
+    add, then norm of the sum         add_norm, which gives both; with the product that is added, linear_add_norm
     (rope,) store, attend             attention, with the rope that its queries and keys still need
 
 Values are written once, so an instruction may move down to where another one stood. Each pass takes a list and
@@ -62,6 +62,24 @@ def add_norm(program: Program, output: Value) -> Program:
     return out
 
 
+def linear_add_norm(program: Program, output: Value) -> Program:
+    """The product that is added to a residual, the sum and its norm, where each reads the other's and nobody else does."""
+    used, maker = uses(program, output), makers(program)
+    last = {v: at for at, i in enumerate(program) for v in i.reads()}
+    gone: set[int] = set()
+    out: Program = []
+    for at, i in enumerate(program):
+        if i.op == "add_norm":
+            residual, product = i.inputs
+            linear = maker.get(product)
+            alone = used[product] == 1 and last[residual] == at and residual is not product
+            if alone and linear and linear.op == "linear" and len(linear.segments) == 1 and residual is not output:
+                gone.add(id(linear))
+                i.op, i.inputs, i.segments = "linear_add_norm", [residual], linear.segments
+        out.append(i)
+    return [i for i in out if id(i) not in gone]
+
+
 def attention(program: Program, output: Value) -> Program:
     """store and attend of a layer, and the rotations that only they read, in one."""
     used, maker = uses(program, output), makers(program)
@@ -86,7 +104,7 @@ def attention(program: Program, output: Value) -> Program:
     return [i for i in out if id(i) not in gone]
 
 
-PASSES = (merge_linears, gated, add_norm, attention)
+PASSES = (merge_linears, gated, add_norm, linear_add_norm, attention)
 
 
 def fuse(program: Program, output: Value) -> Program:
@@ -94,6 +112,43 @@ def fuse(program: Program, output: Value) -> Program:
     for run in PASSES:
         program = run(program, output)
     return program
+
+
+def soon(program: Program, output: Value) -> set[Value]:
+    """Norms that only products read, all of them before what was normalized is overwritten (by linear_add_norm)."""
+    readers: dict[Value, list[int]] = {}
+    products: dict[Value, list[int]] = {}
+    overwritten: dict[Value, int] = {}
+    for at, i in enumerate(program):
+        for v in i.reads():
+            readers.setdefault(v, []).append(at)
+        if i.op in ("linear", "gated"):
+            for x in {s.x for s in i.segments}:
+                products.setdefault(x, []).extend([at] * len(i.segments))
+        if i.op == "linear_add_norm":
+            overwritten[i.inputs[0]] = at
+    found: set[Value] = set()
+    for i in program:
+        if i.op in ("norm", "add_norm", "linear_add_norm"):
+            source, result = (i.inputs if i.op == "norm" else i.outputs)[0], i.outputs[-1]
+            by = readers.get(result, [])
+            until = overwritten.get(source, len(program))
+            if result is not output and by and by == products.get(result) and by[-1] < until:
+                found.add(result)
+    return found
+
+
+def loose(program: Program, output: Value) -> set[int]:
+    """Products (by id) whose outputs are the queries, keys and values of one attention that rotates them itself."""
+    used, maker = uses(program, output), makers(program)
+    found: set[int] = set()
+    for i in program:
+        if i.op == "attention" and i.rope is not None:
+            linear = maker.get(i.inputs[0])
+            alone = all(used[v] == 1 for v in i.inputs)
+            if alone and linear and linear.op == "linear" and [s.out for s in linear.segments] == i.inputs:
+                found.add(id(linear))
+    return found
 
 
 def uses(program: Program, output: Value) -> Counter[Value]:

@@ -78,6 +78,8 @@ class Weights:
                 into.add_(1.0)  # a norm near 1, as in a trained model
         elif isinstance(layout, Dense):
             into.copy_(_dense(layout))
+        elif self.device.type == "cpu":
+            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at there
         else:
             step = max(1, _CHUNK // layout.shape[-1])
             for at in range(0, layout.shape[0], step):

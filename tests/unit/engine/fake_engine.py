@@ -1,12 +1,14 @@
 """An engine whose device is a counter: the real loop, the real scheduler, and a runner that adds one to the last token.
 
 `build` has build_engine's signature, so that the clients' tests run it in a real child process. What it should do badly
-is said in the configuration's path, as words: "slow=0.01" sleeps that long in each step, and the others are below.
+is said in the configuration's path, as words: "slow=0.01" sleeps that long in each step, "burn=2" works that long in each
+step with prompt tokens, and the others are below.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ from quire.runner.plan import Plan, Result, Row
 VOCAB = 1000
 POISON = 666  # a prompt with this token makes its step raise
 DEADLY = 667  # a prompt with this token ends the process
+STUCK = 668  # a prompt with this token never comes out of its step
 
 
 @dataclass
@@ -44,6 +47,7 @@ class CountingRunner:
     """Token after t is t + 1. Remembers the last token of each slot, as a device does."""
 
     slow: float = 0.0
+    burn: float = 0.0  # seconds of work in a step with prompt tokens
     last: dict[int, int] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     fail_at: str = "forward"  # or "result": where poison acts
@@ -53,6 +57,12 @@ class CountingRunner:
         for work in plan.work:
             if work.tokens and DEADLY in work.tokens:
                 os._exit(9)
+            if work.tokens and STUCK in work.tokens:
+                threading.Event().wait()
+            if work.tokens and self.burn:
+                end = time.process_time() + self.burn
+                while time.process_time() < end:
+                    pass
             if work.tokens and POISON in work.tokens and self.fail_at == "forward":
                 raise FloatingPointError("poison")
         return plan
@@ -117,4 +127,4 @@ def build(config: EngineConfig, env: Environment, progress: Any = None) -> tuple
         weight_bytes=0,
         kv_bytes=0,
     )
-    return make(config, CountingRunner(slow=float(words.get("slow", 0)))), info
+    return make(config, CountingRunner(float(words.get("slow", 0)), float(words.get("burn", 0)))), info

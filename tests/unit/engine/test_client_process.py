@@ -21,7 +21,7 @@ from quire.engine.process_client import CHILD, ROOT, ProcessClient
 from quire.engine.types import Event, Request
 from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, QuireError, TooLarge, Unavailable
 from quire.runner.params import SamplingParams
-from tests.unit.engine.fake_engine import DEADLY, POISON
+from tests.unit.engine.fake_engine import DEADLY, POISON, STUCK
 
 BUILDER = "tests.unit.engine.fake_engine:build"
 
@@ -33,9 +33,12 @@ class Lines(list[str]):
         self.append(line)
 
 
-def client(path: str = "", *, restarts: int = 5, lines: Lines | None = None, **options: object) -> ProcessClient:
+def client(
+    path: str = "", *, restarts: int = 5, hang: float = 60.0, lines: Lines | None = None, **options: object
+) -> ProcessClient:
     config = EngineConfig(path=path, name="counter", **options)  # type: ignore[arg-type]
-    return ProcessClient(config, builder=BUILDER, restarts=restarts, on_line=Lines() if lines is None else lines)
+    on_line = Lines() if lines is None else lines
+    return ProcessClient(config, builder=BUILDER, restarts=restarts, hang_seconds=hang, on_line=on_line)
 
 
 def request(name: str, start: int, max_tokens: int | None = 3) -> Request:
@@ -158,6 +161,7 @@ async def test_death_fails_what_it_held_and_restarts(sig: signal.Signals) -> Non
         assert counted > 0
         await until(lambda: c.alive)
         assert c.pid != pid
+        assert not c.gave_up and c.hangs == 0
         assert tokens(await collect(c, request("a", 5))) == [6, 7, 8]
         await until(lambda: c.stats().output_tokens == counted + 3)  # counters go on
         assert any(sig.name in line for line in lines)
@@ -176,12 +180,92 @@ async def test_a_request_that_kills_the_engine_each_time_ends_in_a_clear_refusal
         with pytest.raises(EngineDead, match="status 9"):
             await collect(c, request("a", DEADLY))
         await until(lambda: "stays down" in c.why)
-        with pytest.raises(Unavailable, match="2 times within a minute"):
+        assert c.gave_up
+        with pytest.raises(Unavailable, match="2 times within a minute") as caught:
             await collect(c, request("b", 1))
+        assert caught.value.cure == ""  # trying again is no use
         assert not c.alive
         assert "stays down" in lines[-1]
     finally:
         await c.close()
+
+
+@pytest.mark.parametrize("how", ["stopped busy", "stopped idle", "stuck in a step"])
+async def test_an_engine_that_hangs_is_killed_and_restarted(how: str) -> None:
+    lines = Lines()
+    c = client("slow=0.01", hang=1.0, lines=lines)
+    await c.start()
+    try:
+        pid, task = c.pid or 0, None
+        if how != "stopped idle":
+            task = asyncio.create_task(collect(c, request("a", STUCK if how == "stuck in a step" else 1, None)))
+            await (asyncio.sleep(0.1) if how == "stuck in a step" else until(lambda: c.stats().running == 1))
+        if how != "stuck in a step":
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        if task is not None:
+            with pytest.raises(EngineDead, match="did not answer for 1 s and did nothing: it hung") as caught:
+                await asyncio.wait_for(task, 10)
+            assert caught.value.cure == "send it again"
+        await until(lambda: c.hangs == 1)
+        assert 0.7 < time.monotonic() - began < 5
+        await until(lambda: gone(pid))
+        await until(lambda: c.alive)
+        assert c.pid != pid and not c.gave_up
+        assert any("it hung and was killed; restarting it" in line for line in lines)
+        assert tokens(await collect(c, request("a", 5))) == [6, 7, 8]
+    finally:
+        await c.close()
+
+
+async def test_a_long_step_is_not_a_hang() -> None:
+    c = client("burn=1.5", hang=0.8)  # silent for longer than that, and at most ten times as long on a busy machine
+    await c.start()
+    try:
+        pid = c.pid
+        assert tokens(await collect(c, request("a", 5))) == [6, 7, 8]
+        assert (c.pid, c.hangs) == (pid, 0)
+        await asyncio.sleep(1.0)  # nor is idleness
+        assert (c.pid, c.hangs, c.alive) == (pid, 0, True)
+    finally:
+        await c.close()
+
+
+async def test_hanging_can_be_allowed() -> None:
+    c = client("slow=0.01", hang=0.0)
+    await c.start()
+    try:
+        task = asyncio.create_task(collect(c, request("a", 1, 30)))
+        await until(lambda: c.stats().running == 1)
+        os.kill(c.pid or 0, signal.SIGSTOP)
+        await asyncio.sleep(0.5)
+        assert c.alive
+        os.kill(c.pid or 0, signal.SIGCONT)
+        assert len(tokens(await task)) == 30
+    finally:
+        await c.close()
+
+
+async def test_a_hang_too_often_is_given_up() -> None:
+    c = client(restarts=1, hang=0.4)
+    await c.start()
+    try:
+        for left in (True, False):
+            with pytest.raises(EngineDead, match="it hung"):
+                await collect(c, request("a", STUCK))
+            await until(lambda expected=left: c.alive if expected else c.gave_up)
+        assert c.hangs == 2 and "stays down" in c.why
+    finally:
+        await c.close()
+
+
+async def test_a_stopped_engine_can_be_closed() -> None:
+    c = client()
+    await c.start()
+    pid = c.pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.wait_for(c.close(), 10)
+    assert gone(pid)
 
 
 async def test_a_model_that_goes_bad_between_restarts(tmp_path: Path) -> None:
@@ -375,7 +459,7 @@ def test_a_malformed_configuration_is_a_sentence_not_a_trace() -> None:
 
 async def test_versions_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "VERSION", 99)
-    with pytest.raises(QuireError, match="version 99 of the protocol, the engine 1"):
+    with pytest.raises(QuireError, match="version 99 of the protocol, the engine 2"):
         await client().start()
 
 
@@ -383,7 +467,7 @@ def test_messages_survive_the_wire() -> None:
     request = Request(
         id="a", tokens=[1, 2], sampling=SamplingParams(temperature=0, logit_bias={5: -1.0}, seed=2**64 - 1)
     )
-    sent = [wire.Add(request=request), wire.Abort(ids=["a", "b"]), wire.Shutdown()]
+    sent = [wire.Add(request=request), wire.Abort(ids=["a", "b"]), wire.Ping(), wire.Shutdown()]
     assert [wire.decode_to_engine(wire.encode(m)) for m in sent] == sent
     for error in (BadModelFile("bad", cure="good"), QuireError("plain", code="own")):
         fatal = wire.decode_from_engine(wire.encode(wire.Fatal.of(error)))

@@ -77,6 +77,7 @@ async def test_the_engines_own_numbers():
         prefix_hits=5, preemptions=2, steps=99,
     )  # fmt: skip
     service.restarted = 6
+    completer.client.hangs = 2  # type: ignore[attr-defined]
     async with client_for(service=service) as http:
         scrape = Scrape((await http.get("/metrics")).text)
     assert scrape.value("vllm:num_requests_running") == 3
@@ -88,6 +89,7 @@ async def test_the_engines_own_numbers():
     assert scrape.value("vllm:prefix_cache_hits_total") == 5
     assert scrape.value("vllm:num_preemptions_total") == 2
     assert scrape.value("quire_engine_restarts_total") == 6
+    assert scrape.value("quire_engine_hangs_total") == 2
     assert scrape.value("quire_engine_steps_total") == 99
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,29 @@ async def test_stages():
             assert r.headers["connection"] == "close"
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_an_engine_that_stays_down_is_told_with_the_reason():
+    completer = FakeCompleter()
+    client: Any = completer.client
+    service = Service(ServerConfig(), MODEL)
+    service.attach(client, completer)  # type: ignore[arg-type]
+    async with client_for(service=service) as http:
+        client.alive, client.why = False, "the engine process was killed by SIGKILL; it is being restarted"
+        r = await http.get("/ready")
+        assert r.status_code == 503 and r.headers["retry-after"] == "2"
+        assert r.json() == {"status": "restarting", "model": MODEL, "detail": client.why}
+        client.gave_up, client.why = True, "the engine process ended with status 9; it died 6 times within a minute"
+        r = await http.get("/ready")
+        assert r.status_code == 503 and "retry-after" not in r.headers  # it does not come back
+        assert r.json() == {"status": "failed", "model": MODEL, "detail": client.why}
+        r = await http.post(CHAT, json=HI)
+        assert r.status_code == 503 and "6 times" in r.json()["error"]["message"]
+        assert "start the server again" in r.json()["error"]["message"]
+        # The probe needs no key: what a stranger must not see stays in the log.
+        client.why = "/srv/models/secret.gguf: tensor 'x' is broken; it died 6 times within a minute"
+        assert (await http.get("/ready")).json()["detail"] == "the server's log has the cause"
+        assert (await http.get("/health")).status_code == 200
 
 
 async def test_models():

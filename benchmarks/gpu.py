@@ -1,0 +1,301 @@
+"""The engine on a GPU, end to end: scheduler, cache and sampler on, random weights of a known shape, token-id prompts.
+
+    python -m benchmarks.gpu [--shape llama-3.1-8b] [--dtype bfloat16] [--rows start one ttft 64 256 many shared]
+
+Prints one table and writes a JSON record. Greedy, no end-of-sequence token. Each figure is told beside its floor: bytes
+that must be read over the copy rate measured in the same process, or operations over a measured matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import median, save
+
+ROWS = ("start", "one", "ttft", "64", "256", "many", "shared")
+
+
+@dataclass
+class Line:
+    """One row of the table."""
+
+    name: str
+    value: str
+    floor: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+class Bench:
+    """An engine and what is asked of it."""
+
+    def __init__(self, args: argparse.Namespace, rates: tuple[float, float]):
+        from quire.config import EngineConfig, Environment
+        from quire.engine.build import build_engine
+
+        self.args = args
+        if args.skinny is not None:
+            from quire.backends.cuda.backend import CudaKernels
+
+            CudaKernels.skinny_rows = args.skinny
+        self._random = random.Random(0)
+        self._names = 0
+        config = EngineConfig(
+            path=f"shape:{args.shape}",
+            load_format="dummy",
+            backend=args.backend,
+            device=args.device,
+            dtype=args.dtype,
+            context=args.context,
+            max_seqs=args.max_seqs,
+            max_batch_tokens=args.max_tokens,
+            depth=args.depth,
+        )
+        self.engine, self.info = build_engine(config, Environment(home=Path("/nowhere")))
+        self.host = Host(self.engine)
+        self.copy_rate, self.matmul_rate = rates
+
+    def prompt(self, n: int) -> list[int]:
+        return [self._random.randrange(self.info.vocab_size) for _ in range(n)]
+
+    def ask(self, tokens: list[int], out: int) -> str:
+        from quire.engine.types import Request
+        from quire.runner.params import SamplingParams
+
+        self._names += 1
+        name = str(self._names)
+        sampling = SamplingParams(temperature=0.0, max_tokens=out)
+        self.engine.add(Request(id=name, tokens=tokens, sampling=sampling))
+        return name
+
+    def run(self) -> Iterator[tuple[float, int, int]]:
+        """Until nothing is left: (when, tokens that came, requests that ended) of every step."""
+        while self.engine.busy:
+            events = self.engine.step()
+            for event in events:
+                if event.error:
+                    raise RuntimeError(event.error)
+            came, ended = sum(len(e.tokens) for e in events), sum(e.finish is not None for e in events)
+            yield time.perf_counter(), came, ended
+
+    def finish(self) -> float:
+        """Seconds until nothing is left."""
+        start = time.perf_counter()
+        for _ in self.run():
+            pass
+        return time.perf_counter() - start
+
+
+class Host:
+    """Times the host's share of a step: planning, launching, and what follows a result."""
+
+    def __init__(self, engine: Any):
+        self.seconds: dict[str, list[float]] = {"plan": [], "launch": [], "commit": []}
+        scheduler, runner = engine._scheduler, engine._runner
+        scheduler.plan = self._timed("plan", scheduler.plan)
+        scheduler.commit = self._timed("commit", scheduler.commit)
+        forward, sample = runner.forward, runner.sample
+        runner.forward = self._timed("launch", forward)
+        runner.sample = self._timed("launch", sample)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        times = self.seconds[name]
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args)
+            times.append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+    def clear(self) -> None:
+        for times in self.seconds.values():
+            times.clear()
+
+    def milliseconds(self, steps: int) -> dict[str, float]:
+        """Mean of each a step, over the newest steps."""
+        twice = {"launch": 2}
+        return {
+            name: round(1e3 * sum(times[-steps * twice.get(name, 1) :]) / max(1, steps), 3)
+            for name, times in self.seconds.items()
+        }
+
+
+def start(b: Bench, began: float) -> Line:
+    b.ask(b.prompt(64), 1)
+    b.finish()
+    total = time.perf_counter() - began
+    return Line("engine start to first token", f"{total:.1f} s", "", {"seconds": total, "load": b.info.load_seconds})
+
+
+def one(b: Bench) -> Line:
+    """One stream, 512 in, 256 out."""
+    rates = []
+    for _ in range(b.args.repeat):
+        b.ask(b.prompt(512), 256)
+        times = [when for when, came, _ in b.run() if came]
+        rates.append((len(times) - 1) / (times[-1] - times[0]))
+    rate = median(rates)
+    floor = 1e3 * (read_bytes(b) + kv_bytes(b, 640)) / b.copy_rate
+    return Line(
+        "one stream, 512 in / 256 out, decode",
+        f"{rate:.1f} tok/s ({1e3 / rate:.2f} ms)",
+        f"{floor:.2f} ms: {floor * rate / 10:.0f}%",
+        {"tokens_per_second": rates, "host_ms": b.host.milliseconds(200)},
+    )
+
+
+def ttft(b: Bench) -> Line:
+    lengths = [n for n in (512, 2048, 8192) if n < b.info.context]
+    all_times = {}
+    for n in lengths:
+        times = []
+        for _ in range(b.args.repeat + 1):
+            b.ask(b.prompt(n), 1)
+            times.append(1e3 * b.finish())
+        all_times[n] = times[1:]
+    value = " / ".join(f"{median(all_times[n]):.1f}" for n in lengths)
+    floors = " / ".join(f"{1e3 * prompt_ops(b, n) / b.matmul_rate:.1f}" for n in lengths)
+    name = "time to first token, " + " / ".join(map(str, lengths)) + " prompt"
+    return Line(name, f"{value} ms", f"{floors} ms", {"milliseconds": all_times})
+
+
+def decode(b: Bench, n: int) -> Line:
+    """n sequences from 512 to 700 tokens: the steps in which all of them decode."""
+    for _ in range(n):
+        b.ask(b.prompt(512), 188)
+    b.host.clear()
+    steps = [(when, came, ended) for when, came, ended in b.run()]
+    full = [i for i, (_, came, ended) in enumerate(steps) if came == n and not ended]
+    first, last = full[8], full[-1]
+    step = (steps[last][0] - steps[first][0]) / (last - first)
+    floor = (read_bytes(b) + n * kv_bytes(b, 606)) / b.copy_rate
+    return Line(
+        f"{n} sequences, decode step (512 to 700 context)",
+        f"{1e3 * step:.2f} ms ({n / step:,.0f} tok/s)",
+        f"{1e3 * floor:.2f} ms: {100 * floor / step:.0f}%",
+        {"milliseconds": 1e3 * step, "steps": last - first, "host_ms": b.host.milliseconds(last - first)},
+    )
+
+
+def many(b: Bench) -> Line:
+    count = b.args.requests
+    for _ in range(count):
+        b.ask(b.prompt(512), 256)
+    seconds = b.finish()
+    rate = count * 256 / seconds
+    return Line(
+        f"{count:,} requests, 512 in / 256 out",
+        f"{rate:,.0f} out tok/s ({3 * rate:,.0f} total)",
+        "",
+        {"out_tokens_per_second": rate, "seconds": seconds},
+    )
+
+
+def shared(b: Bench) -> Line:
+    prefix = b.prompt(2048)
+    for _ in range(256):
+        b.ask(prefix + b.prompt(64), 128)
+    seconds = b.finish()
+    rate = 256 * 128 / seconds
+    return Line(
+        "256 requests sharing 2,048 + 64 own, 128 out",
+        f"{rate:,.0f} out tok/s",
+        "",
+        {"out_tokens_per_second": rate, "seconds": seconds},
+    )
+
+
+def read_bytes(b: Bench) -> float:
+    """Bytes of weights that a decode step reads: all but the embedding, unless that is the head too."""
+    from quire.models.shapes import SHAPES
+
+    shape = SHAPES[b.args.shape]
+    table = 2 * shape["vocab_size"] * shape["hidden_size"]
+    return b.info.weight_bytes - (0 if shape["tie_word_embeddings"] else table)
+
+
+def kv_bytes(b: Bench, tokens: int) -> float:
+    return b.info.kv_bytes / (b.info.pages * b.info.page_size) * tokens
+
+
+def prompt_ops(b: Bench, tokens: int) -> float:
+    """Operations of the products and of causal attention over a prompt; the head runs over one row."""
+    from quire.models.shapes import SHAPES
+
+    s = SHAPES[b.args.shape]
+    head = s["vocab_size"] * s["hidden_size"]
+    body = (b.info.weight_bytes / 2) - head * (1 if s["tie_word_embeddings"] else 2)
+    attention = s["num_hidden_layers"] * 2 * tokens * tokens * s["num_attention_heads"] * s["head_dim"]
+    return 2 * body * tokens + attention + 2 * head
+
+
+def ceilings(device: str) -> tuple[float, float]:
+    """Copy and matrix rates of this device, measured now, while its memory is still free."""
+    if device == "cpu":
+        return 1e10, 1e11  # guesses: floors mean nothing there
+    from benchmarks.gpu_steps import matmul_rate
+    from benchmarks.gpu_timing import copy_rate
+
+    rates = [(copy_rate(), matmul_rate()) for _ in range(2)]  # the first warms the clocks up
+    return rates[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--context", type=int, default=9216)
+    parser.add_argument("--max-seqs", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--depth", type=int, default=None)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--no-save", action="store_true")
+    args = parser.parse_args()
+    rates = ceilings(args.device)
+    began = time.perf_counter()
+    bench = Bench(args, rates)
+    lines = [start(bench, began)]
+    for line in bench.info.decisions:
+        print(line)
+    print(f"copy {bench.copy_rate / 1e12:.2f} TB/s, bf16 product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n")
+    rows: dict[str, Callable[[Bench], Line]] = {
+        "one": one,
+        "ttft": ttft,
+        "64": lambda b: decode(b, 64),
+        "256": lambda b: decode(b, 256),
+        "many": many,
+        "shared": shared,
+    }
+    for name in args.rows:
+        if name in rows:
+            lines.append(rows[name](bench))
+            print(f"{lines[-1].name}: {lines[-1].value}   {lines[-1].numbers.get('host_ms', '')}", flush=True)
+    print("\n| | measured | floor |\n|---|---|---|")
+    for line in lines:
+        print(f"| {line.name} | {line.value} | {line.floor} |")
+    if not args.no_save:
+        body = {
+            "shape": args.shape,
+            "backend": bench.info.backend,
+            "decisions": bench.info.decisions,
+            "copy_rate": bench.copy_rate,
+            "matmul_rate": bench.matmul_rate,
+            "rows": [{"name": line.name, "value": line.value, "floor": line.floor, **line.numbers} for line in lines],
+        }
+        print(save(f"gpu-{args.shape}", body))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+// Many rows at once. Weights are unpacked once per chunk of columns into the first cache, as bytes (or float32 for dense
+// types) with their scales, and all rows of the item pass over them in register tiles of kTileRows x kTileColumns registers.
+// Partial sums wait in memory between chunks: storing a float and loading it back changes nothing.
+//
+// The tile works on single registers of kWidth lanes (types V, W, C, X of the simd headers), not on 16-lane vectors, so
+// that its shape fits the register file of each instruction set.
+#pragma once
+
+#include <optional>
+#include <utility>
+
+#include "rows.h"
+
+namespace {
+
+constexpr int kChunk = 16;      // tiles of 32 columns unpacked at a time
+constexpr int kMaxTall = 128;   // rows in one call
+constexpr int kPair = kTileColumns * kWidth > 16 ? kTileColumns * kWidth / 16 : 1;  // blocks unpacked together
+constexpr int kSlices = 16 / kWidth;                                                // registers across a block
+
+inline void finish(const Epilogue& e, int m, int column, F acc) {
+    if (e.bias) acc = fadd(acc, fload(e.bias + column));
+    if (e.residual) acc = fadd(fload(e.residual + (size_t)m * e.residual_stride + column), acc);
+    fstore(e.out + (size_t)m * e.out_stride + column, acc);
+}
+
+template <class Function, int... J> inline void unrolled(std::integer_sequence<int, J...>, Function f) {
+    (f(std::integral_constant<int, J>{}), ...);
+}
+
+// f(quad, codes) for the eight quads of a tile, as unsigned bytes; in no particular order.
+template <int BITS, class Function> inline void each_quad(const uint8_t* p, Function f) {
+    if constexpr (BITS == 8) {
+        QUIRE_UNROLL
+        for (int q = 0; q < 8; q++) f(q, bload(p + 64 * q));
+    }
+    if constexpr (BITS == 4) {
+        QUIRE_UNROLL
+        for (int j = 0; j < 4; j++) {
+            B v = bload(p + 64 * j);
+            f(j, band(v, 15));
+            f(j + 4, band(bshr<4>(v), 15));
+        }
+    }
+    if constexpr (BITS == 2) {
+        QUIRE_UNROLL
+        for (int h = 0; h < 2; h++) {
+            B v = bload(p + 64 * h);
+            f(4 * h, band(v, 3));
+            f(4 * h + 1, band(bshr<2>(v), 3));
+            f(4 * h + 2, band(bshr<4>(v), 3));
+            f(4 * h + 3, band(bshr<6>(v), 3));
+        }
+    }
+    if constexpr (BITS == 6) {
+        QUIRE_UNROLL
+        for (int j = 0; j < 4; j++) {
+            B v = bload(p + 64 * j), first = bload(p + 256), second = bload(p + 320);
+            auto top = [j](B two) { return j == 0 ? bshl<4>(two) : j == 1 ? bshl<2>(two) : j == 2 ? two : bshr<2>(two); };
+            f(j, bor(band(v, 15), band(top(first), 0x30)));
+            f(j + 4, bor(band(bshr<4>(v), 15), band(top(second), 0x30)));
+        }
+    }
+    if constexpr (BITS == 5) {
+        const B one = bload(p + 256);
+        auto top = [one](int q) {
+            switch (q) {
+                case 0: return bshl<4>(one);
+                case 1: return bshl<3>(one);
+                case 2: return bshl<2>(one);
+                case 3: return bshl<1>(one);
+                case 4: return one;
+                case 5: return bshr<1>(one);
+                case 6: return bshr<2>(one);
+                default: return bshr<3>(one);
+            }
+        };
+        QUIRE_UNROLL
+        for (int j = 0; j < 4; j++) {
+            B v = bload(p + 64 * j);
+            f(j, bor(band(v, 15), band(top(j), 16)));
+            f(j + 4, bor(band(bshr<4>(v), 15), band(top(j + 4), 16)));
+        }
+    }
+    if constexpr (BITS == 3) {
+        const B one = bload(p + 128);
+        auto top = [one](int q) {
+            switch (q) {
+                case 0: return bshl<2>(one);
+                case 1: return bshl<1>(one);
+                case 2: return one;
+                case 3: return bshr<1>(one);
+                case 4: return bshr<2>(one);
+                case 5: return bshr<3>(one);
+                case 6: return bshr<4>(one);
+                default: return bshr<5>(one);
+            }
+        };
+        QUIRE_UNROLL
+        for (int h = 0; h < 2; h++) {
+            B v = bload(p + 64 * h);
+            f(4 * h, bor(band(v, 3), band(top(4 * h), 4)));
+            f(4 * h + 1, bor(band(bshr<2>(v), 3), band(top(4 * h + 1), 4)));
+            f(4 * h + 2, bor(band(bshr<4>(v), 3), band(top(4 * h + 2), 4)));
+            f(4 * h + 3, bor(band(bshr<6>(v), 3), band(top(4 * h + 3), 4)));
+        }
+    }
+}
+
+// Some tiles of one block, unpacked.
+struct Chunk {
+    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns]; less `base` where codes are signed
+    alignas(64) float scale[kChunk][2][16];  // [tile][part][row]
+    alignas(64) float bias[kChunk][2][16];
+};
+
+// What a chunk of a panel needs beside its codes and scales, for all 16 lanes.
+struct Extras {
+    alignas(64) int32_t shift[2 * kChunk][16];  // [group][lane]: what the integer sum starts from
+    alignas(64) float sxs[2 * kChunk][16];      // sx * sum, for the bias
+
+    template <int GROUP, bool BIAS> void fill(const float* sx, const int32_t* sum, int tiles, int by) {
+        if (!BIAS && !by) return;
+        for (int t = 0; t < tiles; t++, sum += 32, sx += 16)
+            for (int part = 0; part < 32 / GROUP; part++) {
+                const int g = 32 / GROUP * t + part;
+                for (int i = 0; i < 16; i++) {
+                    const int32_t total = GROUP == 32 ? sum[i] + sum[16 + i] : sum[16 * part + i];
+                    shift[g][i] = by * total;
+                    if constexpr (BIAS) sxs[g][i] = sx[i] * (float)total;
+                }
+            }
+    }
+};
+
+// The lanes of a panel that a tile reads, from the chunk's first tile on.
+struct Lanes {
+    const int8_t* codes;   // + 512 per tile
+    const float* sx;       // + 16 per tile
+    const int32_t* shift;  // + 16 per group
+    const float* sxs;      // + 16 per group
+
+    Lanes(const uint8_t* panel, const QuantShape& s, const Extras& extras, int t0, int lane)
+        : codes((const int8_t*)panel + 512 * (size_t)t0 + 32 * lane),
+          sx((const float*)(panel + s.sx) + 16 * t0 + lane),
+          shift(extras.shift[0] + lane),
+          sxs(extras.sxs[0] + lane) {}
+};
+
+}  // namespace
+
+#ifdef QUIRE_AMX
+#include "amx.h"
+#else
+namespace {
+constexpr bool kTiles = false;
+constexpr int kTilesFrom = 0;
+}  // namespace
+#endif
+
+namespace {
+
+// `base` is what each code loses on the way, so that it fits a signed byte.
+template <int BITS, int GROUP, bool BIAS>
+inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to) {
+    const uint8_t* block = w.block(b);
+    for (int t = 0; t < tiles; t++) {
+        uint8_t* out = to.codes[t];
+        each_quad<BITS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
+            if constexpr (kSignedCodes || kTiles) codes = bsub(codes, (uint8_t)base);
+            bstore(out + 64 * q, codes);
+        });
+        for (int part = 0; part < 32 / GROUP; part++) {
+            fstore(to.scale[t][part], scale_of(w, block, t0 + t, part));
+            if constexpr (BIAS) fstore(to.bias[t][part], bias_of(w, block, t0 + t, part));
+        }
+    }
+}
+
+// R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
+template <int R, int N, int GROUP, bool BIAS, bool WIDE>
+inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
+    constexpr int kParts = 32 / GROUP;
+    const Chunk* from[N];
+    int lane[N];
+    V a[R][N];
+    for (int n = 0; n < N; n++) {
+        from[n] = chunk + (slice + n) / kSlices;
+        lane[n] = (slice + n) % kSlices * kWidth;
+        for (int r = 0; r < R; r++) a[r][n] = vload(acc + r * stride + (size_t)((slice + n) * kWidth));
+    }
+    for (int t = 0; t < tiles; t++) {
+        for (int part = 0; part < kParts; part++) {
+            const int g = kParts * t + part;
+            W d[R][N];
+            QUIRE_UNROLL
+            for (int r = 0; r < R; r++) {
+                const W start = wset(shifted ? x.shift[16 * g + r] : 0);
+                for (int n = 0; n < N; n++) d[r][n] = start;
+            }
+            QUIRE_UNROLL
+            for (int h = 0; h < GROUP / 16; h++) {
+                X q[R];
+                QUIRE_UNROLL
+                for (int r = 0; r < R; r++) q[r] = xload(x.codes + 512 * (size_t)t + 32 * r + GROUP * part + 16 * h);
+                unrolled(std::make_integer_sequence<int, 4>{}, [&](auto j) __attribute__((always_inline)) {
+                    QUIRE_UNROLL
+                    for (int n = 0; n < N; n++) {
+                        const C c = cload(from[n]->codes[t] + 64 * (GROUP / 4 * part + 4 * h + j) + 4 * lane[n]);
+                        QUIRE_UNROLL
+                        for (int r = 0; r < R; r++) d[r][n] = WIDE ? wdot8<j>(d[r][n], c, q[r]) : wdot<j>(d[r][n], c, q[r]);
+                    }
+                });
+            }
+            QUIRE_UNROLL
+            for (int n = 0; n < N; n++) {
+                const V sw = vload(from[n]->scale[t][part] + lane[n]);
+                V bw = sw;
+                if constexpr (BIAS) bw = vload(from[n]->bias[t][part] + lane[n]);
+                QUIRE_UNROLL
+                for (int r = 0; r < R; r++) {
+                    a[r][n] = vfma(vmul(sw, vset(x.sx[16 * t + r])), vfrom(d[r][n]), a[r][n]);
+                    if constexpr (BIAS) a[r][n] = vfma(bw, vset(x.sxs[16 * g + r]), a[r][n]);
+                }
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int r = 0; r < R; r++) vstore(acc + r * stride + (size_t)((slice + n) * kWidth), a[r][n]);
+}
+
+// `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
+template <int R, int GROUP, bool BIAS, bool WIDE>
+inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s,
+                        const Extras& extras, int t0, int lane, int rows, bool shifted, float* acc, size_t stride) {
+    for (; rows - lane >= R; lane += R) {
+        const Lanes x(panel, s, extras, t0, lane);
+        float* at = acc + (size_t)lane * stride;
+        int slice = 0;
+        for (; slice + kTileColumns <= blocks * kSlices; slice += kTileColumns)
+            affine_tile<R, kTileColumns, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shifted, at, stride);
+        if constexpr (kPair > 1)
+            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shifted, at, stride);
+    }
+    return lane;
+}
+
+template <int GROUP, bool BIAS, bool WIDE>
+void affine_panel(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s, const Extras& extras,
+                  int t0, int rows, bool shifted, float* acc, size_t stride) {
+    int lane = 0;
+    lane = affine_strip<kTileRows, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+    if constexpr (kTileRows > 4)
+        lane = affine_strip<4, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+    if constexpr (kTileRows > 2)
+        lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+    affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+}
+
+template <int BITS, int GROUP, bool BIAS>
+void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    alignas(64) float acc[kMaxTall * 16 * kPair];
+    Chunk chunk[kPair];
+    Extras extras;
+    const bool as_tiles = kTiles && GROUP == 32 && m >= kTilesFrom;
+    const int base = !(kSignedCodes || as_tiles) ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
+    const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
+#ifdef QUIRE_AMX
+    std::optional<TileScope> scope;
+    if (as_tiles) scope.emplace();
+#endif
+    for (int b = b0; b < b1; b += kPair) {
+        const int blocks = b1 - b < kPair ? b1 - b : kPair;
+        const size_t stride = (size_t)(16 * blocks);
+        for (size_t i = 0; i < (size_t)tall * stride; i += 16) fstore(acc + i, fzero());
+        for (int t0 = 0; t0 < w.tiles; t0 += kChunk) {
+            const int tiles = w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk;
+            for (int i = 0; i < blocks; i++) unpack_chunk<BITS, GROUP, BIAS>(w, b + i, t0, tiles, base, chunk[i]);
+            for (int m0 = 0; m0 < m; m0 += 16) {
+                const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
+                float* at = acc + (size_t)m0 * stride;
+                extras.fill<GROUP, BIAS>((const float*)(panel + s.sx) + 16 * t0, (const int32_t*)(panel + s.sum) + 32 * t0, tiles, shift);
+#ifdef QUIRE_AMX
+                if (as_tiles) {
+                    const Lanes lanes(panel, s, extras, t0, 0);
+                    for (int i = 0; i < blocks; i++) tile_block<GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride);
+                    continue;
+                }
+#endif
+                const int rows = m - m0 < 16 ? m - m0 : 16;
+                affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, panel, s, extras, t0, rows, shift != 0, at, stride);
+            }
+        }
+        for (int r = 0; r < m; r++)
+            for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc + (size_t)r * stride + (size_t)(16 * i)));
+    }
+}
+
+constexpr int kDenseChunk = 128;  // columns widened at a time
+
+// R rows against N registers of columns over k columns of widened weights [block][k][16].
+template <int R, int N>
+inline void dense_tile(const float (*wide)[kDenseChunk * 16], int slice, int k, const float* x, size_t x_stride, float* acc,
+                       size_t stride) {
+    const float* from[N];
+    V a[R][N];
+    for (int n = 0; n < N; n++) {
+        from[n] = wide[(slice + n) / kSlices] + (slice + n) % kSlices * kWidth;
+        for (int r = 0; r < R; r++) a[r][n] = vload(acc + r * stride + (size_t)((slice + n) * kWidth));
+    }
+    for (int i = 0; i < k; i++) {
+        V v[N];
+        QUIRE_UNROLL
+        for (int n = 0; n < N; n++) v[n] = vload(from[n] + 16 * i);
+        QUIRE_UNROLL
+        for (int r = 0; r < R; r++) {
+            const V q = vset(x[r * x_stride + (size_t)i]);
+            QUIRE_UNROLL
+            for (int n = 0; n < N; n++) a[r][n] = vfma(q, v[n], a[r][n]);
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int r = 0; r < R; r++) vstore(acc + r * stride + (size_t)((slice + n) * kWidth), a[r][n]);
+}
+
+template <int R>
+inline int dense_strip(const float (*wide)[kDenseChunk * 16], int blocks, int k, const float* x, size_t x_stride, int row, int m,
+                       float* acc, size_t stride) {
+    for (; m - row >= R; row += R) {
+        int slice = 0;
+        for (; slice + kDenseColumns <= blocks * kSlices; slice += kDenseColumns)
+            dense_tile<R, kDenseColumns>(wide, slice, k, x + (size_t)row * x_stride, x_stride, acc + (size_t)row * stride, stride);
+        for (; slice < blocks * kSlices; slice++)
+            dense_tile<R, 1>(wide, slice, k, x + (size_t)row * x_stride, x_stride, acc + (size_t)row * stride, stride);
+    }
+    return row;
+}
+
+template <class Widen>
+void dense_gemm(const Matrix& w, int b0, int b1, const float* x, size_t x_stride, int m, const Epilogue& e, Widen widen) {
+    constexpr int kBlocks = kDenseColumns * kWidth > 16 ? kDenseColumns * kWidth / 16 : 1;
+    alignas(64) float acc[kMaxTall * 16 * kBlocks];
+    alignas(64) float wide[kBlocks][kDenseChunk * 16];
+    for (int b = b0; b < b1; b += kBlocks) {
+        const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
+        const size_t stride = (size_t)(16 * blocks);
+        for (size_t i = 0; i < (size_t)m * stride; i += 16) fstore(acc + i, fzero());
+        for (int k0 = 0; k0 < w.k; k0 += kDenseChunk) {
+            const int k = w.k - k0 < kDenseChunk ? w.k - k0 : kDenseChunk;
+            for (int i = 0; i < blocks; i++) widen(b + i, k0, k, wide[i]);
+            int row = dense_strip<kDenseRows>(wide, blocks, k, x + k0, x_stride, 0, m, acc, stride);
+            if constexpr (kDenseRows > 2) row = dense_strip<2>(wide, blocks, k, x + k0, x_stride, row, m, acc, stride);
+            dense_strip<1>(wide, blocks, k, x + k0, x_stride, row, m, acc, stride);
+        }
+        for (int r = 0; r < m; r++)
+            for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc + (size_t)r * stride + (size_t)(16 * i)));
+    }
+}
+
+}  // namespace

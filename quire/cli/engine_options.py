@@ -1,0 +1,76 @@
+"""The engine's settings as options of a verb, derived from EngineConfig: a field there is an option here.
+
+A verb asks for them with `@engine_options(...)` and gets one EngineConfig, whose `path` and `name` it fills in. So a
+setting is spelled, parsed and explained the same way wherever it is offered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from quire.config import EngineConfig, parse_size
+from quire.observe.errors import BadRequest
+
+HIDDEN = frozenset({"path", "name", "max_waiting", "depth"})  # the verb's own business, or nobody's on a command line
+HELP: dict[str, str] = {
+    "backend": "native, torch, or reference (slow, for checking).",
+    "device": "With --backend torch: cpu, cuda or cuda:N.",
+    "dtype": "With --backend torch: float32, bfloat16 or float16.",
+    "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
+    "deterministic": "Bitwise the same in any batch; the CPU always is.",
+    "threads": "Default: every core available.",
+    "isa": "Force a kernel set, such as avx2.",
+    "kv_memory": "Memory for the KV pool, such as 512MiB.",
+    "context": "Longest prompt plus answer, in tokens.",
+    "max_seqs": "Sequences computed together.",
+    "max_batch_tokens": "Tokens in a step.",
+    "prefix_cache": "Keep computed prefixes for the next request.",
+}
+SIZES = frozenset({"kv_memory"})  # bytes, written with a unit
+
+
+def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a verb's function the engine's options, in place of its parameter `engine: EngineConfig`."""
+    types = get_type_hints(EngineConfig)
+    shown = [f for f in dataclasses.fields(EngineConfig) if f.name not in HIDDEN and f.name not in without]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(function, eval_str=True)
+        options = [_parameter(f, types[f.name]) for f in shown]
+        names = [o.name for o in options]
+
+        @functools.wraps(function)
+        def gathering(**given: Any) -> Any:
+            settings = {name: given.pop(name) for name in names}
+            for name in SIZES & settings.keys():
+                settings[name] = _bytes(name, settings[name])
+            return function(**given, engine=EngineConfig(path="", **settings))
+
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "engine"]
+        gathering.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+        gathering.__annotations__ = {p.name: p.annotation for p in [*kept, *options]}
+        return gathering
+
+    return decorate
+
+
+def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
+    kind = str | None if field.name in SIZES else kind
+    words = HELP.get(field.name) or f"The engine's {field.name.replace('_', ' ')}."
+    option = Annotated[kind, typer.Option(help=words)]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=option)
+
+
+def _bytes(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise BadRequest(f"--{name.replace('_', '-')}: {e}", param=name) from None
