@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import KV, KV_DTYPES, Backend, Estimator, Measures, Needs
+from quire.backends.ops import KV, KV_DTYPES, Backend, Estimator, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -32,7 +32,7 @@ from quire.engine.memory import Budget
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
-from quire.machine import Memory, look_at_cores, look_at_memory
+from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
 from quire.models import Model, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
@@ -41,6 +41,7 @@ from quire.weights.gguf import GGUF
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
 Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
+Packed = Callable[[Layout, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +70,28 @@ def build_engine(
             cure="leave --kv-dtype out, or use --backend native",
         )
     watch.lap("backend")
-    max_rows = config.max_seqs + EXTRA_ROWS
 
     def packed(layout: Layout, done: int, total: int) -> None:
         model.release(layout)
         if progress is not None:
             progress(done, total)
 
-    own = isinstance(backend, Measures) and backend.owns_memory
-    if isinstance(backend, Measures) and own:
-        budget = Budget(Memory(1 << 62, "not measured yet"), Needs(0, 0))
-        resolve_sizes(config, env, model, budget)  # what could never be is refused before any weight is read
-        free = backend.measure(
-            model.forward, _pool(config, model, 1), max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
-        )
-        budget = Budget(Memory(free, "on the device, beside the weights and the largest step"), Needs(0, 0))
-    else:
-        budget = _budget(backend, model, config, max_rows)
-    sizes = resolve_sizes(config, env, model, budget, own=own)
+    max_rows = config.max_seqs + EXTRA_ROWS
+    budget = _budget(config, env, backend, model, max_rows, packed)
+    sizes = resolve_sizes(config, env, model, budget)
     kv = _pool(config, model, sizes.pages)
     watch.lap("sizes")
     try:
         program = backend.compile(
             model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
         )
-    except MemoryError:  # somebody else was faster, or a limit that nobody could see
+    except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
         raise NotEnoughMemory(
-            f"the system refused memory while the model was loaded, though this seemed to fit: {budget.line(kv.nbytes)}",
+            f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",
             cure="free some memory, or ask for less KV memory",
         ) from None
     watch.lap("weights")
-    depth = int(own) if config.depth is None else config.depth
+    depth = int(budget.own) if config.depth is None else config.depth
     scheduler = Scheduler(
         PrefixTree(Pool(sizes.pages), PAGE_SIZE),
         slots=config.max_seqs,
@@ -182,7 +174,7 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     if asked is not None:
         return asked[0], (), asked[1]
     cores = look_at_cores()
-    if config.backend == "native":
+    if config.backend == "native" and not config.device.startswith("cuda"):
         from quire.backends.native import available
         from quire.backends.native.tune import decide
 
@@ -192,17 +184,24 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     return cores.most, (), f"threads: {cores.most} (every core available)"
 
 
-def _budget(backend: Backend, model: Model, config: EngineConfig, max_rows: int) -> Budget:
-    """What there is and what all but the KV pool needs. A backend that cannot say beforehand is taken to need nothing."""
-    needs = Needs(0, 0)
+def _budget(
+    config: EngineConfig, env: Environment, backend: Backend, model: Model, max_rows: int, packed: Packed
+) -> Budget:
+    """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
+    page, tokens = _pool(config, model, 1), config.max_batch_tokens
+    if isinstance(backend, Measures) and backend.owns_memory:
+        # What could never be is refused before any weight is read.
+        resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
+        free = backend.measure(model.forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
+        return Budget(Memory(free, "the device, with the model loaded"), own=True)
     if isinstance(backend, Estimator):
-        kv = _pool(config, model, 1)
-        needs = backend.estimate(model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows)
-    return Budget(look_at_memory(), needs)
+        needs = backend.estimate(model.forward, kv=page, max_tokens=tokens, max_rows=max_rows)
+        return Budget(look_at_memory(), needs)
+    return Budget(look_at_memory())
 
 
-def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: Budget, own: bool = False) -> Sizes:
-    """The context and the KV pool. Pure; refuses what was asked for and cannot be. `own`: see resolve_pool."""
+def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: Budget) -> Sizes:
+    """The context and the KV pool. Pure; refuses what was asked for and cannot be."""
     trained = model.config.context
     if config.context is not None and config.context > trained:
         raise BadRequest(
@@ -224,7 +223,7 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
             param="kv_memory",
         )
     budget.check(asked if asked is not None else page_bytes, page_bytes)
-    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=own)
+    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
     holds = pages * PAGE_SIZE
     if config.context is not None and holds < config.context:
         raise BadRequest(
@@ -237,7 +236,9 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
         why = f"asked for; the model was made for {trained}"
     else:
         why = "what the model was made for" if holds >= context else f"what the KV pool holds; the model: {trained}"
-    lines = [line, f"context: {min(context, holds)} tokens ({why})", budget.line(pages * page_bytes)]
+    lines = [line, f"context: {min(context, holds)} tokens ({why})"]
+    if budget.needs is not None:
+        lines.append(budget.line(pages * page_bytes))
     return Sizes(min(context, holds), pages, lines)
 
 

@@ -19,36 +19,40 @@ OVERHEAD = 48 << 20  # the interpreter's growth from here on: tokenizer, request
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory there is, and what everything but the KV pool takes of it."""
+    """The memory there is, and what everything but the KV pool takes of it.
+
+    `needs` is None where a backend cannot say beforehand, or where the memory was measured with the model in it already
+    (`own`: a device's, all of which may be taken).
+    """
 
     memory: Memory
-    needs: Needs
+    needs: Needs | None = None
+    own: bool = False
 
     @property
     def fixed(self) -> int:
-        return self.needs.weights + self.needs.working + OVERHEAD
+        return 0 if self.needs is None else self.needs.weights + self.needs.working + OVERHEAD
 
     @property
     def room(self) -> int:
-        """Bytes left for the KV pool. Refuses when not even a page's worth could be."""
+        """Bytes left for the KV pool."""
         return max(0, self.memory.available - self.fixed)
 
     def check(self, kv_bytes: int, page_bytes: int) -> None:
         """Raises NotEnoughMemory, with every number, when the pool does not fit beside the rest."""
         if kv_bytes <= self.room:
             return
-        tokens = kv_bytes // page_bytes * PAGE_SIZE
         if self.room >= page_bytes:
             cure = (
-                f"ask for at most {size(self.room)} of KV memory (--kv-memory), which holds "
+                f"ask for at most {size(self.room // page_bytes * page_bytes)} of KV memory (--kv-memory), which holds "
                 f"{self.room // page_bytes * PAGE_SIZE} tokens, or free some memory"
             )
         else:
             cure = "use a smaller model or a smaller quantization of it, free some memory, or lower max_batch_tokens"
+        pool = f"KV pool {size(kv_bytes)} ({kv_bytes // page_bytes * PAGE_SIZE} tokens)"
         raise NotEnoughMemory(
-            f"the model needs {size(self.fixed + kv_bytes)}: weights {size(self.needs.weights)}, "
-            f"KV pool {size(kv_bytes)} ({tokens} tokens), working memory {size(self.needs.working)}, "
-            f"{size(OVERHEAD)} for the rest; {size(self.memory.available)} are available ({self.memory.bound})",
+            f"the model needs {size(self.fixed + kv_bytes)}: {self._parts(pool)}; "
+            f"{size(self.memory.available)} are available ({self.memory.bound})",
             cure=cure,
         )
 
@@ -56,8 +60,15 @@ class Budget:
         """The decision, for people."""
         return (
             f"memory: {size(self.fixed + kv_bytes)} of {size(self.memory.available)} available ({self.memory.bound}): "
-            f"weights {size(self.needs.weights)}, KV pool {size(kv_bytes)}, working memory {size(self.needs.working)}, "
-            f"{size(OVERHEAD)} for the rest; the file's pages are page cache and not counted"
+            f"{self._parts(f'KV pool {size(kv_bytes)}')}; the file's pages are page cache and not counted"
+        )
+
+    def _parts(self, pool: str) -> str:
+        if self.needs is None:
+            return pool
+        return (
+            f"weights {size(self.needs.weights)}, {pool}, working memory {size(self.needs.working)}, "
+            f"{size(OVERHEAD)} for the rest"
         )
 
 
