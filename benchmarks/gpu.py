@@ -240,8 +240,7 @@ def ceilings(device: str) -> tuple[float, float]:
     """Copy and matrix rates of this device, measured now, while its memory is still free."""
     if device == "cpu":
         return 1e10, 1e11  # guesses: floors mean nothing there
-    from benchmarks.gpu_steps import matmul_rate
-    from benchmarks.gpu_timing import copy_rate
+    from benchmarks.gpu_timing import copy_rate, matmul_rate
 
     rates = [(copy_rate(), matmul_rate()) for _ in range(2)]  # the first warms the clocks up
     return rates[-1]
