@@ -58,13 +58,11 @@ lint: $(VENV)/.tested ## Lint and check the format
 type: $(VENV)/.tested ## Type check
 	@$(BIN)/pyright
 
-bench: $(VENV)/.installed ## Our figures, beside llama.cpp's when llama-bench is on the PATH
-	@$(BIN)/python -m benchmarks.one_stream $(ARGS)
+bench: $(VENV)/.installed ## The default model's decode and prefill, beside llama.cpp's when it is on the PATH
+	@$(BIN)/python -m benchmarks.cpu --only decode prefill --shapes small --formats q4_1 $(ARGS)
 
-bench-cpu: $(VENV)/.installed ## One stream, many streams and a server, beside llama.cpp's programs
-	@$(BIN)/python -m benchmarks.one_stream $(ARGS)
-	@$(BIN)/python -m benchmarks.many_streams $(ARGS)
-	@$(BIN)/python -m benchmarks.served $(ARGS)
+bench-cpu: $(VENV)/.installed ## Every CPU figure beside llama.cpp's programs; takes hours, ARGS="--only decode" for a part
+	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 clean: ## Remove .venv and everything built (models stay)
 	rm -rf $(VENV) build dist native/build .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import find, missing
+from benchmarks.peers import environment, find, missing
 
 SMALL = "smollm2-135m"
 LARGE = "llama-1b"
@@ -80,17 +80,17 @@ def quantize(source: Path, target: Path, name: str) -> None:
     """Let llama-quantize write `target`; an unfinished file never has the final name."""
     program = find("llama-quantize")
     if program is None:
-        sys.exit(missing("llama-quantize"))
+        raise RuntimeError(f"{target.name} is not there, and to make it {missing('llama-quantize')}")
     part = target.with_suffix(".part")
     command = [program, "--allow-requantize", *(["--pure"] if name == "Q4_1" else []), str(source), str(part), name]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(program))
     if done.returncode:
-        sys.exit(done.stderr[-2000:])
+        raise RuntimeError(f"llama-quantize could not write {target.name}: {done.stderr[-1000:]}")
     part.rename(target)
 
 
 def prepare(folder: Path, shape: str, name: str) -> Path:
-    """The file of this shape and format, written when it is not there."""
+    """The file of this shape and format, written when it is not there. RuntimeError says what that would need."""
     from quire.config import DEFAULT_MODEL
     from quire.weights.store import Store
 
@@ -107,7 +107,10 @@ def prepare(folder: Path, shape: str, name: str) -> Path:
             quantize(original, target, name)
     elif name == "F16":
         part = target.with_suffix(".part")
-        write_large(original, part)
+        try:
+            write_large(original, part)
+        except ImportError as e:
+            raise RuntimeError(f"{target.name} is not there, and making it needs the gguf package: {e}") from None
         part.rename(target)
     else:
         quantize(prepare(folder, LARGE, "F16"), target, name)

@@ -34,11 +34,15 @@ class Line:
 class Bench:
     """An engine and what is asked of it."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, rates: tuple[float, float]):
         from quire.config import EngineConfig, Environment
         from quire.engine.build import build_engine
 
         self.args = args
+        if args.skinny is not None:
+            from quire.backends.cuda.backend import CudaKernels
+
+            CudaKernels.skinny_rows = args.skinny
         self._random = random.Random(0)
         self._names = 0
         config = EngineConfig(
@@ -54,7 +58,7 @@ class Bench:
         )
         self.engine, self.info = build_engine(config, Environment(home=Path("/nowhere")))
         self.host = Host(self.engine)
-        self.copy_rate = self.matmul_rate = 1.0  # set by `ceilings`
+        self.copy_rate, self.matmul_rate = rates
 
     def prompt(self, n: int) -> list[int]:
         return [self._random.randrange(self.info.vocab_size) for _ in range(n)]
@@ -232,17 +236,15 @@ def prompt_ops(b: Bench, tokens: int) -> float:
     return 2 * body * tokens + attention + 2 * head
 
 
-def ceilings(b: Bench) -> None:
-    """Copy and matrix rates of this device, measured now."""
-    import torch
+def ceilings(device: str) -> tuple[float, float]:
+    """Copy and matrix rates of this device, measured now, while its memory is still free."""
+    if device == "cpu":
+        return 1e10, 1e11  # guesses: floors mean nothing there
+    from benchmarks.gpu_steps import matmul_rate
+    from benchmarks.gpu_timing import copy_rate
 
-    from benchmarks.gpu_timing import copy_rate, graph_seconds
-
-    b.copy_rate = copy_rate(2.0) if b.args.device != "cpu" else 1e10
-    b.matmul_rate = 1e11
-    if b.args.device != "cpu":
-        x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        b.matmul_rate = 2 * 8192**3 / graph_seconds([lambda: torch.mm(x, x)] * 4)
+    rates = [(copy_rate(), matmul_rate()) for _ in range(2)]  # the first warms the clocks up
+    return rates[-1]
 
 
 def main() -> None:
@@ -256,16 +258,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--depth", type=int, default=None)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
+    rates = ceilings(args.device)
     began = time.perf_counter()
-    bench = Bench(args)
+    bench = Bench(args, rates)
     lines = [start(bench, began)]
     for line in bench.info.decisions:
         print(line)
-    ceilings(bench)
     print(f"copy {bench.copy_rate / 1e12:.2f} TB/s, bf16 product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n")
     rows: dict[str, Callable[[Bench], Line]] = {
         "one": one,

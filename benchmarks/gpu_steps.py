@@ -1,6 +1,6 @@
 """One decode step of an 8B Llama shape as a chain of kernels in a CUDA graph: what a backend can reach, no engine around it.
 
-Rows are sequences of one context length. Up to 16 rows run the skinny products, more go through cuBLAS. Weights are
+Rows are sequences of one context length. Up to 64 rows run the skinny products, more go through cuBLAS. Weights are
 random; the arithmetic is a real step's, from the first norm to the logits.
 """
 
@@ -19,7 +19,7 @@ from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.skinny import skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
-from quire.backends.cuda.kernels.tuning import ROWS, skinny_shape
+from quire.backends.cuda.kernels.tuning import FEW, ROWS, skinny_shape
 
 D, H, HK, DIM, INNER, VOCAB = 4096, 32, 8, 128, 14336, 128256
 QKV = (H + 2 * HK) * DIM
@@ -30,7 +30,7 @@ class Step:
 
     def __init__(self, rows: int, context: int, *, fp8: bool, layers: int = 32, pdl: bool = True):
         self.rows, self.context, self.fp8, self.layers, self.pdl = rows, context, fp8, layers, pdl
-        self.half = torch.float16 if fp8 and rows <= ROWS else torch.bfloat16
+        self.half = torch.float16 if fp8 and rows <= FEW else torch.bfloat16
         new = lambda *s, dtype=self.half: torch.empty(*s, device="cuda", dtype=dtype)  # noqa: E731
 
         def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -61,7 +61,7 @@ class Step:
         self.angles = angle_table(torch.rand(DIM // 2), context).cuda()
         self.splits = choose_splits(rows, HK, context)
         self.space = workspace(rows, H, DIM, self.splits, "cuda") if self.splits > 1 else None
-        self.tile: Tile = decode_tile(rows * HK, H // HK)
+        self.tile: Tile = decode_tile(rows * HK * self.splits, H // HK)
         self.parts: dict[int, torch.Tensor] = {}
         self.x8, self.s = new(rows, INNER, dtype=torch.float8_e4m3fn), new(rows, dtype=torch.float32)
 
@@ -70,8 +70,13 @@ class Step:
     ) -> torch.Tensor:
         """A skinny product; returns its parts where it leaves some, else y."""
         n = y.shape[1]
-        fused = "norm" in options or "residual" in options
-        shape = skinny_shape(n, x.shape[1], self.rows, w[0].dtype, swiglu=options.get("swiglu", False), fused=fused)
+        eight = x.dtype == torch.float8_e4m3fn
+        fused = self.rows == 1 and not self.fp8
+        shape = skinny_shape(
+            n, x.shape[1], self.rows, w[0].dtype, swiglu=options.get("swiglu", False), fused=fused, eight=eight
+        )
+        if eight:
+            options["x_scale"] = self.s
         if shape.splits > 1:
             if n not in self.parts:
                 self.parts[n] = torch.empty(shape.splits, self.rows, n, device="cuda")
@@ -107,22 +112,32 @@ class Step:
         self.product(self.h, self.head, self.logits, **norm)
 
     def few_rows(self) -> None:
-        """Up to 16 rows, or fp8: norms add the parts that split products leave."""
+        """Up to 64 rows, or fp8: norms add the parts that split products leave."""
         parts: torch.Tensor | None = None
+        x = torch.empty_like(self.x, dtype=torch.float8_e4m3fn) if self.fp8 else self.x
         for i, (wqkv, wo, wgu, wd) in enumerate(self.w):
-            self.norm(parts)
-            out = self.attend(self.product(self.x, wqkv, self.qkv), i)
-            self.norm(self.product(out, wo, self.x))
-            self.product(self.x, wgu, self.act, swiglu=True)
-            parts = self.product(self.act, wd, self.x)
-        self.norm(parts)
-        self.product(self.x, self.head, self.logits)
+            self.norm(parts, x)
+            out = self.attend(self.product(x, wqkv, self.qkv), i)
+            self.norm(self.product(self.eight(out), wo, self.x), x)
+            self.product(x, wgu, self.act, swiglu=True)
+            parts = self.product(self.eight(self.act), wd, self.x)
+        self.norm(parts, x)
+        self.product(x, self.head, self.logits)
 
-    def norm(self, parts: torch.Tensor | None) -> None:
+    def eight(self, x: torch.Tensor) -> torch.Tensor:
+        """fp8 rows where that pays: few rows are multiplied as they are."""
+        if not self.fp8 or self.rows <= FEW:
+            return x
+        x8 = self.x8.view(-1)[: x.numel()].view(x.shape)
+        quantize_rows(x, x8, self.s, pdl=self.pdl)
+        return x8
+
+    def norm(self, parts: torch.Tensor | None, out: torch.Tensor) -> None:
+        scales = self.s if out.dtype == torch.float8_e4m3fn else None
         if parts is None:
-            rms_norm(self.h, self.gain, 1e-5, self.x, pdl=self.pdl)
+            rms_norm(self.h, self.gain, 1e-5, out, scales=scales, pdl=self.pdl)
         else:
-            rms_norm(parts, self.gain, 1e-5, self.x, residual=self.h, pdl=self.pdl)
+            rms_norm(parts, self.gain, 1e-5, out, residual=self.h, scales=scales, pdl=self.pdl)
 
     def many_rows(self) -> None:
         """cuBLAS for the products."""
@@ -130,17 +145,17 @@ class Step:
             self.many_rows_fp8()
             return
         for i, (wqkv, wo, wgu, wd) in enumerate(self.w):
-            self.norm(None if i == 0 else self.x)
+            self.norm(None if i == 0 else self.x, self.x)
             out = self.attend(torch.mm(self.x, wqkv[0].t(), out=self.qkv), i)
-            self.norm(torch.mm(out, wo[0].t(), out=self.x))
+            self.norm(torch.mm(out, wo[0].t(), out=self.x), self.x)
             torch.mm(self.x, wgu[0].t(), out=self.gate_up)
             swiglu(self.gate_up, self.act)
             torch.mm(self.act, wd[0].t(), out=self.x)
-        self.norm(self.x)
+        self.norm(self.x, self.x)
         torch.mm(self.x, self.head[0].t(), out=self.logits)
 
     def many_rows_fp8(self) -> None:
-        x8, s = self.x8[:, :D].contiguous(), self.s
+        x8, s = torch.empty_like(self.x, dtype=torch.float8_e4m3fn), self.s
         for i, (wqkv, wo, wgu, wd) in enumerate(self.w):
             rms_norm(self.h if i == 0 else self.x, self.gain, 1e-5, x8, residual=None if i == 0 else self.h, scales=s)
             scaled_product(x8, s, *wqkv, self.qkv)  # type: ignore[arg-type]

@@ -32,12 +32,13 @@ PROJECTIONS = {
 
 
 def skinny_calls(
-    name: str, shape: Shape, m: int, w_dtype: torch.dtype, *, small: bool, memory: float = 1.5e9
+    name: str, shape: Shape, m: int, kind: str, *, small: bool, memory: float = 1.5e9
 ) -> tuple[list[Callable[[], None]], int]:
     """Launches over enough weight copies to defeat the L2, and the bytes of one."""
     n, k, swiglu, norm, residual = PROJECTIONS[name]
     if small:
         n, k = max(64, shape.block_n), shape.block_k * shape.splits * 16
+    w_dtype = torch.bfloat16 if kind == "skinny" else torch.float8_e4m3fn
     rows = 2 * n if swiglu else n
     w_bytes = rows * k * w_dtype.itemsize
     copies = 1 if small else max(2, int(memory / w_bytes))
@@ -47,6 +48,8 @@ def skinny_calls(
     x = torch.randn(m, k, device="cuda", dtype=half)
     y = torch.empty(m, n, device="cuda", dtype=half)
     options: dict[str, Any] = {"swiglu": swiglu}
+    if kind == "w8a8":
+        x, options["x_scale"] = x.to(w_dtype), torch.rand(m, device="cuda")
     if norm and not shape.dot:
         options |= {"norm": torch.rand(k, device="cuda").bfloat16(), "eps": 1e-5}
     if residual:
@@ -61,20 +64,26 @@ def skinny_calls(
     return calls * max(1, 16 // copies), w_bytes
 
 
-def skinny_shapes(m: int, fp8: bool) -> Iterator[Shape]:
-    f = 2 if fp8 else 1
-    for n, k, s, splits in (
-        (64, 128, 4, 1), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 2), (64, 128, 6, 2), (64, 64, 6, 4), (128, 64, 4, 8),
-        (64, 128, 3, 3), (64, 64, 7, 1), (128, 128, 3, 4),
-    ):  # fmt: skip
-        for lines in (0, 16) if m > 1 else (0,):
-            yield Shape(n, k * f, 4, s, splits, swap=True, pdl=True, lines=lines)
-    for n, k, s, splits in ((32, 128, 5, 2), (64, 128, 4, 4)) if fp8 else ():
+def skinny_shapes(m: int, kind: str) -> Iterator[Shape]:
+    """What is tried for a product: `kind` is skinny (bf16), fp8 (fp8 weights, fp16 rows) or w8a8 (both fp8)."""
+    f = 1 if kind == "skinny" else 2
+    swapped = [
+        (64, 128, 4, 1), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 2), (64, 128, 6, 2), (64, 64, 6, 4), (64, 64, 7, 1),
+        (128, 64, 4, 4), (128, 64, 6, 2), (128, 128, 3, 2),
+    ]  # fmt: skip
+    plain = [
+        (64, 128, 4, 1), (64, 128, 4, 4), (64, 128, 3, 4), (32, 128, 5, 2), (32, 128, 5, 1), (32, 128, 4, 4), (32, 256, 3, 2),
+        (64, 64, 6, 1), (64, 64, 5, 8), (32, 256, 3, 1), (64, 128, 3, 1), (128, 64, 4, 1),
+    ]  # fmt: skip
+    for n, k, s, splits in () if kind == "fp8" else swapped:
+        yield Shape(n, k * f, 4, s, splits, swap=True, pdl=True)
+    for n, k, s, splits in plain if kind == "fp8" else ():
         yield Shape(n, k * f, 4, s, splits, pdl=True)
-    if m == 1 and not fp8:
-        for n, k, w in ((4, 1024, 4), (8, 512, 4), (4, 512, 2), (4, 2048, 8), (2, 2048, 4), (4, 512, 4), (16, 256, 4)):
-            for lines in (0, 16):
-                yield Shape(n, k, w, 1, dot=False, pdl=True, lines=lines)
+        if n == 64:
+            yield Shape(n, k * f, 8, s, splits, pdl=True)
+    if kind == "skinny" and m == 1:
+        for n, k, w in ((4, 1024, 4), (8, 512, 4), (4, 512, 2), (4, 2048, 8), (16, 256, 4)):
+            yield Shape(n, k, w, 1, dot=False, pdl=True)
 
 
 def int4_calls(name: str, shape: Shape, m: int, *, small: bool) -> tuple[list[Callable[[], None]], int]:
@@ -86,7 +95,7 @@ def int4_calls(name: str, shape: Shape, m: int, *, small: bool) -> tuple[list[Ca
     copies = 1 if small else max(2, int(1e9 / (rows * k / 2)))
     ws = [torch.randint(0, 256, (rows, k // 2), device="cuda", dtype=torch.uint8) for _ in range(copies)]
     scale, zero = (torch.rand(k // group, rows, device="cuda").half() for _ in range(2))
-    x, y = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda").bfloat16()
+    x, y = torch.randn(m, k, device="cuda").half(), torch.empty(m, n, device="cuda").half()
     if shape.splits > 1 and swiglu:
         return [], 0
     part = torch.empty(shape.splits, m, n, device="cuda")
@@ -173,19 +182,17 @@ PROMPT_TILES = [
 
 def jobs(what: list[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """(group, arguments of its calls) of everything that is tried."""
-    for kind in ("skinny", "fp8"):
+    for kind, rows in (("skinny", (1, 8, 64)), ("fp8", (1, 8)), ("w8a8", (1, 16, 64))):
         if kind in what:
-            dtype = torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16
-            for m in (1, 8):
+            for m in rows:
                 for name in PROJECTIONS:
-                    for shape in skinny_shapes(m, kind == "fp8"):
-                        yield f"{kind} m={m} {name}", (skinny_calls, name, shape, m, dtype)
+                    for shape in skinny_shapes(m, kind):
+                        yield f"{kind} m={m} {name}", (skinny_calls, name, shape, m, kind)
     if "int4" in what:
         for m in (1, 8):
             for name in PROJECTIONS:
                 for n, w, st, splits in (
-                    (64, 4, 3, 1), (64, 4, 4, 1), (128, 4, 3, 1), (64, 4, 3, 4), (64, 4, 4, 8), (128, 4, 3, 4), (128, 4, 3, 8), (128, 8, 3, 4),
-                    (32, 2, 4, 2), (32, 2, 4, 1), (16, 1, 5, 1),
+                    (64, 4, 3, 1), (64, 4, 4, 4), (64, 8, 3, 4), (64, 8, 4, 1), (128, 8, 3, 4), (32, 4, 4, 4), (32, 4, 4, 1), (32, 2, 4, 4),
                 ):  # fmt: skip
                     yield f"int4 m={m} {name}", (int4_calls, name, Shape(n, 0, w, st, splits), m)
     for kind, dtype in (("decode", torch.bfloat16), ("kv8", torch.float8_e4m3fn)):
@@ -218,8 +225,8 @@ def _compile(part: int, parts: int, what: list[str]) -> None:
     for job in every:
         make, *rest = job
         if make is skinny_calls:
-            name, shape, m, dtype = rest
-            key = (*PROJECTIONS[name][2:], shape, m == 1 and not shape.dot, dtype)
+            name, shape, m, form = rest
+            key = (*PROJECTIONS[name][2:], shape, m > 16, form)
         elif make is int4_calls:
             key = (PROJECTIONS[rest[0]][2], rest[1])
         elif make is decode_calls:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.record import ROOT, median, save, spread
+from benchmarks.figures import spread
+from benchmarks.record import ROOT, median, save
 from quire.backends.batch import Batch
 from quire.backends.ops import KV_DTYPES, Backend
 from quire.config import DEFAULT_MODEL, PAGE_SIZE, EngineConfig, Environment, available_cores

@@ -1,13 +1,23 @@
-"""What every result carries: the machine, the versions, the commit, and when."""
+"""What every result carries (the machine, the versions, the commit, when) and where it is kept.
+
+A record is rewritten whole after every round, through a temporary name, so that stopping a run loses nothing. `newest`
+takes each figure from the latest record that has it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks.figures import Figure
+
+__all__ = ["RESULTS", "ROOT", "Record", "load", "machine", "median", "newest", "save"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -17,23 +27,27 @@ def machine() -> dict[str, Any]:
     """CPU, cores and versions."""
     from quire.config import VERSION, available_cores
 
-    cpu = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "CPU part")):
-                cpu = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "architecture": platform.machine(),
         "cores": available_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
         "python": platform.python_version(),
         "quire": VERSION,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def commit() -> str:
@@ -46,21 +60,57 @@ def commit() -> str:
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
-def save(name: str, body: dict[str, Any]) -> Path:
-    """Write results/<name>-<date>.json."""
+def save(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write a record of another shape than the CPU figures' in one go: results/<name>-<date>-<commit>.json."""
     info = machine()
-    path = RESULTS / f"{name}-{info['date'][:10]}-{info['commit']}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / f"{name}-{info['date'][:10]}-{info['commit']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": info, **body}, indent=1) + "\n")
     return path
 
 
-def median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+class Record:
+    """One run's figures on disk. The name has the time in it: a run never overwrites another."""
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any], name: str = "cpu"):
+        self._body: dict[str, Any] = {"machine": machine(), "settings": settings, "notes": [], "figures": []}
+        self._figures: list[Figure] = []
+        when = self._body["machine"]["date"][:19].replace(":", "").replace("-", "")
+        self.path = None if folder is None else folder / f"{name}-{when}-{self._body['machine']['commit']}.json"
+
+    def put(self, key: str, value: Any) -> None:
+        self._body[key] = value
+
+    def note(self, text: str) -> None:
+        if text not in self._body["notes"]:
+            self._body["notes"].append(text)
+
+    def add(self, figures: list[Figure]) -> None:
+        """Take these figures in; what they gain later is seen at the next `save`."""
+        known = {id(f) for f in self._figures}
+        self._figures += [f for f in figures if id(f) not in known]
+
+    def save(self) -> None:
+        """Write it, whole or not at all."""
+        if self.path is None:
+            return
+        self._body["figures"] = [f.to_json() for f in self._figures if f.values]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self._body, indent=1) + "\n")
+        part.rename(self.path)
 
 
-def spread(values: list[float], digits: int = 1) -> str:
-    """median (lowest to highest)"""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
+    """A record's head (machine, settings, ...) and its figures."""
+    body = json.loads(path.read_text())
+    return body, [Figure.from_json(f) for f in body.pop("figures")]
+
+
+def newest(paths: list[Path]) -> dict[tuple[str, str, str, str], tuple[Figure, dict[str, Any]]]:
+    """Each figure from the latest record that has it, with that record's head."""
+    found: dict[tuple[str, str, str, str], tuple[Figure, dict[str, Any]]] = {}
+    for head, figures in sorted((load(p) for p in paths), key=lambda r: r[0]["machine"]["date"]):
+        for figure in figures:
+            found[figure.key] = (figure, head)
+    return found

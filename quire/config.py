@@ -10,6 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.machine import available_cores as available_cores
+from quire.machine import available_memory as available_memory
+
 VERSION = "0.1.0"
 PAGE_SIZE = 16
 DEFAULT_MODEL = "smollm2:135m"
@@ -56,7 +59,7 @@ class EngineConfig:
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
     load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
     deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, not yet to be had on a GPU
-    threads: int | None = None  # None: every core this process may use
+    threads: int | None = None  # None: what was measured to be fastest here
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
     kv_dtype: str = "auto"  # how K and V are kept: "f16" or "int8"; auto: f16, or what a torch device computes in
@@ -103,19 +106,13 @@ def parse_size(text: str) -> int:
     return size
 
 
-def available_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def resolve_threads(asked: int | None, env: Environment) -> tuple[int, str]:
-    """The thread count, and the sentence that says why."""
-    cores = available_cores()
+def asked_threads(asked: int | None, env: Environment, cores: int) -> tuple[int, str] | None:
+    """The thread count that somebody asked for, and the sentence that says who; None when nobody did."""
     if asked:
         return asked, f"threads: {asked} (asked for; {cores} cores available)"
     if env.threads:
         return env.threads, f"threads: {env.threads} (QUIRE_THREADS; {cores} cores available)"
-    return cores, f"threads: {cores} (every core available)"
+    return None
 
 
 def resolve_pool(
@@ -130,7 +127,7 @@ def resolve_pool(
     """Pages of the KV pool, and the sentence that says why.
 
     Unasked, the pool holds four full contexts, or 512 tokens of every sequence if that is more; never more than every
-    sequence could use, never more than half of the memory available now, and never less than one page. Memory that is
+    sequence could use, never more than half of the memory available beside the weights, and never less than one page. Memory that is
     nobody else's (`own`: a GPU's, measured with the model loaded) is taken up to every sequence's full context.
     """
     if asked is not None:
@@ -146,32 +143,9 @@ def resolve_pool(
     most = max(1, available // 2 // page_bytes)
     pages = min(wanted, most)
     if pages < wanted:
-        why = f"half of the {available / 2**20:.0f} MiB available"
+        why = f"half of the {available / 2**20:.0f} MiB left beside the weights"
     elif pages > contexts * per_context:
         why = f"{each * page_size} tokens of each of {max_seqs} sequences"
     else:
         why = f"{contexts} full context{'s' if contexts > 1 else ''}"
     return pages, f"KV pool: {pages} pages of {page_size} tokens, {pages * page_bytes / 2**20:.0f} MiB ({why})"
-
-
-def available_memory() -> int:
-    """Bytes of memory that can be had now without swapping, the container's limit included."""
-    try:
-        with open("/proc/meminfo") as f:
-            machine = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        try:
-            machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        except (ValueError, OSError):
-            machine = 4 << 30
-    return min(machine, _container_memory(Path("/sys/fs/cgroup")))
-
-
-def _container_memory(group: Path) -> int:
-    """What a control group (version 2) leaves of its limit; without one, more than any machine has."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        return 1 << 62 if limit == "max" else max(0, int(limit) - used)
-    except (OSError, ValueError):
-        return 1 << 62

@@ -30,6 +30,7 @@ ROOMS = (
     "layouts",
     "observe",
     "config",
+    "machine",
 )
 FILES = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")])  # a stub stands for an extension module
 

@@ -1,6 +1,7 @@
 // The Python module: thin. It checks what crosses the border, lets go of the interpreter lock, and calls the plan.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -16,7 +17,6 @@ using namespace quire;
 
 namespace {
 
-using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ints1 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -41,11 +41,11 @@ struct Machine {
     std::shared_ptr<ThreadPool> pool;
     const Kernels* kernels;
 
-    Machine(int threads, const std::string& isa) {
+    Machine(int threads, const std::string& isa, const std::vector<int>& cores) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
         kernels = find_kernels(isa.c_str());
         if (!kernels) throw std::invalid_argument("no kernel set named '" + isa + "' runs on this CPU");
-        pool = std::make_shared<ThreadPool>(threads);
+        pool = std::make_shared<ThreadPool>(threads, cores);
     }
 };
 
@@ -56,22 +56,49 @@ std::vector<std::string> available() {
     return names;
 }
 
-std::shared_ptr<Matrix> py_pack_affine(Machine& m, const Bytes2& data, int block, int nbytes, int group, int bits,
-                                       const IntsTuple& codes, const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+Codec py_codec(int block, int nbytes, int group, int bits, const IntsTuple& codes, const FactorTuple& scale,
+               const std::vector<FactorTuple>& bias) {
     Codec c;
     c.block = block, c.nbytes = nbytes, c.group = group, c.bits = bits;
     c.codes = to_ints(codes);
     c.scale = to_factor(scale);
     if ((c.has_bias = !bias.empty())) c.bias = to_factor(bias[0]);
-    nb::gil_scoped_release free;
-    return std::make_shared<Matrix>(pack_affine(*m.pool, c, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+    return c;
 }
 
-std::shared_ptr<Matrix> py_pack_dense(Machine& m, const Array2& data, int type) {
-    const size_t width = type == (int)Type::F32 ? 4 : 2;
-    if (type < 0 || type > 2 || data.itemsize() != width) throw std::invalid_argument("the array is not of that type");
+std::vector<std::shared_ptr<Matrix>> py_pack(Machine& m, const std::vector<std::tuple<Array2, nb::object>>& given) {
+    std::vector<Weight> weights;
+    for (const auto& [data, how] : given) {
+        Weight w;
+        w.data = data.data(), w.n = (int64_t)data.shape(0), w.width = (int64_t)data.shape(1);
+        const bool coded = nb::isinstance<Codec>(how);
+        const int type = coded ? (int)Type::Affine : nb::cast<int>(how);
+        if (type < 0 || (!coded && type > 2)) throw std::invalid_argument("there is no such type");
+        if (data.itemsize() != (coded ? 1u : type == (int)Type::F32 ? 4u : 2u))
+            throw std::invalid_argument("the array is not of that type");
+        if (coded) w.codec = nb::cast<const Codec*>(how);
+        w.type = (Type)type;
+        weights.push_back(w);
+    }
+    std::vector<std::shared_ptr<Matrix>> packed;
     nb::gil_scoped_release free;
-    return std::make_shared<Matrix>(pack_dense(*m.pool, (Type)type, data.data(), (int64_t)data.shape(0), (int64_t)data.shape(1)));
+    for (Matrix& w : pack(*m.pool, weights)) packed.push_back(std::make_shared<Matrix>(std::move(w)));
+    return packed;
+}
+
+size_t py_affine_bytes(int64_t n, int64_t row_bytes, int block, int nbytes, int group, int bits, const IntsTuple& codes,
+                       const FactorTuple& scale, const std::vector<FactorTuple>& bias) {
+    return affine_bytes(py_codec(block, nbytes, group, bits, codes, scale, bias), n, row_bytes);
+}
+
+size_t py_dense_bytes(int64_t n, int64_t k, int type) {
+    if (type < 0 || type > 2) throw std::invalid_argument("there is no such type");
+    return dense_bytes((Type)type, n, k);
+}
+
+std::shared_ptr<Matrix> py_pattern(Machine& m, int64_t n, int64_t k) {
+    nb::gil_scoped_release free;
+    return std::make_shared<Matrix>(pattern(*m.pool, n, k));
 }
 
 std::shared_ptr<Vector> py_vector(const Floats1& data) {
@@ -160,6 +187,8 @@ void bind_plan(nb::module_& m) {
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)
+        .def("profile", &Plan::profile)
+        .def("profiled", &Plan::profiled)
         .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv().page_bytes(); })
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
              nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg());
@@ -170,15 +199,18 @@ void bind_plan(nb::module_& m) {
 NB_MODULE(_native, m) {
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
-    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&>()).def_prop_ro("threads", [](const Machine& x) {
+    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&, const std::vector<int>&>()).def_prop_ro("threads", [](const Machine& x) {
         return x.pool->threads();
     });
     nb::class_<Matrix>(m, "Matrix")
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.n, w.k); })
         .def_prop_ro("nbytes", [](const Matrix& w) { return w.memory.size(); });
     nb::class_<Vector>(m, "Vector").def_prop_ro("nbytes", [](const Vector& v) { return v.memory.size(); });
-    m.def("pack_affine", &py_pack_affine);
-    m.def("pack_dense", &py_pack_dense);
+    nb::class_<Codec>(m, "Codec").def(nb::new_(&py_codec));
+    m.def("pack", &py_pack);
+    m.def("affine_bytes", &py_affine_bytes);
+    m.def("dense_bytes", &py_dense_bytes);
+    m.def("pattern", &py_pattern);
     m.def("vector", &py_vector);
     bind_plan(m);
     m.def("exp", [](const std::string& isa, const Floats1& x, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -12,15 +14,19 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("codec: " + what); }
 
-// A plane cut into runs of consecutive bytes with one shift: the inner loop over a run vectorizes.
+// A plane cut into runs of consecutive bytes with one shift. Eight bytes are moved at a time inside one 64-bit word: what
+// a shift carries over from a neighbouring byte is masked away, and sums stay below 256, so bytes never mix.
 struct Run {
     int first, length, byte, shift;
+    uint8_t mask;  // of the bits that a shifted byte still has
 };
+
+inline uint64_t eight(uint8_t byte) { return byte * 0x0101010101010101u; }
 
 struct Reader {
     struct Part {
         std::vector<Run> runs;
-        uint8_t mask, lift, flip;
+        uint8_t lift, flip;
     };
     std::vector<Part> parts;
     int count = 0, offset = 0, most = 0;  // most: the largest sum before the offset is taken off
@@ -31,13 +37,13 @@ struct Reader {
             if ((int)p.byte.size() != count || (int)p.shift.size() != count) refuse("a plane has the wrong length");
             if (p.mask < 0 || p.mask > 255 || p.flip < 0 || p.flip > 255 || p.lift < 0 || p.lift > 7)
                 refuse("a plane's mask, flip or lift is out of range");
-            Part part{{}, (uint8_t)p.mask, (uint8_t)p.lift, (uint8_t)p.flip};
+            Part part{{}, (uint8_t)p.lift, (uint8_t)p.flip};
             for (int i = 0; i < count; i++) {
                 if (p.byte[(size_t)i] >= nbytes || p.shift[(size_t)i] > 7) refuse("a plane points outside its block");
                 int byte = p.byte[(size_t)i], shift = p.shift[(size_t)i];
                 Run* last = part.runs.empty() ? nullptr : &part.runs.back();
                 if (last && last->shift == shift && last->byte + last->length == byte) last->length++;
-                else part.runs.push_back({i, 1, byte, shift});
+                else part.runs.push_back({i, 1, byte, shift, (uint8_t)(p.mask & 0xff >> shift)});
             }
             most += p.mask << p.lift;
             parts.push_back(std::move(part));
@@ -47,21 +53,34 @@ struct Reader {
 
     // The numbers before the offset is taken off.
     void read(const uint8_t* block, uint8_t* out) const {
-        memset(out, 0, (size_t)count);
-        for (const Part& p : parts)
-            for (const Run& r : p.runs) {
-                const uint8_t* __restrict from = block + r.byte;
-                uint8_t* __restrict to = out + r.first;
-                for (int i = 0; i < r.length; i++)
-                    to[i] = (uint8_t)(to[i] + ((((from[i] ^ p.flip) >> r.shift) & p.mask) << p.lift));
+        for (size_t p = 0; p < parts.size(); p++) {
+            if (p == 0) add<true>(parts[p], block, out);
+            else add<false>(parts[p], block, out);
+        }
+    }
+
+private:
+    template <bool first> static void add(const Part& p, const uint8_t* block, uint8_t* out) {
+        for (const Run& r : p.runs) {
+            const uint8_t* from = block + r.byte;
+            uint8_t* to = out + r.first;
+            const uint64_t flip = eight(p.flip), mask = eight(r.mask);
+            int i = 0;
+            for (; i + 8 <= r.length; i += 8) {
+                uint64_t bits, sum = 0;
+                memcpy(&bits, from + i, 8);
+                if (!first) memcpy(&sum, to + i, 8);
+                sum += ((bits ^ flip) >> r.shift & mask) << p.lift;
+                memcpy(to + i, &sum, 8);
             }
+            for (; i < r.length; i++)
+                to[i] = (uint8_t)((first ? 0 : to[i]) + (((from[i] ^ p.flip) >> r.shift & r.mask) << p.lift));
+        }
     }
 };
 
-void store_tile(const Matrix& w, const uint8_t* codes, size_t row_stride, uint8_t* tile) {
-    uint32_t quad[16][8];
-    for (int r = 0; r < 16; r++) memcpy(quad[r], codes + (size_t)r * row_stride, 32);
-    auto put = [&](int vector, int r, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
+// Sixteen rows of 32 codes, `row_stride` apart, as the bit planes of weight.h.
+template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uint8_t* tile) {
     auto two_bits = [](const uint32_t* q, int half, int shift) {  // bits shift, shift + 1 of quads 4 half .. 4 half + 3
         uint32_t word = 0;
         for (int j = 0; j < 4; j++) word |= ((q[4 * half + j] >> shift) & 0x03030303u) << (2 * j);
@@ -73,17 +92,32 @@ void store_tile(const Matrix& w, const uint8_t* codes, size_t row_stride, uint8_
         return word;
     };
     for (int r = 0; r < 16; r++) {
-        const uint32_t* q = quad[r];
-        if (w.bits == 8) {
-            for (int j = 0; j < 8; j++) put(j, r, q[j]);
-        } else if (w.bits >= 4) {
-            for (int j = 0; j < 4; j++) put(j, r, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
-            if (w.bits == 5) put(4, r, one_bit(q, 4));
-            if (w.bits == 6) put(4, r, two_bits(q, 0, 4)), put(5, r, two_bits(q, 1, 4));
+        uint32_t q[8];
+        memcpy(q, codes + (size_t)r * row_stride, 32);
+        auto put = [&](int vector, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
+        if constexpr (bits == 8) {
+            for (int j = 0; j < 8; j++) put(j, q[j]);
+        } else if constexpr (bits >= 4) {
+            for (int j = 0; j < 4; j++) put(j, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
+            if constexpr (bits == 5) put(4, one_bit(q, 4));
+            if constexpr (bits == 6) put(4, two_bits(q, 0, 4)), put(5, two_bits(q, 1, 4));
         } else {
-            put(0, r, two_bits(q, 0, 0)), put(1, r, two_bits(q, 1, 0));
-            if (w.bits == 3) put(2, r, one_bit(q, 2));
+            put(0, two_bits(q, 0, 0)), put(1, two_bits(q, 1, 0));
+            if constexpr (bits == 3) put(2, one_bit(q, 2));
         }
+    }
+}
+
+using StoreTile = void (*)(const uint8_t* codes, size_t row_stride, uint8_t* tile);
+
+StoreTile tile_of(int bits) {
+    switch (bits) {
+        case 2: return store_tile<2>;
+        case 3: return store_tile<3>;
+        case 4: return store_tile<4>;
+        case 5: return store_tile<5>;
+        case 6: return store_tile<6>;
+        default: return store_tile<8>;
     }
 }
 
@@ -101,32 +135,31 @@ struct Packer {
 
     void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int index, int lane,
                      size_t region, size_t supers) const {
-        const int groups = codec.block / codec.group, per_tile = 32 / codec.group;
+        const int tiles = codec.block / 32, per_tile = 32 / codec.group;
+        const uint16_t h = read_half(block + f.at, f.negate);
+        uint8_t* to = out + region + (size_t)(index * tiles) * w.scale_bytes;
         if (w.scales == Scales::Half) {
-            uint16_t h = read_half(block + f.at, f.negate);
-            for (int g = 0; g < groups; g++) {
-                size_t tile = (size_t)(index * codec.block / 32 + g / per_tile);
-                memcpy(out + region + tile * w.scale_bytes + 2 * (size_t)(16 * (g % per_tile) + lane), &h, 2);
-            }
+            for (int t = 0; t < tiles; t++, to += w.scale_bytes)
+                for (int g = 0; g < per_tile; g++) memcpy(to + 2 * (16 * g + lane), &h, 2);
             return;
         }
         uint8_t values[32];
         if (f.codes.planes.empty()) memset(values, 1, sizeof values);  // a factor without codes beside one with them
         else reader.read(block, values);
         const bool high = w.scales == Scales::Nibble && &f == &codec.bias;
-        for (int g = 0; g < groups; g++) {
-            size_t tile = (size_t)(index * codec.block / 32 + g / per_tile);
-            uint8_t* to = out + region + tile * w.scale_bytes + 16 * (size_t)(g % per_tile) + lane;
-            uint8_t value = (uint8_t)(values[g] - reader.offset);
-            *to = high ? (uint8_t)(*to | value << 4) : value;
-        }
-        uint16_t h = read_half(block + f.at, f.negate);
+        const uint8_t* v = values;
+        for (int t = 0; t < tiles; t++, to += w.scale_bytes)
+            for (int g = 0; g < per_tile; g++) {
+                uint8_t value = (uint8_t)(*v++ - reader.offset), &lanes = to[16 * g + lane];
+                lanes = high ? (uint8_t)(lanes | value << 4) : value;
+            }
         memcpy(out + supers + 2 * (size_t)(16 * index + lane), &h, 2);
     }
 
     void pack_block(int b) const {
         uint8_t* out = w.block(b);
         uint8_t numbers[16 * 256] = {};  // rows past n stay zero
+        const StoreTile store = tile_of(w.bits);
         const int count = w.k / codec.block, rows = w.n - 16 * b < 16 ? w.n - 16 * b : 16;
         for (int i = 0; i < count; i++) {
             for (int r = 0; r < rows; r++) {
@@ -138,8 +171,7 @@ struct Packer {
                                 w.bias_super_at);
             }
             for (int t = 0; t < codec.block / 32; t++)
-                store_tile(w, numbers + 32 * t, (size_t)codec.block,
-                           out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
+                store(numbers + 32 * t, (size_t)codec.block, out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
         }
     }
 };
@@ -149,7 +181,7 @@ bool fits_nibble(const Reader& r) { return !r.parts.empty() && r.offset == 0 && 
 
 }  // namespace
 
-void Matrix::lay_out() {
+void Matrix::measure() {
     blocks = (n + 15) / 16;
     if (type != Type::Affine) {
         block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
@@ -165,10 +197,17 @@ void Matrix::lay_out() {
         bias_super_at = super_at + supers;
         block_bytes = bias_super_at + (bias ? supers : 0);
     }
-    memory = Mapping(block_bytes * (size_t)blocks);
 }
 
-Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
+void Matrix::lay_out() {
+    measure();
+    memory = Mapping(bytes());
+}
+
+namespace {
+
+// The codec, checked, and the matrix it makes, without memory.
+Matrix shape_affine(const Codec& c, int64_t n, int64_t row_bytes, Reader& codes, Reader& scale, Reader& bias) {
     if (c.block != 32 && c.block != 256) refuse("a block must hold 32 or 256 numbers");
     if (c.group != 16 && c.group != 32) refuse("a group must hold 16 or 32 numbers");
     if (c.bits < 2 || c.bits > 8 || c.bits == 7) refuse("codes must have 2, 3, 4, 5, 6 or 8 bits");
@@ -178,7 +217,7 @@ Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_
     auto inside = [&](const Factor& f) { return f.at >= 0 && f.at + 2 <= c.nbytes; };
     if (!inside(c.scale) || (c.has_bias && !inside(c.bias))) refuse("a scale lies outside its block");
 
-    Reader codes(c.codes, c.block, c.nbytes), scale, bias;
+    codes = Reader(c.codes, c.block, c.nbytes);
     if (codes.parts.empty() || codes.most >= 1 << c.bits) refuse("the codes do not fit their bits");
     const int groups = c.block / c.group;
     const bool two_level = !c.scale.codes.planes.empty() || (c.has_bias && !c.bias.codes.planes.empty());
@@ -198,31 +237,89 @@ Matrix pack_affine(ThreadPool& pool, const Codec& c, const uint8_t* data, int64_
     w.scales = !two_level                                                          ? Scales::Half
                : c.has_bias && fits_nibble(scale) && fits_nibble(bias) ? Scales::Nibble
                                                                                    : Scales::Byte;
-    w.lay_out();
-    Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
-    pool.for_each(w.blocks, [&](int b) { packer.pack_block(b); });
+    w.measure();
     return w;
 }
 
-Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t n, int64_t k) {
+Matrix shape_dense(Type type, int64_t n, int64_t k) {
     if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) throw std::invalid_argument("the matrix is empty or too large");
     Matrix w;
     w.type = type;
     w.n = (int)n;
     w.k = (int)k;
+    w.measure();
+    return w;
+}
+
+}  // namespace
+
+size_t affine_bytes(const Codec& codec, int64_t n, int64_t row_bytes) {
+    Reader codes, scale, bias;
+    return shape_affine(codec, n, row_bytes, codes, scale, bias).bytes();
+}
+
+size_t dense_bytes(Type type, int64_t n, int64_t k) { return shape_dense(type, n, k).bytes(); }
+
+namespace {
+
+using PackBlock = std::function<void(int block)>;
+
+// Lays out w and gives what packs one of its blocks of rows. `c` and `data` must outlive it.
+PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
+    Reader codes, scale, bias;
+    w = shape_affine(c, n, row_bytes, codes, scale, bias);
     w.lay_out();
-    auto interleave = [&](auto number) {
+    Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
+    return [packer = std::move(packer)](int b) { packer.pack_block(b); };
+}
+
+PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k) {
+    w = shape_dense(type, n, k);
+    w.lay_out();
+    auto interleave = [&w, data, k](auto number) -> PackBlock {
         using T = decltype(number);
-        pool.for_each(w.blocks, [&](int b) {
+        return [&w, data, k](int b) {
             T* out = (T*)w.block(b);
             for (int r = 0; r < 16 && 16 * b + r < w.n; r++) {
                 const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)k * sizeof(T);
                 for (int64_t i = 0; i < k; i++) memcpy(out + i * 16 + r, row + (size_t)i * sizeof(T), sizeof(T));
             }
-        });
+        };
     };
-    if (type == Type::F32) interleave(uint32_t{});
-    else interleave(uint16_t{});
+    return type == Type::F32 ? interleave(uint32_t{}) : interleave(uint16_t{});
+}
+
+}  // namespace
+
+std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
+    std::vector<Matrix> packed(weights.size());
+    std::vector<PackBlock> work;
+    std::vector<int> ends;  // work items up to and with each weight
+    for (size_t i = 0; i < weights.size(); i++) {
+        const Weight& from = weights[i];
+        Matrix& w = packed[i];
+        work.push_back(from.codec ? affine(w, *from.codec, (const uint8_t*)from.data, from.n, from.width)
+                                  : dense(w, from.type, from.data, from.n, from.width));
+        ends.push_back((ends.empty() ? 0 : ends.back()) + w.blocks);
+    }
+    pool.for_each(ends.empty() ? 0 : ends.back(), [&](int item) {
+        const size_t i = (size_t)(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
+        work[i](item - (i ? ends[i - 1] : 0));
+    });
+    return packed;
+}
+
+Matrix pattern(ThreadPool& pool, int64_t n, int64_t k) {
+    if (n < 1 || k < 32 || n > (1 << 30) || k > (1 << 24) || k % 32) throw std::invalid_argument("the matrix is empty or too large");
+    Matrix w;
+    w.type = Type::Affine;
+    w.n = (int)n;
+    w.k = (int)k;
+    w.bits = 4;
+    w.group = 32;
+    w.offset = 8;
+    w.lay_out();
+    pool.for_each(w.blocks, [&](int b) { memset(w.block(b), 0x2c, w.block_bytes); });  // also a float16: 0.065
     return w;
 }
 

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include <utility>
 #include <vector>
 
 #include "thread_pool.h"
@@ -36,10 +37,27 @@ struct Codec {
     Factor bias;
 };
 
-// data: n rows of k / block * nbytes bytes each, one after another. Throws std::invalid_argument.
-Matrix pack_affine(ThreadPool& pool, const Codec& codec, const uint8_t* data, int64_t n, int64_t row_bytes);
+// A matrix as it lies in a file: n rows of `width` bytes in the codec's blocks, or without a codec [n][width] of the type.
+struct Weight {
+    const Codec* codec = nullptr;
+    Type type = Type::F32;
+    const void* data = nullptr;
+    int64_t n = 0, width = 0;
+};
 
-// data: [n][k] of the type, contiguous.
-Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t n, int64_t k);
+// All of them in one turn of the pool: threads that share their cores with others should not wait for each other often.
+// Throws std::invalid_argument.
+std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights);
+
+inline Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t n, int64_t k) {
+    return std::move(pack(pool, {{nullptr, type, data, n, k}})[0]);
+}
+
+// The memory that those would take.
+size_t affine_bytes(const Codec& codec, int64_t n, int64_t row_bytes);
+size_t dense_bytes(Type type, int64_t n, int64_t k);
+
+// A matrix of 4 bits whose numbers mean nothing and are all there, for measuring the machine.
+Matrix pattern(ThreadPool& pool, int64_t n, int64_t k);
 
 }  // namespace quire

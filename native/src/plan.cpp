@@ -3,6 +3,9 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <chrono>
+
 #include <stdexcept>
 
 namespace quire {
@@ -63,23 +66,12 @@ void Plan::output(int slot) {
     output_ = slot;
     if (scratch_bytes_) scratch_memory_ = Mapping(scratch_bytes_ * (size_t)pool_->threads());
     scratch_ = scratch_memory_.data();
-    next_ = std::make_unique<std::atomic<int>[]>(steps_.size());
     items_.resize(steps_.size());
 }
 
 void Plan::input(int slot) {
     floats_slot(slot, "an input");
     inputs_.push_back(slot);
-}
-
-void Plan::walk(Run& run, int thread) {
-    for (size_t i = 0; i < steps_.size(); i++) {
-        const int items = items_[i];
-        if (!items) continue;
-        for (int item; (item = next_[i].fetch_add(1, std::memory_order_relaxed)) < items;)
-            steps_[i]->work(run, item, thread);
-        if (i + 1 < steps_.size()) pool_->barrier();
-    }
 }
 
 // The arrays belong to the caller, who may change them while we run: what was checked must be what is used.
@@ -112,9 +104,31 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
     for (size_t i = 0; i < steps_.size(); i++) {
         steps_[i]->prepare(now);
         items_[i] = steps_[i]->items(now);
-        next_[i].store(0, std::memory_order_relaxed);
     }
-    pool_->run([&](int thread) { walk(now, thread); });
+    if (!spent_) {
+        pool_->run((int)steps_.size(), items_.data(), [&](int step, int item, int thread) { steps_[(size_t)step]->work(now, item, thread); });
+        return;
+    }
+    pool_->run((int)steps_.size(), items_.data(), [&](int step, int item, int thread) {
+        const auto start = std::chrono::steady_clock::now();
+        steps_[(size_t)step]->work(now, item, thread);
+        spent_[(size_t)step] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+    });
+}
+
+void Plan::profile(bool on) {
+    std::lock_guard<std::mutex> lock(running_);
+    spent_.reset(on ? new std::atomic<int64_t>[steps_.size()]() : nullptr);
+}
+
+std::vector<std::pair<std::string, double>> Plan::profiled() const {
+    std::vector<std::pair<std::string, double>> found;
+    for (size_t i = 0; spent_ && i < steps_.size(); i++) {
+        auto at = std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.first == steps_[i]->name(); });
+        if (at == found.end()) at = found.insert(found.end(), {steps_[i]->name(), 0.0});
+        at->second += 1e-9 * (double)spent_[i].load();
+    }
+    return found;
 }
 
 std::string Plan::describe() const {

@@ -1,5 +1,5 @@
-// The recorded program: slots in one arena, steps in order, the KV pool. Running it walks the steps on the thread pool,
-// with a barrier after each; within a step, threads take items as they come free. What an item computes never depends on
+// The recorded program: slots in one arena, steps in order, the KV pool. Running it walks the steps on the thread pool:
+// a step begins when the one before it is complete; within a step, threads take items as they come free. What an item computes never depends on
 // which thread takes it, so results do not depend on the thread count.
 #pragma once
 
@@ -57,6 +57,7 @@ struct Run {
 
 struct Step {
     virtual ~Step() = default;
+    virtual const char* name() const = 0;  // for profiles
     virtual void prepare(const Run&) {}  // on one thread, before the run
     virtual int items(const Run&) const = 0;
     virtual void work(const Run&, int item, int thread) const = 0;
@@ -115,13 +116,16 @@ public:
     }
     std::string describe() const;
 
+    // Where the time goes: from now on, seconds that threads spend in the items of each kind of step, all threads together.
+    void profile(bool on);
+    std::vector<std::pair<std::string, double>> profiled() const;  // by kind, in order of appearance
+
 private:
     friend struct RopeTable;
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;
     void need_scratch(size_t bytes);
-    void walk(Run& run, int thread);
     BatchView own(const BatchView& given);
 
     std::shared_ptr<ThreadPool> pool_;
@@ -137,8 +141,8 @@ private:
     Mapping arena_memory_, kv_memory_, scratch_memory_;
     uint8_t *arena_ = nullptr, *scratch_ = nullptr, *kv_ = nullptr;
     size_t scratch_bytes_ = 0;
-    std::unique_ptr<std::atomic<int>[]> next_;  // per step: the item to take next
-    std::vector<int> items_;
+    std::vector<int> items_;  // per step, of this run
+    std::unique_ptr<std::atomic<int64_t>[]> spent_;  // per step, nanoseconds; none: not profiling
     std::vector<int32_t> staging_;  // this run's batch
     std::mutex running_;
 };

@@ -8,6 +8,7 @@
 namespace quire {
 
 struct RopeTable : Step {
+    const char* name() const override { return "rope table"; }
     std::vector<float> frequencies;  // [dim / 2]
     bool pairs = false;
     double magnitude = 1;

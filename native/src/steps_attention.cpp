@@ -13,6 +13,7 @@ namespace {
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
 struct Store : Step {
+    const char* name() const override { return "store"; }
     Slot k, v, q, q_out;
     const RopeTable* table = nullptr;
     bool rotate_q = false;
@@ -43,6 +44,7 @@ struct Store : Step {
 };
 
 struct Attend : Step {
+    const char* name() const override { return "attend"; }
     Slot q, out, quant;
     bool quantized = false, divides = false;
     int layer = 0;

@@ -27,6 +27,7 @@ void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epil
 }
 
 struct Linear : Step {
+    const char* name() const override { return "linear"; }
     std::vector<Part> parts;
     int blocks = 0;
 
@@ -60,6 +61,7 @@ struct Linear : Step {
 
 // swiglu(x @ gate, x @ up), 32 columns at a time, so that an int8 group is whole within an item.
 struct Gated : Step {
+    const char* name() const override { return "gated"; }
     Part gate, up;
     Slot out, quant;
     bool keep = false, quantized = false;

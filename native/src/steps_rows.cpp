@@ -27,6 +27,7 @@ struct RowStep : Step {
 };
 
 struct Embed : RowStep {
+    const char* name() const override { return "embed"; }
     std::shared_ptr<const Matrix> table;
     void row(const Run& run, int t, int) const override {
         run.plan.kernels().dequantize_row(*table, run.batch.ids[t], run.plan.floats(out, t));
@@ -34,6 +35,7 @@ struct Embed : RowStep {
 };
 
 struct Norm : RowStep {
+    const char* name() const override { return "norm"; }
     Slot x, quant;
     bool keep = false, quantized = false;
     std::shared_ptr<const Vector> weight;
@@ -47,6 +49,7 @@ struct Norm : RowStep {
 };
 
 struct Quantize : RowStep {
+    const char* name() const override { return "quantize"; }
     Slot x;
     void row(const Run& run, int t, int) const override {
         run.plan.quantize_row(out, t, run.plan.floats(x, t), 0, x.width / 32);
@@ -54,6 +57,7 @@ struct Quantize : RowStep {
 };
 
 struct Pairwise : RowStep {
+    const char* name() const override { return gated ? "swiglu" : "add"; }
     Slot a, b;
     bool gated = false;  // swiglu, not add
     void row(const Run& run, int t, int) const override {
@@ -63,6 +67,7 @@ struct Pairwise : RowStep {
 };
 
 struct Take : RowStep {
+    const char* name() const override { return "take"; }
     Slot x;
     void row(const Run& run, int i, int) const override {
         memcpy(run.plan.floats(out, i), run.plan.floats(x, run.batch.logit_rows[i]), (size_t)x.width * sizeof(float));
@@ -70,6 +75,7 @@ struct Take : RowStep {
 };
 
 struct Rotate : RowStep {
+    const char* name() const override { return "rope"; }
     Slot x;
     const RopeTable* table = nullptr;
     int heads = 0;

@@ -43,7 +43,9 @@ struct Matrix {
 
     const uint8_t* block(int b) const { return memory.data() + (size_t)b * block_bytes; }
     uint8_t* block(int b) { return memory.data() + (size_t)b * block_bytes; }
-    void lay_out();  // sets the sizes from type, n, k, bits, group, scales and bias, and maps the memory
+    void measure();  // sets the sizes from type, n, k, bits, group, scales and bias
+    void lay_out();  // that, and maps the memory
+    size_t bytes() const { return block_bytes * (size_t)blocks; }
 };
 
 // Activations rounded to int8, in panels of 16 rows, so that what a matrix product reads is one stream:

@@ -5,8 +5,11 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <atomic>
+#include <chrono>
 #include <random>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "../src/batch.h"
@@ -323,16 +326,38 @@ void test_half() {
     }
 }
 
+// Every item once, and none before the step ahead of it is complete; with workers awake, asleep and never scheduled.
 void test_pool() {
-    for (int threads : {1, 2, 5}) {
+    for (int threads : {1, 2, 5, 16}) {
         ThreadPool pool(threads);
-        for (int round = 0; round < 200; round++) {
-            std::atomic<int> sum{0};
-            pool.run([&](int) {
-                for (int i = 0; i < 5; i++) sum.fetch_add(1), pool.barrier();
+        for (int round = 0; round < 300; round++) {
+            int items[12], total = 0;
+            for (int& n : items) n = below(4) ? below(9) : round % 7 ? 0 : 200, total += n;
+            std::vector<std::atomic<int>> seen((size_t)total);
+            std::atomic<int> done{0}, wrong{0};
+            pool.run(12, items, [&](int step, int item, int thread) {
+                int before = 0;
+                for (int s = 0; s < step; s++) before += items[s];
+                if (done.load() < before || thread < 0 || thread >= threads || item < 0 || item >= items[step]) wrong++;
+                else if (seen[(size_t)(before + item)].fetch_add(1)) wrong++;
+                done.fetch_add(1);
             });
-            if (sum != 5 * threads) failures++, printf("FAILED pool\n");
+            if (done != total || wrong) failures++, printf("FAILED pool: %d of %d, %d wrong\n", done.load(), total, wrong.load());
+            if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // they fall asleep
         }
+        // A job ends when its caller is the one that sleeps, and one caller's job is not another's.
+        std::vector<std::thread> callers;
+        std::atomic<int> sum{0};
+        for (int c = 0; c < 3; c++)
+            callers.emplace_back([&] {
+                for (int i = 0; i < 20; i++)
+                    pool.for_each(3, [&](int item) {
+                        if (item == 2) std::this_thread::sleep_for(std::chrono::microseconds(200));
+                        sum.fetch_add(1);
+                    });
+            });
+        for (auto& c : callers) c.join();
+        if (sum != 180) failures++, printf("FAILED pool: %d of 180 items\n", sum.load());
     }
 }
 

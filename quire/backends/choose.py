@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.backends.ops import Backend
 
 NAMES = ("native", "reference", "torch", "cuda")
@@ -12,15 +14,20 @@ def open_backend(
     *,
     threads: int = 1,
     isa: str | None = None,
+    cores: Sequence[int] = (),
     device: str = "auto",
     dtype: str = "auto",
     random: bool = False,
 ) -> Backend:
-    """The backend of that name. `device` and `dtype` are for torch ones; `random` gives them numbers without a file."""
+    """The backend of that name.
+
+    `cores` is what native threads are pinned to. `device` and `dtype` are for torch ones; `random` gives them numbers
+    without a file.
+    """
     if name == "native":
         from quire.backends.native.backend import NativeBackend
 
-        return NativeBackend(threads=threads, isa=isa)
+        return NativeBackend(threads=threads, isa=isa, cores=cores)
     if name == "reference":
         from quire.backends.reference.backend import ReferenceBackend
 

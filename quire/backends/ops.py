@@ -194,3 +194,22 @@ class Measures(Protocol):
     ) -> int:
         """Bytes free with the weights loaded and the largest step run. `kv` says how a page looks."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that a program will take beside its KV pool."""
+
+    weights: int  # as they are kept; the model file's own pages are page cache and not counted
+    working: int  # what lies between ops, logits among it, and scratch
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""
+
+    def estimate(
+        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = ...
+    ) -> Needs:
+        """For the same arguments as compile's; the number of pages does not matter."""
+        ...

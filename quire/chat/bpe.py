@@ -6,9 +6,7 @@ are kept out of the merging vocabulary, so plain text can never become one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import add
-
+import numpy as np
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from quire.chat.pretokenizers import PreTokenizer
@@ -89,23 +87,42 @@ def _refuse_duplicates(vocab: Vocabulary) -> None:
 
 
 def _model(vocab: Vocabulary, kept: dict[str, int], ignore_merges: bool) -> models.BPE:
-    pairs = _sound(vocab.merges, kept)
+    pairs = _sound(vocab, kept)
     if pairs is None:  # the library panics at a merge it cannot use, and does not say which
         pairs = _checked(vocab, kept)
     return models.BPE(kept, pairs, ignore_merges=ignore_merges)
 
 
-def _sound(merges: Sequence[str], kept: dict[str, int]) -> list[tuple[str, str]] | None:
+def _sound(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]] | None:
     """The merges as pairs, when all are well formed and their parts and results are tokens; else None.
 
     Whole-text operations: a Python step for each of the fifty to three hundred thousand merges would be felt at start.
     """
+    merges, tokens = vocab.merges, vocab.tokens
     text = "\n".join(merges)
-    parts, results = text.replace(" ", "\n").split("\n"), text.replace(" ", "").split("\n")
-    lefts, rights = parts[::2], parts[1::2]
-    if not len(merges) == len(results) == len(lefts) == len(rights) or list(map(add, lefts, rights)) != results:
+    if not merges or not _alternate(text, len(merges)):
         return None
-    return list(zip(lefts, rights, strict=True)) if kept.keys() >= {*parts, *results} else None
+    # A vocabulary lists what its merges make in the order of the merges: then one comparison finds every result.
+    results = text.replace(" ", "")
+    first = kept.get(results.partition("\n")[0], 0)
+    span = range(first, first + len(merges))
+    in_order = "\n".join(tokens[first : span.stop]) == results and not any(
+        i in span for i in where(np.isin(vocab.types, (CONTROL, UNKNOWN)))
+    )
+    if not in_order and not all(map(kept.__contains__, results.split("\n"))):
+        return None
+    parts = text.replace(" ", "\n").split("\n")
+    return list(zip(parts[::2], parts[1::2], strict=True)) if all(map(kept.__contains__, parts)) else None
+
+
+def _alternate(text: str, count: int) -> bool:
+    """Whether there are `count` lines of valid text with one space in each."""
+    try:
+        data = np.frombuffer(text.encode(), np.uint8)
+    except UnicodeEncodeError:
+        return False
+    marks = data[(data == ord(" ")) | (data == ord("\n"))]
+    return marks.size == 2 * count - 1 and bool((marks[::2] == ord(" ")).all() and (marks[1::2] == ord("\n")).all())
 
 
 def _checked(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ break, cancellation or aclose, lets every engine request go.
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -135,7 +135,7 @@ class Completer:
 
     def _requests(self, generation: Generation) -> list[Request]:
         sampling = generation.sampling
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = int.from_bytes(os.urandom(8), "little") >> 1 if sampling.seed is None else sampling.seed
         sampling = msgspec.structs.replace(sampling, seed=seed)
         once = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the prompt's are the same for every choice
         first = f"{generation.id}-0"

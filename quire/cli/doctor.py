@@ -1,7 +1,7 @@
 """`quire doctor`: look at this machine and this installation, and give a cure with everything that is wrong.
 
-A check is a function that returns findings; a finding passes, warns or fails. Nothing is changed, and nothing is asked
-of the network unless `--network` says so. Exit code 1 when something fails.
+A check is a function that returns findings; a finding passes, warns or fails. Nothing is changed (only a measurement
+of thread counts is kept), and nothing is asked of the network unless `--network` says so. Exit code 1 when something fails.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import typer
 
 from quire.cli import ui
 from quire.cli.version import kernels
-from quire.config import DEFAULT_MODEL, Environment, ServerConfig, available_cores, available_memory, resolve_threads
+from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, available_cores
+from quire.machine import look_at_cores, look_at_memory
 from quire.observe.errors import QuireError
-from quire.weights.fetch import mb
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 Status = Literal["pass", "warn", "fail"]
@@ -46,12 +47,16 @@ def command(
     deep: Annotated[bool, typer.Option("--deep", help="Read every model whole and compare its digest.")] = False,
     network: Annotated[bool, typer.Option("--network", help="Try to reach the places models come from.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Also print which implementation runs each op.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure again how many threads are fastest, and keep it.")
+    ] = False,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port that `quire serve` would use.")] = 8000,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Check this machine, and say how to cure what is wrong."""
     env = Environment.read()
     store = Store(env)
+    speeds = thread_table(env, tune)
     found: list[Finding] = []
     checks: list[Callable[[], Iterator[Finding]]] = [
         python,
@@ -71,8 +76,15 @@ def command(
                 _print(finding)
     table = op_table(env) if ops else []
     if json:
-        ui.emit({"findings": found, **({"ops": table} if ops else {})})
-    elif ops:
+        ui.emit({"findings": found, **({"ops": table} if ops else {}), **({"threads": speeds} if speeds else {})})
+        speeds = []
+    if speeds:
+        typer.echo("")
+        rows = [
+            (r["threads"], r["pinned to"], r["decode GB/s"], r["prefill G multiply-adds/s"], r["note"]) for r in speeds
+        ]
+        ui.table(("THREADS", "PINNED TO", "DECODE GB/s", "PREFILL GMAC/s", ""), rows)
+    if ops and not json:
         typer.echo("")
         ui.table(("OP", "BACKEND", "IMPLEMENTATION"), [(r["op"], r["backend"], r["implementation"]) for r in table])
     if any(f.status == "fail" for f in found):
@@ -111,8 +123,10 @@ def cpu(env: Environment) -> Iterator[Finding]:
     features = cpu_features()
     has = ", ".join(f for f in FEATURES if f in features) or "no vector extension that matters here is visible"
     yield Finding("cpu", "pass", f"{platform.machine()}: {has}")
-    threads, why = resolve_threads(None, env)
+    from quire.engine.build import choose_threads
+
     cores = available_cores()
+    threads, _, why = choose_threads(EngineConfig(path=""), env)
     if threads > cores:
         yield Finding("cores", "warn", why, f"QUIRE_THREADS={threads} is more than {cores} cores: decoding slows down")
     else:
@@ -133,13 +147,12 @@ def cpu_features(path: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def memory() -> Iterator[Finding]:
-    free = available_memory()
-    if free < LITTLE_MEMORY:
-        yield Finding(
-            "memory", "warn", f"{mb(free)} available", "close something, or use a smaller model and --kv-memory"
-        )
+    memory = look_at_memory()
+    detail = f"{mb(memory.available)} available ({memory.bound})"
+    if memory.available < LITTLE_MEMORY:
+        yield Finding("memory", "warn", detail, "close something, or use a smaller model and --kv-memory")
     else:
-        yield Finding("memory", "pass", f"{mb(free)} available")
+        yield Finding("memory", "pass", detail)
 
 
 def disk(home: Path) -> Iterator[Finding]:
@@ -207,6 +220,27 @@ def reach(store: Store) -> Iterator[Finding]:
         yield Finding("network", "pass", f"{host_of(store.env.hf_endpoint)} answers")
     except QuireError as e:
         yield Finding("network", "warn", e.message, e.cure or "hf: names will not work; the others do")
+
+
+def thread_table(env: Environment, again: bool) -> list[dict[str, str]]:
+    """What was measured of each thread count; empty where nothing was. `again` measures now."""
+    from quire.backends.native import available
+    from quire.backends.native.tune import decide
+
+    try:
+        made = decide(env.home, look_at_cores(), env.isa or available()[0], again=again)
+    except QuireError:
+        return []  # the kernels' own finding says why
+    return [
+        {
+            "threads": str(s.candidate.threads),
+            "pinned to": ",".join(map(str, s.candidate.cores)) or "none",
+            "decode GB/s": f"{s.stream / 1e9:.1f}",
+            "prefill G multiply-adds/s": f"{s.compute / 1e9:.0f}",
+            "note": f"chosen, measured {made.measured}" if s.candidate == made.candidate else "",
+        }
+        for s in made.speeds
+    ]
 
 
 def op_table(env: Environment) -> list[dict[str, str]]:

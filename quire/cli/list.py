@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from quire.cli import ui
+from quire.cli.options import Option
 from quire.config import DEFAULT_MODEL
 from quire.weights.catalogue import ENTRIES
-from quire.weights.fetch import mb
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    known: Annotated[bool, typer.Option("--known", help="The short names that can be pulled, instead.")] = False,
+    json: Annotated[bool, Option("--json", help="As JSON.")] = False,
+    known: Annotated[bool, Option("--known", help="The short names that can be pulled, instead.")] = False,
 ) -> None:
     """The models on this machine."""
     if known:

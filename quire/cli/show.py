@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from quire.cli import ui
-from quire.weights.fetch import mb
+from quire.cli.options import Argument, Option
+from quire.weights.progress import mb
 from quire.weights.store import Store
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="A model in the store, or a path.")],
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    name: Annotated[str, Argument(help="A model in the store, or a path.")],
+    json: Annotated[bool, Option("--json", help="As JSON.")] = False,
 ) -> None:
     """What is inside a model: architecture, size, quantization, context, tokenizer, where it came from."""
     facts = gather(Store(), name)

@@ -9,17 +9,26 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING, Any, TextIO
 
 from quire.observe.errors import QuireError
-from quire.weights.fetch import Progress, mb
+from quire.weights.progress import Progress, mb
 
 if TYPE_CHECKING:
     import rich.progress
 
 LINE_EVERY = 5.0  # seconds between lines where there is no terminal
+BOLD, RED = 1, 31  # as terminals number them
+
+
+def echo(text: str, stream: TextIO | None = None) -> None:
+    """A line on stdout, or on `stream`, at once."""
+    print(text, file=stream or sys.stdout, flush=True)
+
+
+def style(text: str, how: int, stream: TextIO) -> str:
+    """`text` so that a terminal shows it that way; plain where `stream` is none."""
+    return f"\x1b[{how}m{text}\x1b[0m" if stream.isatty() else text
 
 
 def fail(error: BaseException) -> None:
@@ -30,19 +39,19 @@ def fail(error: BaseException) -> None:
         text = f"internal error, {type(error).__name__}: {error}. `quire --debug …` shows where; please report it"
     # A message may quote a file or a server: nothing in it may steer the terminal.
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.splitlines()))
-    typer.secho(f"error: {safe}", fg=typer.colors.RED, err=True)
+    echo(style(f"error: {safe}", RED, sys.stderr), sys.stderr)
 
 
 def note(text: str) -> None:
     """A sentence about what is going on."""
-    typer.echo(text, err=True)
+    echo(text, sys.stderr)
 
 
 def emit(value: Any) -> None:
     """`value` as JSON on stdout."""
     import msgspec
 
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -51,7 +60,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     for n, line in enumerate(lines):
         text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        typer.secho(text, bold=n == 0)
+        echo(text if n else style(text, BOLD, sys.stdout))
 
 
 def fields(pairs: Iterable[tuple[str, str]]) -> None:
@@ -59,7 +68,7 @@ def fields(pairs: Iterable[tuple[str, str]]) -> None:
     listed = list(pairs)
     width = max((len(name) for name, _ in listed), default=0)
     for name, value in listed:
-        typer.echo(f"{typer.style(name.ljust(width), bold=True)}  {value}")
+        echo(f"{style(name.ljust(width), BOLD, sys.stdout)}  {value}")
 
 
 def ago(iso: str, now: datetime | None = None) -> str:

@@ -6,13 +6,12 @@ import importlib
 import platform
 from typing import Annotated
 
-import typer
-
 from quire.cli import ui
+from quire.cli.options import Option
 from quire.config import VERSION, Environment
 
 
-def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) -> None:
     """Version, Python, platform and kernels."""
     facts = gather()
     if json:

@@ -7,37 +7,41 @@ Everything decided on the way is a line in `EngineInfo.decisions`; nothing is pr
 from __future__ import annotations
 
 import dataclasses
-import secrets
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import KV, KV_DTYPES, Backend, Measures
+from quire.backends.ops import KV, KV_DTYPES, Backend, Estimator, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
     PAGE_SIZE,
     EngineConfig,
     Environment,
-    available_memory,
+    asked_threads,
+    available_cores,
     parse_size,
     resolve_pool,
-    resolve_threads,
 )
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
+from quire.engine.memory import Budget
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
+from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
 from quire.models import Model, load
-from quire.observe.errors import BadRequest, Unsupported
+from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 from quire.weights.gguf import GGUF
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
 Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
+Packed = Callable[[Layout, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,8 @@ def build_engine(
     source = _source(config, gguf)
     model = source.model
     watch.lap("model")
-    threads, threads_line = resolve_threads(config.threads, env)
-    backend = _open(config, env, threads)
+    threads, cores, threads_line = choose_threads(config, env)
+    backend = _open(config, env, threads, cores)
     if config.kv_dtype != "auto" and config.kv_dtype not in backend.kv_dtypes:
         raise Unsupported(
             f"the {backend.name} backend keeps K and V in one way of its own, not as {config.kv_dtype}",
@@ -73,27 +77,27 @@ def build_engine(
             progress(done, total)
 
     max_rows = config.max_seqs + EXTRA_ROWS
-    available, own = available_memory(), False
-    if isinstance(backend, Measures) and backend.owns_memory:
-        resolve_sizes(config, env, model, 1 << 62)  # what could never be is refused before any weight is read
-        page = _pool(config, model, 1)
-        available = backend.measure(
-            model.forward, page, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
-        )
-        own = True
-    sizes = resolve_sizes(config, env, model, available, own=own)
+    budget = _budget(config, env, backend, model, max_rows, packed)
+    sizes = resolve_sizes(config, env, model, budget)
     kv = _pool(config, model, sizes.pages)
-    program = backend.compile(
-        model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
-    )
+    watch.lap("sizes")
+    try:
+        program = backend.compile(
+            model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
+        )
+    except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
+        raise NotEnoughMemory(
+            f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",
+            cure="free some memory, or ask for less KV memory",
+        ) from None
     watch.lap("weights")
-    depth = int(own) if config.depth is None else config.depth
+    depth = int(budget.own) if config.depth is None else config.depth
     scheduler = Scheduler(
         PrefixTree(Pool(sizes.pages), PAGE_SIZE),
         slots=config.max_seqs,
         budget=config.max_batch_tokens,
         context=sizes.context,
-        draw=lambda: secrets.randbits(63),
+        draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
         limits=standard(max_rows),
         prefix_cache=config.prefix_cache,
     )
@@ -159,8 +163,45 @@ def _source(config: EngineConfig, gguf: GGUF | None) -> _Source:
     return _Source(load(gguf), name, sum(info.nbytes for info in gguf.tensors.values()), [])
 
 
-def resolve_sizes(config: EngineConfig, env: Environment, model: Model, available: int, own: bool = False) -> Sizes:
-    """The context and the KV pool. Pure; refuses what was asked for and cannot be. `own`: see resolve_pool."""
+def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
+    """How many threads, what they are pinned to, and the sentence that says why.
+
+    Who asks gets what was asked. Otherwise the native backend's choice is measured, once per machine, here and not later:
+    the weights are about to be packed with these threads, and a quarter of a second once is less than a wrong choice
+    costs every start.
+    """
+    asked = asked_threads(config.threads, env, available_cores())
+    if asked is not None:
+        return asked[0], (), asked[1]
+    cores = look_at_cores()
+    if config.backend == "native" and not config.device.startswith("cuda"):
+        from quire.backends.native import available
+        from quire.backends.native.tune import decide
+
+        with suppress(Unsupported):  # opening the backend says it better
+            made = decide(env.home, cores, config.isa or env.isa or available()[0])
+            return made.candidate.threads, made.candidate.cores, made.line
+    return cores.most, (), f"threads: {cores.most} (every core available)"
+
+
+def _budget(
+    config: EngineConfig, env: Environment, backend: Backend, model: Model, max_rows: int, packed: Packed
+) -> Budget:
+    """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
+    page, tokens = _pool(config, model, 1), config.max_batch_tokens
+    if isinstance(backend, Measures) and backend.owns_memory:
+        # What could never be is refused before any weight is read.
+        resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
+        free = backend.measure(model.forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
+        return Budget(Memory(free, "the device, with the model loaded"), own=True)
+    if isinstance(backend, Estimator):
+        needs = backend.estimate(model.forward, kv=page, max_tokens=tokens, max_rows=max_rows)
+        return Budget(look_at_memory(), needs)
+    return Budget(look_at_memory())
+
+
+def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: Budget) -> Sizes:
+    """The context and the KV pool. Pure; refuses what was asked for and cannot be."""
     trained = model.config.context
     if config.context is not None and config.context > trained:
         raise BadRequest(
@@ -175,19 +216,14 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
             asked = parse_size(env.kv_memory)
         except ValueError as e:
             raise BadRequest(f"QUIRE_KV_MEMORY: {e}", param="kv_memory") from None
-    if asked is not None and asked > available:
-        raise BadRequest(
-            f"{asked / 2**20:.0f} MiB were asked for as KV memory: {available / 2**20:.0f} MiB are available",
-            param="kv_memory",
-            cure="ask for less, or leave it out",
-        )
     page_bytes = _pool(config, model, 1).page_bytes
     if asked is not None and asked < page_bytes:
         raise BadRequest(
             f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}",
             param="kv_memory",
         )
-    pages, line = resolve_pool(asked, available, page_bytes, context, config.max_seqs, own=own)
+    budget.check(asked if asked is not None else page_bytes, page_bytes)
+    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
     holds = pages * PAGE_SIZE
     if config.context is not None and holds < config.context:
         raise BadRequest(
@@ -200,7 +236,10 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, availabl
         why = f"asked for; the model was made for {trained}"
     else:
         why = "what the model was made for" if holds >= context else f"what the KV pool holds; the model: {trained}"
-    return Sizes(min(context, holds), pages, [line, f"context: {min(context, holds)} tokens ({why})"])
+    lines = [line, f"context: {min(context, holds)} tokens ({why})"]
+    if budget.needs is not None:
+        lines.append(budget.line(pages * page_bytes))
+    return Sizes(min(context, holds), pages, lines)
 
 
 def _pool(config: EngineConfig, model: Model, pages: int) -> KV:
@@ -239,7 +278,7 @@ def _check(config: EngineConfig) -> None:
         raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")
 
 
-def _open(config: EngineConfig, env: Environment, threads: int) -> Backend:
+def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int, ...]) -> Backend:
     name = "cuda" if config.backend == "native" and config.device.startswith("cuda") else config.backend
     torch = name in ("torch", "cuda")
     if config.load_format not in ("auto", "dummy"):
@@ -258,6 +297,7 @@ def _open(config: EngineConfig, env: Environment, threads: int) -> Backend:
             name,
             threads=threads,
             isa=config.isa or env.isa,
+            cores=cores,
             device=config.device,
             dtype=config.dtype,
             random=config.load_format == "dummy",

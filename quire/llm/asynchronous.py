@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     backend: str  # "native", "torch", "cuda", or "reference" (slow)
     device: str  # of the torch backends: "cpu", "cuda", "cuda:1"; a GPU if there is one
     dtype: str  # of the torch backends: "float32", "bfloat16", "float16"
-    threads: int | None  # every core
+    threads: int | None  # what was measured to be fastest
     isa: str | None  # force a kernel set: "scalar", "neon", "avx2", "avx512"
     context: int | None  # longest sequence, in tokens: what the model was made for
     kv_memory: int | str | None  # bytes, or a text such as "1GiB"

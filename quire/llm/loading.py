@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -43,7 +43,7 @@ class Loaded:
         self.info = info
         self.tokenizer = tokenizer
         self.completer = completer
-        self._prefix = secrets.token_hex(4)
+        self._prefix = os.urandom(4).hex()
         self._count = itertools.count()
 
     async def job(self, prompt: Prompt, params: SamplingParams) -> Job:

@@ -85,6 +85,13 @@ class Unsupported(QuireError):
     status = 400
 
 
+class NotEnoughMemory(QuireError):
+    """What was asked for does not fit in the memory there is. The message has the numbers."""
+
+    code = "not_enough_memory"
+    status = 503
+
+
 class DownloadFailed(QuireError):
     """A model could not be fetched or did not verify."""
 

@@ -52,7 +52,9 @@ class DeviceState:
 class Decoder:
     """The ladder. `logits` and `tokens` of a step are valid until the next one."""
 
-    def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, *, graphs: bool):
+    def __init__(
+        self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int, *, graphs: bool
+    ):
         self.sizes = [size for size in SIZES if size < max_seqs] + [max_seqs]
         self._program = program
         self._state = state
@@ -61,7 +63,10 @@ class Decoder:
         self._staging = Staging(program.device, _numbers(most) + MORE * most, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         self._count = torch.arange(most + 1, dtype=torch.int32, device=program.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        # Graphs of every size leave their results here: each of its own would add up to gigabytes.
+        self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
+        self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if graphs:
             self._capture()
 
@@ -94,14 +99,13 @@ class Decoder:
         )
         told = sent[6:] if fits else self._spill.send(more)
         if size in self._graphs:
-            graph, logits, tokens = self._graphs[size]
-            graph.replay()
+            self._graphs[size].replay()
         else:
-            logits, tokens = self._body(size)
-        return logits[:n], tokens[:n], told
+            self._body(size)
+        return self._logits[:n], self._tokens[:n], told
 
     @torch.inference_mode()
-    def _body(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _body(self, size: int) -> None:
         view, state = self._staging.view, self._state
         ids, pos, write, slots = (view(i * size, size) for i in range(4))
         state.place(view(4 * size, CHANGES * size), view((4 + CHANGES) * size, CHANGES * size))
@@ -116,11 +120,11 @@ class Decoder:
             logit_rows=self._count[:size],
             longest=1,
             reach=self._reach,
+            into=self._logits,
         )
         logits = self._program.launch(batch)
-        tokens = greedy(logits)
+        tokens = self._tokens[:size].copy_(greedy(logits))
         state.keep(own, tokens)
-        return logits, tokens
 
     def _capture(self) -> None:
         """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
@@ -139,8 +143,8 @@ class Decoder:
             torch.cuda.current_stream(device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits, tokens = self._body(size)
-            self._graphs[size] = graph, logits, tokens
+                self._body(size)
+            self._graphs[size] = graph
         torch.cuda.synchronize(device)
 
 

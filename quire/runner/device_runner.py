@@ -119,7 +119,7 @@ class DeviceRunner:
         self._late = Staging(self._device)
         self._decoder: Decoder | None = None
         if program.graphs if padded is None else padded:
-            self._decoder = Decoder(program, self._state, max_seqs, max_context, graphs=program.graphs)
+            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
         self._turns = [0] * max_seqs
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
         self._unread: deque[DeviceTicket] = deque()

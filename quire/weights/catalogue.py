@@ -7,7 +7,6 @@ becomes the places to try and what is known of the bytes beforehand.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from quire.observe.errors import NotFound
@@ -51,6 +50,8 @@ def get(short: ShortName) -> Entry:
     """The entry that `short` names. Raises NotFound with the nearest names."""
     if entry := find(short):
         return entry
+    import difflib
+
     known = [e.name for e in ENTRIES]
     near = difflib.get_close_matches(str(short), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"

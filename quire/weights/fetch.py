@@ -1,6 +1,6 @@
 """Remote bytes into a partial file: resumed, bounded, hashed, retried, and reported as they come.
 
-Owns the Progress protocol, the transfer and the extraction of one member of a zip. Knows nothing of names, manifests or
+Owns the transfer and the extraction of one member of a zip. Knows nothing of names, manifests or
 where a finished file ends up (store.py), nor how a request is made (web.py).
 Invariants: every byte of a finished file was hashed; a partial file is kept on any failure that a later try could
 continue, and thrown away, saying so, when it cannot be part of what the server now has.
@@ -19,45 +19,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from quire.observe.errors import DownloadFailed
+from quire.weights.progress import Progress, mb
 from quire.weights.sources import Remote
 from quire.weights.web import Http, Reply, Transient, display, host_of
 
 CHUNK = 256 * 1024
 SPARE_DISK = 16 << 20  # left free beside a download
-
-
-class Progress(Protocol):
-    """Where a transfer tells how it goes. `start` comes again when a transfer starts over."""
-
-    def start(self, total: int | None, label: str, done: int = 0) -> None:
-        """A transfer of `total` bytes (None: unknown) begins, `done` of them being here already."""
-        ...
-
-    def advance(self, n: int) -> None:
-        """`n` more bytes are here."""
-        ...
-
-    def finish(self) -> None:
-        """The transfer is over, well or badly."""
-        ...
-
-    def note(self, text: str) -> None:
-        """A sentence for the user."""
-        ...
-
-
-class Quiet:
-    """A Progress that says nothing. Failures still raise."""
-
-    def start(self, total: int | None, label: str, done: int = 0) -> None: ...
-    def advance(self, n: int) -> None: ...
-    def finish(self) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 class PartState(msgspec.Struct, frozen=True):
@@ -337,11 +309,3 @@ def write_whole(path: Path, data: bytes) -> None:
     with disk_errors(path):
         temp.write_bytes(data)
         temp.replace(path)
-
-
-def mb(n: int) -> str:
-    """A byte count for people."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} bytes"

@@ -7,7 +7,7 @@
 
 Invariants: a blob appears by one atomic rename after its digest was computed and it was synced; a manifest never names
 a blob that is not there yet; no name, however hostile, reaches a path outside these folders. Two processes or threads
-that want one model make one download. Reading the store needs no lock.
+that want one model make one download. Reading the store needs no lock, and imports no network code.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
 import msgspec
 
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError
-from quire.weights import fetch, names, sources
+from quire.weights import names, sources
 from quire.weights.catalogue import Wanted, look_up
-from quire.weights.fetch import Progress, Quiet, mb
+from quire.weights.progress import Progress, Quiet, mb
 from quire.weights.sources import Local, Remote
-from quire.weights.web import Http
+
+if TYPE_CHECKING:
+    from quire.weights.web import Http
 
 MAGIC = b"GGUF"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -69,7 +72,16 @@ class Store:
     def __init__(self, env: Environment | None = None, http: Http | None = None):
         self.env = env or Environment.read()
         self.home = self.env.home
-        self.http = http or Http()
+        self._http = http
+
+    @property
+    def http(self) -> Http:
+        """The client that downloads. Made when it is wanted: what is here already needs no network code."""
+        if self._http is None:
+            from quire.weights.web import Http
+
+            self._http = Http()
+        return self._http
 
     # Reading: no locks, no network
 
@@ -138,6 +150,8 @@ class Store:
                 size = mb(blob.stat().st_size)
                 found.append(Problem(f"{blob} ({size}) belongs to no model", f"delete {blob}", False))
         for part in _entries(self.home / "partial", ".part"):
+            from quire.weights import fetch  # rare
+
             state = fetch.read_state(part)
             name = state.name if state else "an unknown model"
             cure = f"`quire pull {name}` continues it, `quire rm {name}` drops it" if state else f"delete {part}"
@@ -235,6 +249,8 @@ class Store:
         raise DownloadFailed(f"{wanted.name} could not be had from any of its sources: {tried}")
 
     def _pull_from(self, wanted: Wanted, reference: names.Reference, progress: Progress, force: bool) -> Path:
+        from quire.weights import fetch
+
         http = replace(self.http, note=progress.note)
         remote = sources.load(reference.scheme).locate(reference.target, self.env, http)
         if isinstance(remote, Local):
@@ -262,6 +278,8 @@ class Store:
         return path
 
     def _unpack(self, wanted: Wanted, member: str, archive: Path, dest: Path, progress: Progress) -> str:
+        from quire.weights import fetch
+
         try:
             digest = fetch.extract(archive, member, dest, wanted.size, progress)
             if wanted.sha256 and digest != wanted.sha256:
@@ -277,6 +295,8 @@ class Store:
 
     def _commit(self, wanted: Wanted, reference: names.Reference, done: Path, digest: str) -> Path:
         """A finished file becomes a blob with a name."""
+        from quire.weights import fetch
+
         with done.open("rb") as f:
             head = f.read(len(MAGIC))
             if head != MAGIC:
@@ -312,6 +332,8 @@ class Store:
         return False
 
     def _write_manifest(self, wanted: Wanted, reference: names.Reference, sha256: str) -> None:
+        from quire.weights import fetch
+
         manifest = Manifest(
             name=wanted.name,
             source=str(reference),
@@ -347,7 +369,8 @@ class Store:
             return Wanted(manifest.name, (source,), manifest.sha256, manifest.size, manifest.licence)
 
     def _local(self, reference: names.Reference) -> Path:
-        located = sources.load("file").locate(reference.target, self.env, self.http)
+        http = cast("Http", self._http)  # or None: a file needs no network
+        located = sources.load("file").locate(reference.target, self.env, http)
         if not isinstance(located, Local):
             raise DownloadFailed(f"{reference} is not a local file")
         return located.path

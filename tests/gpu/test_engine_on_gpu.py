@@ -37,6 +37,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
 
@@ -49,9 +50,16 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def engine(shape: str, **options: Any) -> Any:
-    settings = {"dtype": "float32", "max_seqs": 16, "max_batch_tokens": 128, "context": 512, "kv_memory": 64 << 20}
-    config = EngineConfig(path=shape, load_format="dummy", backend="cuda", device="cuda", **{**settings, **options})
-    return build_engine(config, ENV)
+    settings: dict[str, Any] = {
+        "backend": "cuda",
+        "device": "cuda",
+        "dtype": "float32",
+        "max_seqs": 16,
+        "max_batch_tokens": 128,
+        "context": 512,
+        "kv_memory": 64 << 20,
+    }
+    return build_engine(EngineConfig(path=shape, load_format="dummy", **{**settings, **options}), ENV)
 
 
 def serve(made: Any, requests: list[Request], aborts: dict[str, int] | None = None) -> dict[str, list[int]]:
@@ -164,6 +172,33 @@ def test_logits_equal_transformers(shape: str, dtype: str, bound: float):
     whole.ids[:], whole.logit_rows[:] = tokens, np.arange(200)
     got = program.run(whole)
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound
+
+
+@pytest.mark.parametrize("skinny", [0, 16])
+def test_decoding_equals_transformers(shape: str, skinny: int, monkeypatch: pytest.MonkeyPatch):
+    """One row, and five rows, token by token: with cuBLAS and with the skinny products."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from quire.backends.cases import ragged
+    from quire.backends.cuda.backend import CudaKernels
+
+    monkeypatch.setattr(CudaKernels, "skinny_rows", skinny)
+    model: Any = load_shape(shape)[0]
+    backend: Any = open_backend("cuda", device="cuda", dtype="bfloat16", random=True)
+    program = backend.compile(model.forward, kv=model.kv(64, 16), max_tokens=256, max_rows=256)
+    oracle = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False})).cuda().eval()
+    copy_weights(model, backend.weights, oracle)
+    tokens = np.random.default_rng(1).integers(0, 1000, (5, 24))
+    with torch.no_grad():
+        want = oracle(torch.tensor(tokens).cuda()).logits.cpu().numpy()
+    for rows in (1, 5):
+        for at in range(24):
+            batch = ragged(
+                [(at, 1, [10 * rows + 2 * b, 10 * rows + 2 * b + 1]) for b in range(rows)], tokens[:rows, at]
+            )
+            got = program.run(batch)
+            error = np.linalg.norm(got - want[:rows, at]) / np.linalg.norm(want[:rows, at])
+            assert error < 3e-2, f"{rows} rows, position {at}: {error:g}"
 
 
 def copy_weights(model: Any, held: Any, oracle: Any) -> None:

@@ -7,14 +7,20 @@ Where there is no GPU the same code runs in Triton's interpreter, for tests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.kernels import attention as paged
+from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
+from quire.backends.cuda.kernels.skinny import skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
+from quire.backends.cuda.kernels.tuning import skinny_shape
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch
@@ -25,8 +31,19 @@ from quire.observe.errors import Unsupported
 _SPLIT_SPACE = 1 << 28  # bytes that the parts of split contexts may take
 
 
+@dataclass(slots=True)
+class Unnormed:
+    """A row whose norm is left to the product that reads it."""
+
+    x: torch.Tensor
+    gain: torch.Tensor
+    eps: float
+
+
 class CudaKernels(TorchKernels):
-    """Hot ops in Triton."""
+    """Hot ops in Triton. Products of up to `skinny_rows` rows too: one row takes its norm along, more leave parts."""
+
+    skinny_rows = 0  # tuning.ROWS is what they are made for; off until a step with them has been measured
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         super().__init__(kv, device, dtype)
@@ -35,11 +52,21 @@ class CudaKernels(TorchKernels):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
         # Products of half floats are summed in float32: the logits need not be rounded on the way out.
         self._wide_logits = on_gpu and dtype != torch.float32
+        self._few = 0 if dtype == torch.float32 else self.skinny_rows
+        # A kernel may start while the one before it ends: only where every kernel between waits for its inputs.
+        self._chain = on_gpu and self._few > 0
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False) -> Any:
+        if soon and x.shape[0] == 1 <= self._few:
+            return Unnormed(x, weight, eps)
         out = torch.empty_like(x)
-        rms_norm(x, weight, eps, out)
+        rms_norm(x, weight, eps, out, pdl=self._chain)
         return out
+
+    def linear(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
+        if _rows(x) > self._few:
+            return super().linear(x, weight, bias)
+        return self._skinny(x, weight, bias, loose=loose)
 
     def linear_add_norm(
         self,
@@ -49,22 +76,65 @@ class CudaKernels(TorchKernels):
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        product = self.linear(x, weight, bias)
-        out = torch.empty_like(product)
-        rms_norm(product, norm, eps, out, residual=residual)
+        *,
+        soon: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        if x.shape[0] == 1 <= self._few:
+            self._skinny(x, weight, bias, out=residual, residual=residual)
+            return residual, self.rms_norm(residual, norm, eps, soon=soon)
+        product = self.linear(x, weight, bias, loose=bias is None)
+        out = torch.empty_like(residual)
+        rms_norm(product, norm, eps, out, residual=residual, pdl=self._chain)
         return residual, out
 
-    def logits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = _rows(x)
+        if rows <= self._few:
+            out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=self.device)
+            return self._skinny(x, weight, bias, out=out)
         if bias is None and self._wide_logits:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return super().logits(x, weight, bias)
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = _rows(x)
+        if rows <= self._few and bias is None:
+            out = torch.empty(rows, weight.shape[0] // 2, dtype=self.dtype, device=self.device)
+            return self._skinny(x, weight, None, out=out, swiglu=True)
         both = self.linear(x, weight, bias)
         out = both.new_empty(both.shape[0], both.shape[1] // 2)
         swiglu(both, out)
         return out
+
+    def _skinny(
+        self,
+        x: torch.Tensor | Unnormed,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        swiglu: bool = False,
+        loose: bool = False,
+    ) -> torch.Tensor:
+        """A product of few rows, into `out` if given; with `loose` perhaps as parts, to be added by who reads them."""
+        source, norm, eps = (x.x, x.gain, x.eps) if isinstance(x, Unnormed) else (x, None, 0.0)
+        rows, n = source.shape[0], weight.shape[0] // (2 if swiglu else 1)
+        shape = skinny_shape(
+            n, source.shape[1], rows, weight.dtype, swiglu=swiglu, fused=rows == 1, processors=self._processors
+        )
+        if not self._chain and shape.pdl:
+            shape = replace(shape, pdl=False, lines=0)
+        part = None
+        if shape.splits > 1:
+            part = torch.empty(shape.splits, rows, n, dtype=torch.float32, device=self.device)
+        leave = loose and part is not None and bias is None and residual is None and out is None
+        y = torch.empty(rows, n, dtype=self.dtype, device=self.device) if out is None else out
+        skinny(
+            source, weight, y, shape, bias=bias, residual=residual, norm=norm, eps=eps, swiglu=swiglu, part=part,
+            add_parts=not leave,
+        )  # fmt: skip
+        return part if leave and part is not None else y
 
     def attention(
         self,
@@ -81,13 +151,20 @@ class CudaKernels(TorchKernels):
         qkv = side_by_side(q, k, v)
         if rope is None or qkv is None:
             return super().attention(q, k, v, batch, layer=layer, heads=heads, scale=scale, rope=rope)
-        turned = q.new_empty(q.shape[0], heads, self.kv.head_dim)
-        angles = self.angles(rope, batch.reach)
-        keys, values = self.keys[layer], self.values[layer]
+        tokens = q.shape[-2]
+        turned = torch.empty(tokens, heads, self.kv.head_dim, dtype=self.dtype, device=self.device)
         rope_write(
-            qkv, turned, keys, values, angles=angles, pos=batch.pos, write=batch.write, pairs=rope.pairs
-        )  # fmt: skip
-        return self.attend(turned, batch, layer, scale).view(q.shape[0], -1)
+            qkv,
+            turned,
+            self.keys[layer],
+            self.values[layer],
+            angles=self.angles(rope, batch.reach),
+            pos=batch.pos,
+            write=batch.write,
+            pairs=rope.pairs,
+            pdl=self._chain,
+        )
+        return self.attend(turned, batch, layer, scale).view(tokens, -1)
 
     def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
         tokens, heads, dim = q.shape
@@ -97,20 +174,30 @@ class CudaKernels(TorchKernels):
         space = None
         if splits > 1:
             space = batch.once(("parts", heads), lambda: paged.workspace(tokens, heads, dim, splits, q.device))
-        paged.attention(
-            q,
-            self.keys[layer],
-            self.values[layer],
-            out,
-            q_start=batch.q_start,
-            kv_len=batch.kv_len,
-            table=batch.pages,
-            pos=batch.pos,
-            scale=scale,
-            max_q=batch.longest,
-            splits=splits,
-            space=space,
-        )
+        arrays: dict[str, Any] = {
+            "q_start": batch.q_start,
+            "kv_len": batch.kv_len,
+            "table": batch.pages,
+            "pos": batch.pos,
+        }
+        keys, values = self.keys[layer], self.values[layer]
+        if batch.longest > 1 or not self._chain:
+            paged.attention(
+                q, keys, values, out, scale=scale, max_q=batch.longest, splits=splits, space=space, **arrays
+            )
+            return out
+        tile = paged.decode_tile(batch.sequences * self.kv.kv_heads, heads // self.kv.kv_heads)
+        told: dict[str, Any] = {
+            "tile": tile,
+            "max_rows": 1,
+            "scale": scale,
+            "splits": splits,
+            "space": space,
+            "pdl": True,
+        }
+        paged.attend(q, keys, values, out, **told, **arrays)
+        if space is not None:
+            combine(space.part, space.lse, out, q_start=batch.q_start, max_q=1, parts=splits, pdl=True)
         return out
 
     def angles(self, rope: Rope, reach: int) -> torch.Tensor:
@@ -122,16 +209,20 @@ class CudaKernels(TorchKernels):
         return held[1]
 
 
+def _rows(x: torch.Tensor | Unnormed) -> int:
+    return x.x.shape[0] if isinstance(x, Unnormed) else x.shape[0]
+
+
 def side_by_side(*parts: torch.Tensor) -> torch.Tensor | None:
     """One view over tensors that are neighbouring columns of the same rows; None when they are not."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.storage_offset() != end or part.stride() != first.stride() or part.stride(1) != 1:
+        if not same or part.storage_offset() != end or part.stride() != first.stride() or part.stride(-1) != 1:
             return None
-        end += part.shape[1]
+        end += part.shape[-1]
     width = end - first.storage_offset()
-    return first.as_strided((first.shape[0], width), first.stride()) if width <= first.stride(0) else None
+    return first.as_strided((*first.shape[:-1], width), first.stride()) if width <= first.stride(-2) else None
 
 
 class CudaBackend(TorchBackend):

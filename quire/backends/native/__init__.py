@@ -10,11 +10,24 @@ Nothing is imported here, so that asking for the package costs nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def extension() -> Any:
+    """The compiled module."""
+    from quire.observe.errors import Unsupported
+
+    try:
+        from quire.backends.native import _native
+    except ImportError as e:
+        raise Unsupported(
+            f"the native backend is not built here: {e}", cure="install with a C++ compiler at hand: pip install ."
+        ) from None
+    return _native
+
 
 def available() -> list[str]:
     """Kernel sets that this CPU can run, best first."""
-    from quire.backends.native.backend import extension
-
     return extension().available()
 
 

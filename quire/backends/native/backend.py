@@ -6,31 +6,25 @@ Results are bitwise the same whatever the batch, the chunking, the thread count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from quire.backends.batch import Batch
-from quire.backends.native import arena, fuse
+from quire.backends.native import arena, extension, fuse
 from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
-from quire.backends.ops import KV, KV_DTYPES, Forward, check_kv
-from quire.layouts import Dense, Floats, Ints, Layout, Rope, Scale
-from quire.observe.errors import Unsupported
+from quire.backends.ops import KV, KV_DTYPES, Forward, Needs, check_kv
+from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
+from quire.observe.errors import NotEnoughMemory, Unsupported
 
 OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
+# Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
+# thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
+BATCH_BYTES = 32 << 20
+SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
-
-
-def extension() -> Any:
-    """The compiled module."""
-    try:
-        from quire.backends.native import _native
-    except ImportError as e:
-        raise Unsupported(
-            f"the native backend is not built here: {e}", cure="install with a C++ compiler at hand: pip install ."
-        ) from None
-    return _native
 
 
 class NativeProgram:
@@ -49,27 +43,59 @@ class NativeProgram:
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given
         )
 
+    def profile(self, on: bool = True) -> None:
+        """Begin anew to count the time spent in each kind of step, or stop counting."""
+        self._plan.profile(on)
+
+    def profiled(self) -> dict[str, float]:
+        """Kind of step -> seconds since `profile`, all threads together."""
+        return dict(self._plan.profiled())
+
     def describe(self) -> str:
         return self._plan.describe()
 
 
+@dataclass(slots=True)
+class _Draft:
+    """A program with a place for every tensor: all that can be known before memory is taken."""
+
+    recording: Recording
+    program: list[Instruction]
+    offsets: dict[Value, int]
+    arena: int  # bytes
+
+
 class NativeBackend:
-    """Programs on this machine's CPU. `isa` forces a kernel set; `passes` leaves fusions out, for tests."""
+    """Programs on this machine's CPU. `isa` forces a kernel set; `passes` leaves fusions out, for tests.
+
+    `cores`, when there are any, are what the threads are pinned to, in turn; the caller's thread is left alone.
+    """
 
     name = "native"
     kv_dtypes = tuple(KV_DTYPES)
 
-    def __init__(self, threads: int = 1, isa: str | None = None, passes: tuple[fuse.Pass, ...] = fuse.PASSES):
+    def __init__(
+        self,
+        threads: int = 1,
+        isa: str | None = None,
+        passes: tuple[fuse.Pass, ...] = fuse.PASSES,
+        cores: Sequence[int] = (),
+    ):
         self._native = extension()
         names = self._native.available()
         if isa is not None and isa not in names:
             raise Unsupported(f"the kernel set {isa!r} does not run on this CPU", cure=f"there are: {', '.join(names)}")
         self.isa: str = isa or names[0]
         self.threads = threads
-        self._machine = self._native.Machine(threads, self.isa)
+        try:
+            self._machine = self._native.Machine(threads, self.isa, list(cores))
+        except RuntimeError as e:
+            raise NotEnoughMemory(str(e), cure="ask for fewer, or raise the limits (ulimit -u, ulimit -v)") from None
         self._passes = passes
         self._packed: dict[int, tuple[Layout, Any]] = {}  # the layout is kept so that its id stays its own
         self._vectors: dict[int, tuple[Dense, Any]] = {}
+        self._codecs: dict[int, tuple[Codec, Any]] = {}
+        self._drafts: dict[Any, _Draft] = {}  # estimated and not yet compiled: at most one
 
     def compile(
         self,
@@ -82,11 +108,34 @@ class NativeBackend:
         packed: Callable[[Layout, int, int], None] | None = None,
     ) -> NativeProgram:
         check_kv(kv, self)
-        recording = record(forward, kv, inputs)
-        program = fuse.fuse(recording.instructions, recording.output, self._passes)
-        self._pack(program, packed)
-        plan = self._emit(program, recording, kv, max_tokens, max_rows)
-        return NativeProgram(plan, dict(inputs))
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        self._drafts.clear()
+        self._pack(draft.program, packed)
+        return NativeProgram(self._emit(draft, kv, max_tokens, max_rows), dict(inputs))
+
+    def estimate(
+        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = {}
+    ) -> Needs:
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        sizes: dict[tuple[Any, ...], int] = {}  # layers repeat their shapes
+        weights = 0
+        for w in self._new(draft.program):
+            kind = (w.dtype,) if isinstance(w, Dense) else (id(w.codec),)
+            key = (*kind, *w.shape)
+            if key not in sizes:
+                sizes[key] = self._weight_bytes(w)
+            weights += sizes[key]
+        ropes = {id(i.rope): i.rope for i in draft.program if i.rope is not None}
+        tables = sum(4 * max_tokens * r.dim for r in ropes.values())
+        return Needs(weights, draft.arena + tables + self.threads * SCRATCH)
+
+    def adopt(self, layout: Layout, matrix: Any) -> None:
+        """Use a matrix of the extension for a layout, whatever numbers that holds: how the machine is measured."""
+        self._packed[id(layout)] = (layout, matrix)
+
+    def pattern(self, n: int, k: int) -> Any:
+        """A matrix of [n, k] numbers that mean nothing, for `adopt`."""
+        return self._native.pattern(self._machine, n, k)
 
     def describe(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
@@ -100,37 +149,64 @@ class NativeBackend:
         """Memory held by packed matrices."""
         return sum(m.nbytes for _, m in self._packed.values())
 
-    def _pack(self, program: list[Instruction], packed: Callable[[Layout, int, int], None] | None) -> None:
-        new = {id(w): w for w in _weights(program) if id(w) not in self._packed and id(w) not in self._vectors}
-        total, done = sum(w.nbytes for w in new.values()), 0
-        for w in new.values():
-            if isinstance(w, Dense) and len(w.shape) == 1:
-                self._vectors[id(w)] = (w, self._native.vector(np.ascontiguousarray(w.dequantize())))
-            else:
-                self._packed[id(w)] = (w, self._matrix(w))
-            done += w.nbytes
-            if packed is not None:
-                packed(w, done, total)
+    def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
+        """The program laid out; taken over from an estimate of the same program when there is one."""
+        key = (forward, replace(kv, pages=0), max_tokens, max_rows, tuple(inputs.items()))
+        if key in self._drafts:
+            return self._drafts[key]
 
-    def _matrix(self, w: Layout) -> Any:
-        if isinstance(w, Dense):
-            number, bits = _TYPES[w.dtype]
-            return self._native.pack_dense(self._machine, np.ascontiguousarray(w.data).view(bits), number)
-        c = w.codec
-        bias = [_factor(c.bias)] if c.bias else []
-        data = np.ascontiguousarray(w.data)
-        codes, scale = _ints(c.codes), _factor(c.scale)
-        return self._native.pack_affine(self._machine, data, c.block, c.nbytes, c.group, c.bits, codes, scale, bias)
-
-    def _emit(self, program: list[Instruction], recording: Recording, kv: KV, max_tokens: int, max_rows: int) -> Any:
         def size(v: Value) -> int:
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
-        offsets, total = arena.lay_out(program, recording.inputs.values(), recording.output, size)
+        recording = record(forward, kv, inputs)
+        program = fuse.fuse(recording.instructions, recording.output, self._passes)
+        offsets, arena_bytes = arena.lay_out(program, recording.inputs.values(), recording.output, size)
+        self._drafts = {key: _Draft(recording, program, offsets, arena_bytes)}
+        return self._drafts[key]
+
+    def _new(self, program: list[Instruction]) -> list[Layout]:
+        """Weights that no earlier program brought here, each once."""
+        found = {id(w): w for w in _weights(program) if id(w) not in self._packed and id(w) not in self._vectors}
+        return list(found.values())
+
+    def _pack(self, program: list[Instruction], packed: Callable[[Layout, int, int], None] | None) -> None:
+        new = self._new(program)
+        total, done = sum(w.nbytes for w in new), 0
+        for batch in _batches(new):
+            matrices = [w for w in batch if not _is_vector(w)]
+            handles = self._native.pack(self._machine, [self._as_packable(w) for w in matrices])
+            self._packed |= {id(w): (w, handle) for w, handle in zip(matrices, handles, strict=True)}
+            for w in batch:
+                if _is_vector(w):
+                    self._vectors[id(w)] = (w, self._native.vector(np.ascontiguousarray(w.dequantize())))
+                done += w.nbytes
+                if packed is not None:
+                    packed(w, done, total)
+
+    def _as_packable(self, w: Layout) -> tuple[Any, Any]:
+        """The bytes of a matrix, and how C++ is to read them."""
+        data = np.ascontiguousarray(w.data)
+        if isinstance(w, Dense):
+            number, bits = _TYPES[w.dtype]
+            return data.view(bits), number
+        if id(w.codec) not in self._codecs:
+            self._codecs[id(w.codec)] = (w.codec, self._native.Codec(*_codec(w)))
+        return data, self._codecs[id(w.codec)][1]
+
+    def _weight_bytes(self, w: Layout) -> int:
+        """What `_pack` will take for it."""
+        if _is_vector(w):
+            return 4 * -(-w.shape[0] // 16) * 16
+        if isinstance(w, Dense):
+            return self._native.dense_bytes(*w.shape, _TYPES[w.dtype][0])
+        return self._native.affine_bytes(*w.data.shape, *_codec(w))
+
+    def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
+        program, recording = draft.program, draft.recording
         pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8")
-        plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, total)
+        plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, draft.arena)
         assert plan.page_bytes == kv.page_bytes  # two languages, one account of memory
-        slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in offsets.items()}
+        slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in draft.offsets.items()}
         ropes: dict[int, int] = {}
         for i in program:
             if i.rope is not None and id(i.rope) not in ropes:
@@ -171,6 +247,24 @@ class NativeBackend:
         return self._packed[id(s.weight)][1], bias, slots[s.x], slots.get(s.out, -1), residual
 
 
+def _is_vector(w: Layout) -> TypeGuard[Dense]:
+    return isinstance(w, Dense) and len(w.shape) == 1
+
+
+def _batches(weights: Iterable[Layout]) -> Iterator[list[Layout]]:
+    """Weights in their order, BATCH_BYTES or a little more at a time."""
+    batch: list[Layout] = []
+    size = 0
+    for w in weights:
+        batch.append(w)
+        size += w.nbytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def _weights(program: list[Instruction]) -> Iterator[Layout]:
     for i in program:
         if i.weight is not None:
@@ -184,6 +278,12 @@ def _weights(program: list[Instruction]) -> Iterator[Layout]:
 def _rope_table(plan: Any, rope: Rope) -> int:
     frequencies = np.ascontiguousarray(rope.frequencies, np.float32)
     return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude))
+
+
+def _codec(w: Affine) -> tuple[Any, ...]:
+    c = w.codec
+    bias = [_factor(c.bias)] if c.bias else []
+    return c.block, c.nbytes, c.group, c.bits, _ints(c.codes), _factor(c.scale), bias
 
 
 def _ints(ints: Ints | None) -> tuple[list[Any], int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from quire.backends.batch import Batch
 from quire.backends.native.recorder import Instruction, Segment, Value, record
 from quire.backends.ops import KV, TABLE, Forward, check_kv
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.fuse import fuse
+from quire.backends.torch.fuse import fuse, loose, soon
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory
@@ -26,7 +27,7 @@ from quire.layouts import Dense, Floats, Layout
 from quire.observe.errors import Unsupported
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-RESERVE = 1 << 30  # device memory that is left alone: sampling, graphs, what other libraries take later
+RESERVE = 2 << 30, 0.03  # device memory left alone, and a share of all: sampling, graphs, what libraries take later
 
 Cells: TypeAlias = list[Any]  # tensors of a run, by the number of their value; None before and after their lives
 Step: TypeAlias = Callable[[Cells, DeviceBatch], None]
@@ -65,7 +66,14 @@ class TorchProgram:
             cells[at] = inputs[name]
         for step in self._steps:
             step(cells, batch)
-        return cells[self._output].float()
+        return self._deliver(cells[self._output].float(), batch)
+
+    def _deliver(self, result: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        """The result, where the batch wants it."""
+        if batch.into is None:
+            return result
+        batch.into[: result.shape[0]].copy_(result)
+        return batch.into[: result.shape[0]]
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
         if inputs.keys() != self._inputs.keys():
@@ -108,7 +116,7 @@ class TorchBackend:
         for i in program:
             for v in i.writes():
                 number[v] = len(number)
-        emit = Emitter(kernels, self.weights, number, recording.output)
+        emit = Emitter(kernels, self.weights, number, program, recording.output)
         steps = [emit.step(i, gone) for i, gone in zip(program, _ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
         return self.wrap(TorchProgram(kernels, steps, len(number), names, number[recording.output]))
@@ -135,8 +143,8 @@ class TorchBackend:
         del program
         gc.collect()
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - step - RESERVE)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, free - step - RESERVE[0] - int(total * RESERVE[1]))
 
     def describe(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -151,11 +159,20 @@ class TorchBackend:
 class Emitter:
     """Turns instructions into steps: functions over cells that call one kernel each."""
 
-    def __init__(self, kernels: TorchKernels, weights: Weights, number: dict[Value, int], output: Value):
+    def __init__(
+        self,
+        kernels: TorchKernels,
+        weights: Weights,
+        number: dict[Value, int],
+        program: list[Instruction],
+        output: Value,
+    ):
         self._kernels = kernels
         self._weights = weights
         self._number = number
         self._output = output
+        self._soon = soon(program, output)
+        self._loose = loose(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
@@ -188,18 +205,20 @@ class Emitter:
             self._at(i.inputs),
             self._at(i.outputs),
         )
+        hand_on = i.outputs[0] in self._soon
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.rms_norm(cells[x], weight, eps)
+            cells[out] = k.rms_norm(cells[x], weight, eps, soon=hand_on)
 
         return run
 
     def _add_norm(self, i: Instruction) -> Step:
         k, weight, eps, (a, b) = self._kernels, self._weight(i.weight), i.eps, self._at(i.inputs)
         total, out = self._at(i.outputs)
+        hand_on = i.outputs[1] in self._soon
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[total], cells[out] = k.add_norm(cells[a], cells[b], weight, eps)
+            cells[total], cells[out] = k.add_norm(cells[a], cells[b], weight, eps, soon=hand_on)
 
         return run
 
@@ -207,7 +226,10 @@ class Emitter:
         x = self._number[i.segments[0].x]
         outs = self._at([s.out for s in i.segments])
         last = len(outs) == 1 and i.segments[0].out is self._output
-        product = self._product(i.segments, self._kernels.logits if last else self._kernels.linear)
+        op = self._kernels.logits if last else self._kernels.linear
+        if id(i) in self._loose:
+            op = partial(op, loose=True)
+        product = self._product(i.segments, op)
         if product is None:
             parts = self._linear_parts(i.segments)
 
@@ -251,9 +273,11 @@ class Emitter:
         segment = i.segments[0]
         weight, bias = self._weight(segment.weight), self._bias(i.segments)
         x, (residual,), (total, out) = self._number[segment.x], self._at(i.inputs), self._at(i.outputs)
+        hand_on = i.outputs[1] in self._soon
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[total], cells[out] = k.linear_add_norm(cells[x], weight, bias, cells[residual], norm, eps)
+            own = cells[x], weight, bias, cells[residual], norm, eps
+            cells[total], cells[out] = k.linear_add_norm(*own, soon=hand_on)
 
         return run
 

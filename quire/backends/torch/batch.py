@@ -30,6 +30,7 @@ class DeviceBatch:
     longest: int  # rows of the longest sequence in this batch
     reach: int  # no kv_len is more than this
     host: Batch | None = None
+    into: torch.Tensor | None = None  # float32 [rows, V]: where the logits go; None: wherever there is room
     derived: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod

@@ -114,6 +114,43 @@ def fuse(program: Program, output: Value) -> Program:
     return program
 
 
+def soon(program: Program, output: Value) -> set[Value]:
+    """Norms that only products read, all of them before what was normalized is overwritten (by linear_add_norm)."""
+    readers: dict[Value, list[int]] = {}
+    products: dict[Value, list[int]] = {}
+    overwritten: dict[Value, int] = {}
+    for at, i in enumerate(program):
+        for v in i.reads():
+            readers.setdefault(v, []).append(at)
+        if i.op in ("linear", "gated"):
+            for x in {s.x for s in i.segments}:
+                products.setdefault(x, []).extend([at] * len(i.segments))
+        if i.op == "linear_add_norm":
+            overwritten[i.inputs[0]] = at
+    found: set[Value] = set()
+    for i in program:
+        if i.op in ("norm", "add_norm", "linear_add_norm"):
+            source, result = (i.inputs if i.op == "norm" else i.outputs)[0], i.outputs[-1]
+            by = readers.get(result, [])
+            until = overwritten.get(source, len(program))
+            if result is not output and by and by == products.get(result) and by[-1] < until:
+                found.add(result)
+    return found
+
+
+def loose(program: Program, output: Value) -> set[int]:
+    """Products (by id) whose outputs are the queries, keys and values of one attention that rotates them itself."""
+    used, maker = uses(program, output), makers(program)
+    found: set[int] = set()
+    for i in program:
+        if i.op == "attention" and i.rope is not None:
+            linear = maker.get(i.inputs[0])
+            alone = all(used[v] == 1 for v in i.inputs)
+            if alone and linear and linear.op == "linear" and [s.out for s in linear.segments] == i.inputs:
+                found.add(id(linear))
+    return found
+
+
 def uses(program: Program, output: Value) -> Counter[Value]:
     """How often each value is read, the output once more."""
     count = Counter(v for i in program for v in i.reads())

@@ -7,6 +7,8 @@ one page more than the pool has takes what padding rows write. A faster device i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -33,22 +35,24 @@ class TorchKernels:
     def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False) -> Any:
+        """`soon`: only products read the result, and before x changes: it may be handed on undone, for them to do."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (scaled * weight).to(self.dtype)
 
     def add_norm(
-        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         """a + b, and its norm."""
         total = self.add(a, b)
-        return total, self.rms_norm(total, weight, eps)
+        return total, self.rms_norm(total, weight, eps, soon=soon)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
+        """`loose`: only `attention` reads the result, so it may be [parts, T, n], which attention adds up."""
         return F.linear(x, weight, bias)
 
-    def logits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The last product of a program, as float32."""
         return self.linear(x, weight, bias).float()
 
@@ -58,7 +62,7 @@ class TorchKernels:
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.silu(gate.float()) * up.float()).to(self.dtype)
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """swiglu of the two halves of each row of a product."""
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return self.swiglu(gate, up)
@@ -71,9 +75,11 @@ class TorchKernels:
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        *,
+        soon: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
         """residual + a product, and its norm. Nobody reads `residual` after this: its memory may be used."""
-        return self.add_norm(residual, self.linear(x, weight, bias), norm, eps)
+        return self.add_norm(residual, self.linear(x, weight, bias), norm, eps, soon=soon)
 
     def take(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, rows)

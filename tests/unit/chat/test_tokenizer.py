@@ -68,6 +68,14 @@ def test_merges_never_make_a_control_token():
     assert at not in plain(whole, "end")
 
 
+def test_the_order_of_the_vocabulary_does_not_matter():
+    data = byte_level(MERGES)
+    tokens, types = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.token_type"]
+    swapped = data | {"tokenizer.ggml.tokens": tokens[:3] + tokens[:2:-1], "tokenizer.ggml.token_type": types}
+    there, here = Tokenizer.from_gguf(data), Tokenizer.from_gguf(swapped)
+    assert texts(here, plain(here, "hello world")) == texts(there, plain(there, "hello world"))
+
+
 def test_sentencepiece_pieces_never_make_a_control_token():
     tokenizer = Tokenizer.from_gguf(sentencepiece({**PIECES}))
     assert 2 not in plain(tokenizer, "</s>")
@@ -171,6 +179,12 @@ def test_unknown_kinds_are_refused_by_name():
         ({"merges": ["h e", "q zzz"]}, r"merges\[1\] is 'q zzz': no token is 'zzz'"),
         ({"merges": ["he"]}, r"merges\[0\] is 'he': two tokens with a space"),
         ({"merges": [" h"]}, r"merges\[0\]"),
+        (
+            {"merges": ["h e l", "he"]},
+            r"merges\[0\] is 'h e l': no token is 'e l'",
+        ),  # as many spaces as there should be
+        ({"merges": ["h e\nl"]}, r"merges\[0\]"),
+        ({"merges": ["h\ne"]}, r"merges\[0\]"),
         ({"merges": None}, r"merges is missing"),
         ({"merges": "h e"}, r"merges is a str"),
         ({"merges": [1, 2]}, r"merges\[0\] is a int"),

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from quire.cli import bench, bench_report, engine_options, main
+from quire.cli import app, bench, bench_report, engine_options
 from quire.config import EngineConfig, Environment
 from quire.engine import build
 from quire.engine.engine import Engine
@@ -67,7 +67,7 @@ def model(tmp_path: Path) -> str:
 
 
 def quire(*args: str) -> Result:
-    return CliRunner().invoke(main.app, ["bench", *args])
+    return CliRunner().invoke(app.app, ["bench", *args])
 
 
 SMALL = ("--prompt-tokens", "20", "--output-tokens", "5")
@@ -185,7 +185,7 @@ def test_engine_options_reach_the_engine(lab: Lab, model: str) -> None:
 def test_every_setting_is_an_option_or_left_out_on_purpose() -> None:
     fields = {f.name for f in dataclasses.fields(EngineConfig)}
     assert fields >= engine_options.HIDDEN
-    group = main.load("bench")
+    group = app.load("bench")
     options = {p.name for p in group.commands["throughput"].params}
     assert fields - engine_options.HIDDEN <= options
 

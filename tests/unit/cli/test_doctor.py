@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import quire.cli.doctor as doctor
-from quire.cli import main, version
+from quire.cli import app, version
 from quire.config import Environment
+from quire.machine import Memory
 from quire.weights.store import Store
 
 
@@ -28,7 +29,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*args: str) -> Result:
-    return CliRunner().invoke(main.app, ["doctor", *args])
+    return CliRunner().invoke(app.app, ["doctor", *args])
 
 
 def findings(*args: str) -> dict[str, dict[str, str]]:
@@ -102,12 +103,32 @@ def test_deep_reads_digests(home: Path, healthy: None, tmp_path: Path):
 
 
 def test_little_of_everything_warns(home: Path, healthy: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(doctor, "look_at_memory", lambda: Memory(100 << 20, "this test"))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda p: types.SimpleNamespace(free=1 << 20))
     monkeypatch.setenv("QUIRE_THREADS", "4096")
     found = findings()
     for check in ("memory", "disk", "cores"):
         assert found[check]["status"] == "warn" and found[check]["cure"]
+
+
+def test_tune_measures_keeps_and_shows(home: Path, monkeypatch: pytest.MonkeyPatch):
+    from quire.backends.native import tune
+
+    asked: list[str] = []
+
+    def measure(ways: list[tune.Candidate], isa: str) -> list[tune.Speed]:
+        asked.append(isa)
+        return [tune.Speed(tune.Candidate(1), 9e9, 1e11), tune.Speed(tune.Candidate(2), 18e9, 2e11)]
+
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "_load_per_core", lambda: 0.0)
+    result = run("--tune")
+    assert result.exit_code == 0 and len(asked) == 1  # what follows reads what was kept
+    assert "1 thread 9.0 GB/s, 2 threads 18.0 GB/s" in result.stdout
+    table = result.stdout.split("THREADS")[1].splitlines()
+    assert table[1].split()[:3] == ["1", "none", "9.0"] and "chosen" in table[2]
+    assert [r["threads"] for r in json.loads(run("--json").stdout)["threads"]] == ["1", "2"]
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

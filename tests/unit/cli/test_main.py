@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import __version__
-from quire.cli import main
+from quire.cli import app
 from quire.observe.errors import NotFound
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,17 +33,17 @@ def quire(*args: str, home: Path, **more: str) -> subprocess.CompletedProcess[st
 def test_help_lists_every_verb(tmp_path: Path, flag: str):
     done = quire(flag, home=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
-    for verb, line in main.VERBS.items():
+    for verb, line in app.VERBS.items():
         assert f"  {verb} " in done.stdout and line in done.stdout
 
 
 def test_help_imports_no_verb_and_nothing_heavy():
     code = (
-        "import sys\nfrom quire.cli import main\n"
-        "try: main.app(['--help'])\nexcept SystemExit: pass\n"
+        "import sys\nfrom quire.cli import app\n"
+        "try: app.app(['--help'])\nexcept SystemExit: pass\n"
         "heavy = ('numpy', 'rich', 'msgspec', 'fastapi', 'pydantic', 'tokenizers', 'urllib.request', 'ssl')\n"
         "print([m for m in sys.modules if m in heavy or m.startswith('quire.') and m not in "
-        "('quire.cli', 'quire.cli.main', 'quire.config')], file=sys.stderr)"
+        "('quire.cli', 'quire.cli.app', 'quire.cli.verbs', 'quire.config', 'quire.machine')], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
@@ -51,15 +51,15 @@ def test_help_imports_no_verb_and_nothing_heavy():
 
 @pytest.mark.parametrize("verb", OWN)
 def test_each_verb_has_help_that_agrees_with_the_table(verb: str):
-    result = CliRunner().invoke(main.app, [verb, "-h"])
+    result = CliRunner().invoke(app.app, [verb, "-h"])
     assert result.exit_code == 0 and f"quire {verb}".split()[1] in result.output
-    command = main.load(verb)
+    command = app.load(verb)
     assert command.name == verb and (command.help or "").strip()
 
 
 def test_every_file_of_the_folder_is_a_verb_or_known():
     files = {p.stem for p in (ROOT / "quire" / "cli").glob("*.py")} - {"__init__", "main", "ui"}
-    known = set(main.VERBS)
+    known = set(app.VERBS)
     verbs = {f for f in files if "def command(" in (ROOT / "quire" / "cli" / f"{f}.py").read_text()}
     assert verbs <= known, f"a verb without a row in VERBS: {verbs - known}"
     assert set(OWN) <= verbs
@@ -100,8 +100,8 @@ def test_an_unforeseen_failure_is_said_without_a_traceback(monkeypatch: pytest.M
     def broken(verb: str) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(main, "load", broken)
-    result = CliRunner().invoke(main.app, ["list"])
+    monkeypatch.setattr(app, "load", broken)
+    result = CliRunner().invoke(app.app, ["list"])
     assert result.exit_code == 1 and "internal error, ZeroDivisionError: oh" in result.output
     assert "Traceback" not in result.output
 
@@ -110,17 +110,17 @@ def test_control_characters_in_an_error_do_not_reach_the_terminal(monkeypatch: p
     def hostile(verb: str) -> None:
         raise NotFound("a\x1b[2Jb\nc")
 
-    monkeypatch.setattr(main, "load", hostile)
-    result = CliRunner().invoke(main.app, ["list"])
+    monkeypatch.setattr(app, "load", hostile)
+    result = CliRunner().invoke(app.app, ["list"])
     assert "\x1b[2J" not in result.output and "a\\x1b[2Jb c" in result.output
 
 
 def test_interrupt_is_130_and_quiet(tmp_path: Path):
     code = (
-        "import signal, time\nfrom quire.cli import main\n"
+        "import signal, time\nfrom quire.cli import app\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs are born ignoring it
         "def load(verb):\n    print('up', flush=True); time.sleep(30)\n"
-        "main.load = load\nmain.app(['list'])"
+        "app.load = load\napp.app(['list'])"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -140,9 +140,9 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path):
 
 def test_a_pipe_that_breaks_while_writing_is_141(tmp_path: Path):
     code = (
-        "import sys\nfrom quire.cli import main\n"
+        "import sys\nfrom quire.cli import app\n"
         "def load(verb):\n    while True: sys.stdout.write('x' * 100_000)\n"
-        "main.load = load\nmain.app(['list'])"
+        "app.load = load\napp.app(['list'])"
     )
     script = f'{sys.executable} -c "$CODE" | head -c 1 >/dev/null; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(

@@ -16,7 +16,7 @@ import pytest
 from gguf import GGUFWriter
 from typer.testing import CliRunner, Result
 
-from quire.cli import main, show, ui
+from quire.cli import app, show, ui
 from quire.weights.store import Store
 from tests.unit.weights.origin import Body, Fault, Origin
 
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*args: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(main.app, list(args), input=input)
+    return CliRunner().invoke(app.app, list(args), input=input)
 
 
 def a_model(folder: Path) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli.main import app
+from quire.cli.app import app
 
 METRICS = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0"} 3.0

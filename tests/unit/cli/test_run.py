@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import run, talk
-from quire.cli.main import app
+from quire.cli.app import app
 from quire.engine.types import EngineInfo, Receipt, Stats
 from quire.llm import Completion, Output
 from quire.observe.errors import BadRequest

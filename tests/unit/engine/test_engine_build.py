@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from quire.backends.ops import KV
+from quire.backends.ops import KV, Needs
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine, resolve_sizes
+from quire.engine.build import build_engine, choose_threads, resolve_sizes
+from quire.engine.memory import OVERHEAD, Budget, size
+from quire.machine import Memory
 from quire.models import Model
-from quire.observe.errors import BadRequest
+from quire.observe.errors import BadRequest, NotEnoughMemory
 
 ENV = Environment(home=Path("/nowhere"))
 PAGE = 2 * 2 * 16 * 1 * 8 * 2  # bytes: layers, K and V, tokens, heads, width, float16
@@ -26,8 +30,9 @@ def model(context: int = 1000) -> Model:
     return cast("Model", made)
 
 
-def sizes(available: int = 1 << 30, env: Environment = ENV, **options: Any) -> Any:
-    return resolve_sizes(EngineConfig(path="", **options), env, model(), available)
+def sizes(available: int = 1 << 30, env: Environment = ENV, needs: Needs = Needs(0, 0), **options: Any) -> Any:
+    budget = Budget(Memory(available + OVERHEAD, "this test"), needs)
+    return resolve_sizes(EngineConfig(path="", **options), env, model(), budget)
 
 
 def test_unasked_it_is_the_models_context_four_times() -> None:
@@ -61,7 +66,6 @@ def test_little_memory_bounds_the_context_and_says_so() -> None:
     [
         ({"context": 1001}, "1001 was asked for: the model was made for 1000"),
         ({"context": 1000, "kv_memory": 10 * PAGE}, "holds 160 tokens"),
-        ({"kv_memory": 2 << 30}, "2048 MiB were asked for"),
         ({"kv_memory": PAGE - 1}, f"takes {PAGE}"),
     ],
 )
@@ -91,14 +95,56 @@ def test_a_step_must_hold_one_token_of_every_sequence():
         build_engine(EngineConfig(path="absent.gguf", max_seqs=16, max_batch_tokens=8), ENV)
 
 
-def test_a_container_limit_bounds_the_memory(tmp_path):
-    from quire.config import _container_memory
+def test_the_pool_takes_half_of_what_the_weights_leave() -> None:
+    got = sizes(available=30 * PAGE, needs=Needs(8 * PAGE, 2 * PAGE))
+    assert got.pages == 10 and "left beside the weights" in got.lines[0]
+    assert "weights" in got.lines[2] and "this test" in got.lines[2] and "page cache" in got.lines[2]
 
-    assert _container_memory(tmp_path) == 1 << 62
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert _container_memory(tmp_path) == 1 << 62
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert _container_memory(tmp_path) == 4000
-    (tmp_path / "memory.max").write_text("500\n")
-    assert _container_memory(tmp_path) == 0
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(NotEnoughMemory) as caught:
+        sizes(available=3 << 30, needs=Needs(2 << 30, 512 << 20), kv_memory=1 << 30)
+    text = str(caught.value)
+    assert "needs 3.5 GiB: weights 2.0 GiB, KV pool 1.0 GiB" in text
+    assert f"({(1 << 30) // PAGE * 16} tokens)" in text and "working memory 512 MiB" in text
+    assert "3.0 GiB are available (this test)" in text
+    assert f"at most 512 MiB of KV memory (--kv-memory), which holds {(512 << 20) // PAGE * 16} tokens" in text
+    assert sizes(available=3 << 30, needs=Needs(2 << 30, 512 << 20), kv_memory=512 << 20).pages == (512 << 20) // PAGE
+
+
+def test_a_model_that_does_not_fit_is_refused_whatever_the_pool() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"weights 4.2 GiB.* 3.0 GiB are available .*smaller quantization"):
+        sizes(available=3 << 30, needs=Needs(int(4.2 * 2**30), 0))
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(1, "1 MiB"), (5 << 20, "5 MiB"), (1 << 30, "1.0 GiB"), (3435 << 20, "3.4 GiB")]
+)
+def test_sizes_for_people(n: int, text: str) -> None:
+    assert size(n) == text
+
+
+def test_who_asks_for_threads_gets_them() -> None:
+    assert choose_threads(EngineConfig(path="", threads=3), ENV)[:2] == (3, ())
+    env = dataclasses.replace(ENV, threads=5)
+    threads, _, line = choose_threads(EngineConfig(path=""), env)
+    assert threads == 5 and "QUIRE_THREADS" in line
+    assert choose_threads(EngineConfig(path="", threads=3), env)[0] == 3
+
+
+def test_a_real_limit_is_a_clean_refusal(model_path: Path) -> None:
+    """A process that may not have the memory says so and ends; it does not crash, and its code says so too."""
+    code = """
+import resource, sys
+from quire.cli.app import app
+import quire.llm.loading, quire.engine.build, quire.backends.native.backend, quire.chat.completer
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + (200 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.argv = ["quire", "run", sys.argv[1], "--threads", "1", "--max-tokens", "1", "hello"]
+app()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(model_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, (done.returncode, done.stderr[-2000:])
+    assert "the model needs" in done.stderr and "ulimit -v" in done.stderr, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "terminate called" not in done.stderr

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 import test_runner_overlap as overlapped  # noqa: E402
 from device_kit import OnDevice, make_device_runner  # noqa: E402
+from naive_sampling import logprobs  # noqa: E402
 from test_runner import (  # noqa: E402, F401
     GREEDY,
     MIXED,
@@ -25,7 +26,7 @@ from test_runner import (  # noqa: E402, F401
     test_prompt_logprobs_across_chunks,
     test_resuming_after_preemption_changes_nothing,
 )
-from tiny_llama import decode, generate, known, make_runner, opening  # noqa: E402
+from tiny_llama import all_logits, decode, generate, known, make_runner, opening  # noqa: E402
 
 from quire.engine.types import Request  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
@@ -134,9 +135,15 @@ def test_many_page_changes_in_one_decode_step():
     runner = make_device_runner(padded=True)
     go = Steps(runner)
     works = [known(i, PROMPT, 0, sample=True, pages=[10 * i, 10 * i + 1, 10 * i + 2]) for i in range(2)]
-    first, _ = go(*works, opened=[opening(0, PROMPT, GREEDY), opening(1, PROMPT, GREEDY)])
+    told = SamplingParams(temperature=0.0, logprobs=0)
+    first, _ = go(*works, opened=[opening(0, PROMPT, GREEDY), opening(1, PROMPT, told)])
     row = go(decode(0), decode(1, page_from=0, pages=[0, 1, 12, 40, 41, 42, 43, 44, 45]))[1]
-    assert first.tokens + _fine(row).tokens == generate(PROMPT, GREEDY, 7, 2)
+    after = [_fine(go(decode(1))[0]) for _ in range(3)]  # written to the new pages, and read there
+    tokens = first.tokens + _fine(row).tokens + [r.tokens[0] for r in after]
+    assert tokens == generate(PROMPT, GREEDY, 7, 5)
+    for i, r in enumerate(after):
+        logits = all_logits(PROMPT + tokens[: 2 + i])[-1]
+        assert r.logprobs[0].logprob == pytest.approx(logprobs(logits)[r.tokens[0]], abs=1e-12)
 
 
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError("no"), ValueError("no such kernel")])

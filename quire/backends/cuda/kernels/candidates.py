@@ -8,6 +8,11 @@ Counts decide which bins matter, so the choice is exact whatever the rounding: w
 been kept by top_k, top_p or min_p. Rows and chunks run side by side; nothing is added in an order that could change.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -6,6 +6,11 @@ channel. A code becomes a float by setting its bits into the mantissa of 128 (bf
 taken off with the zero, by the sum of x over the group.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch
@@ -43,26 +48,46 @@ def _as_float(code, like: tl.constexpr):
 
 
 @triton.jit
-def _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, stride_s, GROUP: tl.constexpr):
-    """Add one pair of groups to acc [N, M]. `at` is its first column; x [GROUP, M], sums [M]."""
+def _pair(
+    acc,
+    w_row,
+    scale,
+    zero,
+    x_low,
+    x_high,
+    sum_low,
+    sum_high,
+    at,
+    col,
+    n,
+    stride_s,
+    GROUP: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """Add one pair of groups to acc [M, N]. `at` is its first column; x [M, GROUP], sums [M]."""
     lane = tl.arange(0, GROUP)
     code = tl.load(w_row[:, None] + (at // 2 + lane)[None, :])
-    low = tl.dot(_as_float(code & 15, x_low.dtype), x_low)
-    high = tl.dot(_as_float(code >> 4, x_low.dtype), x_high)
+    if SWAP:
+        low = tl.trans(tl.dot(_as_float(code & 15, x_low.dtype), tl.trans(x_low)))
+        high = tl.trans(tl.dot(_as_float(code >> 4, x_low.dtype), tl.trans(x_high)))
+    else:
+        low = tl.dot(x_low, tl.trans(_as_float(code & 15, x_low.dtype)))
+        high = tl.dot(x_high, tl.trans(_as_float(code >> 4, x_low.dtype)))
     first = at // GROUP * stride_s + col
     s_low = tl.load(scale + first, mask=col < n, other=0.0).to(tl.float32)
     s_high = tl.load(scale + first + stride_s, mask=col < n, other=0.0).to(tl.float32)
     magic: tl.constexpr = 128.0 if x_low.dtype == tl.bfloat16 else 1024.0
     z_low = tl.load(zero + first, mask=col < n, other=0.0).to(tl.float32) - magic * s_low
     z_high = tl.load(zero + first + stride_s, mask=col < n, other=0.0).to(tl.float32) - magic * s_high
-    acc += low * s_low[:, None] + high * s_high[:, None]
-    return acc + z_low[:, None] * sum_low[None, :] + z_high[:, None] * sum_high[None, :]
+    acc += low * s_low[None, :] + high * s_high[None, :]
+    return acc + z_low[None, :] * sum_low[:, None] + z_high[None, :] * sum_high[:, None]
 
 
 @triton.jit(do_not_specialize=["m"])
 def _int4(
     x, w, y, residual, bias, scale, zero, part, m, n, k, rows, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
+    SWAP: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
@@ -72,27 +97,26 @@ def _int4(
     first = tl.program_id(1) * share
     last = tl.minimum(k, first + share)
     w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x_row = x + row[None, :] * stride_x
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    x_row = x + row[:, None] * stride_x
     for at in range(first, last, 2 * GROUP):
-        x_low = tl.load(x_row + (at + lane)[:, None], mask=(row < m)[None, :], other=0.0)
-        x_high = tl.load(x_row + (at + GROUP + lane)[:, None], mask=(row < m)[None, :], other=0.0)
-        sum_low = tl.sum(x_low.to(tl.float32), 0)
-        sum_high = tl.sum(x_high.to(tl.float32), 0)
-        acc = _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, rows, GROUP)
+        x_low = tl.load(x_row + (at + lane)[None, :], mask=(row < m)[:, None], other=0.0)
+        x_high = tl.load(x_row + (at + GROUP + lane)[None, :], mask=(row < m)[:, None], other=0.0)
+        sum_low = tl.sum(x_low.to(tl.float32), 1)
+        sum_high = tl.sum(x_high.to(tl.float32), 1)
+        acc = _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, rows, GROUP, SWAP)
         if SWIGLU:
             up = _pair(
-                up, w_row + n.to(tl.int64) * stride_w, scale + n, zero + n, x_low, x_high, sum_low, sum_high, at, col, n,
-                rows, GROUP,
+                up, w_row + n.to(tl.int64) * stride_w, scale + n, zero + n, x_low, x_high, sum_low, sum_high, at, col,
+                n, rows, GROUP, SWAP,
             )  # fmt: skip
-    acc = tl.trans(acc)
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
         tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
     else:
         if SWIGLU:
-            acc = acc * (1.0 / (1.0 + tl.exp(-acc))) * tl.trans(up)
+            acc = acc * (1.0 / (1.0 + tl.exp(-acc))) * up
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
@@ -113,7 +137,8 @@ def int4_product(
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, m up to 16; packed [n, k / 2] as `pack` makes it, scale and zero [k / group, n].
 
-    With `swiglu` the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is a pair of groups.
+    With `swiglu` the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
+    a pair of groups.
     """
     m, k = x.shape
     n = y.shape[1]
@@ -128,7 +153,7 @@ def int4_product(
     _int4[(triton.cdiv(n, shape.block_n), shape.splits)](
         x, packed, y, res, b, scale, zero, y if part is None else part, m, n, k, rows, x.stride(0), packed.stride(0),
         y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, GROUP=group,
-        SPLITS=shape.splits, SWIGLU=swiglu, **(ends if single else {"BIAS": False, "RESIDUAL": False}),
+        SPLITS=shape.splits, SWIGLU=swiglu, SWAP=shape.swap, **(ends if single else {"BIAS": False, "RESIDUAL": False}),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if not single and add_parts:

@@ -1,8 +1,13 @@
-"""Log probabilities of chosen tokens, their ranks, and the best few of each row, from the logits as the model gave them.
+"""Log probabilities of chosen tokens, their ranks, and the best few of each row: of the logits as the model gave.
 
 The order is the host's: the larger number first, of equal numbers the smaller id. Sums are float32 in a fixed order
 inside a chunk, float64 across chunks.
 """
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
 
 from __future__ import annotations
 
@@ -82,7 +87,7 @@ def _finish(
 def logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, top: int, out: torch.Tensor, found: Found, wishes: torch.Tensor
 ) -> None:
-    """out float64 [n, 2 + 2 * top]: log probability and rank of each row's token, then ids and values of the `top` best.
+    """out float64 [n, 2 + 2 * top]: log probability and rank of each row's token, then the `top` best's ids and values.
 
     wishes float64 [5, n] is scratch the call fills: the parameters that make "the best few" of the candidate passes. A
     row that is not numbers gives NaN.

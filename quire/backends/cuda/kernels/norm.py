@@ -4,6 +4,11 @@ One program a row, the whole row in registers: reads x and the residual once, wr
 The sum is rounded to the residual's type before it is normalized, as a model that stores it would see it.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch
@@ -62,5 +67,6 @@ def rms_norm(
     _rms_norm[(tokens,)](
         x, x if residual is None else residual, weight, out, x if scales is None else scales, width, eps,
         x.stride(0), x.stride(-2), 0 if residual is None else residual.stride(0), out.stride(0), BLOCK=block,
-        PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=scales is not None, PDL=pdl, num_warps=max(1, min(16, block // 512)), **launch,
+        PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=scales is not None, PDL=pdl,
+        num_warps=max(1, min(16, block // 512)), **launch,
     )  # fmt: skip

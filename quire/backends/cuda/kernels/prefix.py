@@ -55,16 +55,16 @@ def shared_attention(
     group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
     if space.parts != own_splits + prefix_splits:
         raise ValueError(f"{own_splits} + {prefix_splits} parts need a workspace of as many, not {space.parts}")
-    tile = decode_tile(kv_len.shape[0] * k_cache.shape[2], group_pad * max_q)
+    tile = decode_tile(kv_len.shape[0] * k_cache.shape[2] * own_splits, group_pad * max_q)
     tall = PROMPT if dim <= 128 else PROMPT_WIDE
     blocks = q.shape[0] // max(1, tall.rows // group_pad) + groups.length.shape[0]
     shared = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale, "space": space}
     attend(
         q, k_cache, v_cache, out, q_start=groups.start, kv_len=groups.length, table=groups.table, pos=None, tile=tall,
-        blocks=blocks, splits=prefix_splits, part_first=own_splits, **shared,  # type: ignore[arg-type]
+        blocks=blocks, splits=prefix_splits, part_first=own_splits, **shared,
     )  # fmt: skip
     attend(
         q, k_cache, v_cache, out, q_start=q_start, kv_len=kv_len, table=table, pos=pos, tile=tile, max_rows=max_q,
-        kv_begin=groups.own_from, splits=own_splits, **shared,  # type: ignore[arg-type]
+        kv_begin=groups.own_from, splits=own_splits, **shared,
     )  # fmt: skip
     combine(space.part, space.lse, out, sinks=sinks, parts=space.parts)

@@ -5,6 +5,11 @@ sines made once in float64 (a device's own cosine of a large angle is not to be 
 query and key head (Qwen3) have that done on the way.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch
@@ -28,7 +33,8 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
 @triton.jit
 def _rope(
     qkv, q_out, k_cache, v_cache, angles, pos, write, q_norm, k_norm, k_scale, v_scale, heads, kv_heads, eps,
-    stride_p, stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    stride_p, stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr,
     TAIL: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +105,7 @@ def _rope(
 
 
 def angle_table(frequencies: torch.Tensor, positions: int, magnitude: float = 1.0) -> torch.Tensor:
-    """[positions, dim] float32: cosines of pos * frequency, then sines. The angle is a float32 product, as everywhere."""
+    """[positions, dim] float32: cosines of pos * frequency, then sines. The angle is a float32 product."""
     place = torch.arange(positions, dtype=torch.float32, device=frequencies.device)
     angle = (place[:, None] * frequencies.float()[None, :]).double()
     return torch.cat([angle.cos() * magnitude, angle.sin() * magnitude], 1).float()
@@ -125,7 +131,8 @@ def rope_write(
     """Rotate the query heads of qkv [T, (H + 2 Hk) D] into q_out [T, H, D], and keys and values into the cache.
 
     q_out may be a view of qkv. pairs=True rotates columns (0, 1), (2, 3), …; False (i, i + dim / 2). A row whose
-    `write` is negative writes no cache. qkv may be [parts, T, ...], the parts of a split product, added in their order. With scales [Hk] the caches are fp8 and cache * scale the value.
+    `write` is negative writes no cache. qkv may be [parts, T, ...], the parts of a split product, added in their
+    order. With scales [Hk] the caches are fp8 and cache * scale the value.
     """
     tokens, heads, dim = q_out.shape
     kv_heads = k_cache.shape[2]
@@ -143,7 +150,8 @@ def rope_write(
     _rope[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv, q_out, k_cache, v_cache, angles, pos, write, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, angles if k_scale is None else k_scale,
-        angles if v_scale is None else v_scale, heads, kv_heads, eps, qkv.stride(0), qkv.stride(-2), q_out.stride(0), q_out.stride(1),
+        angles if v_scale is None else v_scale, heads, kv_heads, eps, qkv.stride(0), qkv.stride(-2),
+        q_out.stride(0), q_out.stride(1),
         k_cache.stride(1), k_cache.stride(2), D=dim, DIM=rotated, HALF=triton.next_power_of_2(rotated // 2),
         TAIL=triton.next_power_of_2(max(1, dim - rotated)), PAIRS=pairs, HEADS=block, NORM=q_norm is not None,
         SCALED=k_scale is not None, PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=2, **launch,

@@ -4,6 +4,11 @@ Order and meaning are the host's. Scores are a float32 copy of the logits, which
 probabilities are of those). A logit that is NaN or +inf becomes +inf whatever rules it out, so that it is seen.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch

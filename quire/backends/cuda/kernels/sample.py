@@ -5,10 +5,14 @@ of best tokens that holds that much), min_p, then the token at a drawn number of
 the order of their ids. Scores are float32 here and float64 there, so the same token comes out unless two candidates are
 nearer to a border than that rounding. typical_p is not here: its rows take another path.
 
-A filter is a threshold and how many of the tokens at it are kept. Thresholds are found by narrowing a bracket of float
-bits over the candidates, three pivots a pass; only what lies inside a bracket can be the threshold, so it shrinks to the
-numbers that are really there.
+A filter is a threshold and how many of the tokens at it are kept. A threshold is found by narrowing a bracket of float
+bits over the candidates, three pivots a pass; the bracket shrinks to numbers that are really there.
 """
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
 
 from __future__ import annotations
 

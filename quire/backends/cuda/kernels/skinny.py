@@ -1,4 +1,4 @@
-"""Matrix products for one to sixteen rows, where reading the weights is the whole cost.
+"""Matrix products for one to 64 rows, where reading the weights is the whole cost.
 
 y = epilogue(x @ w.T): a scale per channel (fp8 weights), a bias, SwiGLU over the two halves of w, a residual; for one
 row also RMSNorm of x on the way in (its scale is a factor of the finished row, so one pass over x serves both).
@@ -8,6 +8,11 @@ A program owns BLOCK_N channels and all of k, or one of `splits` parts of k. Par
 launch here or by whoever reads the result next (`rms_norm` and `rope_write` take parts as they are): the order of
 additions is fixed by the configuration alone, which `tuning.py` chooses by shape.
 """
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
 
 from __future__ import annotations
 
@@ -47,7 +52,7 @@ def _epilogue(
 
 @triton.jit
 def _prefetch(w_row, n, stride_w, BLOCK_N: tl.constexpr, LINES: tl.constexpr, SWIGLU: tl.constexpr):
-    """Ask the L2 for the first LINES * 128 bytes of each weight row; nothing is waited for. w_row: pointers [BLOCK_N]."""
+    """Ask the L2 for the first LINES * 128 bytes of each weight row; w_row: pointers [BLOCK_N]."""
     width: tl.constexpr = 1024 // w_row.dtype.element_ty.primitive_bitwidth  # elements in a line
     lines = w_row[:, None] + tl.arange(0, LINES)[None, :] * width
     tl.inline_asm_elementwise(
@@ -71,10 +76,10 @@ def _tile(w, inner, last, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m"])
 def _dot(
-    x, w, y, residual, bias, w_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
+    x, w, y, residual, bias, w_scale, x_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
-    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+    SWIGLU: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SWAP: tl.constexpr,    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -97,13 +102,17 @@ def _dot(
         else:
             inside = (row < m)[:, None] & (inner < last)[None, :]
             values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
-        tile = _tile(w_row, inner, last, EVEN).to(x.dtype.element_ty)
+        tile = _tile(w_row, inner, last, EVEN)
+        if not EIGHT:
+            tile = tile.to(x.dtype.element_ty)
         if SWAP:
             acc = tl.dot(tile, tl.trans(values), acc)
         else:
             acc = tl.dot(values, tl.trans(tile), acc)
         if SWIGLU:
-            tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN).to(x.dtype.element_ty)
+            tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN)
+            if not EIGHT:
+                tile = tile.to(x.dtype.element_ty)
             if SWAP:
                 up = tl.dot(tile, tl.trans(values), up)
             else:
@@ -115,6 +124,10 @@ def _dot(
         acc *= tl.load(w_scale + col, mask=col < n, other=0.0)[None, :]
         if SWIGLU:
             up *= tl.load(w_scale + n + col, mask=col < n, other=0.0)[None, :]
+    if EIGHT:
+        own = tl.load(x_scale + row, mask=row < m, other=0.0)[:, None]
+        acc *= own
+        up *= own
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
         tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
@@ -191,6 +204,7 @@ def skinny(
     shape: Shape,
     *,
     w_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
@@ -201,9 +215,10 @@ def skinny(
 ) -> None:
     """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first). `residual` may be y itself.
 
-    w_scale is one float32 a channel. `part` [splits, m, n] float32 holds partial sums where the shape has splits;
-    add_parts=False leaves them there (y, bias and residual are the reader's). SwiGLU needs all of k in one program, and
-    the norm a shape for one row.
+    w_scale is one float32 a channel. x is fp8 where w is and x_scale gives one float32 a row, else bf16 or fp16 (fp16
+    is the faster partner of fp8 weights: e4m3 becomes fp16 in one instruction). `part` [splits, m, n] float32
+    holds partial sums where the shape has splits; add_parts=False leaves them there (y, bias and residual are the
+    reader's). SwiGLU needs all of k in one program, and the norm a shape for one row.
     """
     m, k = x.shape
     n = y.shape[1]
@@ -211,6 +226,8 @@ def skinny(
         raise ValueError(f"skinny product of x {list(x.shape)}, w {list(w.shape)} into y {list(y.shape)}")
     if shape.splits > 1 and (swiglu or part is None or not shape.dot):
         raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU or single row")
+    if x_scale is not None and not shape.dot:
+        raise ValueError("rows of fp8 need the tensor cores: a shape with dot")
     if norm is not None and shape.dot:
         raise ValueError("the norm on the way in is for one row: normalize first")
     flags = {"SWIGLU": swiglu, "SCALED": w_scale is not None, "PDL": shape.pdl, "LINES": shape.lines}
@@ -231,10 +248,11 @@ def skinny(
     single = shape.splits == 1
     first_ends = ends if single else {"BIAS": False, "RESIDUAL": False}
     _dot[(triton.cdiv(n, shape.block_n), shape.splits)](
-        x, w, y, res, b, scales, y if part is None else part, m, n, k, x.stride(0), w.stride(0), y.stride(0),
-        res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-        SPLITS=shape.splits, SWAP=shape.swap, EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends,
-        **launch,
+        x, w, y, res, b, scales, x if x_scale is None else x_scale, y if part is None else part, m, n, k,
+        x.stride(0), w.stride(0), y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)),
+        BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+        SPLITS=shape.splits, SWAP=shape.swap, EIGHT=x_scale is not None,
+        EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends, **launch,
     )  # fmt: skip
     if not single and add_parts:
         _sum_parts[(triton.cdiv(n, 512), m)](

@@ -1,5 +1,10 @@
 """SwiGLU over a fused gate/up projection, with an fp8 row for the down projection where one is asked for."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
 from __future__ import annotations
 
 import torch

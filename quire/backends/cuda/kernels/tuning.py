@@ -1,7 +1,7 @@
 """Which launch configuration a shape gets: small static tables, found by `benchmarks.gpu_kernels --sweep` on an H200.
 
-A choice depends on the shape of the weights and, for skinny products, on whether there is one row or more: never on how
-many more, so that rows two to sixteen of a step are computed alike.
+A choice depends on the shape of the weights and on the class of rows (one, up to 16, up to 64), never on the rows
+themselves, so that a row's sums do not depend on how many others its class has. `processors` is the device's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import torch
 
 from quire.backends.cuda.kernels.skinny import Shape
 
-ROWS = 16  # a skinny product has at most this many; more go to cuBLAS
+ROWS = 64  # a skinny product has at most this many; more go to cuBLAS
+FEW = 16  # rows that fit the smallest tile of the tensor cores
 
 
-def _splits(n: int, k: int, block_n: int, processors: int) -> int:
-    """Parts of k that give each processor about one program (two for small ones), evenly."""
-    tiles = -(-n // block_n)
+def _splits(n: int, k: int, processors: int) -> int:
+    """Parts of k: as few as load the processors evenly with tiles of 64 channels."""
+    tiles = -(-n // 64)
     if tiles >= 2 * processors:
         return 1
     best, waste = 1, 1e9
@@ -30,15 +31,41 @@ def _splits(n: int, k: int, block_n: int, processors: int) -> int:
 
 
 def skinny_shape(
-    n: int, k: int, rows: int, dtype: torch.dtype, *, swiglu: bool = False, fused: bool = False, processors: int = 132
+    n: int,
+    k: int,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    swiglu: bool = False,
+    fused: bool = False,
+    eight: bool = False,
+    processors: int = 132,
 ) -> Shape:
-    """For y [rows, n] = x @ w[n, k].T. `fused`: with the norm on the way in, or wanting no parts: all of k at once."""
-    if rows == 1 and dtype.itemsize == 2:
-        return (
-            Shape(8, 512, 4, 1, dot=False, pdl=True)
-            if fused and not swiglu and n < 16384
-            else Shape(4, 1024, 4, 1, dot=False, pdl=True)
-        )
-    wide = 256 if dtype.itemsize == 1 else 128
-    splits = 1 if swiglu or fused else _splits(n, k, 64, processors)
-    return Shape(64, wide, 4, 5 if splits == 2 else 4, splits, swap=True, pdl=True)
+    """For y [rows, n] = x @ w[n, k].T, weights of `dtype`.
+
+    `fused`: the norm on the way in (one row), or a result without parts: all of k in one program. `eight`: x is fp8
+    too.
+    """
+    if rows == 1 and dtype.itemsize == 2 and fused:
+        small = 4096 < n < 12288 and not swiglu
+        return Shape(8, 512, 4, 1, dot=False, pdl=True) if small else Shape(4, 1024, 4, 1, dot=False, pdl=True)
+    whole = swiglu or fused
+    if dtype.itemsize == 1 and not eight:  # converted on the way: narrow steps, many programs
+        if whole or n > 32768:
+            return Shape(64, 256, 4, 3, pdl=True)
+        return Shape(64, 128, 4, 5, 8, pdl=True) if n <= 4096 else Shape(64, 256, 4, 4, 4, pdl=True)
+    step = 128 if dtype.itemsize == 2 else 256
+    if rows > FEW:
+        if n > 32768:
+            return Shape(64, step // 2, 4, 7, swap=True, pdl=True)
+        splits = 1 if whole or n > 66 * 64 else 2
+        return Shape(64, step, 4, 5 if splits == 2 else 4, splits, swap=True, pdl=True)
+    splits = 1 if whole else _splits(n, k, processors)
+    return Shape(64, step, 4, {1: 4, 2: 6, 4: 3}.get(splits, 4), splits, swap=True, pdl=True)
+
+
+def int4_shape(n: int, k: int, *, swiglu: bool = False) -> Shape:
+    """For 4-bit weights: the unpacking is what takes time, so there are as many programs as fit."""
+    if swiglu or n > 32768:
+        return Shape(64, 0, 4, 3, swap=True)
+    return Shape(64, 0, 4, 4, 8, swap=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True)

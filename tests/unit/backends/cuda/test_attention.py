@@ -82,7 +82,7 @@ def _tail(p: Paged, rows: int) -> Paged:
 
 
 def test_splits_cover_bounds():
-    assert choose_splits(1, 8, 512) == 4 and choose_splits(256, 8, 8192) == 1 and choose_splits(1, 8, 64) == 1
+    assert choose_splits(1, 8, 512) == 8 and choose_splits(256, 8, 8192) == 1 and choose_splits(1, 8, 63) == 1
 
 
 def test_a_tile_that_cannot_hold_the_rows_is_refused(device: str):

@@ -5,6 +5,7 @@ Compiled on a GPU; in Triton's interpreter elsewhere, with float16 (the interpre
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 
 from quire.backends import cases
 from quire.backends.choose import open_backend
-from quire.backends.cuda.backend import side_by_side
+from quire.backends.cuda import backend as module
+from quire.backends.cuda.backend import CudaKernels, side_by_side
 from quire.layouts import Dense, Rope
 from tests.unit.backends.test_conformance import PLAIN as CASES
 from tests.unit.models import tiny
@@ -118,6 +120,64 @@ def test_columns_side_by_side():
     assert side_by_side(q, v) is None and side_by_side(k, q) is None
     assert side_by_side(q, k, v.clone()) is None
     assert side_by_side(whole[:1, :4], whole.view(3, 8)[1:2, :4]) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
+def test_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Skinny products: a norm that one row hands on undone, parts that are added by the norm and by the rotation."""
+    kind = "bfloat16" if GPU else "float16"
+    rng = np.random.default_rng(rows)
+    rope = Rope(np.array([1.0, 0.3, 0.1, 0.01], np.float32), 8, pairs=True)
+    kv = cases.KV(layers=2, pages=40, page_size=16, kv_heads=2, head_dim=16)
+    inner = block(rope, rng)
+    head = Dense((rng.standard_normal((50, 64)) / 8).astype(np.float32), "f32")
+    limits = {"kv": kv, "max_tokens": 64, "max_rows": 64, "inputs": {"x": 64}}
+
+    def forward(ops, batch, inputs):
+        return ops.linear(inner(ops, batch, inputs), head)
+
+    want_program = open_backend("reference").compile(forward, **limits)
+    monkeypatch.setattr(CudaKernels, "skinny_rows", 16)
+    monkeypatch.setattr(module, "skinny_shape", few_splits(module.skinny_shape))
+    program = open_cuda(kind).compile(forward, **limits)
+    for start in range(3):
+        batch = cases.ragged([(start, 1, [2 * b]) for b in range(rows)])
+        x = cases.floats(rng, rows, 64)
+        want, got = want_program.run(batch, {"x": x}), program.run(batch, {"x": x})
+        assert np.linalg.norm(got - want) / np.linalg.norm(want) < (3e-2 if GPU else 5e-3)
+
+
+def few_splits(choose):
+    """Shapes this small would not be split by themselves: split them, so that parts are left and added."""
+
+    def chosen(n, k, rows, dtype, **options):
+        shape = choose(n, k, rows, dtype, **options)
+        alone = options.get("swiglu") or options.get("fused")
+        return shape if alone else replace(shape, block_n=16, block_k=32, splits=2, swap=False)
+
+    return chosen
+
+
+def test_a_norm_is_not_handed_on_past_a_change(monkeypatch: pytest.MonkeyPatch):
+    """A product that reads a norm after the residual has grown must see the norm of what it was."""
+    rng = np.random.default_rng(9)
+    a, b = (Dense((rng.standard_normal((64, 64)) / 8).astype(np.float32), "f32") for _ in range(2))
+    norm = Dense(np.ones(64, np.float32), "f32")
+
+    def forward(ops, batch, inputs):
+        x = ops.add(inputs["x"], inputs["y"])
+        early = ops.rms_norm(x, norm, 1e-5)
+        grown = ops.add(x, ops.linear(inputs["y"], a))
+        late = ops.rms_norm(grown, norm, 1e-5)
+        return ops.add(ops.linear(early, b), ops.linear(late, b))
+
+    limits = {"kv": cases.NO_KV, "max_tokens": 8, "max_rows": 8, "inputs": {"x": 64, "y": 64}}
+    monkeypatch.setattr(CudaKernels, "skinny_rows", 16)
+    program = open_cuda("float16").compile(forward, **limits)
+    inputs = {"x": cases.floats(rng, 1, 64), "y": cases.floats(rng, 1, 64)}
+    want = open_backend("reference").compile(forward, **limits).run(cases.single(1), inputs)
+    got = program.run(cases.single(1), inputs)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 5e-3
 
 
 def test_half_precision_of_every_kind():

@@ -20,8 +20,8 @@ def quantized(n: int, k: int, group: int, device: str) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("m, n, k, group", [(1, 40, 256, 32), (5, 33, 128, 64), (16, 64, 512, 128)])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_product(m: int, n: int, k: int, group: int, splits: int, half: torch.dtype, device: str):
+@pytest.mark.parametrize("splits, swap", [(1, False), (2, False), (1, True)])
+def test_product(m: int, n: int, k: int, group: int, splits: int, swap: bool, half: torch.dtype, device: str):
     codes, scale, zero, dense = quantized(n, k, group, device)
     packed = pack(codes, group)
     assert torch.equal(unpack(packed, group), codes)
@@ -29,7 +29,7 @@ def test_product(m: int, n: int, k: int, group: int, splits: int, half: torch.dt
     residual = torch.randn(m, n, device=device).to(half)
     want = x.double() @ dense.T
     y = torch.full((m, n), float("nan"), dtype=half, device=device)
-    shape, part = Shape(16, 0, 1, 1, splits=splits), torch.empty(splits, m, n, device=device)
+    shape, part = Shape(16, 0, 1, 1, splits=splits, swap=swap), torch.empty(splits, m, n, device=device)
     int4_product(x, packed, scale, zero, y, shape, group=group, part=part)
     assert error(y, want) < 5e-3
     int4_product(x, packed, scale, zero, y, shape, group=group, part=part, residual=residual)

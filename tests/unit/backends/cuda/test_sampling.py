@@ -98,6 +98,9 @@ def test_ties_go_to_the_smaller_id_and_draws_reach_the_ends(device: str):
             inside = [low + 1e-9, (low + high) / 2, high - 1e-9]
             assert device_tokens(scores.expand(3, -1), [p] * 3, inside, device) == [token] * 3, (given, token)
     assert device_tokens(scores, [SamplingParams(temperature=0.0)], [0.5], device) == [17]
+    scores[0, 19_000] = 3.0  # one above the equals: two of them are left for top_k=3
+    ends = [0.001, 0.3, 0.45]
+    assert device_tokens(scores.expand(3, -1), [SamplingParams(top_k=3)] * 3, ends, device) == [17, 400, 19_000]
 
 
 def test_rows_that_cannot_be_sampled(device: str):

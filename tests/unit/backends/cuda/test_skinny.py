@@ -78,6 +78,16 @@ def test_fp8_weights(shape: Shape, half: torch.dtype, device: str):
     assert error(y, x.double() @ (w8.double() * scale.double()[:, None]).T) < 5e-3
 
 
+@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT])
+def test_fp8_weights_and_rows(shape: Shape, half: torch.dtype, device: str):
+    x, w = weights(40, 192, 5, half, device)
+    xs, ws = x.float().abs().amax(1) / 448.0, w.float().abs().amax(1) / 448.0
+    x8, w8 = (x.float() / xs[:, None]).to(torch.float8_e4m3fn), (w.float() / ws[:, None]).to(torch.float8_e4m3fn)
+    y = torch.full((5, 40), float("nan"), dtype=half, device=device)
+    skinny(x8, w8, y, shape, w_scale=ws, x_scale=xs, part=torch.empty(3, 5, 40, device=device))
+    assert error(y, (x8.double() * xs.double()[:, None]) @ (w8.double() * ws.double()[:, None]).T) < 5e-3
+
+
 def test_fp8_swiglu_scales_both_halves(half: torch.dtype, device: str):
     x, w = weights(2 * 20, 64, 1, half, device)
     scale = torch.rand(40, device=device) + 0.5

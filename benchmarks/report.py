@@ -1,0 +1,135 @@
+"""`python -m benchmarks.report`: the tables of docs/performance-cpu.md, from the newest records.
+
+    python -m benchmarks.report [--results FOLDER] [--page FILE] [--print]
+
+Each figure comes from the latest record that has it; below the tables stand the machine, the versions and the commits they
+came from. Only what lies between the two markers in the page is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import OURS, Figure, spread
+from benchmarks.record import RESULTS, ROOT, newest
+from benchmarks.sections import NAMES
+from benchmarks.table import judged, share
+
+PAGE = ROOT / "docs" / "performance-cpu.md"
+BEGIN, END = "<!-- results: begin (python -m benchmarks.report) -->", "<!-- results: end -->"
+TITLES = {
+    "decode": "One stream, decoding",
+    "prefill": "One prompt",
+    "ceiling": "Prefill of 512 tokens against the int8 ceiling",
+    "streams": "Streams decoding together",
+    "served": "Over HTTP: 32 requests, a shared prefix of 512 tokens, 128 out",
+    "start": "Process start to the first token",
+    "memory": "Resident memory",
+    "context": "Cost of a token against context",
+    "threads": "A second thread",
+    "neighbour": "Beside a busy process",
+    "onnx": "Beside onnxruntime-genai int4",
+}
+
+
+def table(figures: list[Figure], machine: str) -> list[str]:
+    """One section's figures as a Markdown table. Columns that nothing fills are left out."""
+    rows = [row(f, machine) for f in figures]
+    names = ["file", "", "unit", OURS, "peer", "ratio", "target", "verdict", "floor", "n"]
+    used = [i for i, name in enumerate(names) if name in ("file", "") or any(r[i] for r in rows)]
+    lines = ["| " + " | ".join(names[i] for i in used) + " |", "|" + "---|" * len(used)]
+    return lines + ["| " + " | ".join(r[i] for i in used) + " |" for r in rows]
+
+
+def row(f: Figure, machine: str) -> list[str]:
+    theirs, ratio = [], []
+    for side in f.peers():
+        setting, values = f.best(side)
+        theirs.append(spread(values) + (f" `{setting}`" if setting else ""))
+        ratio.append(spread(f.ratios(side), "x"))
+    verdict = judged(f, machine)
+    floor = f"{f.floor:.3g}, {share(f):.0%}" if f.floor is not None and f.ours else ""
+    said = [verdict.target, verdict.word] if verdict else ["", ""]
+    return [
+        f"{f.shape} {f.format}", f.what, f.unit, spread(f.ours) if f.ours else "",
+        ", ".join(theirs), ", ".join(ratio), *said, floor, str(f.rounds),
+    ]  # fmt: skip
+
+
+def peaks_table(head: dict[str, Any]) -> list[str]:
+    """The machine's peaks, as measured in that record."""
+    peaks = head.get("peaks")
+    if not peaks:
+        return []
+    threads = [t for t in ("1", str(peaks["threads"])) if any(t in v for v in peaks["int8"].values())]
+    threads = sorted(set(threads), key=int)
+    lines = ["| at best | " + " | ".join(f"{t} thread{'s' if t != '1' else ''}" for t in threads) + " |"]
+    lines.append("|" + "---|" * (1 + len(threads)))
+    for kind, unit in (("int8", "GOP/s"), ("fp32", "GFLOP/s"), ("read", "GB/s")):
+        for name, rates in peaks[kind].items():
+            label = f"reading {name} MiB again and again" if kind == "read" else f"{kind} {name}"
+            lines.append(f"| {label}, {unit} | " + " | ".join(f"{rates[t]:.1f}" for t in threads) + " |")
+    return lines
+
+
+def render(paths: list[Path]) -> str:
+    """Everything between the markers."""
+    found = newest(paths)
+    if not found:
+        return "No record has been written yet."
+    heads = {head["machine"]["date"]: head for _, head in found.values()}
+    last = heads[max(heads)]
+    machine = last["machine"]
+    out = [
+        f"{machine['cpu']}, {machine['architecture']}, {machine['cores']} cores; {last['settings']['threads']} threads; "
+        f"llama.cpp: {last.get('llama.cpp') or 'absent'}; commits {', '.join(sorted({h['machine']['commit'] for h in heads.values()}))}; "
+        f"{min(heads)[:10]} to {max(heads)[:10]}.",
+        "",
+    ]
+    others = sorted({h["machine"]["cpu"] for h in heads.values()} - {machine["cpu"]})
+    if others:
+        out += [f"Some of these records come from other machines: {', '.join(others)}.", ""]
+    measured = [h for h in heads.values() if h.get("peaks")]
+    if measured:
+        out += [*peaks_table(max(measured, key=lambda h: h["machine"]["date"])), ""]
+    for section in NAMES:
+        figures = [f for (name, *_), (f, _) in found.items() if name == section and f.ours]
+        if figures:
+            out += [f"### {TITLES[section]}", "", *table(figures, machine["architecture"]), ""]
+    judgements = [v for f, _ in found.values() if (v := judged(f, machine["architecture"]))]
+    short = sum(v.word == "short" for v in judgements)
+    few = sum(f.rounds < 5 for f, _ in found.values())
+    out.append(
+        f"{len(judgements) - short} of {len(judgements)} targets met; {few} of {len(found)} figures have fewer than five rounds."
+    )
+    return "\n".join(out)
+
+
+def replace(page: str, text: str) -> str:
+    """The page with `text` between its markers."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the page alone")
+    args = parser.parse_args()
+    text = render(sorted(args.results.glob("cpu-*.json")))
+    if args.print:
+        print(text)
+        return
+    args.page.write_text(replace(args.page.read_text(), text))
+    print(f"wrote {args.page}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

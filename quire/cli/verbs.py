@@ -1,0 +1,47 @@
+"""The verbs, and what they share: exit codes, and the rule that a failure is one line with its cure and never a traceback.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage (typer's), 130 interrupted, 141 nobody reads. A verb is one file of this
+folder with a function called `command`, and one row of VERBS. Imports almost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# name -> one line of help. `quire --help` reads this alone, so that it is instant.
+VERBS: dict[str, str] = {
+    "run": "Chat with a model, or ask it one thing.",
+    "serve": "Serve a model over HTTP (OpenAI's API).",
+    "pull": "Fetch models into the store.",
+    "list": "The models on this machine.",
+    "show": "What is inside a model.",
+    "rm": "Remove models from the store.",
+    "ps": "The servers running on this machine.",
+    "bench": "Measure how fast a model runs here.",
+    "doctor": "Check this machine, and say how to cure what is wrong.",
+    "version": "Version, Python, platform and kernels.",
+}
+
+
+def outcome(work: Callable[[], Any], debug: bool = False) -> int:
+    """Do it, and give the exit code. What typer knows how to report is raised on."""
+    try:
+        work()
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone: what is still buffered must not fail a second time at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        if debug or hasattr(e, "exit_code"):  # usage errors, Exit and Abort: typer prints them and picks their codes
+            raise
+        from quire.cli import ui
+
+        ui.fail(e)
+        return 1
