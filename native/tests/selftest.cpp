@@ -277,7 +277,8 @@ void test_plan(const Kernels* kernels) {
     const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
     plan.store(k, v, rope, q, q2, 0);
     plan.attend(q2, 0, 4, 0.25f, a, aq);
-    plan.gated({rounded(96, d), nullptr, aq, -1, -1}, {rounded(96, d), nullptr, aq, -1, -1}, -1, f);
+    const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
+    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, -1, f);
     plan.linear({{rounded(d, 96), nullptr, f, y, x}});
     plan.take(y, last);
     plan.linear({{plain(vocabulary, d), nullptr, last, out, -1}});

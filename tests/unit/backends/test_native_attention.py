@@ -99,7 +99,7 @@ def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, 
             {name: x[shared * 16 : 528] for name, x in given.items()},
         )
         sequences.append((528, rows, PAGES[:shared] + own))
-    sequences += [(0, rows, [next(others)]), (300, rows, [*PAGES[:18], next(others)]), (640, rows, PAGES[:41])]
+    sequences += [(0, rows, [next(others)]), (304, rows, [*PAGES[:19], next(others)]), (640, rows, PAGES[:41])]
     together = {n: np.concatenate([x[s : s + n_] for s, n_, _ in sequences]) for n, x in given.items()}
     got = program.run(batch_of(sequences), together)
     want = np.concatenate([wanted[dtype][s : s + n] for s, n, _ in sequences])
