@@ -20,7 +20,7 @@ from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.skinny import skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
-from quire.backends.cuda.kernels.tuning import skinny_shape
+from quire.backends.cuda.kernels.tuning import ROWS, skinny_shape
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch
@@ -43,7 +43,7 @@ class Unnormed:
 class CudaKernels(TorchKernels):
     """Hot ops in Triton. Products of up to `skinny_rows` rows too: one row takes its norm along, more leave parts."""
 
-    skinny_rows = 0  # tuning.ROWS is what they are made for; off until a step with them has been measured
+    skinny_rows = ROWS
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         super().__init__(kv, device, dtype)
