@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from quire.observe.errors import QuireError
 from quire.weights.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# GPU kernels are interpreted where there is no GPU. Triton reads this when it is imported, and other packages may import it
+# before the first test that is about kernels.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell that runs a job in the background makes it ignore interrupts, and its children inherit that: the tests that
 # interrupt something would then wait in vain.
