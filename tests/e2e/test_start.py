@@ -6,6 +6,7 @@ Each was there once, and cost more than it gave. A module that comes back fails 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ MODEL = {
 }
 
 
-def modules(*words: str) -> tuple[str, set[str]]:
+def modules(*words: str, **environment: str) -> tuple[str, set[str]]:
     """What `quire` says to these words, and the modules it had loaded when it was done."""
     code = (
         "import json, sys\nfrom quire.cli.main import main\n"
@@ -52,7 +53,13 @@ def modules(*words: str) -> tuple[str, set[str]]:
         "print('\\n' + json.dumps(sorted(sys.modules)), end='')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
     said, _, listed = done.stdout.rpartition("\n")
@@ -67,7 +74,7 @@ def test_one_answer_loads_nothing_that_it_does_not_need(model_path: Path):
 
 
 @pytest.mark.parametrize("words", [("list",), ("list", "--known"), ("version",), ("ps", "--json")])
-def test_short_answers_load_no_model_code(words: tuple[str, ...]):
-    said, loaded = modules(*words)
+def test_short_answers_load_no_model_code(words: tuple[str, ...], tmp_path: Path):
+    said, loaded = modules(*words, QUIRE_HOME=str(tmp_path))  # `ps` asks the servers that it finds in the user's own
     assert said or words == ("list",)
     assert sorted(loaded & (SERVER | WORDS | NETWORK | HEAVY | MODEL)) == []
