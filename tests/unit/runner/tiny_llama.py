@@ -30,16 +30,16 @@ class RowExact(ReferenceOps):
         return np.array([(w * row).sum(axis=1) for row in x], np.float32).reshape(len(x), w.shape[0])
 
     def attention(self, q, k, v, batch: Batch, *, layer: int, heads: int, scale: float) -> Floats:
-        keys, values = self._keys[layer], self._values[layer]
-        keys[batch.write] = k.reshape(-1, KV_HEADS, HEAD_DIM)
-        values[batch.write] = v.reshape(-1, KV_HEADS, HEAD_DIM)
+        self._keys.write(layer, batch.write, k)
+        self._values.write(layer, batch.write, v)
         out = np.empty_like(q)
         for b in range(batch.sequences):
             for t in range(batch.q_start[b], batch.q_start[b + 1]):
                 where = np.arange(batch.pos[t] + 1)
                 assert where.size <= batch.kv_len[b]
                 place = batch.pages[b, where // PAGE] * PAGE + where % PAGE
-                past_k, past_v = (np.repeat(a[place].astype(np.float64), heads // KV_HEADS, 1) for a in (keys, values))
+                past = [cache.read(layer, place).astype(np.float64) for cache in (self._keys, self._values)]
+                past_k, past_v = (np.repeat(a, heads // KV_HEADS, 1) for a in past)
                 score = (past_k * q[t].reshape(heads, HEAD_DIM)).sum(axis=-1) * scale  # [S, H]
                 weight = np.exp(score - score.max(axis=0))
                 weight /= weight.sum(axis=0)
@@ -92,8 +92,8 @@ def kv(pages: int) -> KV:
 
 def program(pages: int) -> ReferenceProgram:
     ops = RowExact(ReferenceBackend(), kv(pages))
-    ops._keys[:] = np.nan  # whatever was never written must never be read
-    ops._values[:] = np.nan
+    for cache in (ops._keys, ops._values):
+        cache._data[:] = np.nan  # whatever was never written must never be read
     return ReferenceProgram(MODEL.forward, ops)
 
 
