@@ -257,6 +257,16 @@ void affine_panel(const Chunk* chunk, int blocks, int tiles, const uint8_t* pane
     affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
 }
 
+// Asks for the chunk at tile t0 of the blocks from b on: it comes from memory while the rows pass over the one before.
+inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
+    const size_t tiles = (size_t)(w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk);
+    for (int i = b; i < b + kPair && i < b1; i++) {
+        const uint8_t *codes = w.block(i) + (size_t)t0 * w.code_bytes, *scales = w.block(i) + w.scale_at + (size_t)t0 * w.scale_bytes;
+        for (size_t at = 0; at < tiles * w.code_bytes; at += 64) prefetch(codes + at);
+        for (size_t at = 0; at < tiles * w.scale_bytes; at += 64) prefetch(scales + at);
+    }
+}
+
 template <int BITS, int GROUP, bool BIAS>
 void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     alignas(64) float acc[kMaxTall * 16 * kPair];
@@ -276,6 +286,8 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
         for (int t0 = 0; t0 < w.tiles; t0 += kChunk) {
             const int tiles = w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk;
             for (int i = 0; i < blocks; i++) unpack_chunk<BITS, GROUP, BIAS>(w, b + i, t0, tiles, base, chunk[i]);
+            const bool more = t0 + kChunk < w.tiles;
+            ask_ahead(w, more ? b : b + kPair, b1, more ? t0 + kChunk : 0);
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
                 float* at = acc + (size_t)m0 * stride;
