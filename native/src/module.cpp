@@ -199,9 +199,9 @@ void bind_plan(nb::module_& m) {
 NB_MODULE(_native, m) {
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
-    nb::class_<Machine>(m, "Machine").def(nb::init<int, const std::string&, const std::vector<int>&>()).def_prop_ro("threads", [](const Machine& x) {
-        return x.pool->threads();
-    });
+    nb::class_<Machine>(m, "Machine")
+        .def(nb::init<int, const std::string&, const std::vector<int>&>(), nb::arg(), nb::arg(), nb::arg() = std::vector<int>{})
+        .def_prop_ro("threads", [](const Machine& x) { return x.pool->threads(); });
     nb::class_<Matrix>(m, "Matrix")
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.n, w.k); })
         .def_prop_ro("nbytes", [](const Matrix& w) { return w.memory.size(); });
