@@ -254,7 +254,10 @@ template <class T> void attend_cells(const AttendArgs& a) {
         const uint8_t* cell = a.cells + (size_t)a.pages[p] * a.page_stride;
         keys[p] = (const T*)cell;
         values[p] = (const T*)(cell + a.cell.values_at());
-        if constexpr (kScaled) scales[p] = (const float*)(cell + a.cell.scales_at());
+        if constexpr (kScaled) {
+            scales[p] = (const float*)(cell + a.cell.scales_at());
+            prefetch(scales[p]), prefetch(scales[p] + kPage);
+        }
     }
     for (int i = 0; i < kAhead; i++) {
         keys[pages + i] = values[i < pages ? i : 0];

@@ -20,17 +20,19 @@ from quire.observe.errors import Unsupported
 DTYPES = pytest.mark.parametrize("dtype", KV_DTYPES)
 LENGTH, HEADS, KV_HEADS, DIM = 700, 6, 2, 32
 WIDTHS = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
-PAGES = [int(p) for p in np.random.default_rng(9).permutation(160)]
+PAGES = [int(p) for p in np.random.default_rng(9).permutation(200)]
 
 
 def attention(heads: int, dim: int):
     def forward(ops, batch, i):
-        return ops.attention(i["q"], i["k"], i["v"], batch, layer=1, heads=heads, scale=dim**-0.5)
+        for layer in (0, 1):  # the second must find everything as the first did
+            x = ops.attention(i["q"], i["k"], i["v"], batch, layer=layer, heads=heads, scale=dim**-0.5)
+        return x
 
     return forward
 
 
-def compiled(dtype: str, *, pages: int = 160, **options):
+def compiled(dtype: str, *, pages: int = 200, **options):
     kv = KV(2, pages, 16, KV_HEADS, DIM, dtype)
     limits = {"kv": kv, "max_tokens": 768, "max_rows": 0, "inputs": WIDTHS}
     return NativeBackend(**options).compile(attention(HEADS, DIM), **limits)
@@ -87,7 +89,7 @@ def test_kernel_sets_do_not_show(given, wanted, dtype: str, isa: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, rows: int) -> None:
-    """Seventeen sequences that begin with the same 0, 256, 512 or 640 tokens, in the same pages and in pages of their own."""
+    """Sequences that begin with the same 0, 256, 512 or 640 tokens, in the same pages and in pages of their own."""
     program = compiled(dtype, threads=threads)
     feed(program, given, 0, 640, PAGES[:40])
     others = iter(PAGES[44:])
@@ -101,8 +103,16 @@ def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, 
         sequences.append((528, rows, PAGES[:shared] + own))
     sequences += [(0, rows, [next(others)]), (304, rows, [*PAGES[:19], next(others)]), (640, rows, PAGES[:41])]
     together = {n: np.concatenate([x[s : s + n_] for s, n_, _ in sequences]) for n, x in given.items()}
-    got = program.run(batch_of(sequences), together)
     want = np.concatenate([wanted[dtype][s : s + n] for s, n, _ in sequences])
+    # One more of the same length, with a past of its own.
+    other, own = {name: x[::-1].copy() for name, x in given.items()}, [next(others) for _ in range(34)]
+    feed(program, other, 0, 528, own)
+    alone = compiled(dtype)
+    feed(alone, other, 0, 528, own)
+    want = np.concatenate([want, feed(alone, other, 528, 528 + rows, own)])
+    sequences.append((528, rows, own))
+    together = {n: np.concatenate([x, other[n][528 : 528 + rows]]) for n, x in together.items()}
+    got = program.run(batch_of(sequences), together)
     np.testing.assert_array_equal(got, want)
 
 
@@ -193,8 +203,7 @@ def test_int8_is_codes_and_a_scale() -> None:
 def test_both_languages_count_the_same_bytes(dtype: str) -> None:
     for heads, dim in ((3, 64), (1, 8), (2, 200)):
         kv = KV(5, 7, 16, heads, dim, dtype)
-        machine = extension().Machine(1, available()[0])
-        plan = extension().Plan(machine, (5, 7, heads, dim, dtype == "int8"), 1, 0, 64)
+        plan = extension().Plan(NativeBackend()._machine, (5, 7, heads, dim, dtype == "int8"), 1, 0, 64)
         assert plan.page_bytes == kv.page_bytes == 16 * kv.token_bytes
     assert KV(30, 1, 16, 3, 64).token_bytes == 23040
     assert KV(30, 1, 16, 3, 64, "int8").token_bytes == 30 * 2 * 3 * (64 + 4)
