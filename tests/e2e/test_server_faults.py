@@ -125,7 +125,7 @@ def test_an_engine_killed_is_told_and_restarted(start: Callable[..., Server]):
             events.append(chunk)  # noqa: PERF402, watched from another thread
 
     streaming, stream_result = in_background(stream)
-    wait_until(lambda: len(events) > 3)
+    wait_until(lambda: len(events) > 3 and server.metric("vllm:num_requests_running{") == 2)
     os.kill(server.engine_pid(), signal.SIGKILL)
     whole.join(10)
     streaming.join(10)
