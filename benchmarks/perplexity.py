@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, default=ROOT.parent / "shared" / "data" / "text", help="a file or a folder"
     )
-    parser.add_argument("--tokens", type=int, default=16384, help="of each file")
+    parser.add_argument("--tokens", type=int, default=16384, help="of each file; 0: speed only")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--stride", type=int, default=256)
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
@@ -206,13 +206,18 @@ def main() -> None:
     from quire.weights.store import Store
 
     path, threads = str(Store().resolve(args.model or DEFAULT_MODEL)), args.threads or available_cores()
-    print(f"{args.model or 'default model'}: perplexity, windows of {args.context} every {args.stride} tokens")
-    quality = measure_quality(args, path, threads)
-    print(f"decode tokens/s, {threads} threads, median of {args.rounds} (lowest to highest)")
-    speed = measure_speed(args, path, threads)
+    quality: dict[str, Any] = {}
+    speed: dict[str, Any] = {}
+    if args.tokens:
+        print(f"{args.model or 'default model'}: perplexity, windows of {args.context} every {args.stride} tokens")
+        quality = measure_quality(args, path, threads)
+    if args.depths:
+        print(f"decode tokens/s, {threads} threads, median of {args.rounds} (lowest to highest)")
+        speed = measure_speed(args, path, threads)
     if args.save:
         sizes = {"context": args.context, "stride": args.stride, "threads": threads, "decode": args.decode}
-        print("saved", save("perplexity", {"model": Path(path).name, **sizes, "quality": quality, "decode": speed}))
+        name = "perplexity" if quality else f"kv-dtypes-depth{'-'.join(map(str, args.depths))}"
+        print("saved", save(name, {"model": Path(path).name, **sizes, "quality": quality, "decode": speed}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ Schedule::Schedule(int heads, int kv_heads, int head_dim)
 bool Schedule::last(const Tile& tile, int head) const {
     std::atomic<int>& pending = pending_[(size_t)((&tile - tiles_.data()) * kv_heads_ + head)];
     if (pending.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
-    pending.store(tile.pieces, std::memory_order_relaxed);  // for the next layer, which comes after a barrier
+    pending.store(tile.pieces, std::memory_order_relaxed);  // for the next layer, which opens when this one has ended
     return true;
 }
 
