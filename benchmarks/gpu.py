@@ -246,8 +246,8 @@ def ceilings(device: str) -> tuple[float, float]:
     return rates[-1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured: also for gpu_profile."""
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cuda")
@@ -256,8 +256,13 @@ def main() -> None:
     parser.add_argument("--max-seqs", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--depth", type=int, default=None)
-    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add_engine_options(parser)
+    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
     parser.add_argument("--no-save", action="store_true")
