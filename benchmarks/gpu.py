@@ -126,6 +126,10 @@ class Host:
             for name, times in self.seconds.items()
         }
 
+    def totals(self) -> dict[str, float]:
+        """Seconds of each since `clear`."""
+        return {name: round(sum(times), 3) for name, times in self.seconds.items()}
+
 
 def start(b: Bench, began: float) -> Line:
     b.ask(b.prompt(64), 1)
@@ -188,13 +192,14 @@ def many(b: Bench) -> Line:
     count = b.args.requests
     for _ in range(count):
         b.ask(b.prompt(512), 256)
+    b.host.clear()
     seconds = b.finish()
     rate = count * 256 / seconds
     return Line(
         f"{count:,} requests, 512 in / 256 out",
         f"{rate:,.0f} out tok/s ({3 * rate:,.0f} total)",
         "",
-        {"out_tokens_per_second": rate, "seconds": seconds},
+        {"out_tokens_per_second": rate, "seconds": seconds, "host_seconds": b.host.totals()},
     )
 
 
@@ -202,13 +207,14 @@ def shared(b: Bench) -> Line:
     prefix = b.prompt(2048)
     for _ in range(256):
         b.ask(prefix + b.prompt(64), 128)
+    b.host.clear()
     seconds = b.finish()
     rate = 256 * 128 / seconds
     return Line(
         "256 requests sharing 2,048 + 64 own, 128 out",
         f"{rate:,.0f} out tok/s",
         "",
-        {"out_tokens_per_second": rate, "seconds": seconds},
+        {"out_tokens_per_second": rate, "seconds": seconds, "host_seconds": b.host.totals()},
     )
 
 
@@ -244,6 +250,21 @@ def ceilings(device: str) -> tuple[float, float]:
 
     rates = [(copy_rate(), matmul_rate()) for _ in range(2)]  # the first warms the clocks up
     return rates[-1]
+
+
+def compilations() -> list[str]:
+    """Names of the kernels that Triton compiles, or takes from its cache, from now on. There should be none."""
+    from triton import knobs
+
+    names: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **about: names.append(about["fn"].name)
+    return names
+
+
+def told(line: Line) -> str:
+    """The host's share, where it was measured."""
+    parts = [f"host {key.removeprefix('host_')} {line.numbers[key]}" for key in line.numbers if key.startswith("host_")]
+    return ", ".join(parts)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -282,10 +303,15 @@ def main() -> None:
         "many": many,
         "shared": shared,
     }
+    compiled = compilations()
     for name in args.rows:
         if name in rows:
             lines.append(rows[name](bench))
-            print(f"{lines[-1].name}: {lines[-1].value}   {lines[-1].numbers.get('host_ms', '')}", flush=True)
+            if compiled:
+                print(f"compiled while it ran: {len(compiled)} kernels: {', '.join(sorted(set(compiled)))}")
+                lines[-1].numbers["compiled"] = len(compiled)
+                compiled.clear()
+            print(f"{lines[-1].name}: {lines[-1].value}   {told(lines[-1])}", flush=True)
     print("\n| | measured | floor |\n|---|---|---|")
     for line in lines:
         print(f"| {line.name} | {line.value} | {line.floor} |")

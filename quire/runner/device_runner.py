@@ -37,6 +37,8 @@ from quire.runner.staging import Arrival, Staging
 
 _CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
 _BROKEN = "the model produced NaN or infinite logits"
+# Steps to launch before the first request, as decode rows, prompt rows and reach: few rows, many, split contexts, and not.
+PRACTICE = ((0, 3, 64), (0, 20, 1024), (0, 40, 4096), (0, 300, 256), (7, 600, 2048), (159, 600, 512))
 
 
 @dataclass(slots=True)
@@ -120,6 +122,8 @@ class DeviceRunner:
         self._decoder: Decoder | None = None
         if program.graphs if padded is None else padded:
             self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
+        if program.graphs:
+            self._practise(max_seqs, max_tokens, max_context)
         self._turns = [0] * max_seqs
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
         self._unread: deque[DeviceTicket] = deque()
@@ -256,6 +260,35 @@ class DeviceRunner:
                 host=batch,
             )
         )
+
+    @torch.inference_mode()
+    def _practise(self, max_seqs: int, max_tokens: int, max_context: int) -> None:
+        """Launch steps of every kind that is not captured, on the spare page: what they compile must not meet a request."""
+        for ones, rows, reach in PRACTICE:
+            rows = min(rows, max_tokens - ones)
+            if ones >= max_seqs or rows < 1:
+                continue
+            n = np.array([1] * ones + [rows], np.int32)
+            q_start = np.concatenate(([0], np.cumsum(n))).astype(np.int32)
+            pos = np.concatenate([np.arange(k, dtype=np.int32) for k in n])
+            write = self._state.spare_write + pos % self._program.kv.page_size
+            ids, last = np.zeros_like(pos), q_start[1:] - 1
+            arrays = [ids, pos, q_start, n, write.astype(np.int32), last.astype(np.int32)]
+            on_device = self._staging.send(arrays)
+            batch = DeviceBatch(
+                ids=on_device[0],
+                pos=on_device[1],
+                q_start=on_device[2],
+                kv_len=on_device[3],
+                pages=self._state.table[self._state.spare].expand(n.size, -1).contiguous(),
+                write=on_device[4],
+                logit_rows=on_device[5],
+                longest=rows,
+                reach=min(reach, max_context),
+                host=Batch(ids, pos, q_start, n, np.zeros((n.size, 1), np.int32), arrays[4], arrays[5]),
+            )
+            greedy(self._program.launch(batch))
+        torch.cuda.synchronize(self._device)
 
     # ---- choosing
 
