@@ -7,7 +7,7 @@
     decode   256 sequences of 512 tokens and more
     shared   256 sequences that share 2,048 tokens and have 64 of their own
 
-Steps run one at a time here (depth 0), so host and device add up; in an engine at work they overlap.
+Steps run one at a time (depth 0), so host and device add up; with --depth 1 they overlap as in an engine at work.
 """
 
 from __future__ import annotations
@@ -34,21 +34,39 @@ def measure(b: Bench, name: str, top: int) -> None:
         for _ in range(STEPS):
             before = time.perf_counter()
             work = b.engine.step()
-            torch.cuda.synchronize()
+            if not b.args.depth:
+                torch.cuda.synchronize()
             walls.append(time.perf_counter() - before)
             tokens.append(len(work))
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
+    spans: list[tuple[float, float, str]] = []
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spent[event.name] += event.device_time
             calls[event.name] += 1
+            spans.append((event.time_range.start, event.time_range.end, event.name))
     busy = sum(spent.values())
     print(
         f"\n{name}: {1e3 * sum(walls) / STEPS:.2f} ms a step, device busy {busy / 1e3 / STEPS:.2f} ms; events {tokens}"
     )
     for kernel, us in spent.most_common(top):
         print(f"  {us / 1e3 / STEPS:8.3f} ms {calls[kernel] / STEPS:7.1f}x  {kernel[:100]}")
+    for (before, after), us in idle(spans).most_common(4):
+        print(f"  {us / 1e3 / STEPS:8.3f} ms idle between {before[:40]} and {after[:40]}")
+
+
+def idle(spans: list[tuple[float, float, str]]) -> Counter[tuple[str, str]]:
+    """Time in which no kernel and no copy ran, by what came before and after."""
+    gaps: Counter[tuple[str, str]] = Counter()
+    spans = sorted(spans)
+    end, last = spans[0][1], spans[0][2]
+    for start, until, name in spans[1:]:
+        if start > end:
+            gaps[last, name] += start - end  # type: ignore[assignment]
+        if until > end:
+            end, last = until, name
+    return gaps
 
 
 def prompt(b: Bench) -> None:
@@ -92,7 +110,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--top", type=int, default=14)
     args = parser.parse_args()
-    args.depth = 0
+    args.depth = args.depth or 0
     b = Bench(args, (1.0, 1.0))
     prepare: dict[str, Any] = {"prompt": prompt, "mixed": mixed, "decode": decode, "shared": shared}
     for name in args.kinds:
