@@ -36,6 +36,7 @@ from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
 from quire.models import Model, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
+from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
 from quire.weights.gguf import GGUF
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
@@ -54,12 +55,12 @@ class Sizes:
 
 
 def build_engine(
-    config: EngineConfig, env: Environment, progress: Progress | None = None, gguf: GGUF | None = None
+    config: EngineConfig, env: Environment, progress: Progress | None = None, checkpoint: Opened | None = None
 ) -> tuple[Engine, EngineInfo]:
-    """Load the model and make it ready. `gguf` is the file when the caller has it open already."""
+    """Load the model and make it ready. `checkpoint` is what is at the path when the caller has it open already."""
     watch = _Watch()
     _check(config)
-    source = _source(config, gguf)
+    source = _source(config, checkpoint)
     model = source.model
     watch.lap("model")
     threads, cores, threads_line = choose_threads(config, env)
@@ -152,15 +153,19 @@ class _Source:
     notes: list[str]
 
 
-def _source(config: EngineConfig, gguf: GGUF | None) -> _Source:
+def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
     if config.load_format == "dummy":
         from quire.models.shapes import load_shape
 
         model, nbytes = load_shape(config.path)
         return _Source(model, config.name or config.path, nbytes, ["weights: random numbers, not a trained model"])
-    gguf = gguf or GGUF.open(config.path)
-    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
-    return _Source(load(gguf), name, sum(info.nbytes for info in gguf.tensors.values()), [])
+    checkpoint = checkpoint or open_checkpoint(config.path)
+    if isinstance(checkpoint, GGUF):
+        own = checkpoint.metadata.get_str("general.name", "")
+    else:
+        own = checkpoint.name
+    model = load(checkpoint)
+    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), [])
 
 
 def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
