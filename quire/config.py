@@ -52,10 +52,10 @@ class Environment:
 class EngineConfig:
     """One engine: one model on one backend."""
 
-    path: str  # the model file, already found
+    path: str  # the model file or folder, already found
     name: str = ""  # what clients call it
-    backend: str = "native"  # or "reference", "torch", "cuda"
-    device: str = "auto"  # of the torch backends: "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
+    backend: str = "auto"  # "native", "cuda", "torch", "reference"; auto: cuda with a GPU, else native
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one that can be used
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
     load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
     deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, not yet to be had on a GPU

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
+from quire.backends.detect import detect
 from quire.backends.ops import KV, KV_DTYPES, Backend, Estimator, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
@@ -60,6 +61,7 @@ def build_engine(
     """Load the model and make it ready. `checkpoint` is what is at the path when the caller has it open already."""
     watch = _Watch()
     _check(config)
+    config, device_lines = choose_backend(config)
     source = _source(config, checkpoint)
     model = source.model
     watch.lap("model")
@@ -118,6 +120,7 @@ def build_engine(
         *source.notes,
         *model.notes,
         f"backend: {backend.describe()}",
+        *device_lines,
         threads_line,
         *sizes.lines,
         *_kv_line(config, kv),
@@ -168,6 +171,21 @@ def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
     return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), [])
 
 
+def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """The configuration with a backend's name in place of auto, and the line that says why."""
+    if config.backend != "auto":
+        return config, []
+    if config.device.startswith("cuda"):
+        return dataclasses.replace(config, backend="cuda"), [f"device: {config.device} (asked for)"]
+    if config.device == "cpu":
+        return dataclasses.replace(config, backend="native"), ["device: cpu (asked for)"]
+    if config.device != "auto":
+        raise BadRequest(f"device is {config.device!r}: it must be auto, cpu, cuda or cuda:N", param="device")
+    found = detect()
+    device = "cuda" if found.backend == "cuda" else "cpu"
+    return dataclasses.replace(config, backend=found.backend), [f"device: {device} ({found.why})"]
+
+
 def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
     """How many threads, what they are pinned to, and the sentence that says why.
 
@@ -179,7 +197,7 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     if asked is not None:
         return asked[0], (), asked[1]
     cores = look_at_cores()
-    if config.backend == "native" and not config.device.startswith("cuda"):
+    if config.backend == "native":
         from quire.backends.native import available
         from quire.backends.native.tune import decide
 
@@ -284,14 +302,16 @@ def _check(config: EngineConfig) -> None:
 
 
 def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int, ...]) -> Backend:
-    name = "cuda" if config.backend == "native" and config.device.startswith("cuda") else config.backend
+    name = config.backend
     torch = name in ("torch", "cuda")
     if config.load_format not in ("auto", "dummy"):
         raise BadRequest(f"load_format is {config.load_format!r}: it must be auto or dummy", param="load_format")
     if not torch and config.load_format == "dummy":
         raise Unsupported(f"the {name} backend cannot make random weights", cure="use --backend torch or cuda")
     if not torch and (config.device not in ("auto", "cpu") or config.dtype != "auto"):
-        raise Unsupported(f"the {name} backend takes no device or dtype", cure="use --backend torch or cuda")
+        raise Unsupported(
+            f"the {name} backend takes no device or dtype", cure="leave them out, or use --backend torch or cuda"
+        )
     if torch and config.deterministic:
         raise Unsupported(
             f"the {name} backend cannot promise the same bits in any batch yet",

@@ -38,7 +38,9 @@ def rope_of(config: Values, theta: float) -> tuple[float, Scaling]:
     base = values.number("rope_theta", base)
     kind = values.text("rope_type", None) or values.text("type", "default")
     if kind not in KINDS:
-        raise Unsupported(f"{values.where}: rope scaling {kind!r} is not supported", cure=f"supported: {', '.join(KINDS)}")
+        raise Unsupported(
+            f"{values.where}: rope scaling {kind!r} is not supported", cure=f"supported: {', '.join(KINDS)}"
+        )
     # `default` ignores what is left over from another kind, as transformers does; elsewhere a stranger may matter.
     strange = sorted(k for k in values.raw if k not in _ALWAYS | _KNOWN[kind] and values.get(k) is not None)
     if strange and kind != "default":
@@ -97,4 +99,6 @@ def refuse_quantized(config: Values) -> None:
 def _whole_heads(values: Values) -> None:
     share = values.number("partial_rotary_factor", 1.0)
     if share != 1.0:
-        raise Unsupported(f"{values.where}: partial_rotary_factor is {share}: this architecture rotates whole heads here")
+        raise Unsupported(
+            f"{values.where}: partial_rotary_factor is {share}: this architecture rotates whole heads here"
+        )

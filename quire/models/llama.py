@@ -304,7 +304,9 @@ class Model:
         # Some files carry the frequencies that we compute, or a copy of the embedding where the head is tied to it.
         extra = [n for n in tensors.leftover() if not n.endswith(".rotary_emb.inv_freq")]
         if config.tied and extra == ["lm_head.weight"]:
-            model._told.append("the file's lm_head.weight is not used: the configuration ties the head to the embedding")
+            model._told.append(
+                "the file's lm_head.weight is not used: the configuration ties the head to the embedding"
+            )
         elif extra:
             raise BadModelFile(
                 f"{folder.file_of(extra[0])}: tensor {extra[0]!r} is not one that a {config.architecture} with this "
@@ -312,7 +314,9 @@ class Model:
                 cure="config.json and the weights belong to different models, or a setting is missing from it",
             )
         if "auto_map" in folder.config:
-            model._told.append(f"config.json names code of its own (auto_map), which is not run: as {config.architecture}")
+            model._told.append(
+                f"config.json names code of its own (auto_map), which is not run: as {config.architecture}"
+            )
         return model
 
     def _layer(self, i: int) -> Layer:

@@ -49,7 +49,9 @@ class Folder:
             return cls(path, Values.read(Path(path) / CONFIG))
         except FileNotFoundError:
             why = f"{path} has no {CONFIG}" if os.path.isdir(path) else f"there is no folder {path}"
-            raise NotFound(why, cure="name a folder with a model as Hugging Face lays it out, or a .gguf file") from None
+            raise NotFound(
+                why, cure="name a folder with a model as Hugging Face lays it out, or a .gguf file"
+            ) from None
 
     @property
     def architecture(self) -> str:
@@ -64,9 +66,13 @@ class Folder:
             return path.parent.parent.name.removeprefix("models--").replace("--", "/")
         return path.name
 
-    @cached_property
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor, by name. The first look opens and checks all shards."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, TensorInfo]:
         index = self.values(INDEX)
         if index is not None:
             return MappingProxyType(self._indexed(index))

@@ -135,7 +135,9 @@ def _parse(path: str, file: mmap.mmap, size: int) -> dict[str, TensorInfo]:
     """Every tensor by name, in the order of their bytes."""
     length = int.from_bytes(file[:8], "little")
     if length > MAX_HEADER:
-        raise BadModelFile(f"{path}: its first 8 bytes say a header of {length} bytes: at most {MAX_HEADER} are allowed")
+        raise BadModelFile(
+            f"{path}: its first 8 bytes say a header of {length} bytes: at most {MAX_HEADER} are allowed"
+        )
     if 8 + length > size:
         raise BadModelFile(f"{path} is cut short: its header ends at byte {8 + length}, the file at {size}")
     infos = [

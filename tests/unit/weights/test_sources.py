@@ -132,9 +132,9 @@ def test_the_catalogue_is_sound():
 # Files
 
 
-def test_a_directory_is_a_later_matter(store: Store, tmp_path: Path):
+def test_a_folder_without_a_configuration_is_no_model(store: Store, tmp_path: Path):
     (tmp_path / "a.gguf").write_bytes(MODEL)
-    with pytest.raises(Unsupported, match=r"is a directory.*a\.gguf"):
+    with pytest.raises(Unsupported, match=r"without a config.json.*a\.gguf"):
         store.resolve(str(tmp_path))
 
 
