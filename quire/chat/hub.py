@@ -296,7 +296,7 @@ def _names(folder: Folder, config: Values | None) -> dict[str, str]:
             if isinstance(value, dict):
                 value = value.get("content")
             if value is not None and not isinstance(value, str):
-                raise BadModelFile(f"{values.where}: {name} is {str(value)[:60]}: a string is needed")
+                raise BadModelFile(f"{values.where}: {name} is {repr(value)[:60]}: a string is needed")
             if value is not None:
                 found[name] = value
     return found

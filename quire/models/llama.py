@@ -210,7 +210,7 @@ def _still(config: Values, layers: int) -> frozenset[int]:
         step = config.count("no_rope_layer_interval", 4)
         return frozenset(range(step - 1, layers, step))
     if not isinstance(listed, list) or len(listed) != layers or any(n not in (0, 1) for n in listed):
-        raise BadModelFile(f"{config.where}: no_rope_layers is {str(listed)[:60]}: {layers} times 0 or 1 is needed")
+        raise BadModelFile(f"{config.where}: no_rope_layers is {repr(listed)[:60]}: {layers} times 0 or 1 is needed")
     return frozenset(i for i, rotated in enumerate(listed) if not rotated)
 
 
@@ -303,11 +303,10 @@ class Model:
         model = cls(config, tensors, HF_NAMES, pairs=False)
         # Some files carry the frequencies that we compute, or a copy of the embedding where the head is tied to it.
         extra = [n for n in tensors.leftover() if not n.endswith(".rotary_emb.inv_freq")]
-        if config.tied and extra == ["lm_head.weight"]:
-            model._told.append(
-                "the file's lm_head.weight is not used: the configuration ties the head to the embedding"
-            )
-        elif extra:
+        if config.tied and "lm_head.weight" in extra:
+            extra.remove("lm_head.weight")
+            model._told.append("the file's lm_head.weight is not used: the configuration ties the head to the embedding")
+        if extra:
             raise BadModelFile(
                 f"{folder.file_of(extra[0])}: tensor {extra[0]!r} is not one that a {config.architecture} with this "
                 f"configuration has ({config.layers} layers); {len(extra)} of {len(folder.tensors)} tensors are not",

@@ -9,6 +9,7 @@ there is. Pickled weights are never opened. Nothing in the folder is executed.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -25,6 +26,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_SHARDS = 4096
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")  # a file name that stays in its folder
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -137,8 +139,8 @@ class Folder:
             raise BadModelFile(f"{index.where}: weight_map is missing")
         files: Counter[str] = Counter()
         for tensor, file in mapped.raw.items():
-            if not isinstance(file, str) or not _is_plain(file):
-                raise BadModelFile(f"{mapped.where}: tensor {tensor!r} is in {str(file)[:80]!r}, which is no file here")
+            if not isinstance(file, str) or not _PLAIN.fullmatch(file):
+                raise BadModelFile(f"{mapped.where}: tensor {tensor!r} is in {repr(file)[:80]}, which is no file here")
             files[file] += 1
         if not 0 < len(files) <= MAX_SHARDS:
             raise BadModelFile(f"{mapped.where} names {len(files)} files: 1 to {MAX_SHARDS} are allowed")
@@ -191,7 +193,7 @@ def architecture_of(config: Values) -> str:
         kind = config.text("model_type")
         return MODEL_TYPES.get(kind, kind)
     if not isinstance(listed, list) or not listed or not isinstance(listed[0], str):
-        raise BadModelFile(f"{config.where}: architectures is {str(listed)[:60]}: a list of names is needed")
+        raise BadModelFile(f"{config.where}: architectures is {repr(listed)[:60]}: a list of names is needed")
     return listed[0]
 
 
@@ -202,11 +204,6 @@ def refuse_pickle(path: Path) -> Unsupported:
         cure="use a safetensors version of the model; transformers writes one: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)",
     )
-
-
-def _is_plain(name: str) -> bool:
-    """A file name that stays in its folder."""
-    return name.endswith(".safetensors") and os.path.basename(name) == name and "\\" not in name and "\0" not in name
 
 
 def describe(folder: Folder) -> dict[str, object]:

@@ -197,9 +197,9 @@ def _tensor(path: str, name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(kind, str) or kind not in BITS:
         raise wrong(f"has the dtype {str(kind)[:40]!r}, which is not known; known: {', '.join(BITS)}")
     if not _counts(shape) or len(shape) > MAX_DIMS:
-        raise wrong(f"has the shape {str(shape)[:80]}: at most {MAX_DIMS} numbers from 0 on are allowed")
+        raise wrong(f"has the shape {repr(shape)[:80]}: at most {MAX_DIMS} numbers from 0 on are allowed")
     if not _counts(span) or len(span) != 2 or span[0] > span[1]:
-        raise wrong(f"has the data_offsets {str(span)[:80]}: two numbers, the first not above the second, are needed")
+        raise wrong(f"has the data_offsets {repr(span)[:80]}: two numbers, the first not above the second, are needed")
     bits = math.prod(shape) * BITS[kind]
     if bits != 8 * (span[1] - span[0]):
         need = bits // 8 if bits % 8 == 0 else bits / 8
