@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +27,7 @@ from quire.chat.template import MAX_SOURCE, ChatTemplate
 from quire.chat.tokenizer import Tokenizer, control_of
 from quire.chat.vocab import BYTE, CONTROL, MAX_TOKENS, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary, end_ids, raw
 from quire.chat.vocab import where as where_is
-from quire.observe.errors import BadModelFile, BadRequest, NotFound, Unsupported
+from quire.observe.errors import BadModelFile, BadRequest, NotFound, QuireError, Unsupported
 
 if TYPE_CHECKING:
     from quire.weights.folder import Folder
@@ -49,6 +51,7 @@ class Added(msgspec.Struct):
     special: bool = False
     lstrip: bool = False
     rstrip: bool = False
+    normalized: bool = False
 
 
 class Model(msgspec.Struct):
@@ -87,7 +90,7 @@ def read_tokenizer(folder: Folder) -> Tokenizer:
     tokens, types = _tokens(where, library, added, file.model, folder.config.count("vocab_size", most=MAX_TOKENS))
     ids = {name: library.token_to_id(text) for name, text in _names(folder, config).items()}
     bos, eos = ids.get("bos_token"), ids.get("eos_token")
-    before, after = _around(where, library, config, bos, eos)
+    before, after = _around(where, library)
     named = [eos, *_ends(folder, len(tokens))]
     vocab = Vocabulary(
         model="hub",
@@ -179,18 +182,27 @@ class HubEncoder:
         return _library(self._where, json.dumps(data))
 
 
-def _library(where: str, text: str) -> tokenizers.Tokenizer:
+@contextmanager
+def _heard(where: str) -> Iterator[None]:
+    """The library's failures as ours; it panics at some files, which is outside Exception's tree."""
     try:
-        library = tokenizers.Tokenizer.from_str(text)
-        library.no_truncation()
-        library.no_padding()
+        yield
+    except QuireError:
+        raise
     except Exception as e:
         raise BadModelFile(f"{where} cannot be used: {str(e)[:300]}") from None
     except BaseException as e:
-        if type(e).__name__ != "PanicException":  # the library's own failure, outside Exception's tree
+        if type(e).__name__ != "PanicException":
             raise
         raise BadModelFile(f"{where} cannot be used: {str(e)[:300]}") from None
-    return library
+
+
+def _library(where: str, text: str) -> tokenizers.Tokenizer:
+    with _heard(where):
+        library = tokenizers.Tokenizer.from_str(text)
+        library.no_truncation()
+        library.no_padding()
+        return library
 
 
 def _absent(folder: Folder) -> Exception:
@@ -240,9 +252,15 @@ def _added(where: str, listed: list[Added], library: tokenizers.Tokenizer, confi
         if token.content not in known:
             more.append(token)
     for token in sorted(more, key=lambda t: t.id):
-        library.add_tokens(
-            [tokenizers.AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, special=token.special)]
-        )
+        with _heard(where):
+            made = tokenizers.AddedToken(
+                token.content,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                special=token.special,
+                normalized=token.normalized,
+            )
+            library.add_tokens([made])
     for token in listed + more:
         got = library.token_to_id(token.content) if token.content else token.id
         if got != token.id:
@@ -309,14 +327,11 @@ def _ends(folder: Folder, count: int) -> list[int]:
     return [i for i in listed if i < count]
 
 
-def _around(
-    where: str, library: tokenizers.Tokenizer, config: Values | None, bos: int | None, eos: int | None
-) -> tuple[int | None, int | None]:
-    """The tokens that belong before and after a text: as tokenizer_config.json says, else what the library puts there."""
-    if config is not None and ("add_bos_token" in config or "add_eos_token" in config):
-        wants = config.flag("add_bos_token", False), config.flag("add_eos_token", False)
-        return (bos if wants[0] else None), (eos if wants[1] else None)
-    bare, dressed = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
+def _around(where: str, library: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
+    """The tokens that tokenizer.json puts before and after a text. Flags in tokenizer_config.json do not count, as in
+    transformers: they were for tokenizers without that file."""
+    with _heard(where):
+        bare, dressed = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
     at = next((k for k in range(len(dressed) + 1) if dressed[k : k + len(bare)] == bare), 0)
     before, after = dressed[:at], dressed[at + len(bare) :]
     if len(before) > 1 or len(after) > 1:

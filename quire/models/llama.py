@@ -305,7 +305,9 @@ class Model:
         extra = [n for n in tensors.leftover() if not n.endswith(".rotary_emb.inv_freq")]
         if config.tied and "lm_head.weight" in extra:
             extra.remove("lm_head.weight")
-            model._told.append("the file's lm_head.weight is not used: the configuration ties the head to the embedding")
+            model._told.append(
+                "the file's lm_head.weight is not used: the configuration ties the head to the embedding"
+            )
         if extra:
             raise BadModelFile(
                 f"{folder.file_of(extra[0])}: tensor {extra[0]!r} is not one that a {config.architecture} with this "

@@ -99,7 +99,9 @@ class Feed:
                 return
             layout, start, stop = piece
             buffer = self._free.popleft()
-            self._reading.append(_Part(layout, start, stop, buffer, self._pool.submit(_read, layout, start, stop, buffer)))
+            self._reading.append(
+                _Part(layout, start, stop, buffer, self._pool.submit(_read, layout, start, stop, buffer))
+            )
 
     def _deliver(self, part: _Part) -> torch.Tensor:
         rows = part.stop - part.start

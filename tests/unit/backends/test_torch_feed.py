@@ -23,7 +23,13 @@ def dense(shape: tuple[int, ...], dtype: str, seed: int = 0, shift: int = 0) -> 
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape)) * (4 if dtype == "f32" else 2)
     values = rng.standard_normal(int(np.prod(shape))).astype("<f4")
-    kept = values if dtype == "f32" else values.astype("<f2") if dtype == "f16" else (values.view("<u4") >> 16).astype("<u2")
+    kept = (
+        values
+        if dtype == "f32"
+        else values.astype("<f2")
+        if dtype == "f16"
+        else (values.view("<u4") >> 16).astype("<u2")
+    )
     data = np.zeros(size + shift, np.uint8)
     data[shift:] = np.frombuffer(kept.tobytes(), np.uint8)
     data.flags.writeable = False
@@ -33,7 +39,9 @@ def dense(shape: tuple[int, ...], dtype: str, seed: int = 0, shift: int = 0) -> 
 def quantized(n: int, k: int) -> Layout:
     import gguf
 
-    data = gguf.quants.quantize(np.random.default_rng(1).standard_normal((n, k)).astype(np.float32), gguf.GGMLQuantizationType.Q4_0)
+    data = gguf.quants.quantize(
+        np.random.default_rng(1).standard_normal((n, k)).astype(np.float32), gguf.GGMLQuantizationType.Q4_0
+    )
     return formats.load("Q4_0").read(np.ascontiguousarray(data).reshape(-1), (n, k))
 
 

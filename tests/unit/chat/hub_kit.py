@@ -27,10 +27,15 @@ def byte_level(path: Path, size: int = 500, **settings: Any) -> Any:
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     made.train_from_iterator(CORPUS, trainer)
     made.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ def test_plain_text_never_becomes_a_control_token(both: tuple[Tokenizer, Any], t
     ours, theirs = both
     ids = ours.encode(text, add_special=False, parse_special=False)
     assert not [i for i in ids if ours.is_special(i)]
-    plain = text.replace("cafe\u0301", "café") if "Metaspace" not in theirs.backend_tokenizer.to_str() else text
-    if not (theirs.backend_tokenizer.normalizer and "NFC" in theirs.backend_tokenizer.to_str()):
-        plain = text
+    library = theirs.backend_tokenizer.to_str()
+    plain = unicodedata.normalize("NFC", text) if '"NFC"' in library else text
+    if "Metaspace" in library:  # does not put a space before one, and takes one away
+        plain = plain.removeprefix(" ")
     assert ours.decode(ids, skip_special=False) == plain
     if "<" not in text:
         assert ids == ours.encode(text, add_special=False, parse_special=True)
@@ -109,16 +111,18 @@ def test_what_ends_a_turn_is_what_every_file_says(tmp_path: Path):
         read_tokenizer(hub_kit.folder(tmp_path))
 
 
+@pytest.mark.parametrize("silent", [True, False])
 @pytest.mark.parametrize("wants", [{"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}, {}])
-def test_begin_and_end_tokens_are_those_of_transformers(wants: dict[str, bool], tmp_path: Path):
+def test_begin_and_end_tokens_are_those_of_transformers(wants: dict[str, bool], silent: bool, tmp_path: Path):
     from transformers import AutoTokenizer
 
     hub_kit.sentencepiece(tmp_path)
     hub_kit.edit(tmp_path / "tokenizer_config.json", **wants)
+    if silent:
+        hub_kit.edit(tmp_path / "tokenizer.json", post_processor=None)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours = read_tokenizer(hub_kit.folder(tmp_path))
     assert ours.encode("Hello", add_special=True, parse_special=True) == theirs.encode("Hello")
-    assert ours.add_bos == wants.get("add_bos_token", True) and ours.add_eos == wants.get("add_eos_token", False)
 
 
 def test_a_model_with_more_rows_than_tokens(tmp_path: Path):
@@ -128,7 +132,9 @@ def test_a_model_with_more_rows_than_tokens(tmp_path: Path):
     ours = read_tokenizer(hub_kit.folder(tmp_path))
     assert ours.vocab_size == size + 20
     assert ours.token_bytes(size + 19) == b"" and ours.is_special(size + 19)
-    hub_kit.edit(tmp_path / "config.json", vocab_size=size - 5)  # added tokens may lie beyond: a request for one is refused
+    hub_kit.edit(
+        tmp_path / "config.json", vocab_size=size - 5
+    )  # added tokens may lie beyond: a request for one is refused
     assert read_tokenizer(hub_kit.folder(tmp_path)).vocab_size == size
     hub_kit.edit(tmp_path / "config.json", vocab_size=100)
     with pytest.raises(BadModelFile, match=r"tokenizer.json has a token \d+, but config.json says a vocab_size of 100"):
@@ -189,12 +195,11 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(name: str, tmp_path: Path):
 def test_bytes_that_no_token_expresses_are_refused_not_dropped(tmp_path: Path):
     hub_kit.byte_level(tmp_path)
     data = json.loads((tmp_path / "tokenizer.json").read_text())
-    lost = data["model"]["vocab"].pop("é")  # the letter that stands for byte 0xE9
-    data["model"]["merges"] = [m for m in data["model"]["merges"] if "é" not in "".join(m)]
-    data["model"]["vocab"] = {t: i for t, i in data["model"]["vocab"].items() if "é" not in t}
+    letter = "é"  # stands for byte 0xE9
+    data["model"]["merges"] = [m for m in data["model"]["merges"] if letter not in "".join(m)]
+    data["model"]["vocab"] = {t.replace(letter, "\u2603"): i for t, i in data["model"]["vocab"].items()}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     ours = read_tokenizer(hub_kit.folder(tmp_path))
-    assert ours.token_bytes(lost) == b""
     with pytest.raises(BadRequest, match="0xe9"):
         ours.encode("龍飛\u9fff", add_special=False, parse_special=True)
 

@@ -31,7 +31,9 @@ def build(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
     return made
 
 
-def save(model: Any, path: Path, *, shard: str = "5GB", dtype: Any = None, config: dict[str, Any] | None = None) -> Path:
+def save(
+    model: Any, path: Path, *, shard: str = "5GB", dtype: Any = None, config: dict[str, Any] | None = None
+) -> Path:
     """The model as a folder; `config` changes what config.json says afterwards."""
     if dtype is not None:
         model = model.to(dtype)

@@ -132,17 +132,33 @@ def test_greedy_continuations_are_those_of_transformers(backend: str, device: st
 
 
 BAD: dict[str, tuple[dict[str, Any], type[QuireError], str]] = {
-    "another architecture": ({"architectures": ["MambaForCausalLM"]}, Unsupported, r"'MambaForCausalLM' is not supp.*Llama"),
+    "another architecture": (
+        {"architectures": ["MambaForCausalLM"]},
+        Unsupported,
+        r"'MambaForCausalLM' is not supp.*Llama",
+    ),
     "no class, another type": ({"architectures": None, "model_type": "gpt2"}, Unsupported, "'gpt2'"),
     "classes that are none": ({"architectures": 3}, BadModelFile, "architectures"),
-    "more layers": ({"num_hidden_layers": 4}, BadModelFile, r"tensor 'model.layers.3.input_layernorm.weight' of shape 96"),
-    "fewer layers": ({"num_hidden_layers": 2}, BadModelFile, r"model.safetensors: tensor 'model.layers.2.*9 of 30 tensors"),
+    "more layers": (
+        {"num_hidden_layers": 4},
+        BadModelFile,
+        r"tensor 'model.layers.3.input_layernorm.weight' of shape 96",
+    ),
+    "fewer layers": (
+        {"num_hidden_layers": 2},
+        BadModelFile,
+        r"model.safetensors: tensor 'model.layers.2.*9 of 30 tensors",
+    ),
     "zero heads": ({"num_attention_heads": 0}, BadModelFile, "num_attention_heads is 0"),
     "negative": ({"hidden_size": -96}, BadModelFile, "hidden_size is -96"),
     "a word": ({"hidden_size": "wide"}, BadModelFile, "hidden_size is the string 'wide'"),
     "a fraction": ({"intermediate_size": 1.5}, BadModelFile, "intermediate_size is 1.5"),
     "absurd": ({"hidden_size": 1 << 40}, BadModelFile, f"hidden_size is {1 << 40}"),
-    "wider": ({"intermediate_size": 256}, BadModelFile, r"'model.layers.0.mlp.gate_proj.weight' has shape 128x96, .*256x96"),
+    "wider": (
+        {"intermediate_size": 256},
+        BadModelFile,
+        r"'model.layers.0.mlp.gate_proj.weight' has shape 128x96, .*256x96",
+    ),
     "a larger vocabulary": ({"vocab_size": 161}, BadModelFile, r"embed_tokens.weight' has shape 160x96.*161x96"),
     "uneven heads": ({"num_key_value_heads": 4}, BadModelFile, "6 heads cannot share 4"),
     "odd heads": ({"head_dim": 20}, Unsupported, "heads of 20"),
@@ -154,7 +170,11 @@ BAD: dict[str, tuple[dict[str, Any], type[QuireError], str]] = {
     "a rope that is none": ({"rope_parameters": [1]}, BadModelFile, "rope_parameters"),
     "a strange rope": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "spin": 1}}, Unsupported, "spin"),
     "half a rope": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, Unsupported, "0.5"),
-    "llama3 without its numbers": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, BadModelFile, "low_freq"),
+    "llama3 without its numbers": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+        BadModelFile,
+        "low_freq",
+    ),
     "no factor": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, BadModelFile, "factor is 0"),
     "tied to nothing": ({"eos_token_id": 2, "tie_word_embeddings": "yes"}, BadModelFile, "tie_word_embeddings"),
 }
