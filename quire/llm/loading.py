@@ -20,6 +20,7 @@ from quire.engine.inprocess import InProcessClient
 from quire.engine.types import EngineInfo
 from quire.llm.outputs import Completion, Message, Output, Prompt
 from quire.llm.progress import Bar
+from quire.models import family_of
 from quire.observe.errors import BadRequest, NotFound
 from quire.runner.params import SamplingParams
 from quire.weights.checkpoint import open_checkpoint
@@ -67,6 +68,7 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
     """The engine loads on its thread while the tokenizer is built on this one."""
     env = Environment.read()
     checkpoint = open_checkpoint(_find(model, env, progress))
+    family_of(checkpoint)  # a model that is not supported is told before anything else that may be wrong with it
     config = replace(config, path=checkpoint.path)
     client = InProcessClient(config, env=env, build=functools.partial(build_engine, checkpoint=checkpoint))
     client.begin()

@@ -68,25 +68,21 @@ def supported_hf() -> list[str]:
     return sorted(arch for module in families() for arch in module.HF_ARCHS)
 
 
-def family_of_hf(architecture: str) -> ModuleType:
-    """The module for an architecture of a config.json. Raises Unsupported, naming it and what there is instead."""
+def family_of(checkpoint: Opened) -> ModuleType:
+    """The module for a checkpoint's architecture. Raises Unsupported, naming it and what there is instead; reads no
+    weights."""
+    gguf, architecture = isinstance(checkpoint, GGUF), checkpoint.architecture
     for module in families():
-        if architecture in module.HF_ARCHS:
+        if architecture in (module.ARCHS if gguf else module.HF_ARCHS):
             return module
+    names = supported() if gguf else supported_hf()
     raise Unsupported(
-        f"the architecture {architecture[:80]!r} is not supported", cure=f"supported: {', '.join(supported_hf())}"
+        f"the architecture {architecture[:80]!r} is not supported ({checkpoint.path})",
+        cure=f"supported: {', '.join(names)}",
     )
 
 
 def load(checkpoint: Opened) -> Model:
-    """The model in that checkpoint. Raises Unsupported before weights are read, naming the architecture and what there is
-    instead."""
-    if not isinstance(checkpoint, GGUF):
-        family: Any = family_of_hf(checkpoint.architecture)
-        return family.Model.from_hf(checkpoint)
-    for module in families():
-        if checkpoint.architecture in module.ARCHS:
-            return module.Model.from_gguf(checkpoint)
-    raise Unsupported(
-        f"the architecture {checkpoint.architecture!r} is not supported", cure=f"supported: {', '.join(supported())}"
-    )
+    """The model in that checkpoint. An architecture that is not supported is refused before weights are read."""
+    family: Any = family_of(checkpoint).Model
+    return family.from_gguf(checkpoint) if isinstance(checkpoint, GGUF) else family.from_hf(checkpoint)

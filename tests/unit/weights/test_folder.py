@@ -108,7 +108,7 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path):
 
 
 def test_folders_that_are_none(tmp_path: Path):
-    with pytest.raises(NotFound, match="no config.json"):
+    with pytest.raises(NotFound, match=r"no config.json"):
         open_checkpoint(tmp_path)
     with pytest.raises(NotFound, match="no file"):
         open_checkpoint(tmp_path / "absent")
