@@ -100,7 +100,7 @@ def load_shape(source: str) -> tuple[Model, int]:
         )
     tensors = ShapeTensors()
     config = llama.Config.from_hf(values, architecture)
-    model = llama.Model(config, cast("Tensors", tensors), llama.HF_NAMES, pairs=False)
+    model = llama.Model(config, cast("Tensors", tensors), llama.HF_NAMES)
     return model, tensors.nbytes
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import numpy as np
@@ -45,11 +45,17 @@ class Weights:
         """Bring every layout of every group over; a group of several becomes one matrix, unless a part of it is here."""
         unique = {id(w): w for group in groups for w in group if id(w) not in self._tensors}
         total, done = sum(w.nbytes for w in unique.values()), 0
-        fed = self._random is None and self.device.type != "cpu"
-        with Feed(list(unique.values()), self.device) if fed else nullcontext() as feed:
+        with self._feeding(list(unique.values())) as feed:
             for group in groups:
                 new = [w for w in group if id(w) not in self._tensors]
-                for w, into in zip(new, self._make(group, new), strict=True):
+                if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
+                    rows, columns = sum(w.shape[0] for w in group), group[0].shape[1]
+                    whole = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+                    self._joined[tuple(map(id, group))] = whole
+                    parts = list(torch.split(whole, [w.shape[0] for w in group]))
+                else:
+                    parts = [torch.empty(w.shape, dtype=self._kind(w), device=self.device) for w in new]
+                for w, into in zip(new, parts, strict=True):
                     if id(w) not in self._tensors:
                         self._fill(w, into, feed)
                         self._tensors[id(w)] = (w, into)
@@ -57,14 +63,11 @@ class Weights:
                         if packed is not None:
                             packed(w, done, total)
 
-    def _make(self, group: Sequence[Layout], new: list[Layout]) -> list[torch.Tensor]:
-        """Room for the new layouts of a group: in one matrix where all of several are new."""
-        if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
-            rows, columns = sum(w.shape[0] for w in group), group[0].shape[1]
-            whole = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-            self._joined[tuple(map(id, group))] = whole
-            return list(torch.split(whole, [w.shape[0] for w in group]))
-        return [torch.empty(w.shape, dtype=self._kind(w), device=self.device) for w in new]
+    def _feeding(self, layouts: list[Layout]) -> AbstractContextManager[Feed | None]:
+        """What brings layouts to a device, in this order; None where they need no bringing."""
+        if self._random is not None or self.device.type == "cpu":
+            return nullcontext()
+        return Feed(layouts, self.device)
 
     def __getitem__(self, layout: Layout) -> torch.Tensor:
         return self._tensors[id(layout)][1]
