@@ -19,9 +19,9 @@ from quire.observe.errors import BadRequest
 
 HIDDEN = frozenset({"path", "name", "max_waiting", "depth"})  # the verb's own business, or nobody's on a command line
 HELP: dict[str, str] = {
-    "backend": "native, torch, or reference (slow, for checking).",
-    "device": "With --backend torch: cpu, cuda or cuda:N.",
-    "dtype": "With --backend torch: float32, bfloat16 or float16.",
+    "backend": "auto, native, cuda, torch, or reference (slow, for checking).",
+    "device": "auto (a GPU if there is one), cpu, cuda or cuda:N.",
+    "dtype": "With cuda and torch: float32, bfloat16 or float16.",
     "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
     "deterministic": "Bitwise the same in any batch; the CPU always is.",
     "threads": "Default: every core available.",

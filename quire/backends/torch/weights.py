@@ -1,6 +1,7 @@
 """Weights on a device: each layout becomes one tensor of the compute dtype, loaded once and shared by every program.
 
-Affine blocks travel packed and are dequantized where they arrive, by the same products and sums in float32 as
+To a GPU they go straight from the mapped file, in chunks that are read ahead (`feed.py`): the model is never whole in host
+memory. Affine blocks travel packed and are dequantized where they arrive, by the same products and sums in float32 as
 `Affine.dequantize`, so the numbers are its numbers; then they are rounded to the compute dtype. Matrices that are
 multiplied together lie in one tensor, and each is a view of it. With `random`, shapes are taken from the layouts and
 numbers from a fixed seed: no file is read.
@@ -10,16 +11,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from quire.backends.torch.feed import Feed
 from quire.layouts import Codec, Dense, Ints, Layout, Scale
 
 Packed: TypeAlias = Callable[[Layout, int, int], None]
 
-_CHUNK = 1 << 24  # elements that are dequantized at a time
 _SPREAD = 0.02  # of random weights
 
 
@@ -43,22 +45,29 @@ class Weights:
         """Bring every layout of every group over; a group of several becomes one matrix, unless a part of it is here."""
         unique = {id(w): w for group in groups for w in group if id(w) not in self._tensors}
         total, done = sum(w.nbytes for w in unique.values()), 0
-        for group in groups:
-            new = [w for w in group if id(w) not in self._tensors]
-            if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
-                rows, columns = sum(w.shape[0] for w in group), group[0].shape[1]
-                whole = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-                self._joined[tuple(map(id, group))] = whole
-                parts = list(torch.split(whole, [w.shape[0] for w in group]))
-            else:
-                parts = [torch.empty(w.shape, dtype=self._kind(w), device=self.device) for w in new]
-            for w, into in zip(new, parts, strict=True):
-                if id(w) not in self._tensors:
-                    self._fill(w, into)
-                    self._tensors[id(w)] = (w, into)
-                    done += w.nbytes
-                    if packed is not None:
-                        packed(w, done, total)
+        with self._feeding(list(unique.values())) as feed:
+            for group in groups:
+                new = [w for w in group if id(w) not in self._tensors]
+                if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
+                    rows, columns = sum(w.shape[0] for w in group), group[0].shape[1]
+                    whole = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+                    self._joined[tuple(map(id, group))] = whole
+                    parts = list(torch.split(whole, [w.shape[0] for w in group]))
+                else:
+                    parts = [torch.empty(w.shape, dtype=self._kind(w), device=self.device) for w in new]
+                for w, into in zip(new, parts, strict=True):
+                    if id(w) not in self._tensors:
+                        self._fill(w, into, feed)
+                        self._tensors[id(w)] = (w, into)
+                        done += w.nbytes
+                        if packed is not None:
+                            packed(w, done, total)
+
+    def _feeding(self, layouts: list[Layout]) -> AbstractContextManager[Feed | None]:
+        """What brings layouts to a device, in this order; None where they need no bringing."""
+        if self._random is not None or self.device.type == "cpu":
+            return nullcontext()
+        return Feed(layouts, self.device)
 
     def __getitem__(self, layout: Layout) -> torch.Tensor:
         return self._tensors[id(layout)][1]
@@ -71,19 +80,18 @@ class Weights:
         """Vectors (norms, biases) are small: they keep float32."""
         return torch.float32 if len(layout.shape) == 1 else self.dtype
 
-    def _fill(self, layout: Layout, into: torch.Tensor) -> None:
+    def _fill(self, layout: Layout, into: torch.Tensor, feed: Feed | None) -> None:
         if self._random is not None:
             into.normal_(0.0, _SPREAD, generator=self._random)
             if into.dim() == 1:
                 into.add_(1.0)  # a norm near 1, as in a trained model
+        elif feed is not None:
+            for start, stop, rows in feed.rows(layout):
+                into[start:stop] = rows if isinstance(layout, Dense) else dequantize(rows, layout.codec)
         elif isinstance(layout, Dense):
             into.copy_(_dense(layout))
-        elif self.device.type == "cpu":
-            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at there
         else:
-            step = max(1, _CHUNK // layout.shape[-1])
-            for at in range(0, layout.shape[0], step):
-                into[at : at + step] = dequantize(_bytes(layout.data[at : at + step]).to(self.device), layout.codec)
+            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at on a CPU
 
 
 def _bytes(data: np.ndarray) -> torch.Tensor:
