@@ -17,7 +17,6 @@ import torch
 from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.device_sampler import greedy
 from quire.runner.staging import Staging
 
 SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32))
@@ -123,7 +122,7 @@ class Decoder:
             into=self._logits,
         )
         logits = self._program.launch(batch)
-        tokens = self._tokens[:size].copy_(greedy(logits))
+        tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
         state.keep(own, tokens)
 
     def _capture(self) -> None:
