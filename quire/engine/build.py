@@ -98,7 +98,7 @@ def build_engine(
         budget=config.max_batch_tokens,
         context=sizes.context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=standard(max_rows),
+        limits=standard(max_rows, PAGE_SIZE if config.prefix_cache else None),
         prefix_cache=config.prefix_cache,
     )
     runner = open_runner(

@@ -17,6 +17,7 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.norm import rms_norm
+from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.skinny import skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
@@ -24,7 +25,7 @@ from quire.backends.cuda.kernels.tuning import ROWS, skinny_shape
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
-from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
@@ -174,6 +175,8 @@ class CudaKernels(TorchKernels):
     def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
         tokens, heads, dim = q.shape
         out = torch.empty_like(q)
+        if batch.shared is not None and batch.longest == 1:
+            return self._attend_shared(q, batch, batch.shared, layer, scale, out)
         splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
         space = None
@@ -203,6 +206,33 @@ class CudaKernels(TorchKernels):
         paged.attend(q, keys, values, out, **told, **arrays)
         if space is not None:
             combine(space.part, space.lse, out, q_start=batch.q_start, max_q=1, parts=splits, pdl=True)
+        return out
+
+    def _attend_shared(
+        self, q: torch.Tensor, batch: DeviceBatch, shared: Shared, layer: int, scale: float, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows with a common beginning: that is read once for all of them."""
+        tokens, heads, dim = q.shape
+        own = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
+        together = prefix_splits(tokens, heads, self.kv.kv_heads, self._processors)
+        parts = own + together
+        shared_attention(
+            q,
+            self.keys[layer],
+            self.values[layer],
+            out,
+            q_start=batch.q_start,
+            kv_len=batch.kv_len,
+            table=batch.pages,
+            pos=batch.pos,
+            groups=shared,
+            scale=scale,
+            max_q=1,
+            space=batch.once(("parts", heads), lambda: paged.workspace(tokens, heads, dim, parts, q.device)),
+            own_splits=own,
+            prefix_splits=together,
+            pdl=self._chain,
+        )
         return out
 
     def angles(self, rope: Rope, reach: int) -> torch.Tensor:

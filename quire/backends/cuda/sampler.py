@@ -12,7 +12,7 @@ import torch
 from quire.backends.cuda.kernels import candidates, sample
 from quire.backends.cuda.kernels import logprobs as told
 from quire.backends.cuda.kernels.rules import apply_rules, pieces
-from quire.backends.torch.sampler import TorchSampler, Wishes
+from quire.backends.torch.sampler import COLUMNS, TorchSampler, Wishes
 
 
 class CudaSampler:
@@ -44,6 +44,22 @@ class CudaSampler:
             at = w.typical.long()
             tokens.index_copy_(0, at, self._typical.choose(logits, w.part(at)))
         return tokens
+
+    def practise(self, logits: torch.Tensor) -> None:
+        """One row with every wish, and one without: between them they launch all there is."""
+        logits, vocab = logits[:1], logits.shape[1]
+        ints = torch.zeros(3, dtype=torch.int32, device=self._device)
+        zero, doubles = ints[1:2], torch.ones(len(COLUMNS) + 1, dtype=torch.float64, device=self._device)
+        wishes = Wishes(
+            params=doubles[1:].view(1, -1), rows=zero, narrow=zero + 1, draws=True, most_k=1, top_p=True, min_p=True,
+            bias=(zero, zero, doubles[:1]), stops=(zero, zero), history=zero,
+            seen=torch.zeros(1, vocab, dtype=torch.bool, device=self._device),
+            counts=torch.zeros(1, vocab, dtype=torch.int32, device=self._device), mask=zero,
+            allowed=torch.zeros(1, -(-vocab // 32), dtype=torch.int32, device=self._device),
+        )  # fmt: skip
+        self.choose(logits, wishes)
+        for top in (0, 5):
+            self.logprobs(logits, self.greedy(logits), top)
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
         if top not in self._wanted:

@@ -81,6 +81,10 @@ class DeviceSampler(Protocol):
         """
         ...
 
+    def practise(self, logits: torch.Tensor) -> None:
+        """Do once what a first call would have to compile. What the logits say does not matter."""
+        ...
+
 
 class TorchSampler:
     """Whole rows are sorted, in float64: right on any device, not fast. `chunk` scores are worked on at a time."""
@@ -98,6 +102,9 @@ class TorchSampler:
             return _choose(logits, wishes)
         places = torch.arange(rows, device=logits.device)
         return torch.cat([_choose(logits, wishes.part(places[at : at + step])) for at in range(0, rows, step)])
+
+    def practise(self, logits: torch.Tensor) -> None:
+        pass
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
         rows, step = logits.shape[0], max(1, self._chunk // logits.shape[1])

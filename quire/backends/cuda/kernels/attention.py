@@ -26,6 +26,7 @@ import triton.language as tl
 from quire.backends.cuda.kernels.combine import combine
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_SEQUENCES = 1024  # that many are searched through at once: fewer would be one more kernel to compile
 
 
 @triton.jit
@@ -79,10 +80,13 @@ def _blocks(
     return acc, peak, total
 
 
-# Counts and bounds: one compiled kernel serves whatever they are.
+# Counts, bounds and where small arrays lie: one compiled kernel serves whatever they are.
 @triton.jit(
-    do_not_specialize=["sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first"]
-)
+    do_not_specialize=[
+        "sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first", "stride_table"
+    ],
+    do_not_specialize_on_alignment=["table", "q_start", "kv_len", "kv_begin", "pos"],
+)  # fmt: skip
 def _attend(
     q, k_cache, v_cache, out, part, lse, table, q_start, kv_len, kv_begin, pos, sinks, k_scale, v_scale,
     sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len, parts, part_first,
@@ -303,7 +307,7 @@ def attend(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), out.stride(0), out.stride(1),
         table.stride(0),
         GROUP=group, GROUP_PAD=group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), PAGE=page,
-        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=triton.next_power_of_2(sequences), UNIFORM=blocks is None,
+        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=max(_SEQUENCES, triton.next_power_of_2(sequences)), UNIFORM=blocks is None,
         CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
         BEGIN=kv_begin is not None, SCALED=k_scale is not None, PARTIAL=space is not None,
         PDL=pdl,
@@ -359,7 +363,7 @@ def attention(
         )  # fmt: skip
         combine(space.part, space.lse, out, sinks=sinks, parts=splits)
         return
-    tile = decode_tile(sequences * k_cache.shape[2] * splits, group_pad)
+    tile = decode_tile(max(256, sequences * k_cache.shape[2] * splits), group_pad)  # one kernel less to compile
     few = tile.rows // group_pad
     attend(
         q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,

@@ -49,7 +49,7 @@ def distance_bin(value, peak, temperature):
     return tl.minimum(far, BINS - 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_t"], do_not_specialize_on_alignment=["scores", "temperatures"])
 def _peaks(
     scores, temperatures, peaks, places, masses, vocab, chunks, stride, stride_t, MASS: tl.constexpr
 ):  # fmt: skip
@@ -70,7 +70,10 @@ def _peaks(
     tl.store(masses + at, mass)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_t", "stride_w"],
+    do_not_specialize_on_alignment=["scores", "temperatures", "wanted"],
+)  # fmt: skip
 def _bins(
     scores, temperatures, wanted, peaks, counts, vocab, chunks, stride, stride_t, stride_w, CHUNKS_PAD: tl.constexpr
 ):  # fmt: skip
@@ -87,7 +90,10 @@ def _bins(
     tl.store(counts + (row * chunks + tl.program_id(1)) * BINS + lane, count)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_t", "stride_w"],
+    do_not_specialize_on_alignment=["scores", "temperatures", "wanted", "top_ks", "top_ps", "min_ps"],
+)  # fmt: skip
 def _compact(
     scores, temperatures, wanted, top_ks, top_ps, min_ps, peaks, counts, sizes, cand_ids, cand_scores, vocab, chunks,
     stride, stride_t, stride_w, CHUNKS_PAD: tl.constexpr,

@@ -22,7 +22,7 @@ from quire.backends.cuda.kernels.candidates import CAP, Found, chunk_scores, fin
 _BLOCK = tl.constexpr(4096)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["logits", "tokens"])
 def _ranks(logits, tokens, ranks, vocab, chunks, stride):
     row = tl.program_id(0)
     value, ids = chunk_scores(logits, row, vocab, stride)
@@ -32,7 +32,9 @@ def _ranks(logits, tokens, ranks, vocab, chunks, stride):
     tl.store(ranks + row * chunks + tl.program_id(1), tl.sum((before & (ids < vocab)).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["top", "stride_out"], do_not_specialize_on_alignment=["logits", "tokens"]
+)  # fmt: skip
 def _finish(
     logits, tokens, peaks, masses, ranks, sizes, cand_ids, cand_scores, out, vocab, chunks, top, stride, stride_out,
     CHUNKS_PAD: tl.constexpr,

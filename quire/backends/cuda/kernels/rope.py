@@ -30,7 +30,7 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
     return a, b, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pos", "write"])  # they lie anywhere in a copied buffer
 def _rope(
     qkv, q_out, k_cache, v_cache, angles, pos, write, q_norm, k_norm, k_scale, v_scale, heads, kv_heads, eps,
     stride_p, stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr,

@@ -20,23 +20,27 @@ import triton.language as tl
 _CHUNK = tl.constexpr(4096)
 
 
-@triton.jit
+# What a row wants is no reason to compile another kernel: these are flags, told by numbers. Neither is where arrays lie.
+@triton.jit(
+    do_not_specialize=["words", "first", "pick", "penalty", "masked"],
+    do_not_specialize_on_alignment=["source", "rows", "wishes", "history", "seen", "counts", "masks", "allowed"],
+)
 def _adjust(
     source, scores, alive, rows, wishes, history, seen, counts, masks, allowed, vocab, words, chunks, stride_in,
-    stride_out, COLS: tl.constexpr, FIRST: tl.constexpr, PICK: tl.constexpr, PENALTY: tl.constexpr, MASK: tl.constexpr,
+    stride_out, first, pick, penalty, masked, COLS: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: the source is the logits, of which PICK takes some rows; else it is the scores."""
+    """first: the source is the logits, of which `pick` takes some rows; else it is the scores."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * _CHUNK + tl.arange(0, _CHUNK)
     keep = ids < vocab
     source_row = row
-    if PICK:
+    if pick != 0:
         source_row = tl.load(rows + row).to(tl.int64)
     value = tl.load(source + source_row * stride_in + ids, mask=keep, other=float("-inf")).to(tl.float32)
     broken = (value != value) | (value == float("inf"))
-    if FIRST:
+    if first != 0:
         tl.store(alive + row * chunks + tl.program_id(1), tl.max((value > float("-inf")).to(tl.int32), 0))
-    if PENALTY:
+    if penalty != 0:
         own = wishes + row * COLS
         repetition = tl.load(own + 5).to(tl.float32)
         frequency = tl.load(own + 6).to(tl.float32)
@@ -46,14 +50,16 @@ def _adjust(
         times = tl.load(counts + past + ids, mask=keep, other=0).to(tl.float32)
         value = tl.where(here, tl.where(value > 0.0, value / repetition, value * repetition), value)
         value -= frequency * times + tl.where(times > 0.0, presence, 0.0)
-    if MASK:
+    if masked != 0:
         mask = tl.load(masks + row).to(tl.int64)
         word = tl.load(allowed + mask * words + ids // 32, mask=keep & (mask >= 0), other=-1)
         value = tl.where(((word >> (ids % 32)) & 1) != 0, value, float("-inf"))
     tl.store(scores + row * stride_out + ids, tl.where(broken, float("inf"), value), mask=keep)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["entries"], do_not_specialize_on_alignment=["rows", "tokens", "values"]
+)  # fmt: skip
 def _scatter(scores, rows, tokens, values, entries, stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = lane < entries
@@ -99,12 +105,12 @@ def apply_rules(
         raise ValueError("penalties need histories: whose, the seen tokens and their counts")
     if (mask is None) != (allowed is None):
         raise ValueError("a mask needs its bits")
-    none = scores  # a pointer that is never read
+    none = alive  # a pointer that is never read
     penalized, masked = seen is not None, mask is not None
-    pick, given = rows is not None, none if rows is None else rows
+    given = none if rows is None else rows
     past = (
         none if history is None else history,
-        none if seen is None else seen.view(torch.uint8),
+        (none if seen is None else seen).view(torch.uint8),
         none if counts is None else counts,
         none if mask is None else mask,
         none if allowed is None else allowed,
@@ -113,7 +119,7 @@ def apply_rules(
     if bias is not None:  # the bias comes before the penalties, so it needs a copy to be added to
         _adjust[grid](
             logits, scores, alive, given, wishes, *past, *sizes, logits.stride(0), scores.stride(0),
-            COLS=wishes.shape[1], FIRST=True, PICK=pick, PENALTY=False, MASK=False, num_warps=4,
+            1, int(rows is not None), 0, 0, COLS=wishes.shape[1], num_warps=4,
         )  # fmt: skip
         _scatter[(triton.cdiv(bias[0].shape[0], 128),)](
             scores, *bias, bias[0].shape[0], scores.stride(0), ADD=True, BLOCK=128, num_warps=4
@@ -123,7 +129,7 @@ def apply_rules(
         source = logits if first else scores
         _adjust[grid](
             source, scores, alive, given, wishes, *past, *sizes, source.stride(0), scores.stride(0),
-            COLS=wishes.shape[1], FIRST=first, PICK=first and pick, PENALTY=penalized, MASK=masked, num_warps=4,
+            int(first), int(first and rows is not None), int(penalized), int(masked), COLS=wishes.shape[1], num_warps=4,
         )  # fmt: skip
     if stops is not None:
         _scatter[(triton.cdiv(stops[0].shape[0], 128),)](

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels import rules
 from quire.backends.cuda.kernels.candidates import CAP, CHUNK, Found, find_best, find_candidates, find_peaks, row_peak
 
 BROKEN, RULED_OUT = -1, -2  # in place of a token: the scores are not numbers; no token is left
@@ -152,7 +153,7 @@ def _draw(source, size, threshold, ties, peak, temperature, minimum, draw):
     return tl.where(place < 0, last, place)  # the goal rounded up to the total: the last that has a share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "wishes", "wanted", "tokens"])
 def _choose(
     scores, wishes, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
     stride, CHUNKS_PAD: tl.constexpr, PIECES_PAD: tl.constexpr, COLS: tl.constexpr,
@@ -228,7 +229,7 @@ def _choose(
     tl.store(tokens + row, place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _greedy(peaks, places, tokens, chunks, CHUNKS_PAD: tl.constexpr):
     row = tl.program_id(0)
     lane = tl.arange(0, CHUNKS_PAD)
@@ -276,6 +277,6 @@ def choose(
     _choose[(rows,)](
         scores, wishes, wanted, found.places if alive is None else alive, found.peaks, found.places, found.masses,
         found.sizes, found.ids, found.scores, tokens, vocab, found.chunks, pieces, scores.stride(0),
-        CHUNKS_PAD=triton.next_power_of_2(found.chunks), PIECES_PAD=triton.next_power_of_2(max(1, pieces)),
+        CHUNKS_PAD=triton.next_power_of_2(found.chunks), PIECES_PAD=triton.next_power_of_2(rules.pieces(vocab)),
         COLS=COLUMNS, num_warps=8,
     )  # fmt: skip

@@ -121,3 +121,44 @@ def test_a_row_does_not_depend_on_its_batch(device: str):
     for top in (0, 5):
         whole, alone = sampler.logprobs(on, at, top), sampler.logprobs(on[7:8], at[7:8], 0)
         assert torch.equal(whole[7, :2], alone[0])
+
+
+def test_practice_reaches_every_kernel(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Whatever a request asks for later was launched once before, in every kind there is."""
+    from quire.backends.cuda.kernels import candidates, logprobs, rules, sample
+
+    launched: set[str] = set()
+
+    class Watched:
+        def __init__(self, name: str, kernel: Any):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                kinds = [str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args]
+                launched.add(f"{self.name} {kinds} {options}")
+                self.kernel[grid](*args, **options)
+
+            return launch
+
+    for module, names in (
+        (candidates, ("_peaks", "_bins", "_compact")),
+        (rules, ("_adjust", "_scatter")),
+        (sample, ("_choose", "_greedy")),
+        (logprobs, ("_ranks", "_finish")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Watched(name, getattr(module, name)))
+    sampler = CudaSampler(torch.device(device))
+    sampler.practise(torch.randn(3, VOCAB, device=device))
+    known = set(launched)
+    assert {name.split()[0] for name in known} == {
+        "_peaks", "_bins", "_compact", "_adjust", "_scatter", "_choose", "_greedy", "_ranks", "_finish"
+    }  # fmt: skip
+    rng = random.Random(5)
+    params = [random_params(rng) for _ in range(10)]
+    masks = {3: np.ones(VOCAB, np.bool_)}
+    both(random_logits(np.random.default_rng(5), 10), params, masks, device)
+    both(random_logits(np.random.default_rng(5), 2), [SamplingParams(temperature=0.0), SamplingParams()], {}, device)
+    sampler.logprobs(torch.randn(2, VOCAB, device=device), torch.zeros(2, dtype=torch.int64, device=device), 20)
+    assert launched == known
