@@ -18,11 +18,12 @@ def open_backend(
     device: str = "auto",
     dtype: str = "auto",
     random: bool = False,
+    deterministic: bool = False,
 ) -> Backend:
     """The backend of that name.
 
     `cores` is what native threads are pinned to. `device` and `dtype` are for torch ones; `random` gives them numbers
-    without a file.
+    without a file. `deterministic` is a mode of cuda; native is so anyway, the others cannot be.
     """
     if name == "native":
         from quire.backends.native.backend import NativeBackend
@@ -39,5 +40,5 @@ def open_backend(
     if name == "cuda":
         from quire.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(device, dtype, threads=threads, random=random)
+        return CudaBackend(device, dtype, threads=threads, random=random, deterministic=deterministic)
     raise ValueError(f"no backend named {name!r}: there are {', '.join(NAMES)}")

@@ -61,13 +61,12 @@ def _peaks(
     at = row * chunks + tl.program_id(1)
     tl.store(peaks + at, tl.where(broken, float("inf"), peak))
     tl.store(places + at, place)
-    if not MASS:
-        return
-    temperature = tl.load(temperatures + row * stride_t).to(tl.float32)
-    temperature = tl.where(temperature > 0.0, temperature, 1.0)
-    weight = tl.exp((value - tl.where(peak == float("-inf"), 0.0, peak)) / temperature)
-    mass = tl.sum(weight.to(tl.float64), 0)  # of thousands: in float32 it would move the borders between chunks
-    tl.store(masses + at, mass)
+    if MASS:
+        temperature = tl.load(temperatures + row * stride_t).to(tl.float32)
+        temperature = tl.where(temperature > 0.0, temperature, 1.0)
+        weight = tl.exp((value - tl.where(peak == float("-inf"), 0.0, peak)) / temperature)
+        # Of thousands: in float32 the sum would move the borders between chunks.
+        tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
 
 
 @triton.jit(
