@@ -40,7 +40,7 @@ WORTH = 16384  # tokens of keys and values that need not be read again: what rea
 _CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
 _BROKEN = "the model produced NaN or infinite logits"
 # Steps to launch before the first request, as decode rows, prompt rows and reach: few rows, many, split contexts, and not.
-PRACTICE = ((0, 3, 64), (0, 20, 1024), (0, 40, 4096), (0, 300, 256), (7, 600, 2048), (159, 600, 512))
+PRACTICE = ((0, 3, 64), (0, 20, 1024), (0, 40, 4096), (1, 300, 256), (7, 600, 2048), (159, 600, 512))
 
 
 @dataclass(slots=True)
@@ -289,8 +289,7 @@ class DeviceRunner:
     def _practise(self, max_seqs: int, max_tokens: int, max_context: int) -> None:
         """Launch steps of every kind that is not captured, on the spare page: what they compile must not meet a request."""
         for ones, rows, reach in PRACTICE:
-            rows = min(rows, max_tokens - ones)
-            if ones >= max_seqs or rows < 1:
+            if ones >= max_seqs or ones + rows > max_tokens:
                 continue
             n = np.array([1] * ones + [rows], np.int32)
             q_start = np.concatenate(([0], np.cumsum(n))).astype(np.int32)

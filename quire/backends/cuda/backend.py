@@ -190,9 +190,8 @@ class CudaKernels(TorchKernels):
         }
         keys, values = self.keys[layer], self.values[layer]
         if batch.longest > 1 or not self._chain:
-            paged.attention(
-                q, keys, values, out, scale=scale, max_q=batch.longest, splits=splits, space=space, **arrays
-            )
+            bounds = {"max_q": batch.longest, "min_q": batch.shortest}
+            paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
         tile = paged.decode_tile(batch.sequences * self.kv.kv_heads, heads // self.kv.kv_heads)
         told: dict[str, Any] = {

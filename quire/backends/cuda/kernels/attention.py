@@ -355,6 +355,7 @@ def attention(
     pos: torch.Tensor,
     scale: float,
     max_q: int,
+    min_q: int = 1,
     splits: int = 1,
     split_len: int = 0,
     space: Workspace | None = None,
@@ -367,10 +368,10 @@ def attention(
 ) -> None:
     """softmax(q k^T * scale) v for every row of a ragged batch. q and out [T, H, D].
 
-    `max_q` bounds the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of sequences
-    with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples; with a `space` (that has sums)
-    they are `splits` programs, which must cover the longest context, and without one program walks them all. A row's
-    bits are the same either way, and in any batch.
+    `max_q` and `min_q` bound the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of
+    sequences with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples; with a `space` (that
+    has sums) they are `splits` programs, which must cover the longest context, and without it one program walks them
+    all. A row's bits are the same either way, and in any batch.
     """
     heads, dim = q.shape[1], q.shape[2]
     group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
@@ -394,11 +395,12 @@ def attention(
         return
     tile = decode_tile(max(256, sequences * k_cache.shape[2] * splits), group_pad)  # one kernel less to compile
     few = tile.rows // group_pad
-    attend(
-        q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,
-        **shared,
-    )  # fmt: skip
-    if space is not None:
+    if min_q <= few:
+        attend(
+            q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,
+            **shared,
+        )  # fmt: skip
+    if space is not None and min_q <= few:
         combine(space.part, space.lse, out, sinks=sinks, q_start=q_start, max_q=min(few, max_q), parts=splits)
     if max_q > few:
         tile = PROMPT if dim <= 128 else PROMPT_WIDE

@@ -145,7 +145,7 @@ def rope_write(
         or (q_norm is None) != (k_norm is None)
     ):
         raise ValueError(f"RoPE of {list(qkv.shape)} into {list(q_out.shape)} with angles {list(angles.shape)}")
-    block = 4
+    block = 4 if tokens <= 256 else 8  # heads of a program: many rows fill the device anyway
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rope[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv, q_out, k_cache, v_cache, angles, pos, write, qkv if q_norm is None else q_norm,
@@ -154,5 +154,5 @@ def rope_write(
         q_out.stride(0), q_out.stride(1),
         k_cache.stride(1), k_cache.stride(2), D=dim, DIM=rotated, HALF=triton.next_power_of_2(rotated // 2),
         TAIL=triton.next_power_of_2(max(1, dim - rotated)), PAIRS=pairs, HEADS=block, NORM=q_norm is not None,
-        SCALED=k_scale is not None, PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=2, **launch,
+        SCALED=k_scale is not None, PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=block // 2, **launch,
     )  # fmt: skip
