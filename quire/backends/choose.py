@@ -38,7 +38,11 @@ def open_backend(
 
         return TorchBackend(device, dtype, threads=threads, random=random)
     if name == "cuda":
+        if deterministic:
+            from quire.backends.cuda.deterministic import DeterministicBackend
+
+            return DeterministicBackend(device, dtype, threads=threads, random=random)
         from quire.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(device, dtype, threads=threads, random=random, deterministic=deterministic)
+        return CudaBackend(device, dtype, threads=threads, random=random)
     raise ValueError(f"no backend named {name!r}: there are {', '.join(NAMES)}")

@@ -265,30 +265,10 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     kernels = CudaKernels
 
-    def __init__(
-        self,
-        device: str = "auto",
-        dtype: str = "auto",
-        *,
-        threads: int | None = None,
-        random: bool = False,
-        deterministic: bool = False,
-    ):
-        """`deterministic`: a row's bits do not depend on its batch, which takes other kernels."""
+    def __init__(self, device: str = "auto", dtype: str = "auto", *, threads: int | None = None, random: bool = False):
         super().__init__("cuda" if device == "auto" else device, dtype, threads=threads, random=random)
-        self.deterministic = deterministic
         if self.device.type != "cuda" and not knobs.runtime.interpret:
             raise Unsupported("the cuda backend needs an NVIDIA GPU", cure="use --backend torch --device cpu")
-
-    def open_kernels(self, kv: KV) -> TorchKernels:
-        if not self.deterministic:
-            return super().open_kernels(kv)
-        from quire.backends.cuda.deterministic import DeterministicKernels
-
-        return DeterministicKernels(kv, self.device, self.dtype)
-
-    def describe(self) -> str:
-        return super().describe() + (", the same bits in any batch" if self.deterministic else "")
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
@@ -297,6 +277,4 @@ class CudaBackend(TorchBackend):
     def implementations(self) -> dict[str, str]:
         hot = {"rms_norm": "Triton", "swiglu": "Triton", "attention": "Triton", "linear": "cuBLAS"}
         hot["rope"] = "Triton (with the KV write)"
-        if self.deterministic:
-            hot |= {"linear": "Triton (one order of sums)", "attention": "Triton (cut at fixed positions)"}
         return super().implementations() | hot

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.backends.cuda.backend import CudaKernels
+from quire.backends.cuda.backend import CudaBackend, CudaKernels
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels.product import product
 from quire.backends.cuda.kernels.swiglu import swiglu
@@ -84,3 +84,16 @@ class DeterministicKernels(CudaKernels):
             space=space, pdl=self._chain,
         )  # fmt: skip
         return out
+
+
+class DeterministicBackend(CudaBackend):
+    """The CUDA backend with these kernels."""
+
+    kernels = DeterministicKernels
+
+    def describe(self) -> str:
+        return f"{super().describe()}, the same bits in any batch"
+
+    def implementations(self) -> dict[str, str]:
+        own = {"linear": "Triton (one order of sums)", "attention": "Triton (cut at fixed positions)"}
+        return super().implementations() | own

@@ -114,7 +114,7 @@ class TorchBackend:
         recording = record(forward, kv, inputs)
         program = fuse(recording.instructions, recording.output)
         self.weights.load(list(_groups(program)), packed)
-        kernels = self.open_kernels(kv)
+        kernels = type(self).kernels(kv, self.device, self.dtype)
         number: dict[Value, int] = {v: n for n, v in enumerate(recording.inputs.values())}
         for i in program:
             for v in i.writes():
@@ -123,10 +123,6 @@ class TorchBackend:
         steps = [emit.step(i, gone) for i, gone in zip(program, _ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
         return self.wrap(TorchProgram(kernels, steps, len(number), names, number[recording.output]))
-
-    def open_kernels(self, kv: KV) -> TorchKernels:
-        """The ops of one program."""
-        return type(self).kernels(kv, self.device, self.dtype)
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         """A device may say more about its programs."""
