@@ -70,7 +70,7 @@ class EngineConfig:
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one that can be used
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
     load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
-    deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, not yet to be had on a GPU
+    deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, a mode with a price on a GPU
     threads: int | None = None  # None: what was measured to be fastest here
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool

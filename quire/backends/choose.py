@@ -18,11 +18,12 @@ def open_backend(
     device: str = "auto",
     dtype: str = "auto",
     random: bool = False,
+    deterministic: bool = False,
 ) -> Backend:
     """The backend of that name.
 
     `cores` is what native threads are pinned to. `device` and `dtype` are for torch ones; `random` gives them numbers
-    without a file.
+    without a file. `deterministic` is a mode of cuda; native is so anyway, the others cannot be.
     """
     if name == "native":
         from quire.backends.native.backend import NativeBackend
@@ -37,6 +38,10 @@ def open_backend(
 
         return TorchBackend(device, dtype, threads=threads, random=random)
     if name == "cuda":
+        if deterministic:
+            from quire.backends.cuda.deterministic import DeterministicBackend
+
+            return DeterministicBackend(device, dtype, threads=threads, random=random)
         from quire.backends.cuda.backend import CudaBackend
 
         return CudaBackend(device, dtype, threads=threads, random=random)

@@ -23,7 +23,7 @@ HELP: dict[str, str] = {
     "device": "auto (a GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "With cuda and torch: float32, bfloat16 or float16.",
     "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
-    "deterministic": "Bitwise the same in any batch; the CPU always is.",
+    "deterministic": "Bitwise the same in any batch; the CPU always is, a GPU pays for it.",
     "threads": "Default: every core available.",
     "isa": "Force a kernel set, such as avx2.",
     "kv_memory": "Memory for the KV pool, such as 512MiB.",

@@ -315,10 +315,11 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
         raise Unsupported(
             f"the {name} backend takes no device or dtype", cure="leave them out, or use --backend torch or cuda"
         )
-    if torch and config.deterministic:
+    if name in ("torch", "reference") and config.deterministic:
         raise Unsupported(
-            f"the {name} backend cannot promise the same bits in any batch yet",
-            cure="leave --deterministic out, or use the native backend, which always does",
+            f"the {name} backend cannot promise the same bits in any batch: the libraries under it choose the order of a "
+            "sum by the shape of the batch",
+            cure="leave --deterministic out, or use --backend cuda, or the native backend, which always keeps it",
         )
     try:
         return open_backend(
@@ -329,6 +330,7 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
             device=config.device,
             dtype=config.dtype,
             random=config.load_format == "dummy",
+            deterministic=config.deterministic,
         )
     except ValueError as e:
         raise BadRequest(str(e), param="backend") from None

@@ -17,7 +17,6 @@ import torch
 from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
-from quire.runner.device_sampler import greedy
 from quire.runner.sharing import GROUPS, Sharing
 from quire.runner.staging import Staging
 
@@ -163,7 +162,7 @@ class Decoder:
             into=self._logits,
         )
         logits = self._program.launch(batch)
-        tokens = self._tokens[:size].copy_(greedy(logits))
+        tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
         state.keep(own, tokens)
 
     def _capture(self) -> None:

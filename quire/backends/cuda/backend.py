@@ -22,10 +22,12 @@ from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.skinny import skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.kernels.tuning import ROWS, skinny_shape
+from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.kernels import TorchKernels
+from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
 
@@ -56,6 +58,9 @@ class CudaKernels(TorchKernels):
         self._few = 0 if dtype == torch.float32 else self.skinny_rows
         # A kernel may start while the one before it ends: only where every kernel between waits for its inputs.
         self._chain = on_gpu and self._few > 0
+
+    def sampler(self) -> DeviceSampler:
+        return CudaSampler(self.device)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False) -> Any:
         if soon and x.shape[0] == 1 <= self._few:

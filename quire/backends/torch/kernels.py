@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.layouts import Rope
 
 _SCORES = 1 << 26  # attention scores, or gathered keys, that are in memory at a time
@@ -31,6 +32,10 @@ class TorchKernels:
         self.keys = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
         self.values = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
+
+    def sampler(self) -> DeviceSampler:
+        """Who chooses tokens from the logits of a program here."""
+        return TorchSampler()
 
     def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)

@@ -132,6 +132,7 @@ def test_a_bad_configuration_is_refused(tmp_path: Path, change: dict[str, Any], 
         ({"load_format": "pickle"}, BadRequest, "auto or dummy"),
         ({"dtype": "bfloat16"}, Unsupported, "no device or dtype"),
         ({"backend": "torch", "deterministic": True}, Unsupported, "same bits"),
+        ({"backend": "reference", "deterministic": True}, Unsupported, "same bits"),
         ({"backend": "torch", "dtype": "int3"}, Unsupported, "no dtype"),
     ],
 )
