@@ -18,11 +18,12 @@ def open_backend(
     device: str = "auto",
     dtype: str = "auto",
     random: bool = False,
+    quantize: str = "none",
 ) -> Backend:
     """The backend of that name.
 
     `cores` is what native threads are pinned to. `device` and `dtype` are for torch ones; `random` gives them numbers
-    without a file.
+    without a file; `quantize` is what their matrices become.
     """
     if name == "native":
         from quire.backends.native.backend import NativeBackend
@@ -35,9 +36,9 @@ def open_backend(
     if name == "torch":
         from quire.backends.torch.backend import TorchBackend
 
-        return TorchBackend(device, dtype, threads=threads, random=random)
+        return TorchBackend(device, dtype, threads=threads, random=random, quantize=quantize)
     if name == "cuda":
         from quire.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(device, dtype, threads=threads, random=random)
+        return CudaBackend(device, dtype, threads=threads, random=random, quantize=quantize)
     raise ValueError(f"no backend named {name!r}: there are {', '.join(NAMES)}")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
-from quire.backends.ops import KV, KV_DTYPES, Backend, Estimator, Measures
+from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -66,8 +66,9 @@ def build_engine(
     backend = _open(config, env, threads, cores)
     if config.kv_dtype != "auto" and config.kv_dtype not in backend.kv_dtypes:
         raise Unsupported(
-            f"the {backend.name} backend keeps K and V in one way of its own, not as {config.kv_dtype}",
-            cure="leave --kv-dtype out, or use --backend native",
+            f"the {backend.name} backend cannot keep K and V as {config.kv_dtype}: "
+            f"there {'is' if len(backend.kv_dtypes) == 1 else 'are'} {', '.join(backend.kv_dtypes)}",
+            cure="leave --kv-dtype out, or use another backend",
         )
     watch.lap("backend")
 
@@ -117,6 +118,7 @@ def build_engine(
         *source.notes,
         *model.notes,
         f"backend: {backend.describe()}",
+        *(backend.told() if isinstance(backend, Holds) else []),
         threads_line,
         *sizes.lines,
         *_kv_line(config, kv),
@@ -134,7 +136,7 @@ def build_engine(
         pages=sizes.pages,
         page_size=PAGE_SIZE,
         backend=backend.describe(),
-        weight_bytes=source.nbytes,
+        weight_bytes=backend.weight_bytes if isinstance(backend, Holds) else source.nbytes,
         kv_bytes=kv.nbytes,
         load_seconds=watch.total,
         decisions=lines,
@@ -262,6 +264,11 @@ def _check(config: EngineConfig) -> None:
         raise BadRequest(
             f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
         )
+    if config.quantize not in QUANTIZE:
+        raise BadRequest(
+            f"quantize is {config.quantize!r}: it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}",
+            param="quantize",
+        )
     for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -287,6 +294,13 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
         raise Unsupported(f"the {name} backend cannot make random weights", cure="use --backend torch or cuda")
     if not torch and (config.device not in ("auto", "cpu") or config.dtype != "auto"):
         raise Unsupported(f"the {name} backend takes no device or dtype", cure="use --backend torch or cuda")
+    if not torch and config.quantize != "none":
+        raise Unsupported(
+            f"the {name} backend keeps weights as the file has them: it cannot make them {config.quantize}",
+            cure="leave --quantize out, or use --backend torch or cuda",
+        )
+    if config.quantize == "keep" and config.load_format == "dummy":
+        raise Unsupported("random weights have no four-bit codes to keep", cure="use --quantize int4")
     if torch and config.deterministic:
         raise Unsupported(
             f"the {name} backend cannot promise the same bits in any batch yet",
@@ -301,6 +315,7 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
             device=config.device,
             dtype=config.dtype,
             random=config.load_format == "dummy",
+            quantize=config.quantize,
         )
     except ValueError as e:
         raise BadRequest(str(e), param="backend") from None
