@@ -269,6 +269,8 @@ def _check(config: EngineConfig) -> None:
             f"quantize is {config.quantize!r}: it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}",
             param="quantize",
         )
+    if config.quantize == "keep" and config.load_format == "dummy":
+        raise Unsupported("random weights have no four-bit codes to keep", cure="use --quantize int4")
     for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -299,8 +301,6 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
             f"the {name} backend keeps weights as the file has them: it cannot make them {config.quantize}",
             cure="leave --quantize out, or use --backend torch or cuda",
         )
-    if config.quantize == "keep" and config.load_format == "dummy":
-        raise Unsupported("random weights have no four-bit codes to keep", cure="use --quantize int4")
     if torch and config.deterministic:
         raise Unsupported(
             f"the {name} backend cannot promise the same bits in any batch yet",
