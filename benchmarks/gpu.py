@@ -126,6 +126,10 @@ class Host:
             for name, times in self.seconds.items()
         }
 
+    def totals(self) -> dict[str, float]:
+        """Seconds of each since `clear`."""
+        return {name: round(sum(times), 3) for name, times in self.seconds.items()}
+
 
 def start(b: Bench, began: float) -> Line:
     b.ask(b.prompt(64), 1)
@@ -188,13 +192,14 @@ def many(b: Bench) -> Line:
     count = b.args.requests
     for _ in range(count):
         b.ask(b.prompt(512), 256)
+    b.host.clear()
     seconds = b.finish()
     rate = count * 256 / seconds
     return Line(
         f"{count:,} requests, 512 in / 256 out",
         f"{rate:,.0f} out tok/s ({3 * rate:,.0f} total)",
         "",
-        {"out_tokens_per_second": rate, "seconds": seconds},
+        {"out_tokens_per_second": rate, "seconds": seconds, "host_seconds": b.host.totals()},
     )
 
 
@@ -202,13 +207,14 @@ def shared(b: Bench) -> Line:
     prefix = b.prompt(2048)
     for _ in range(256):
         b.ask(prefix + b.prompt(64), 128)
+    b.host.clear()
     seconds = b.finish()
     rate = 256 * 128 / seconds
     return Line(
         "256 requests sharing 2,048 + 64 own, 128 out",
         f"{rate:,.0f} out tok/s",
         "",
-        {"out_tokens_per_second": rate, "seconds": seconds},
+        {"out_tokens_per_second": rate, "seconds": seconds, "host_seconds": b.host.totals()},
     )
 
 
@@ -246,8 +252,23 @@ def ceilings(device: str) -> tuple[float, float]:
     return rates[-1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def compilations() -> list[str]:
+    """Names of the kernels that Triton compiles, or takes from its cache, from now on. There should be none."""
+    from triton import knobs
+
+    names: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **about: names.append(about["fn"].name)
+    return names
+
+
+def told(line: Line) -> str:
+    """The host's share, where it was measured."""
+    parts = [f"host {key.removeprefix('host_')} {line.numbers[key]}" for key in line.numbers if key.startswith("host_")]
+    return ", ".join(parts)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured: also for gpu_profile."""
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cuda")
@@ -256,8 +277,13 @@ def main() -> None:
     parser.add_argument("--max-seqs", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--depth", type=int, default=None)
-    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add_engine_options(parser)
+    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
     parser.add_argument("--no-save", action="store_true")
@@ -277,10 +303,15 @@ def main() -> None:
         "many": many,
         "shared": shared,
     }
+    compiled = compilations()
     for name in args.rows:
         if name in rows:
             lines.append(rows[name](bench))
-            print(f"{lines[-1].name}: {lines[-1].value}   {lines[-1].numbers.get('host_ms', '')}", flush=True)
+            if compiled:
+                print(f"compiled while it ran: {len(compiled)} kernels: {', '.join(sorted(set(compiled)))}")
+                lines[-1].numbers["compiled"] = len(compiled)
+                compiled.clear()
+            print(f"{lines[-1].name}: {lines[-1].value}   {told(lines[-1])}", flush=True)
     print("\n| | measured | floor |\n|---|---|---|")
     for line in lines:
         print(f"| {line.name} | {line.value} | {line.floor} |")

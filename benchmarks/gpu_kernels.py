@@ -25,12 +25,13 @@ from benchmarks.gpu_timing import copy_rate, graph_seconds, matmul_rate
 from quire.backends.cuda.kernels import candidates, fp8
 from quire.backends.cuda.kernels.attention import PROMPT, attention, choose_splits, decode_tile, workspace
 from quire.backends.cuda.kernels.norm import rms_norm
-from quire.backends.cuda.kernels.prefix import Groups, shared_attention
+from quire.backends.cuda.kernels.prefix import shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.sample import choose
 from quire.backends.cuda.kernels.skinny import skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.kernels.tuning import int4_shape, skinny_shape
+from quire.backends.torch.batch import Shared
 
 H, HK, DIM, D, INNER = 32, 8, 128, 4096, 14336
 
@@ -156,7 +157,7 @@ def shared_prefix(batch: int, prefix: int, own: int) -> Row:
     q, k, v, arrays = paged(batch, prefix + own, 1)
     arrays["table"][:, : prefix // 16] = arrays["table"][0, : prefix // 16].clone()
     start = torch.tensor([0, batch], device="cuda").int()
-    groups = Groups(
+    groups = Shared(
         start, torch.tensor([prefix], device="cuda").int(), arrays["table"][:1, : prefix // 16].contiguous(),
         torch.full((batch,), prefix, device="cuda").int(),
     )  # fmt: skip

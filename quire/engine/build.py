@@ -7,6 +7,7 @@ Everything decided on the way is a line in `EngineInfo.decisions`; nothing is pr
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def build_engine(
         budget=config.max_batch_tokens,
         context=sizes.context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=standard(max_rows),
+        limits=standard(max_rows, PAGE_SIZE if config.prefix_cache else None),
         prefix_cache=config.prefix_cache,
     )
     runner = open_runner(
@@ -112,6 +113,8 @@ def build_engine(
         max_rows=max_rows,
         overlap=depth > 0,
     )
+    # What is here now stays: looking through all of it again would stop a step for a tenth of a second.
+    gc.freeze()
     watch.lap("engine")
     lines = [
         f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",

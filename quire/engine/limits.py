@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import RUNNING, Sequence
 
 
 class Limit(Protocol):
@@ -29,6 +29,10 @@ class Limit(Protocol):
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         """Those n tokens are planned."""
+        ...
+
+    def opened(self, seq: Sequence) -> None:
+        """It has taken a slot."""
         ...
 
 
@@ -51,6 +55,9 @@ class TokenBudget:
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         self.left -= n
+
+    def opened(self, seq: Sequence) -> None:
+        pass
 
 
 class LogitRows:
@@ -88,6 +95,9 @@ class LogitRows:
         if start + n >= known:
             self.left -= 1
 
+    def opened(self, seq: Sequence) -> None:
+        pass
+
 
 class Follows:
     """A sequence that asked to share another's prompt waits until that prompt is computed, or its owner is gone.
@@ -114,7 +124,70 @@ class Follows:
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         pass
 
+    def opened(self, seq: Sequence) -> None:
+        pass
 
-def standard(logit_rows: int | None = None) -> tuple[Limit, ...]:
-    """The limits of an engine, besides its token budget."""
-    return (Follows(),) if logit_rows is None else (Follows(), LogitRows(logit_rows))
+
+class SamePrompt:
+    """A sequence does not compute what a running one is computing just now: it waits, and then finds it in the cache.
+
+    It waits where that saves it half of its prompt or more, and for no longer than the other's prompt takes. A prompt is
+    known by its first page, so a running sequence with another beginning costs one look.
+    """
+
+    __slots__ = ("_leaders", "_size")
+    admission_only = True
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._leaders: dict[tuple[str, tuple[int, ...]], Sequence] = {}
+
+    def begin(self, live: Mapping[str, Sequence]) -> None:
+        if self._leaders:
+            self._leaders = {name: seq for name, seq in self._leaders.items() if _computing(seq)}
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        leader = self._leaders.get(self._name(seq)) if self._leaders else None
+        if leader is None or leader is seq or not _computing(leader):
+            return n
+        ready = leader.computed // self._size * self._size  # that much is in the cache already
+        both = min(common(leader.tokens, seq.tokens), seq.reusable) // self._size * self._size
+        return 0 if 2 * (both - ready) >= len(seq.tokens) - ready else n
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+    def opened(self, seq: Sequence) -> None:
+        if len(seq.tokens) > self._size and not seq.prompt_done:
+            self._leaders.setdefault(self._name(seq), seq)
+
+    def _name(self, seq: Sequence) -> tuple[str, tuple[int, ...]]:
+        return seq.request.namespace, tuple(seq.tokens[: self._size])
+
+
+def _computing(seq: Sequence) -> bool:
+    return seq.status == RUNNING and not seq.prompt_done
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """How many leading tokens are the same."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the same up to low, not up to high
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def standard(logit_rows: int | None = None, prefix_pages: int | None = None) -> tuple[Limit, ...]:
+    """The limits of an engine, besides its token budget. `prefix_pages` is the page size of its prefix cache, if it has one."""
+    limits: list[Limit] = [Follows()]
+    if prefix_pages is not None:
+        limits.append(SamePrompt(prefix_pages))
+    if logit_rows is not None:
+        limits.append(LogitRows(logit_rows))
+    return tuple(limits)

@@ -292,6 +292,8 @@ class Scheduler:
     def _opened(self, seq: Sequence, reusable: int, found: int, opened: list[Open]) -> None:
         """Note a sequence that has just taken a slot."""
         seq.status = RUNNING
+        for limit in self._limits:
+            limit.opened(seq)
         request = seq.request
         if not seq.admitted:
             seq.admitted = True

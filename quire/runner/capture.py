@@ -16,11 +16,13 @@ import torch
 
 from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
-from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.runner.device_sampler import greedy
+from quire.runner.sharing import GROUPS, Sharing
 from quire.runner.staging import Staging
 
 SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32))
+SHARED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # where rows share prefixes: a step costs less
 CHANGES = 2  # page-table entries that a captured step can change, per row
 MORE = 64  # numbers per row that may travel with a step without a copy of their own
 
@@ -60,13 +62,14 @@ class Decoder:
         self._state = state
         self._reach = max_context
         most = self.sizes[-1]
-        self._staging = Staging(program.device, _numbers(most) + MORE * most, fixed=True)
+        self._staging = Staging(program.device, _numbers(most, True) + MORE * most, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         self._count = torch.arange(most + 1, dtype=torch.int32, device=program.device)
         # Graphs of every size leave their results here: each of its own would add up to gigabytes.
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs]
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether prefixes are shared
         if graphs:
             self._capture()
 
@@ -76,16 +79,31 @@ class Decoder:
         return len(self._graphs)
 
     def run(
-        self, ids: I32, pos: I32, write: I32, slots: I32, where: I32, pages: I32, *, more: Sequence[np.ndarray] = ()
+        self,
+        ids: I32,
+        pos: I32,
+        write: I32,
+        slots: I32,
+        where: I32,
+        pages: I32,
+        *,
+        sharing: Sharing | None = None,
+        more: Sequence[np.ndarray] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """One step: logits [n, V], the best token of each row (int64 [n]), and `more`, sent along for later."""
+        """One step: logits [n, V], the best token of each row (int64 [n]), and `more`, sent along for later.
+
+        With `sharing`, rows are in its order.
+        """
         n, state = ids.size, self._state
-        size = self.sizes[bisect_left(self.sizes, n)]
+        sizes = self.sizes if sharing is None else self.shared_sizes
+        size = sizes[bisect_left(sizes, n)]
         if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
             state.place(*self._spill.send([where, pages]))
             where, pages = where[:0], pages[:0]
         spare = size - n
-        fits = _numbers(size) + sum(2 + a.size * (a.itemsize // 4) for a in more) <= self._staging.capacity
+        groups = [] if sharing is None else self._groups(sharing, slots, size)
+        fixed = _numbers(size, sharing is not None)
+        fits = fixed + sum(2 + a.size * (a.itemsize // 4) for a in more) <= self._staging.capacity
         sent = self._staging.send(
             [
                 _pad(ids, spare, 0),
@@ -94,22 +112,43 @@ class Decoder:
                 _pad(slots, spare, state.spare),
                 _pad(where, CHANGES * size - where.size, state.spare * state.max_pages),
                 _pad(pages, CHANGES * size - pages.size, state.spare_write // self._program.kv.page_size),
+                *groups,
                 *(more if fits else ()),
             ]
         )
-        told = sent[6:] if fits else self._spill.send(more)
-        if size in self._graphs:
-            self._graphs[size].replay()
+        told = sent[6 + len(groups) :] if fits else self._spill.send(more)
+        graph = self._graphs.get((size, sharing is not None))
+        if graph is not None:
+            graph.replay()
         else:
-            self._body(size)
+            self._body(size, sharing is not None)
         return self._logits[:n], self._tokens[:n], told
 
+    def _groups(self, sharing: Sharing | None, slots: I32, size: int) -> list[I32]:
+        """Starts, lengths and leading slots of the groups, and the prefix of every row; rows that share nothing come last."""
+        counts = [] if sharing is None else sharing.counts
+        lengths = [] if sharing is None else [pages * self._program.kv.page_size for pages in sharing.pages]
+        firsts = [0, *np.cumsum(counts).tolist()]
+        spare = GROUPS - len(counts)
+        start = [*firsts, *[size] * (spare + 1)]
+        leaders = [*(int(slots[first]) for first in firsts[:-1]), *[self._state.spare] * (spare + 1)]
+        own = np.zeros(size, np.int32)
+        own[: firsts[-1]] = np.repeat(lengths, counts)
+        whole = start, [*lengths, *[0] * (spare + 1)], leaders
+        return [*(np.array(x, np.int32) for x in whole), own]
+
     @torch.inference_mode()
-    def _body(self, size: int) -> None:
+    def _body(self, size: int, sharing: bool) -> None:
         view, state = self._staging.view, self._state
         ids, pos, write, slots = (view(i * size, size) for i in range(4))
         state.place(view(4 * size, CHANGES * size), view((4 + CHANGES) * size, CHANGES * size))
         own = slots.long()
+        shared = None
+        if sharing:
+            at = _numbers(size)
+            start, length = view(at, GROUPS + 2), view(at + GROUPS + 2, GROUPS + 1)
+            leaders, begin = view(at + 2 * GROUPS + 3, GROUPS + 1), view(at + 3 * GROUPS + 4, size)
+            shared = Shared(start, length, state.table.index_select(0, leaders.long()), begin)
         batch = DeviceBatch(
             ids=state.tokens(ids),
             pos=pos,
@@ -120,6 +159,7 @@ class Decoder:
             logit_rows=self._count[:size],
             longest=1,
             reach=self._reach,
+            shared=shared,
             into=self._logits,
         )
         logits = self._program.launch(batch)
@@ -131,25 +171,29 @@ class Decoder:
         device, state = self._program.device, self._state
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
-        for size in reversed(self.sizes):
+        kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
+        for size, sharing in sorted(kinds, reverse=True):
             none = np.zeros(0, np.int32)
             blank = [_pad(none, size, value) for value in (0, 0, state.spare_write, state.spare)]
             blank += [_pad(none, CHANGES * size, state.spare * state.max_pages)]
             blank += [_pad(none, CHANGES * size, state.spare_write // self._program.kv.page_size)]
+            if sharing:
+                blank += self._groups(None, none, size)
             self._staging.send(blank)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                self._body(size)  # whatever is set up at a first run must not be captured
+                self._body(size, sharing)  # whatever is set up at a first run must not be captured
             torch.cuda.current_stream(device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._body(size)
-            self._graphs[size] = graph
+                self._body(size, sharing)
+            self._graphs[size, sharing] = graph
         torch.cuda.synchronize(device)
 
 
-def _numbers(size: int) -> int:
-    return (4 + 2 * CHANGES) * size
+def _numbers(size: int, sharing: bool = False) -> int:
+    """int32s that a step of that size is given."""
+    return (4 + 2 * CHANGES) * size + ((3 * GROUPS + 4 + size) if sharing else 0)
 
 
 def _pad(array: I32, count: int, value: int) -> I32:

@@ -30,13 +30,17 @@ from quire.backends.torch.batch import DeviceBatch
 from quire.runner.capture import Decoder, DeviceState
 from quire.runner.device_sampler import RULED_OUT, choose, greedy, logprobs
 from quire.runner.device_wishes import Asked, SlotWishes
-from quire.runner.intake import Intake, Pending, reason
+from quire.runner.intake import Intake, Pending, Works, reason
 from quire.runner.plan import Logprob, Plan, Result, Row, Work
 from quire.runner.sampler import Masks
+from quire.runner.sharing import LEAST, Sharing, find
 from quire.runner.staging import Arrival, Staging
 
+WORTH = 16384  # tokens of keys and values that need not be read again: what reading them once costs in launches
 _CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
 _BROKEN = "the model produced NaN or infinite logits"
+# Steps to launch before the first request, as decode rows, prompt rows and reach: few rows, many, split contexts, and not.
+PRACTICE = ((0, 3, 64), (0, 20, 1024), (0, 40, 4096), (1, 300, 256), (7, 600, 2048), (159, 600, 512))
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class DeviceRunner:
         self._program = program
         self._device = program.device
         self._vocab = vocab_size
+        self._page_size = kv.page_size
         self._intake = Intake(
             kv,
             vocab_size=vocab_size,
@@ -120,8 +125,12 @@ class DeviceRunner:
         self._decoder: Decoder | None = None
         if program.graphs if padded is None else padded:
             self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
+        if program.graphs:
+            self._practise(max_seqs, max_tokens, max_context)
         self._turns = [0] * max_seqs
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
+        self._sharing: Sharing | None = None  # of the step that is being launched
+        self._known: tuple[list[int], Sharing | None] = [], None  # slots that were looked at last, and what they share
         self._unread: deque[DeviceTicket] = deque()
         self._unsampled: Launched | None = None
         self._closed = False
@@ -137,7 +146,7 @@ class DeviceRunner:
         try:
             self._intake.apply(plan)
             self._follow(plan)
-            batch = self._intake.build(pending)
+            batch = self._intake.build(pending, self._arrange)
             if batch is not None:
                 self._launch(pending, batch)
         except Exception as error:
@@ -184,6 +193,23 @@ class DeviceRunner:
                 self._turns[new.slot] += 1
                 self._wishes.open(new.slot, self._slots.stream(new.slot))
 
+    def _arrange(self, works: Works) -> Works:
+        """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
+        self._sharing = None
+        if self._decoder is None or any(w.tokens is not None for w in works.values()):
+            return works
+        own, known = [w.slot for w in works.values()], self._known
+        held = LEAST if known[1] is None else max(known[1].pages)
+        if own != known[0] or any(w.pages and w.page_from <= held for w in works.values()):
+            found = find(self._slots.table[own], self._slots.length[own] // self._page_size)
+            worth = found is not None and found.saved * self._page_size >= WORTH
+            known = self._known = own, found if worth else None
+        self._sharing = known[1]
+        if self._sharing is None:
+            return works
+        places = list(works)
+        return {places[at]: works[places[at]] for at in self._sharing.order.tolist()}
+
     def _launch(self, pending: Launched, batch: Batch) -> None:
         works = pending.works
         own = np.array([w.slot for w in works.values()], np.int32)
@@ -199,7 +225,8 @@ class DeviceRunner:
         if decoding and self._decoder is not None:
             arrays = batch.ids, batch.pos, batch.write, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
-            pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, more=more)
+            sharing = self._sharing
+            pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
         self._slots.length[own] = batch.kv_len
@@ -256,6 +283,34 @@ class DeviceRunner:
                 host=batch,
             )
         )
+
+    @torch.inference_mode()
+    def _practise(self, max_seqs: int, max_tokens: int, max_context: int) -> None:
+        """Launch steps of every kind that is not captured, on the spare page: what they compile must not meet a request."""
+        for ones, rows, reach in PRACTICE:
+            if ones >= max_seqs or ones + rows > max_tokens:
+                continue
+            n = np.array([1] * ones + [rows], np.int32)
+            q_start = np.concatenate(([0], np.cumsum(n))).astype(np.int32)
+            pos = np.concatenate([np.arange(k, dtype=np.int32) for k in n])
+            write = self._state.spare_write + pos % self._program.kv.page_size
+            ids, last = np.zeros_like(pos), q_start[1:] - 1
+            arrays = [ids, pos, q_start, n, write.astype(np.int32), last.astype(np.int32)]
+            on_device = self._staging.send(arrays)
+            batch = DeviceBatch(
+                ids=on_device[0],
+                pos=on_device[1],
+                q_start=on_device[2],
+                kv_len=on_device[3],
+                pages=self._state.table[self._state.spare].expand(n.size, -1).contiguous(),
+                write=on_device[4],
+                logit_rows=on_device[5],
+                longest=rows,
+                reach=min(reach, max_context),
+                host=Batch(ids, pos, q_start, n, np.zeros((n.size, 1), np.int32), arrays[4], arrays[5]),
+            )
+            greedy(self._program.launch(batch))
+        torch.cuda.synchronize(self._device)
 
     # ---- choosing
 

@@ -9,8 +9,8 @@ the device) are the other halves: they compute the batch and choose the tokens, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
@@ -21,6 +21,8 @@ from quire.runner.slots import Slots
 
 log = logging.getLogger(__name__)
 
+Works: TypeAlias = dict[int, Work]  # by their place in the plan, in the order of their rows
+
 
 class Pending:
     """A forward that was given to the device: logits wait in it for `sample`."""
@@ -30,7 +32,7 @@ class Pending:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.rows = [Row(accepted=0) for _ in plan.work]
-        self.works: dict[int, Work] = {}  # what is computed, by its place in plan.work
+        self.works: Works = {}  # what is computed, by its place in plan.work
         self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
         self.logits: Any = None  # [len(sampled), V]; valid until the next forward runs
 
@@ -70,9 +72,13 @@ class Intake:
                 except ValueError as error:
                     slots.fail([work.slot], str(error))
 
-    def build(self, pending: Pending) -> Batch | None:
-        """The batch of all the work that can be done; the rest is answered with its error. None when nothing is left."""
-        works = pending.works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
+    def build(self, pending: Pending, arrange: Callable[[Works], Works] | None = None) -> Batch | None:
+        """The batch of all the work that can be done; the rest is answered with its error. None when nothing is left.
+
+        `arrange` may put the rows in another order.
+        """
+        works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
+        works = pending.works = works if arrange is None else arrange(works)
         while works:
             try:
                 return self._builder.build(list(works.values()), self.slots)

@@ -123,7 +123,7 @@ def test_graphs_and_depth_change_nothing(shape: str):
 def test_soak(shape: str):
     """Random requests with shared prefixes, aborts and preemptions, against each request alone in an engine of its own."""
     rng = random.Random(2)
-    requests = list(traffic(rng, 300))
+    requests = list(traffic(rng, 2000))
     aborts = {r.id: rng.randint(1, 20) for r in requests if rng.random() < 0.1}
     made = engine(shape, kv_memory=2 << 20)  # so little that sequences are preempted
     have = serve(made, requests, aborts)
@@ -135,7 +135,53 @@ def test_soak(shape: str):
         want = serve(alone, [request])[request.id]
         got = have[request.id]
         wrong += got != want[: len(got)] if request.id in aborts else got != want
-    assert wrong <= 3, f"{wrong} of {len(requests)} differ"
+    assert wrong <= 10, f"{wrong} of {len(requests)} differ"  # other launch shapes round differently: a tie may flip
+
+
+def test_a_shared_prefix_that_is_read_once(shape: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows over three common beginnings, every decode step told of them: the tokens of each request alone."""
+    monkeypatch.setattr("quire.runner.device_runner.WORTH", 1)
+    rng = random.Random(4)
+    bases = [[rng.randrange(1000) for _ in range(n)] for n in (400, 320, 160)]
+    requests = [
+        Request(
+            id=str(i),
+            tokens=rng.choice(bases) + [rng.randrange(1000) for _ in range(rng.randint(1, 40))],
+            sampling=SamplingParams(temperature=0.0, max_tokens=rng.randint(10, 40)),
+        )
+        for i in range(60)
+    ]
+    made = engine(shape)
+    told: list[int] = []
+    run = made[0]._runner._decoder.run
+
+    def watched(*arrays: Any, sharing: Any, **more: Any) -> Any:
+        told.append(0 if sharing is None else sum(sharing.counts))
+        return run(*arrays, sharing=sharing, **more)
+
+    made[0]._runner._decoder.run = watched
+    have = serve(made, requests)
+    assert sum(n > 4 for n in told) > 20
+    alone = engine(shape, max_seqs=1, prefix_cache=False, depth=0)
+    want = {r.id: serve(alone, [r])[r.id] for r in requests}
+    assert len(differing(have, want)) <= 1
+
+
+def test_nothing_is_compiled_once_the_engine_is_up(shape: str):
+    """Random traffic meets only kernels that were compiled, or read from the cache, before the first request."""
+    from triton import knobs
+
+    made = engine(shape, dtype="bfloat16", max_seqs=160, max_batch_tokens=1024, kv_memory=256 << 20)
+    names: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **about: names.append(about["repr"])
+    try:
+        serve(made, list(traffic(random.Random(5), 200, greedy=True)))
+        rng = random.Random(6)
+        long = [[rng.randrange(1000) for _ in range(n)] for n in (500, 300, 65, 64, 17, 16, 5, 4, 1)]
+        serve(made, [Request(id=str(i), tokens=t, sampling=SamplingParams(max_tokens=3)) for i, t in enumerate(long)])
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert names == []
 
 
 def test_out_of_memory_fails_a_step_and_nothing_else(shape: str):

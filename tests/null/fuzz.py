@@ -155,7 +155,7 @@ class Run:
             budget=self.budget,
             context=rng.choice([24, 40, 400]),
             draw=lambda: DRAWN,
-            limits=quire.engine.limits.standard(self.rows),
+            limits=quire.engine.limits.standard(self.rows, PAGE),
             drafts=self.drafts,
             prefix_cache=rng.random() < 0.9,
         )

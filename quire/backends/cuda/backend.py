@@ -18,12 +18,13 @@ from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.norm import rms_norm
+from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.tuning import ROWS
 from quire.backends.cuda.products import Place, QuantizedProducts, Rows, Unnormed, count, few_rows, wants_fp8
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
-from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Weight
 from quire.layouts import Rope
@@ -192,6 +193,8 @@ class CudaKernels(TorchKernels):
     def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
         tokens, heads, dim = q.shape
         out = torch.empty_like(q)
+        if batch.shared is not None and batch.longest == 1:
+            return self._attend_shared(q, batch, batch.shared, layer, scale, out)
         splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
         space = None
@@ -206,9 +209,8 @@ class CudaKernels(TorchKernels):
         }
         keys, values = self.keys[layer], self.values[layer]
         if batch.longest > 1 or not self._chain:
-            paged.attention(
-                q, keys, values, out, scale=scale, max_q=batch.longest, splits=splits, space=space, **arrays
-            )
+            bounds = {"max_q": batch.longest, "min_q": batch.shortest}
+            paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
         tile = paged.decode_tile(batch.sequences * self.kv.kv_heads, heads // self.kv.kv_heads)
         told: dict[str, Any] = {
@@ -227,6 +229,34 @@ class CudaKernels(TorchKernels):
     def _kv_scales(self, layer: int) -> dict[str, Any]:
         """What the cached codes of a layer are multiplied with, where they are codes."""
         return {"k_scale": self.key_scales[layer], "v_scale": self.value_scales[layer]} if self.key_scales else {}
+
+    def _attend_shared(
+        self, q: torch.Tensor, batch: DeviceBatch, shared: Shared, layer: int, scale: float, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows with a common beginning: that is read once for all of them."""
+        tokens, heads, dim = q.shape
+        own = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
+        together = prefix_splits(tokens, heads, self.kv.kv_heads, self._processors)
+        parts = own + together
+        shared_attention(
+            q,
+            self.keys[layer],
+            self.values[layer],
+            out,
+            q_start=batch.q_start,
+            kv_len=batch.kv_len,
+            table=batch.pages,
+            pos=batch.pos,
+            groups=shared,
+            scale=scale,
+            max_q=1,
+            space=batch.once(("parts", heads), lambda: paged.workspace(tokens, heads, dim, parts, q.device)),
+            own_splits=own,
+            prefix_splits=together,
+            pdl=self._chain,
+            **self._kv_scales(layer),
+        )
+        return out
 
     def angles(self, rope: Rope, reach: int) -> torch.Tensor:
         """Cosines and sines up to position `reach` at least. It grows by doubling; graphs ask for the most at once."""

@@ -16,6 +16,16 @@ import torch
 from quire.backends.batch import Batch
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Which rows share a prefix. Rows of a group follow one another; every row of the batch is in exactly one group."""
+
+    start: torch.Tensor  # int32 [G + 1] first row of each group
+    length: torch.Tensor  # int32 [G] tokens of the shared prefix: whole pages before every row, 0 for none
+    table: torch.Tensor  # int32 [G, P] pages of the prefix
+    own_from: torch.Tensor  # int32 [B] the prefix length of each sequence's group
+
+
 @dataclass(slots=True)
 class DeviceBatch:
     """See Batch for the shapes."""
@@ -30,6 +40,7 @@ class DeviceBatch:
     longest: int  # rows of the longest sequence in this batch
     reach: int  # no kv_len is more than this
     host: Batch | None = None
+    shared: Shared | None = None  # for steps of one row a sequence; a device may make use of it
     into: torch.Tensor | None = None  # float32 [rows, V]: where the logits go; None: wherever there is room
     derived: dict[Any, Any] = field(default_factory=dict)
 
@@ -48,6 +59,13 @@ class DeviceBatch:
     @property
     def sequences(self) -> int:
         return self.kv_len.shape[0]
+
+    @property
+    def shortest(self) -> int:
+        """Rows of the shortest sequence; 1 where the host does not know."""
+        if self.host is None or self.longest <= 1:
+            return 1
+        return self.once("shortest", lambda: int((self.host.q_start[1:] - self.host.q_start[:-1]).min()))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, computed at the first asking."""

@@ -503,6 +503,9 @@ class Sips:
     def charge(self, seq: object, start: int, n: int) -> None:
         pass
 
+    def opened(self, seq: object) -> None:
+        pass
+
 
 def test_a_plan_that_preempts_admits_nobody() -> None:
     desk = Desk(pages=9, slots=3)

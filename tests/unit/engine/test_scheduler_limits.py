@@ -8,7 +8,7 @@ import pytest
 
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine.limits import Follows, LogitRows, TokenBudget, standard
+from quire.engine.limits import Follows, LogitRows, SamePrompt, TokenBudget, common, standard
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence
 from quire.engine.types import Event, Request
@@ -62,6 +62,50 @@ def test_logit_rows_of_drafts() -> None:
 def test_standard() -> None:
     assert [type(x) for x in standard()] == [Follows]
     assert [type(x) for x in standard(8)] == [Follows, LogitRows]
+    assert [type(x) for x in standard(8, 16)] == [Follows, SamePrompt, LogitRows]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9])
+def test_common(length: int) -> None:
+    assert common([*range(length), 50], [*range(length), 60, 61]) == length
+    assert common(list(range(length)), list(range(12))) == length
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for() -> None:
+    """Two prompts with 40 tokens in common: the second computes only what the first does not."""
+    scheduler = make(budget=32, limits=standard(64, 4))
+    for name, more in (("a", 100), ("b", 200), ("c", 300)):
+        scheduler.add(
+            Request(id=name, tokens=[*range(40), *range(more, more + 4)], sampling=SamplingParams(max_tokens=2))
+        )
+    scheduler.add(Request(id="other", tokens=[*range(500, 508)], sampling=SamplingParams(max_tokens=2)))
+    first = scheduler.plan() or pytest.fail("no plan")
+    assert [(w.key, w.n) for w in first.work] == [(0, 32)]
+    run(scheduler, first)
+    second = scheduler.plan() or pytest.fail("no plan")
+    assert [(w.key, w.n) for w in second.work] == [(0, 12), (3, 8)]  # who shares nothing is not held back
+    run(scheduler, second)
+    third = scheduler.plan() or pytest.fail("no plan")
+    assert {w.key: (w.start, w.n) for w in third.work if w.key in (1, 2)} == {1: (40, 4), 2: (40, 4)}
+
+
+def test_who_would_save_little_does_not_wait() -> None:
+    scheduler = make(budget=64, limits=standard(64, 4))
+    scheduler.add(Request(id="a", tokens=[*range(8), *range(100, 112)], sampling=SamplingParams(max_tokens=2)))
+    scheduler.add(Request(id="b", tokens=[*range(8), *range(200, 212)], sampling=SamplingParams(max_tokens=2)))
+    scheduler.add(Request(id="c", tokens=[*range(20)], sampling=SamplingParams(max_tokens=2), namespace="another"))
+    plan = scheduler.plan() or pytest.fail("no plan")
+    assert [w.n for w in plan.work] == [20, 20, 20]
+
+
+def test_a_leader_that_is_gone_holds_nobody_back() -> None:
+    scheduler = make(budget=8, limits=standard(64, 4))
+    for name in ("a", "b"):
+        scheduler.add(Request(id=name, tokens=[*range(20)], sampling=SamplingParams(max_tokens=2)))
+    run(scheduler, scheduler.plan() or pytest.fail("no plan"))
+    scheduler.abort("a")
+    plan = scheduler.plan() or pytest.fail("no plan")
+    assert [(w.key, w.start) for w in plan.work] == [(1, 8)]
 
 
 class Refuse:
@@ -76,6 +120,9 @@ class Refuse:
         return 0 if seq.request.id == "never" and start else n
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+    def opened(self, seq: Sequence) -> None:
         pass
 
 

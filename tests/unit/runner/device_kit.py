@@ -11,6 +11,7 @@ from quire.backends.batch import Batch
 from quire.backends.torch.batch import DeviceBatch
 from quire.runner.device_runner import DeviceRunner
 
+SHARED = ("start", "length", "table", "own_from")
 NAMES = ("ids", "pos", "q_start", "kv_len", "pages", "write", "logit_rows")
 
 
@@ -26,16 +27,32 @@ class OnDevice:
         self.sizes: list[int] = []
         self.fault: Exception | None = None
         self.nan: list[int] = []
+        self.shared = 0  # rows that were told of a common beginning
 
     def launch(self, batch: DeviceBatch) -> torch.Tensor:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
         self.sizes.append(batch.sequences)
+        self.shared += check_shared(batch, self.kv.page_size)
         logits = self.inner.run(Batch(**{name: np.ascontiguousarray(getattr(batch, name).numpy()) for name in NAMES}))
         logits[self.nan, 5] = np.nan
         found = torch.from_numpy(logits.copy())
         return found if batch.into is None else batch.into[: len(found)].copy_(found)
+
+
+def check_shared(batch: DeviceBatch, page_size: int) -> int:
+    """What a batch says about common beginnings is true. How many rows it says it of."""
+    if batch.shared is None:
+        return 0
+    start, length, table, own = (x.numpy() for x in (getattr(batch.shared, n) for n in SHARED))
+    assert start[0] == 0 and start[-1] == batch.sequences and (np.diff(start) >= 0).all()
+    for group, tokens in enumerate(length.tolist()):
+        rows, pages = slice(start[group], start[group + 1]), tokens // page_size
+        assert tokens % page_size == 0 and (own[rows] == tokens).all()
+        assert (batch.kv_len.numpy()[rows] > tokens).all()
+        assert (batch.pages.numpy()[rows, :pages] == table[group, :pages]).all()
+    return int((own > 0).sum())
 
 
 def make_device_runner(

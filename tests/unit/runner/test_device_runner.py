@@ -97,6 +97,32 @@ def test_it_is_the_host_runner(seed, padded, monkeypatch):
         _close(have, want)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_share_a_beginning_are_put_together(seed, monkeypatch):
+    """Traffic over few prompts, with every shared page told: the same tokens, and what is told is true (see OnDevice)."""
+    monkeypatch.setattr("quire.runner.device_runner.WORTH", 1)
+    monkeypatch.setattr("quire.runner.sharing.LEAST", 1)
+    monkeypatch.setattr("quire.runner.device_runner.LEAST", 1)
+    rng = random.Random(seed)
+    bases = [[rng.randrange(4, 30) for _ in range(rng.randrange(9, 21))] for _ in range(3)]
+    requests = [
+        Request(
+            id=str(i),
+            tokens=rng.choice(bases)[: rng.randrange(9, 21)] + [rng.randrange(4, 30) for _ in range(rng.randrange(4))],
+            sampling=SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=i, max_tokens=rng.randrange(4, 20)),
+        )
+        for i in range(14)
+    ]
+    size = {"pages": rng.randint(24, 48), "budget": rng.randint(12, 30), "slots": rng.randint(4, 6)}
+    want, _ = overlapped._serve(requests, 0, False, **size)
+    seen = OnDevice(size["pages"])
+    monkeypatch.setattr(overlapped, "make_runner", functools.partial(make_device_runner, padded=True, run=seen))
+    for depth in (0, 1):
+        have, _ = overlapped._serve(requests, depth, False, **size)
+        _close(have, want)
+    assert seen.shared > 20
+
+
 def test_preemption_changes_nothing(padded, monkeypatch):
     monkeypatch.setattr(overlapped, "make_runner", functools.partial(make_device_runner, padded=padded))
     overlapped.test_preemption_changes_no_bit()

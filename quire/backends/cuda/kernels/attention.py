@@ -27,6 +27,7 @@ from quire.backends.cuda.kernels.combine import combine
 from quire.backends.torch.quantized import LARGEST
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_SEQUENCES = 1024  # that many are searched through at once: fewer would be one more kernel to compile
 
 
 @triton.jit
@@ -92,10 +93,13 @@ def _blocks(
     return acc, peak, total
 
 
-# Counts and bounds: one compiled kernel serves whatever they are.
+# Counts, bounds and where small arrays lie: one compiled kernel serves whatever they are.
 @triton.jit(
-    do_not_specialize=["sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first"]
-)
+    do_not_specialize=[
+        "sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first", "stride_table"
+    ],
+    do_not_specialize_on_alignment=["table", "q_start", "kv_len", "kv_begin", "pos"],
+)  # fmt: skip
 def _attend(
     q, k_cache, v_cache, out, part, lse, table, q_start, kv_len, kv_begin, pos, sinks, k_scale, v_scale,
     sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len, parts, part_first,
@@ -321,7 +325,7 @@ def attend(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), out.stride(0), out.stride(1),
         table.stride(0),
         GROUP=group, GROUP_PAD=group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), PAGE=page,
-        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=triton.next_power_of_2(sequences), UNIFORM=blocks is None,
+        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=max(_SEQUENCES, triton.next_power_of_2(sequences)), UNIFORM=blocks is None,
         CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
         BEGIN=kv_begin is not None, SCALED=0.0 if k_scale is None else LARGEST[k_cache.dtype], PARTIAL=space is not None,
         PDL=pdl,
@@ -341,6 +345,7 @@ def attention(
     pos: torch.Tensor,
     scale: float,
     max_q: int,
+    min_q: int = 1,
     splits: int = 1,
     split_len: int = 0,
     space: Workspace | None = None,
@@ -352,7 +357,7 @@ def attention(
 ) -> None:
     """softmax(q k^T * scale) v for every row of a ragged batch. q and out [T, H, D].
 
-    `max_q` bounds the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of sequences
+    `max_q` and `min_q` bound the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of sequences
     with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples, `splits` of them must
     cover the longest context the engine admits (both constants of the engine), and every row takes the same path.
     """
@@ -377,13 +382,14 @@ def attention(
         )  # fmt: skip
         combine(space.part, space.lse, out, sinks=sinks, parts=splits)
         return
-    tile = decode_tile(sequences * k_cache.shape[2] * splits, group_pad)
+    tile = decode_tile(max(256, sequences * k_cache.shape[2] * splits), group_pad)  # one kernel less to compile
     few = tile.rows // group_pad
-    attend(
-        q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,
-        **shared,
-    )  # fmt: skip
-    if space is not None:
+    if min_q <= few:
+        attend(
+            q, k_cache, v_cache, out, tile=tile, max_rows=min(few, max_q), splits=splits, space=space,
+            **shared,
+        )  # fmt: skip
+    if space is not None and min_q <= few:
         combine(space.part, space.lse, out, sinks=sinks, q_start=q_start, max_q=min(few, max_q), parts=splits)
     if max_q > few:
         tile = PROMPT if dim <= 128 else PROMPT_WIDE

@@ -18,7 +18,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["max_rows", "parts", "stride_parts"])
+@triton.jit(do_not_specialize=["max_rows", "parts", "stride_parts"], do_not_specialize_on_alignment=["q_start"])
 def _combine(
     part, lse, out, sinks, q_start, max_rows, parts, stride_parts, stride_ot, stride_oh, HEADS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, PARTS_PAD: tl.constexpr, EVERY: tl.constexpr,
@@ -72,7 +72,7 @@ def combine(
     """Fill `out` [T, H, D]: every row, or with `q_start` those whose sequences have at most max_q rows."""
     heads, dim = out.shape[1], out.shape[2]
     grid = (out.shape[0], 1, heads) if q_start is None else (q_start.shape[0] - 1, max_q, heads)
-    pad = triton.next_power_of_2(parts)
+    pad = next(p for p in (4, 16, triton.next_power_of_2(max(64, parts))) if parts <= p)  # few kernels to compile
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _combine[grid](
         part, lse, out, part if sinks is None else sinks, lse if q_start is None else q_start, max_q, parts,

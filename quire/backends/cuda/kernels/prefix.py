@@ -7,23 +7,18 @@ shares nothing is in a group whose prefix is empty. Group arrays have a fixed si
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
 from quire.backends.cuda.kernels.attention import PROMPT, PROMPT_WIDE, Workspace, attend, decode_tile
 from quire.backends.cuda.kernels.combine import combine
+from quire.backends.torch.batch import Shared
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Which rows share what. Rows of a group follow one another; every row of the batch is in exactly one group."""
-
-    start: torch.Tensor  # int32 [G + 1] first row of each group
-    length: torch.Tensor  # int32 [G] tokens of the shared prefix: whole pages before every row, 0 for none
-    table: torch.Tensor  # int32 [G, P] pages of the prefix
-    own_from: torch.Tensor  # int32 [B] the prefix length of each sequence's group
+def prefix_splits(rows: int, heads: int, kv_heads: int, processors: int = 132) -> int:
+    """Parts of a shared prefix that fill the device about twice, where all rows share one."""
+    tiles = -(-rows * heads // kv_heads // PROMPT.rows) * kv_heads
+    return max(1, min(2 * processors // tiles, 16))
 
 
 def shared_attention(
@@ -36,7 +31,7 @@ def shared_attention(
     kv_len: torch.Tensor,
     table: torch.Tensor,
     pos: torch.Tensor,
-    groups: Groups,
+    groups: Shared,
     scale: float,
     max_q: int,
     space: Workspace,
@@ -46,6 +41,7 @@ def shared_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """`attention` for decode and verification rows (at most max_q a sequence), reading each shared prefix once.
 
@@ -58,7 +54,7 @@ def shared_attention(
     tile = decode_tile(kv_len.shape[0] * k_cache.shape[2] * own_splits, group_pad * max_q)
     tall = PROMPT if dim <= 128 else PROMPT_WIDE
     blocks = q.shape[0] // max(1, tall.rows // group_pad) + groups.length.shape[0]
-    shared = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale, "space": space}
+    shared = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale, "space": space, "pdl": pdl}
     attend(
         q, k_cache, v_cache, out, q_start=groups.start, kv_len=groups.length, table=groups.table, pos=None, tile=tall,
         blocks=blocks, splits=prefix_splits, part_first=own_splits, **shared,
@@ -67,4 +63,4 @@ def shared_attention(
         q, k_cache, v_cache, out, q_start=q_start, kv_len=kv_len, table=table, pos=pos, tile=tile, max_rows=max_q,
         kv_begin=groups.own_from, splits=own_splits, **shared,
     )  # fmt: skip
-    combine(space.part, space.lse, out, sinks=sinks, parts=space.parts)
+    combine(space.part, space.lse, out, sinks=sinks, parts=space.parts, pdl=pdl)

@@ -30,7 +30,7 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
     return a, b, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pos", "write"])  # they lie anywhere in a copied buffer
 def _rope(
     qkv, q_out, k_cache, v_cache, angles, pos, write, q_norm, k_norm, k_scale, v_scale, heads, kv_heads, eps,
     stride_p, stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr,
@@ -161,7 +161,7 @@ def rope_write(
         raise ValueError(f"RoPE of {list(qkv.shape)} into {list(q_out.shape)} with angles {list(angles.shape)}")
     if k_scale is not None and (k_scale.shape != (k_cache.shape[0], kv_heads, k_cache.shape[1])):
         raise ValueError(f"scales {list(k_scale.shape)} for a cache {list(k_cache.shape)}")
-    block = 4
+    block = 4 if tokens <= 256 else 8  # heads of a program: many rows fill the device anyway
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rope[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv, q_out, k_cache, v_cache, angles, pos, write, qkv if q_norm is None else q_norm,
@@ -170,5 +170,6 @@ def rope_write(
         q_out.stride(0), q_out.stride(1),
         k_cache.stride(1), k_cache.stride(2), D=dim, DIM=rotated, HALF=triton.next_power_of_2(rotated // 2),
         TAIL=triton.next_power_of_2(max(1, dim - rotated)), PAIRS=pairs, HEADS=block, NORM=q_norm is not None,
-        PAGE=k_cache.shape[1], LARGEST=0.0 if k_scale is None else LARGEST[k_cache.dtype], PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=2, **launch,
+        PAGE=k_cache.shape[1], LARGEST=0.0 if k_scale is None else LARGEST[k_cache.dtype],
+        PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=block // 2, **launch,
     )  # fmt: skip

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from quire.backends.cuda.kernels.attention import workspace
-from quire.backends.cuda.kernels.prefix import Groups, shared_attention
+from quire.backends.cuda.kernels.prefix import shared_attention
+from quire.backends.torch.batch import Shared
 from tests.unit.backends.cuda.paged import Paged, error, exact, paged
 
 
-def groups_of(p: Paged, members: list[int], prefixes: list[int], spare: int = 1) -> Groups:
+def groups_of(p: Paged, members: list[int], prefixes: list[int], spare: int = 1) -> Shared:
     """members[g] sequences in group g, which share prefixes[g] tokens; `spare` groups are empty."""
     count = len(members) + spare
     first_seq = [sum(members[:g]) for g in range(len(members) + 1)]
@@ -21,7 +22,7 @@ def groups_of(p: Paged, members: list[int], prefixes: list[int], spare: int = 1)
     own = torch.repeat_interleave(torch.tensor(prefixes), torch.tensor(members)).int()
     device = p.q.device
     length = torch.tensor(prefixes + [0] * spare, dtype=torch.int32)
-    return Groups(torch.tensor(start).int().to(device), length.to(device), table.to(device), own.to(device))
+    return Shared(torch.tensor(start).int().to(device), length.to(device), table.to(device), own.to(device))
 
 
 @pytest.mark.parametrize("rows, own_splits, prefix_splits", [(1, 1, 1), (1, 2, 3), (3, 1, 2)])
