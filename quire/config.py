@@ -69,12 +69,15 @@ class EngineConfig:
     backend: str = "auto"  # "native", "cuda", "torch", "reference"; auto: cuda with a GPU, else native
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one that can be used
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
+    quantize: str = (
+        "none"  # of the torch backends, matrices as they load: "fp8", "int8", "int4"; "keep": a file's 4 bits
+    )
     load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
     deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, a mode with a price on a GPU
     threads: int | None = None  # None: what was measured to be fastest here
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
-    kv_dtype: str = "auto"  # how K and V are kept: "f16" or "int8"; auto: f16, or what a torch device computes in
+    kv_dtype: str = "auto"  # how K and V are kept: "f16", "int8", "fp8"; auto: f16, or what a torch device computes in
     context: int | None = None  # None: what the model was trained for
     max_seqs: int = 64  # sequences in a batch
     max_batch_tokens: int = 512  # tokens in a step

@@ -39,7 +39,7 @@ def command(
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
-        str, typer.Option(help="How K and V are kept: f16, or int8 (half the memory).")
+        str, typer.Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")
     ] = ENGINE.kv_dtype,
     context: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
     max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
@@ -51,6 +51,9 @@ def command(
     ] = ENGINE.backend,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = ENGINE.device,
     dtype: Annotated[str, typer.Option(help="With cuda and torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
+    quantize: Annotated[
+        str, typer.Option(help="With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).")
+    ] = ENGINE.quantize,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
@@ -91,6 +94,7 @@ def command(
         backend=backend,
         device=device,
         dtype=dtype,
+        quantize=quantize,
         threads=threads,
         isa=env.isa,
         kv_memory=None if kv_memory is None else _size("--kv-memory", kv_memory),

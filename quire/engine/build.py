@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV, KV_DTYPES, Backend, Estimator, Measures
+from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -70,8 +70,9 @@ def build_engine(
     backend = _open(config, env, threads, cores)
     if config.kv_dtype != "auto" and config.kv_dtype not in backend.kv_dtypes:
         raise Unsupported(
-            f"the {backend.name} backend keeps K and V in one way of its own, not as {config.kv_dtype}",
-            cure="leave --kv-dtype out, or use --backend native",
+            f"the {backend.name} backend cannot keep K and V as {config.kv_dtype}: "
+            f"there {'is' if len(backend.kv_dtypes) == 1 else 'are'} {', '.join(backend.kv_dtypes)}",
+            cure="leave --kv-dtype out, or use another backend",
         )
     watch.lap("backend")
 
@@ -124,6 +125,7 @@ def build_engine(
         *model.notes,
         f"backend: {backend.describe()}",
         *device_lines,
+        *(backend.told() if isinstance(backend, Holds) else []),
         threads_line,
         *sizes.lines,
         *_kv_line(config, kv),
@@ -141,7 +143,7 @@ def build_engine(
         pages=sizes.pages,
         page_size=PAGE_SIZE,
         backend=backend.describe(),
-        weight_bytes=source.nbytes,
+        weight_bytes=backend.weight_bytes if isinstance(backend, Holds) else source.nbytes,
         kv_bytes=kv.nbytes,
         load_seconds=watch.total,
         decisions=lines,
@@ -288,6 +290,13 @@ def _check(config: EngineConfig) -> None:
         raise BadRequest(
             f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
         )
+    if config.quantize not in QUANTIZE:
+        raise BadRequest(
+            f"quantize is {config.quantize!r}: it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}",
+            param="quantize",
+        )
+    if config.quantize == "keep" and config.load_format == "dummy":
+        raise Unsupported("random weights have no four-bit codes to keep", cure="use --quantize int4")
     for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -315,11 +324,21 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
         raise Unsupported(
             f"the {name} backend takes no device or dtype", cure="leave them out, or use --backend torch or cuda"
         )
+    if not torch and config.quantize != "none":
+        raise Unsupported(
+            f"the {name} backend keeps weights as the file has them: it cannot make them {config.quantize}",
+            cure="leave --quantize out, or use --backend torch or cuda",
+        )
     if name in ("torch", "reference") and config.deterministic:
         raise Unsupported(
             f"the {name} backend cannot promise the same bits in any batch: the libraries under it choose the order of a "
             "sum by the shape of the batch",
             cure="leave --deterministic out, or use --backend cuda, or the native backend, which always keeps it",
+        )
+    if config.deterministic and torch and (config.quantize != "none" or config.kv_dtype not in ("auto", "f16")):
+        raise Unsupported(
+            f"the {name} backend keeps the same bits in any batch only with weights, keys and values of its own dtype",
+            cure="leave --deterministic out, or --quantize and --kv-dtype",
         )
     try:
         return open_backend(
@@ -331,6 +350,7 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
             dtype=config.dtype,
             random=config.load_format == "dummy",
             deterministic=config.deterministic,
+            quantize=config.quantize,
         )
     except ValueError as e:
         raise BadRequest(str(e), param="backend") from None
