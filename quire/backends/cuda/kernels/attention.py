@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.combine import Workspace, combine, combine_in_order, merge, with_sink
+from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.torch.quantized import LARGEST
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -116,6 +117,7 @@ def _walk(
 
 
 # Counts, bounds and where small arrays lie: one compiled kernel serves whatever they are.
+@Launcher
 @triton.jit(
     do_not_specialize=[
         "sequences", "min_rows", "max_rows", "window", "splits", "parts", "part_first", "stride_table"

@@ -8,6 +8,8 @@ one goes through Triton. In Triton's interpreter every launch does. One device i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from triton.runtime.jit import JITFunction
 
 
 class Launcher:
-    """One jitted kernel. Its constants and options are given by name, the arguments before them in order."""
+    """Decorates a jitted kernel, and is launched as one: kernel[grid](...).
+
+    Constants and options are given by name, the arguments before them in order.
+    """
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
@@ -25,7 +30,10 @@ class Launcher:
         self._numbers: list[int] = []
         self._sorted = False
 
-    def __call__(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         if not self._sorted:
             self._sort(args)
         key = (
