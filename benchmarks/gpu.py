@@ -1,6 +1,7 @@
 """The engine on a GPU, end to end: scheduler, cache and sampler on, random weights of a known shape, token-id prompts.
 
-    python -m benchmarks.gpu [--shape llama-3.1-8b] [--dtype bfloat16] [--rows start one ttft 64 256 many shared]
+    python -m benchmarks.gpu [--shape llama-3.1-8b] [--dtype bfloat16] [--quantize fp8] [--kv-dtype fp8]
+                             [--rows start one ttft 64 256 many shared]
     python -m benchmarks.gpu --also-deterministic    what the same bits in any batch cost, beside the usual figures
 
 Prints one table and writes a JSON record. Greedy, no end-of-sequence token. Each figure is told beside its floor: bytes
@@ -57,6 +58,8 @@ class Bench:
             backend=args.backend,
             device=args.device,
             dtype=args.dtype,
+            quantize=args.quantize,
+            kv_dtype=args.kv_dtype,
             context=args.context,
             max_seqs=args.max_seqs,
             max_batch_tokens=args.max_tokens,
@@ -233,11 +236,11 @@ def shared(b: Bench) -> Line:
 
 
 def read_bytes(b: Bench) -> float:
-    """Bytes of weights that a decode step reads: all but the embedding, unless that is the head too."""
+    """Bytes of weights that a decode step reads, as they lie on the device: all but the embedding, unless it is the head."""
     from quire.models.shapes import SHAPES
 
     shape = SHAPES[b.args.shape]
-    table = 2 * shape["vocab_size"] * shape["hidden_size"]
+    table = (4 if b.args.dtype == "float32" else 2) * shape["vocab_size"] * shape["hidden_size"]
     return b.info.weight_bytes - (0 if shape["tie_word_embeddings"] else table)
 
 
@@ -251,18 +254,22 @@ def prompt_ops(b: Bench, tokens: int) -> float:
 
     s = SHAPES[b.args.shape]
     head = s["vocab_size"] * s["hidden_size"]
-    body = (b.info.weight_bytes / 2) - head * (1 if s["tie_word_embeddings"] else 2)
+    queries, keys = (s[name] * s["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    body = s["num_hidden_layers"] * s["hidden_size"] * (2 * queries + 2 * keys + 3 * s["intermediate_size"])
     attention = s["num_hidden_layers"] * 2 * tokens * tokens * s["num_attention_heads"] * s["head_dim"]
     return 2 * body * tokens + attention + 2 * head
 
 
-def ceilings(device: str) -> tuple[float, float]:
-    """Copy and matrix rates of this device, measured now, while its memory is still free."""
+def ceilings(device: str, quantize: str) -> tuple[float, float]:
+    """Copy and matrix rates of this device, measured now, while its memory is still free; of fp8 products for fp8."""
     if device == "cpu":
         return 1e10, 1e11  # guesses: floors mean nothing there
+    import torch
+
     from benchmarks.gpu_timing import copy_rate, matmul_rate
 
-    rates = [(copy_rate(), matmul_rate()) for _ in range(2)]  # the first warms the clocks up
+    kind = torch.float8_e4m3fn if quantize == "fp8" else torch.bfloat16
+    rates = [(copy_rate(), matmul_rate(kind)) for _ in range(2)]  # the first warms the clocks up
     return rates[-1]
 
 
@@ -287,6 +294,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", default="none", help="fp8, int8 or int4")
+    parser.add_argument("--kv-dtype", default="auto", help="fp8 or int8")
     parser.add_argument("--context", type=int, default=9216)
     parser.add_argument("--max-seqs", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=8192)
@@ -330,13 +339,15 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="write the record here as well")
     args = parser.parse_args()
     other = deterministic_record() if args.also_deterministic else None
-    rates = ceilings(args.device)
+    rates = ceilings(args.device, args.quantize)
     began = time.perf_counter()
     bench = Bench(args, rates)
     lines = [start(bench, began)]
     for line in bench.info.decisions:
         print(line)
-    print(f"copy {bench.copy_rate / 1e12:.2f} TB/s, bf16 product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n")
+    print(
+        f"copy {bench.copy_rate / 1e12:.2f} TB/s, {'fp8' if args.quantize == 'fp8' else 'bf16'} product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n"
+    )
     rows: dict[str, Callable[[Bench], Line]] = {
         "one": one,
         "ttft": ttft,
@@ -371,7 +382,10 @@ def main() -> None:
     if args.record:
         args.record.write_text(json.dumps(body))
     if not args.no_save:
-        print(save(f"gpu-{args.shape}" + ("-deterministic" if args.deterministic else ""), body))
+        kinds = (args.quantize, "none"), (args.kv_dtype, "auto")
+        how = [f"{'kv-' if plain == 'auto' else ''}{kind}" for kind, plain in kinds if kind != plain]
+        how += ["deterministic"] if args.deterministic else []
+        print(save("-".join(["gpu", args.shape, *how]), body))
 
 
 if __name__ == "__main__":

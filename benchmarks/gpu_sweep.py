@@ -135,7 +135,8 @@ def decode_calls(
         "table": table,
     }
     if dtype != torch.bfloat16:
-        arrays |= {"k_scale": torch.ones(kv_heads, device="cuda"), "v_scale": torch.ones(kv_heads, device="cuda")}
+        scales = torch.ones(batch * pages, kv_heads, 16, device="cuda")
+        arrays |= {"k_scale": scales, "v_scale": scales}
     space = workspace(batch, heads, dim, splits, "cuda") if splits > 1 else None
 
     def call(k: torch.Tensor, v: torch.Tensor) -> None:

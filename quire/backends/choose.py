@@ -19,11 +19,13 @@ def open_backend(
     dtype: str = "auto",
     random: bool = False,
     deterministic: bool = False,
+    quantize: str = "none",
 ) -> Backend:
     """The backend of that name.
 
     `cores` is what native threads are pinned to. `device` and `dtype` are for torch ones; `random` gives them numbers
-    without a file. `deterministic` is a mode of cuda; native is so anyway, the others cannot be.
+    without a file; `quantize` is what their matrices become. `deterministic` is a mode of cuda; native is so anyway, the
+    others cannot be.
     """
     if name == "native":
         from quire.backends.native.backend import NativeBackend
@@ -36,7 +38,7 @@ def open_backend(
     if name == "torch":
         from quire.backends.torch.backend import TorchBackend
 
-        return TorchBackend(device, dtype, threads=threads, random=random)
+        return TorchBackend(device, dtype, threads=threads, random=random, quantize=quantize)
     if name == "cuda":
         if deterministic:
             from quire.backends.cuda.deterministic import DeterministicBackend
@@ -44,5 +46,5 @@ def open_backend(
             return DeterministicBackend(device, dtype, threads=threads, random=random)
         from quire.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(device, dtype, threads=threads, random=random)
+        return CudaBackend(device, dtype, threads=threads, random=random, quantize=quantize)
     raise ValueError(f"no backend named {name!r}: there are {', '.join(NAMES)}")

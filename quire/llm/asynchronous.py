@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 class Options(TypedDict, total=False):
     """How a model is loaded. What is left out is decided at load, and `info.decisions` tells how."""
 
-    backend: str  # "native", "torch", "cuda", or "reference" (slow)
-    device: str  # of the torch backends: "cpu", "cuda", "cuda:1"; a GPU if there is one
+    backend: str  # "auto", "native", "cuda", "torch", or "reference" (slow)
+    device: str  # "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1"
     dtype: str  # of the torch backends: "float32", "bfloat16", "float16"
+    quantize: str  # of the torch backends, matrices as they load: "fp8", "int8", "int4", or "keep" (a file's 4 bits)
     threads: int | None  # what was measured to be fastest
     isa: str | None  # force a kernel set: "scalar", "neon", "avx2", "avx512"
     context: int | None  # longest sequence, in tokens: what the model was made for
     kv_memory: int | str | None  # bytes, or a text such as "1GiB"
-    kv_dtype: str  # how K and V are kept: "f16", or "int8" for half the memory
+    kv_dtype: str  # how K and V are kept: "f16", or "int8" or "fp8" for half the memory
     max_seqs: int  # sequences in a batch
     max_batch_tokens: int  # tokens in a step
     max_waiting: int  # requests in the queue

@@ -67,7 +67,7 @@ class Decoder:
         # Graphs of every size leave their results here: each of its own would add up to gigabytes.
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
-        self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs]
+        self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs] if program.shares else []
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether prefixes are shared
         if graphs:
             self._capture()

@@ -197,7 +197,7 @@ class DeviceRunner:
     def _arrange(self, works: Works) -> Works:
         """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
         self._sharing = None
-        if self._decoder is None or any(w.tokens is not None for w in works.values()):
+        if self._decoder is None or not self._program.shares or any(w.tokens is not None for w in works.values()):
             return works
         own, known = [w.slot for w in works.values()], self._known
         held = LEAST if known[1] is None else max(known[1].pages)

@@ -7,7 +7,7 @@ Where there is no GPU the same code runs in Triton's interpreter, for tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,32 +15,24 @@ import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.kernels import attention as paged
+from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
-from quire.backends.cuda.kernels.skinny import skinny
-from quire.backends.cuda.kernels.swiglu import swiglu
-from quire.backends.cuda.kernels.tuning import ROWS, skinny_shape
+from quire.backends.cuda.kernels.tuning import ROWS
+from quire.backends.cuda.products import Place, QuantizedProducts, Rows, Unnormed, count, few_rows, wants_fp8
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.kernels import TorchKernels
+from quire.backends.torch.quantized import Mixed, Part, Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
 
 _SPLIT_SPACE = 1 << 28  # bytes that the parts of split contexts may take
-
-
-@dataclass(slots=True)
-class Unnormed:
-    """A row whose norm is left to the product that reads it."""
-
-    x: torch.Tensor
-    gain: torch.Tensor
-    eps: float
 
 
 class CudaKernels(TorchKernels):
@@ -58,43 +50,89 @@ class CudaKernels(TorchKernels):
         self._few = 0 if dtype == torch.float32 else self.skinny_rows
         # A kernel may start while the one before it ends: only where every kernel between waits for its inputs.
         self._chain = on_gpu and self._few > 0
+        self._place = Place(device, dtype, self._processors, self._chain)
+        self._quantized = QuantizedProducts(self._place)
 
     def sampler(self) -> DeviceSampler:
         return CudaSampler(self.device)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False) -> Any:
-        if soon and x.shape[0] == 1 <= self._few:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()) -> Any:
+        if soon and x.shape[0] == 1 <= self._few and all(isinstance(w, torch.Tensor) for w in soon):
             return Unnormed(x, weight, eps)
-        out = torch.empty_like(x)
-        rms_norm(x, weight, eps, out, pdl=self._chain)
-        return out
+        return self._normed(x, weight, eps, soon)
 
-    def linear(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
-        if _rows(x) > self._few:
-            return super().linear(x, weight, bias)
-        return self._skinny(x, weight, bias, loose=loose)
-
-    def linear_add_norm(
+    def _normed(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
+        eps: float,
+        soon: Sequence[Weight],
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor | Rows:
+        """The norm of x, or of residual += x; in fp8 where only products with such weights read it."""
+        if self.dtype != torch.float32 and wants_fp8(soon):
+            made = Rows.empty(x.shape[-2:], x.device)
+            rms_norm(x, weight, eps, made.codes, residual=residual, scales=made.scale, pdl=self._chain)
+            return made
+        out = torch.empty_like(x if residual is None else residual)
+        rms_norm(x, weight, eps, out, residual=residual, pdl=self._chain)
+        return out
+
+    def linear(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            if count(x) > self._few:
+                return super().linear(x, weight, bias)
+            return self._skinny(x, weight, bias, loose=loose)
+        if self.dtype == torch.float32:
+            return super().linear(x, weight, bias)
+        if isinstance(weight, Mixed):
+            return self._mixed(x, weight, bias)
+        return self._quantized.linear(x, weight, bias, loose=loose)
+
+    def _mixed(self, x: torch.Tensor, weight: Mixed, bias: torch.Tensor | None) -> torch.Tensor:
+        """Each kind into its own columns."""
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=self.dtype, device=self.device)
+        first = 0
+        for part in weight.parts:
+            columns = slice(first, first + part.shape[0])
+            self._linear_into(x, part, None if bias is None else bias[columns], out[:, columns])
+            first = columns.stop
+        return out
+
+    def _linear_into(self, x: torch.Tensor, weight: Part, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if not isinstance(weight, torch.Tensor):
+            self._quantized.linear(x, weight, bias, out=out)
+        elif x.shape[0] <= self._few:
+            self._skinny(x, weight, bias, out=out)
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+
+    def linear_add_norm(
+        self,
+        x: Any,
+        weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
         *,
-        soon: bool = False,
+        soon: Sequence[Weight] = (),
     ) -> tuple[torch.Tensor, Any]:
-        if x.shape[0] == 1 <= self._few:
+        if count(x) == 1 <= self._few and isinstance(weight, torch.Tensor):
             self._skinny(x, weight, bias, out=residual, residual=residual)
             return residual, self.rms_norm(residual, norm, eps, soon=soon)
         product = self.linear(x, weight, bias, loose=bias is None)
-        out = torch.empty_like(residual)
-        rms_norm(product, norm, eps, out, residual=residual, pdl=self._chain)
-        return residual, out
+        return residual, self._normed(product, norm, eps, soon, residual)
 
-    def logits(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = _rows(x)
+    def logits(self, x: Any, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = count(x)
+        if not isinstance(weight, torch.Tensor):
+            if isinstance(weight, Mixed) or self.dtype == torch.float32:
+                return super().logits(x, weight, bias)
+            out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=self.device)
+            return self._quantized.linear(x, weight, bias, out=out)
         if rows <= self._few:
             out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=self.device)
             return self._skinny(x, weight, bias, out=out)
@@ -102,15 +140,15 @@ class CudaKernels(TorchKernels):
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return super().logits(x, weight, bias)
 
-    def gated(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = _rows(x)
-        if rows <= self._few and bias is None:
+    def gated(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
+        rows = count(x)
+        half = self.dtype != torch.float32
+        if half and bias is None and not isinstance(weight, torch.Tensor | Mixed):
+            return self._quantized.gated(x, weight, soon)
+        if rows <= self._few and bias is None and isinstance(weight, torch.Tensor):
             out = torch.empty(rows, weight.shape[0] // 2, dtype=self.dtype, device=self.device)
             return self._skinny(x, weight, None, out=out, swiglu=True)
-        both = self.linear(x, weight, bias)
-        out = both.new_empty(both.shape[0], both.shape[1] // 2)
-        swiglu(both, out)
-        return out
+        return self._quantized.gate(self.linear(x, weight, bias), soon if half else ())
 
     def _skinny(
         self,
@@ -124,23 +162,7 @@ class CudaKernels(TorchKernels):
         loose: bool = False,
     ) -> torch.Tensor:
         """A product of few rows, into `out` if given; with `loose` perhaps as parts, to be added by who reads them."""
-        source, norm, eps = (x.x, x.gain, x.eps) if isinstance(x, Unnormed) else (x, None, 0.0)
-        rows, n = source.shape[0], weight.shape[0] // (2 if swiglu else 1)
-        shape = skinny_shape(
-            n, source.shape[1], rows, weight.dtype, swiglu=swiglu, fused=rows == 1, processors=self._processors
-        )
-        if not self._chain and shape.pdl:
-            shape = replace(shape, pdl=False, lines=0)
-        part = None
-        if shape.splits > 1:
-            part = torch.empty(shape.splits, rows, n, dtype=torch.float32, device=self.device)
-        leave = loose and part is not None and bias is None and residual is None and out is None
-        y = torch.empty(rows, n, dtype=self.dtype, device=self.device) if out is None else out
-        skinny(
-            source, weight, y, shape, bias=bias, residual=residual, norm=norm, eps=eps, swiglu=swiglu, part=part,
-            add_parts=not leave,
-        )  # fmt: skip
-        return part if leave and part is not None else y
+        return few_rows(self._place, x, weight, bias, out=out, residual=residual, swiglu=swiglu, loose=loose)
 
     def attention(
         self,
@@ -169,6 +191,7 @@ class CudaKernels(TorchKernels):
             write=batch.write,
             pairs=rope.pairs,
             pdl=self._chain,
+            **self._kv_scales(layer),
         )
         return self.attend(turned, batch, layer, scale).view(tokens, -1)
 
@@ -187,6 +210,7 @@ class CudaKernels(TorchKernels):
             "kv_len": batch.kv_len,
             "table": batch.pages,
             "pos": batch.pos,
+            **self._kv_scales(layer),
         }
         keys, values = self.keys[layer], self.values[layer]
         if batch.longest > 1 or not self._chain:
@@ -206,6 +230,10 @@ class CudaKernels(TorchKernels):
         if space is not None:
             combine(space.part, space.lse, out, q_start=batch.q_start, max_q=1, parts=splits, pdl=True)
         return out
+
+    def _kv_scales(self, layer: int) -> dict[str, Any]:
+        """What the cached codes of a layer are multiplied with, where they are codes."""
+        return {"k_scale": self.key_scales[layer], "v_scale": self.value_scales[layer]} if self.key_scales else {}
 
     def _attend_shared(
         self, q: torch.Tensor, batch: DeviceBatch, shared: Shared, layer: int, scale: float, out: torch.Tensor
@@ -231,6 +259,7 @@ class CudaKernels(TorchKernels):
             own_splits=own,
             prefix_splits=together,
             pdl=self._chain,
+            **self._kv_scales(layer),
         )
         return out
 
@@ -241,10 +270,6 @@ class CudaKernels(TorchKernels):
             positions = max(1024, triton.next_power_of_2(reach))
             held = self._angles[id(rope)] = rope, angle_table(self.frequencies(rope), positions, rope.magnitude)
         return held[1]
-
-
-def _rows(x: torch.Tensor | Unnormed) -> int:
-    return x.x.shape[0] if isinstance(x, Unnormed) else x.shape[0]
 
 
 def side_by_side(*parts: torch.Tensor) -> torch.Tensor | None:
@@ -263,15 +288,36 @@ class CudaBackend(TorchBackend):
     """Programs on one NVIDIA GPU."""
 
     name = "cuda"
+    shares = True  # whether its programs read a prefix that rows share once
     kernels = CudaKernels
 
-    def __init__(self, device: str = "auto", dtype: str = "auto", *, threads: int | None = None, random: bool = False):
-        super().__init__("cuda" if device == "auto" else device, dtype, threads=threads, random=random)
+    def __init__(
+        self,
+        device: str = "auto",
+        dtype: str = "auto",
+        *,
+        threads: int | None = None,
+        random: bool = False,
+        quantize: str = "none",
+    ):
+        device = "cuda" if device == "auto" else device
+        super().__init__(device, dtype, threads=threads, random=random, quantize=quantize)
         if self.device.type != "cuda" and not knobs.runtime.interpret:
             raise Unsupported("the cuda backend needs an NVIDIA GPU", cure="use --backend torch --device cpu")
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            self.kv_dtypes = tuple(name for name in self.kv_dtypes if name != "fp8")
+            if quantize == "fp8":
+                raise Unsupported(
+                    f"{torch.cuda.get_device_name(self.device)} has no fp8 arithmetic",
+                    cure="use --quantize int8, or --backend torch",
+                )
+        if quantize == "fp8":  # asked now, not while a graph is captured
+            for kind in (torch.float16, torch.float32):
+                fp8.gives(kind, self.device)
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
+        program.shares = self.shares
         return program
 
     def implementations(self) -> dict[str, str]:

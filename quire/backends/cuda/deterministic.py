@@ -8,6 +8,7 @@ for itself. The price is measured by `benchmarks.gpu --also-deterministic`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 
 SPLIT = 512  # tokens of a context that are one sum
@@ -37,17 +39,17 @@ class DeterministicKernels(CudaKernels):
     def sampler(self) -> DeviceSampler:
         return CudaSampler(self.device, alone=True)
 
-    def linear(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
+    def linear(self, x: Any, weight: Any, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=self.dtype, device=self.device)
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
 
-    def logits(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=self.device)
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
 
-    def gated(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: Any, weight: Any, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
         both = self.linear(x, weight, bias)
         out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=self.dtype, device=self.device)
         swiglu(both, out, pdl=self._chain)
@@ -56,13 +58,13 @@ class DeterministicKernels(CudaKernels):
     def linear_add_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Any,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
         *,
-        soon: bool = False,
+        soon: Sequence[Weight] = (),
     ) -> tuple[torch.Tensor, Any]:
         product(x, weight, residual, bias=bias, residual=residual, pdl=self._chain)
         return residual, self.rms_norm(residual, norm, eps)
@@ -90,6 +92,7 @@ class DeterministicBackend(CudaBackend):
     """The CUDA backend with these kernels."""
 
     kernels = DeterministicKernels
+    shares = False
 
     def describe(self) -> str:
         return f"{super().describe()}, the same bits in any batch"

@@ -15,7 +15,7 @@ import numpy as np
 from quire.backends.batch import Batch
 from quire.backends.native import arena, extension, fuse
 from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
-from quire.backends.ops import KV, KV_DTYPES, Forward, Needs, check_kv
+from quire.backends.ops import KV, Forward, Needs, check_kv
 from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
@@ -72,7 +72,7 @@ class NativeBackend:
     """
 
     name = "native"
-    kv_dtypes = tuple(KV_DTYPES)
+    kv_dtypes: tuple[str, ...] = ("f16", "int8")
 
     def __init__(
         self,

@@ -21,15 +21,16 @@ class Cache:
 
     def __init__(self, kv: KV):
         shape = (kv.layers, kv.pages * kv.page_size, kv.kv_heads, kv.head_dim)
-        self._data = np.zeros(shape, np.float16 if kv.dtype == "f16" else np.int8)
-        self._scale = np.zeros(shape[:-1], np.float32) if kv.dtype == "int8" else None
+        self._data = np.zeros(shape, np.int8 if kv.dtype == "int8" else np.float16)  # float16 holds every e4m3
+        self._round = {"int8": round_to_int8, "fp8": round_to_fp8}.get(kv.dtype)
+        self._scale = None if self._round is None else np.zeros(shape[:-1], np.float32)
 
     def write(self, layer: int, slots: I32, x: Floats) -> None:
         rows = x.reshape(-1, *self._data.shape[2:])  # [T, Hk, D]
-        if self._scale is None:
+        if self._scale is None or self._round is None:
             self._data[layer, slots] = rows
         else:
-            self._data[layer, slots], self._scale[layer, slots] = round_to_int8(rows)
+            self._data[layer, slots], self._scale[layer, slots] = self._round(rows)
 
     def read(self, layer: int, slots: npt.NDArray[np.integer]) -> Floats:  # [S, Hk, D]
         data = self._data[layer, slots].astype(np.float32)
@@ -45,6 +46,18 @@ def round_to_int8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
     codes = np.rint(np.where(finite[..., None], x, np.float32(0)) * by[..., None])
     scale = np.where(usable, amax / np.float32(127), np.where(finite, np.float32(0), np.float32("nan")))
     return np.clip(codes, -127, 127).astype(np.int8), scale.astype(np.float32)
+
+
+def round_to_fp8(x: Floats) -> tuple[npt.NDArray[np.float16], Floats]:
+    """Numbers that e4m3 has, ties to the even one, and scales of the last axis; what is not finite as for int8."""
+    amax = np.abs(x).max(axis=-1).astype(np.float32)
+    scale = np.maximum(amax, np.float32(1e-30)) / np.float32(448)
+    with np.errstate(invalid="ignore", over="ignore"):
+        codes = x / scale[..., None]
+        exponent = np.maximum(np.frexp(codes)[1] - 1, -6)  # below 2^-6 the steps stay as they are there
+        step = np.ldexp(np.float32(1), exponent - 3)  # three bits behind the first
+        codes = np.rint(codes / step) * step
+    return codes.astype(np.float16), np.where(np.isfinite(amax), scale, np.float32("nan")).astype(np.float32)
 
 
 class ReferenceOps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -17,10 +18,11 @@ import torch
 
 from quire.backends.batch import Batch
 from quire.backends.native.recorder import Instruction, Segment, Value, record
-from quire.backends.ops import KV, TABLE, Forward, check_kv
+from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.fuse import fuse, loose, soon
+from quire.backends.torch.fuse import fuse, loose, multiplied, soon
 from quire.backends.torch.kernels import TorchKernels
+from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory
@@ -32,7 +34,7 @@ RESERVE = 2 << 30, 0.03  # device memory left alone, and a share of all: samplin
 
 Cells: TypeAlias = list[Any]  # tensors of a run, by the number of their value; None before and after their lives
 Step: TypeAlias = Callable[[Cells, DeviceBatch], None]
-Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Product: TypeAlias = Callable[[Any, Weight, torch.Tensor | None], Any]
 
 
 class DeviceProgram(Protocol):
@@ -40,6 +42,7 @@ class DeviceProgram(Protocol):
 
     device: torch.device
     kv: KV
+    shares: bool  # whether it is worth telling a launch which rows share a prefix
     graphs: bool  # whether a launch with one row a sequence may be captured and replayed
     sampler: DeviceSampler  # who chooses from its logits
 
@@ -57,6 +60,7 @@ class TorchProgram:
         self.kernels = kernels
         self.sampler = kernels.sampler()
         self.graphs = False
+        self.shares = False
         self._steps = steps
         self._count = count
         self._inputs = inputs
@@ -89,16 +93,31 @@ class TorchBackend:
     """Programs on one torch device. `random` takes shapes from the layouts and numbers from a seed."""
 
     name = "torch"
-    kv_dtypes: tuple[str, ...] = ()  # K and V are kept in what the device computes in
+    kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
-    def __init__(self, device: str = "auto", dtype: str = "auto", *, threads: int | None = None, random: bool = False):
+    def __init__(
+        self,
+        device: str = "auto",
+        dtype: str = "auto",
+        *,
+        threads: int | None = None,
+        random: bool = False,
+        quantize: str = "none",
+    ):
         self.device = pick_device(device)
         if threads is not None and self.device.type == "cpu":
             torch.set_num_threads(threads)  # torch has one pool for the whole process
         self.dtype = pick_dtype(dtype, self.device)
         self.owns_memory = self.device.type == "cuda"
-        self.weights = Weights(self.device, self.dtype, random=random)
+        self.weights = Weights(self.device, self.dtype, random=random, quantize=quantize)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
+    def told(self) -> list[str]:
+        return self.weights.told()
 
     def compile(
         self,
@@ -113,7 +132,7 @@ class TorchBackend:
         check_kv(kv, self)
         recording = record(forward, kv, inputs)
         program = fuse(recording.instructions, recording.output)
-        self.weights.load(list(_groups(program)), packed)
+        self.weights.load(list(_groups(program)), packed, {id(s.weight) for i in program for s in i.segments})
         kernels = type(self).kernels(kv, self.device, self.dtype)
         number: dict[Value, int] = {v: n for n, v in enumerate(recording.inputs.values())}
         for i in program:
@@ -136,7 +155,7 @@ class TorchBackend:
         if not self.owns_memory:
             return available_memory()
         need = -(-max_tokens // kv.page_size)
-        small = KV(kv.layers, need, kv.page_size, kv.kv_heads, kv.head_dim)
+        small = replace(kv, pages=need)
         program = self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -176,6 +195,7 @@ class Emitter:
         self._output = output
         self._soon = soon(program, output)
         self._loose = loose(program, output)
+        self._multiplied = multiplied(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
@@ -193,7 +213,7 @@ class Emitter:
         return [self._number[v] for v in values]
 
     def _embed(self, i: Instruction) -> Step:
-        k, table, (out,) = self._kernels, self._weight(i.weight), self._at(i.outputs)
+        k, table, (out,) = self._kernels, self._matrix(i.weight), self._at(i.outputs)
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = k.embed(batch.ids, table)
@@ -208,7 +228,7 @@ class Emitter:
             self._at(i.inputs),
             self._at(i.outputs),
         )
-        hand_on = i.outputs[0] in self._soon
+        hand_on = self._readers(i.outputs[0]) if i.outputs[0] in self._soon else ()
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = k.rms_norm(cells[x], weight, eps, soon=hand_on)
@@ -218,7 +238,7 @@ class Emitter:
     def _add_norm(self, i: Instruction) -> Step:
         k, weight, eps, (a, b) = self._kernels, self._weight(i.weight), i.eps, self._at(i.inputs)
         total, out = self._at(i.outputs)
-        hand_on = i.outputs[1] in self._soon
+        hand_on = self._readers(i.outputs[1]) if i.outputs[1] in self._soon else ()
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[total], cells[out] = k.add_norm(cells[a], cells[b], weight, eps, soon=hand_on)
@@ -257,7 +277,7 @@ class Emitter:
 
     def _gated(self, i: Instruction) -> Step:
         k, x, (out,) = self._kernels, self._number[i.segments[0].x], self._at(i.outputs)
-        product = self._product(i.segments, k.gated)
+        product = self._product(i.segments, partial(k.gated, soon=self._readers(i.outputs[0])))
         if product is None:  # the halves are not one matrix: a part of them is shared with another product
             parts, op = self._linear_parts(i.segments), k.swiglu
 
@@ -274,9 +294,9 @@ class Emitter:
     def _linear_add_norm(self, i: Instruction) -> Step:
         k, norm, eps = self._kernels, self._weight(i.weight), i.eps
         segment = i.segments[0]
-        weight, bias = self._weight(segment.weight), self._bias(i.segments)
+        weight, bias = self._matrix(segment.weight), self._bias(i.segments)
         x, (residual,), (total, out) = self._number[segment.x], self._at(i.inputs), self._at(i.outputs)
-        hand_on = i.outputs[1] in self._soon
+        hand_on = self._readers(i.outputs[1]) if i.outputs[1] in self._soon else ()
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             own = cells[x], weight, bias, cells[residual], norm, eps
@@ -324,12 +344,21 @@ class Emitter:
 
         return run
 
-    def _product(self, segments: list[Segment], op: Product) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def _readers(self, value: Value) -> tuple[Weight, ...]:
+        """The weights of the products that read it, if nothing else does."""
+        found: list[Weight] = []
+        for segments in self._multiplied.get(value, ()):
+            layouts = [s.weight for s in segments]
+            whole = self._weights.joined(layouts)
+            found += [self._weights[w] for w in layouts] if whole is None else [whole]
+        return tuple(found)
+
+    def _product(self, segments: list[Segment], op: Product) -> Callable[[Any], Any] | None:
         """x -> x times every segment's weight, side by side; None when those do not lie side by side."""
         whole, bias = self._weights.joined([s.weight for s in segments]), self._bias(segments)
         return None if whole is None else lambda x: op(x, whole, bias)
 
-    def _linear_parts(self, segments: list[Segment]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    def _linear_parts(self, segments: list[Segment]) -> list[Callable[[Any], Any]]:
         products = [self._product([s], self._kernels.linear) for s in segments]
         return [p for p in products if p is not None]  # one weight always lies beside itself
 
@@ -342,9 +371,14 @@ class Emitter:
         ]
         return torch.cat(parts).to(self._kernels.dtype)
 
-    def _weight(self, layout: Layout | None) -> torch.Tensor:
+    def _matrix(self, layout: Layout | None) -> Weight:
         assert layout is not None  # the recorder gives one to every op that reads one
         return self._weights[layout]
+
+    def _weight(self, layout: Layout | None) -> torch.Tensor:
+        held = self._matrix(layout)
+        assert isinstance(held, torch.Tensor)  # a vector: never quantized
+        return held
 
 
 def _groups(program: list[Instruction]) -> Iterator[list[Layout]]:

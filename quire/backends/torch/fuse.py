@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
-from quire.backends.native.recorder import Instruction, Value
+from quire.backends.native.recorder import Instruction, Segment, Value
 
 Program: TypeAlias = list[Instruction]
 
@@ -136,6 +136,18 @@ def soon(program: Program, output: Value) -> set[Value]:
             if result is not output and by and by == products.get(result) and by[-1] < until:
                 found.add(result)
     return found
+
+
+def multiplied(program: Program, output: Value) -> dict[Value, list[list[Segment]]]:
+    """Values that nothing but products reads, with the segments of each product."""
+    readers: Counter[Value] = uses(program, output)
+    found: dict[Value, list[list[Segment]]] = {}
+    for i in program:
+        if i.segments:
+            x = i.segments[0].x
+            found.setdefault(x, []).append(i.segments)
+            readers[x] -= len(i.segments)
+    return {v: products for v, products in found.items() if readers[v] == 0}
 
 
 def loose(program: Program, output: Value) -> set[int]:

@@ -2,11 +2,14 @@
 
 Norms, rotations, softmax and gates are computed in float32 and rounded once to the compute dtype. K and V lie in pages,
 [pages, page_size, kv_heads, head_dim] a layer, so that a flat index addresses [pages * page_size, kv_heads, head_dim];
-one page more than the pool has takes what padding rows write. A faster device inherits this and overrides methods.
+one page more than the pool has takes what padding rows write. Where they are codes, the scales of a page lie beside it,
+[pages, kv_heads, page_size]. Quantized weights are dequantized a part at a time whenever they are used: exact, and slow.
+A faster device inherits this and overrides methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,50 +17,76 @@ import torch.nn.functional as F
 
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.quantized import E4M3, Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.layouts import Rope
 
 _SCORES = 1 << 26  # attention scores, or gathered keys, that are in memory at a time
+_NUMBERS = 1 << 26  # of a quantized matrix, dequantized at a time
 
 
 class TorchKernels:
-    """The ops of one program. `dtype` is what is computed in; keys and values keep float16 unless that is bfloat16."""
+    """The ops of one program. `dtype` is what is computed in.
+
+    Keys and values keep float16 unless that is bfloat16, or are codes where the pool says so.
+    """
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         self.kv = kv
         self.device = device
         self.dtype = dtype
-        self.kv_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+        halves = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+        self.kv_dtype = {"f16": halves, "int8": torch.int8, "fp8": E4M3}[kv.dtype]
         shape = (kv.pages + 1, kv.page_size, kv.kv_heads, kv.head_dim)
         self.keys = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
         self.values = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
+        beside = (kv.pages + 1, kv.kv_heads, kv.page_size)
+        scaled = kv.layers if kv.dtype != "f16" else 0
+        self.key_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
+        self.value_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
 
     def sampler(self) -> DeviceSampler:
         """Who chooses tokens from the logits of a program here."""
         return TorchSampler()
 
-    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, table)
+    def embed(self, ids: torch.Tensor, table: Weight) -> torch.Tensor:
+        if isinstance(table, torch.Tensor):
+            return F.embedding(ids, table)
+        assert not isinstance(table, Mixed)  # a table is of one kind
+        return table.take(ids).to(self.dtype)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False) -> Any:
-        """`soon`: only products read the result, and before x changes: it may be handed on undone, for them to do."""
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()) -> Any:
+        """`soon`: only products with these weights read the result, and before x changes.
+
+        It may be handed on undone for them to do, or in the form that they want.
+        """
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (scaled * weight).to(self.dtype)
 
     def add_norm(
-        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: bool = False
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
     ) -> tuple[torch.Tensor, Any]:
         """a + b, and its norm."""
         total = self.add(a, b)
         return total, self.rms_norm(total, weight, eps, soon=soon)
 
-    def linear(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
+    def linear(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
         """`loose`: only `attention` reads the result, so it may be [parts, T, n], which attention adds up."""
-        return F.linear(x, weight, bias)
+        if isinstance(weight, torch.Tensor):
+            return F.linear(x, weight, bias)
+        y = torch.cat([F.linear(x, part) for part in self._dequantized(weight)], dim=-1)
+        return y if bias is None else y + bias
 
-    def logits(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _dequantized(self, weight: Quantized) -> Iterator[torch.Tensor]:
+        """A matrix in the compute dtype, some rows at a time."""
+        n, k = weight.shape
+        step = max(1, _NUMBERS // k)
+        for first in range(0, n, step):
+            yield weight.rows(first, min(first + step, n)).dequantize().to(self.dtype)
+
+    def logits(self, x: Any, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """The last product of a program, as float32."""
         return self.linear(x, weight, bias).float()
 
@@ -67,21 +96,21 @@ class TorchKernels:
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.silu(gate.float()) * up.float()).to(self.dtype)
 
-    def gated(self, x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """swiglu of the two halves of each row of a product."""
+    def gated(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
+        """swiglu of the two halves of each row of a product. `soon`: the products that alone read it, if so."""
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return self.swiglu(gate, up)
 
     def linear_add_norm(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Any,
+        weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
         *,
-        soon: bool = False,
+        soon: Sequence[Weight] = (),
     ) -> tuple[torch.Tensor, Any]:
         """residual + a product, and its norm. Nobody reads `residual` after this: its memory may be used."""
         return self.add_norm(residual, self.linear(x, weight, bias), norm, eps, soon=soon)
@@ -136,10 +165,25 @@ class TorchKernels:
         if rope is not None:
             q, k = self.rope(q, batch, rope, heads), self.rope(k, batch, rope, kv.kv_heads)
         where = batch.once("write", lambda: batch.write.long())
-        for pool, new in ((self.keys[layer], k), (self.values[layer], v)):
-            rows = new.reshape(-1, kv.kv_heads, kv.head_dim).to(self.kv_dtype)
-            pool.view(-1, kv.kv_heads, kv.head_dim).index_copy_(0, where, rows)
+        for at, new in enumerate((k, v)):
+            self._write((self.keys, self.values)[at][layer], self._scales(at, layer), where, new)
         return self.attend(q.reshape(-1, heads, kv.head_dim), batch, layer, scale).reshape(q.shape[0], -1)
+
+    def _scales(self, of_values: int, layer: int) -> torch.Tensor | None:
+        held = (self.key_scales, self.value_scales)[of_values]
+        return held[layer] if held else None
+
+    def _write(self, pool: torch.Tensor, scales: torch.Tensor | None, where: torch.Tensor, new: torch.Tensor) -> None:
+        """Rows into a layer's keys or values, at flat places."""
+        kv = self.kv
+        rows = new.reshape(-1, kv.kv_heads, kv.head_dim)
+        flat = pool.view(-1, kv.kv_heads, kv.head_dim)
+        if scales is None:
+            flat.index_copy_(0, where, rows.to(self.kv_dtype))
+            return
+        codes, scale = encode(rows, self.kv_dtype)
+        flat.view(torch.uint8).index_copy_(0, where, codes.view(torch.uint8))
+        scales[where // kv.page_size, :, where % kv.page_size] = scale
 
     def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
         """q [T, H, D] -> [T, H, D]. Sequences of one row are handled together, longer ones one by one."""
@@ -170,8 +214,16 @@ class TorchKernels:
         kv = self.kv
         table = pages[:, : -(-reach // kv.page_size)].clamp(min=0).long()
         shape = (table.shape[0], -1, kv.kv_heads, kv.head_dim)
-        keys, values = self.keys[layer][table], self.values[layer][table]  # [B, P, page, Hk, D]
-        return keys.reshape(shape).transpose(1, 2).float(), values.reshape(shape).transpose(1, 2).float()
+        found: list[torch.Tensor] = []
+        for at in range(2):
+            pool, scales = (self.keys, self.values)[at][layer], self._scales(at, layer)
+            if scales is None:
+                past = pool[table].float()  # [B, P, page, Hk, D]
+            else:
+                codes = pool.view(torch.uint8)[table].view(self.kv_dtype).float()
+                past = codes * scales[table].transpose(2, 3)[..., None]
+            found.append(past.reshape(shape).transpose(1, 2))
+        return found[0], found[1]
 
     def _attend_rows(
         self, q: torch.Tensor, pages: torch.Tensor, kv_len: torch.Tensor, reach: int, layer: int, scale: float

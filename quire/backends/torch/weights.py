@@ -1,89 +1,227 @@
 """Weights on a device: each layout becomes one tensor of the compute dtype, loaded once and shared by every program.
 
-Affine blocks travel packed and are dequantized where they arrive, by the same products and sums in float32 as
+To a GPU they go straight from the mapped file, in chunks that are read ahead (`feed.py`): the model is never whole in host
+memory. Affine blocks travel packed and are dequantized where they arrive, by the same products and sums in float32 as
 `Affine.dequantize`, so the numbers are its numbers; then they are rounded to the compute dtype. Matrices that are
 multiplied together lie in one tensor, and each is a view of it. With `random`, shapes are taken from the layouts and
 numbers from a fixed seed: no file is read.
+
+With `quantize`, matrices that products read become codes and scales (quantized.py), some rows at a time: the model is
+never whole here in full precision. An embedding is quantized only where it is the output head too; vectors never are.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 
-from quire.layouts import Codec, Dense, Ints, Layout, Scale
+from quire.backends.torch.feed import Feed
+from quire.backends.torch.quantized import E4M3, GROUPS, Int4, Mixed, Part, Scaled, Weight, tensors
+from quire.layouts import Affine, Codec, Dense, Ints, Layout, Scale
 
 Packed: TypeAlias = Callable[[Layout, int, int], None]
 
-_CHUNK = 1 << 24  # elements that are dequantized at a time
+_CHUNK = 1 << 24  # elements that are quantized at a time
 _SPREAD = 0.02  # of random weights
+_WORDS = {
+    "fp8": "fp8 (e4m3, a float32 scale for each output row)",
+    "int8": "int8 (a float32 scale for each output row)",
+    "int4": f"int4 (a float16 scale and zero for every {GROUPS[0]} columns, or fewer where those do not fit)",
+    "keep": "the file's own four-bit codes (float16 scales and zeros)",
+}
 
 
 class Weights:
     """Tensors by the identity of their layouts, which are kept so that an id stays its own."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, random: bool = False):
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, random: bool = False, quantize: str = "none"):
         self.device = device
         self.dtype = dtype
+        self.quantize = quantize
         self._random = torch.Generator(device).manual_seed(0) if random else None
-        self._tensors: dict[int, tuple[Layout, torch.Tensor]] = {}
-        self._joined: dict[tuple[int, ...], torch.Tensor] = {}
+        self._tensors: dict[int, tuple[Layout, Weight]] = {}
+        self._joined: dict[tuple[int, ...], Weight] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, joined ones counted once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self._tensors.values()}
-        return sum(storages.values())
+        own = [t.untyped_storage() for _, weight in self._tensors.values() for t in tensors(weight)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
 
-    def load(self, groups: Sequence[Sequence[Layout]], packed: Packed | None = None) -> None:
-        """Bring every layout of every group over; a group of several becomes one matrix, unless a part of it is here."""
+    def load(
+        self, groups: Sequence[Sequence[Layout]], packed: Packed | None = None, products: Set[int] = frozenset()
+    ) -> None:
+        """Bring every layout of every group over; a group of several becomes one matrix, unless a part of it is here.
+
+        `products` are the ids of those that are multiplied: they may be quantized.
+        """
         unique = {id(w): w for group in groups for w in group if id(w) not in self._tensors}
         total, done = sum(w.nbytes for w in unique.values()), 0
-        for group in groups:
-            new = [w for w in group if id(w) not in self._tensors]
-            if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
-                rows, columns = sum(w.shape[0] for w in group), group[0].shape[1]
-                whole = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-                self._joined[tuple(map(id, group))] = whole
-                parts = list(torch.split(whole, [w.shape[0] for w in group]))
-            else:
-                parts = [torch.empty(w.shape, dtype=self._kind(w), device=self.device) for w in new]
-            for w, into in zip(new, parts, strict=True):
-                if id(w) not in self._tensors:
-                    self._fill(w, into)
-                    self._tensors[id(w)] = (w, into)
-                    done += w.nbytes
-                    if packed is not None:
-                        packed(w, done, total)
+        with self._feeding(list(unique.values())) as feed:
+            for group in groups:
+                new = [w for w in group if id(w) not in self._tensors]
+                if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
+                    whole, parts = self._join(group, products)
+                    self._joined[tuple(map(id, group))] = whole
+                else:
+                    parts = [self._empty(self._kind(w, products), w.shape) for w in new]
+                for w, into in zip(new, parts, strict=True):
+                    if id(w) not in self._tensors:
+                        if isinstance(into, torch.Tensor):
+                            self._fill(w, into, feed)
+                        else:
+                            self._quantize(w, into, feed)
+                        self._tensors[id(w)] = (w, into)
+                        done += w.nbytes
+                        if packed is not None:
+                            packed(w, done, total)
 
-    def __getitem__(self, layout: Layout) -> torch.Tensor:
+    def _feeding(self, layouts: list[Layout]) -> AbstractContextManager[Feed | None]:
+        """What brings layouts to a device, in this order; None where they need no bringing."""
+        if self._random is not None or self.device.type == "cpu":
+            return nullcontext()
+        return Feed(layouts, self.device)
+
+    def __getitem__(self, layout: Layout) -> Weight:
         return self._tensors[id(layout)][1]
 
-    def joined(self, layouts: Sequence[Layout]) -> torch.Tensor | None:
+    def joined(self, layouts: Sequence[Layout]) -> Weight | None:
         """The matrix that these are consecutive rows of, if they were loaded together."""
         return self[layouts[0]] if len(layouts) == 1 else self._joined.get(tuple(map(id, layouts)))
 
-    def _kind(self, layout: Layout) -> torch.dtype:
-        """Vectors (norms, biases) are small: they keep float32."""
-        return torch.float32 if len(layout.shape) == 1 else self.dtype
+    def told(self) -> list[str]:
+        """What was quantized, and what that saved: a line, where anything was asked for."""
+        if self.quantize == "none":
+            return []
+        name = str(self.dtype).removeprefix("torch.")
+        matrices = [(w, held) for w, held in self._tensors.values() if len(w.shape) > 1]
+        kept = sum(not isinstance(held, torch.Tensor) for _, held in matrices)
+        plain = sum(held.shape[0] * held.shape[1] for _, held in matrices) * self.dtype.itemsize
+        plain += sum(tensors(held)[0].nbytes for w, held in self._tensors.values() if len(w.shape) == 1)
+        others = Counter(_format(w) for w, held in matrices if isinstance(held, torch.Tensor))
+        rest = ", ".join(f"{n} {label}" for label, n in others.items())
+        return [
+            f"quantized: {_WORDS[self.quantize]}: {kept} of {len(matrices)} matrices, "
+            f"{plain / 2**20:.0f} MiB in {name} are {self.nbytes / 2**20:.0f} MiB here"
+            + (f"; in {name}: {rest}" if rest else "")
+        ]
 
-    def _fill(self, layout: Layout, into: torch.Tensor) -> None:
+    def _kind(self, layout: Layout, products: Set[int]) -> torch.dtype | int:
+        """What a layout becomes: numbers or codes of a type, or the group of four-bit codes.
+
+        Vectors (norms, biases) are small: they keep float32.
+        """
+        if len(layout.shape) == 1:
+            return torch.float32
+        if id(layout) in products:
+            if self.quantize in ("fp8", "int8"):
+                return E4M3 if self.quantize == "fp8" else torch.int8
+            if self.quantize == "int4":
+                return next((g for g in GROUPS if layout.shape[1] % (2 * g) == 0), self.dtype)
+            if self.quantize == "keep" and _four_bits(layout):
+                return layout.codec.group
+        return self.dtype
+
+    def _empty(self, kind: torch.dtype | int, shape: tuple[int, ...]) -> Part:
+        if isinstance(kind, int):
+            return Int4.empty(shape[0], shape[1], kind, self.device)
+        if kind in (E4M3, torch.int8):
+            return Scaled.empty(shape[0], shape[1], kind, self.device)
+        return torch.empty(shape, dtype=kind, device=self.device)
+
+    def _join(self, group: Sequence[Layout], products: Set[int]) -> tuple[Weight, list[Part]]:
+        """One matrix for all of them, and its rows that each of them is; neighbours of one kind share memory."""
+        wholes: list[Part] = []
+        parts: list[Part] = []
+        for kind, run in groupby(group, lambda w: self._kind(w, products)):
+            heights = [w.shape[0] for w in run]
+            whole = self._empty(kind, (sum(heights), group[0].shape[1]))
+            wholes.append(whole)
+            ends = np.cumsum(heights).tolist()
+            for first, end in zip([0, *ends], ends, strict=False):
+                parts.append(whole[first:end] if isinstance(whole, torch.Tensor) else whole.rows(first, end))
+        return wholes[0] if len(wholes) == 1 else Mixed(tuple(wholes)), parts
+
+    def _quantize(self, layout: Layout, into: Scaled | Int4 | Mixed, feed: Feed | None) -> None:
+        """Some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
+        assert not isinstance(into, Mixed)  # a layout is of one kind
+        if self.quantize == "keep" and isinstance(into, Int4) and _four_bits(layout):
+            for first, end, data in self._stored(layout, feed):
+                into.rows(first, end).keep(*four_bits(data, layout.codec))
+            return
+        for first, end, floats in self._floats(layout, feed):
+            into.rows(first, end).fill(floats)
+
+    def _stored(self, layout: Affine, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Rows of blocks as the file has them, on the device."""
+        if feed is not None:
+            yield from feed.rows(layout)
+            return
+        for first, end in _steps(layout):
+            yield first, end, _bytes(layout.data[first:end]).to(self.device)
+
+    def _floats(self, layout: Layout, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Rows of a matrix in float32, on the device."""
+        if feed is not None:
+            for first, end, rows in feed.rows(layout):
+                yield first, end, rows.float() if isinstance(layout, Dense) else dequantize(rows, layout.codec)
+            return
+        for first, end in _steps(layout):
+            if self._random is not None:
+                rows = torch.empty(end - first, layout.shape[1], dtype=torch.float32, device=self.device)
+                yield first, end, rows.normal_(0.0, _SPREAD, generator=self._random)
+            elif isinstance(layout, Dense):
+                yield first, end, _dense(Dense(layout.data[first:end], layout.dtype)).float()
+            else:
+                yield first, end, torch.from_numpy(layout.dequantize(slice(first, end)))
+
+    def _fill(self, layout: Layout, into: torch.Tensor, feed: Feed | None) -> None:
         if self._random is not None:
             into.normal_(0.0, _SPREAD, generator=self._random)
             if into.dim() == 1:
                 into.add_(1.0)  # a norm near 1, as in a trained model
+        elif feed is not None:
+            for start, stop, rows in feed.rows(layout):
+                into[start:stop] = rows if isinstance(layout, Dense) else dequantize(rows, layout.codec)
         elif isinstance(layout, Dense):
             into.copy_(_dense(layout))
-        elif self.device.type == "cpu":
-            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at there
         else:
-            step = max(1, _CHUNK // layout.shape[-1])
-            for at in range(0, layout.shape[0], step):
-                into[at : at + step] = dequantize(_bytes(layout.data[at : at + step]).to(self.device), layout.codec)
+            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at on a CPU
+
+
+def _steps(layout: Layout) -> Iterator[tuple[int, int]]:
+    """A few rows at a time."""
+    step = max(1, _CHUNK // layout.shape[-1])
+    for first in range(0, layout.shape[0], step):
+        yield first, min(first + step, layout.shape[0])
+
+
+def _format(layout: Layout) -> str:
+    return layout.codec.name if isinstance(layout, Affine) else layout.dtype
+
+
+def _four_bits(layout: Layout) -> TypeGuard[Affine]:
+    """Whether a layout's codes can be kept as they are: four bits, in whole pairs of groups."""
+    return isinstance(layout, Affine) and layout.codec.bits == 4 and layout.shape[1] % (2 * layout.codec.group) == 0
+
+
+def four_bits(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks [n, K / block * nbytes] as codes of 0 .. 15 [n, K], float32 scales and zeros [n, K / group]."""
+    n = data.shape[0]
+    blocks = data.reshape(n, -1, codec.nbytes)
+    codes = (_ints(codec.codes, blocks) + codec.codes.offset).to(torch.uint8)
+    scale = _scale(codec.scale, blocks, codec.groups)
+    zero = scale * -float(codec.codes.offset)
+    if codec.bias is not None:
+        zero = zero + _scale(codec.bias, blocks, codec.groups)
+    return codes.reshape(n, -1), scale.reshape(n, -1), zero.reshape(n, -1)
 
 
 def _bytes(data: np.ndarray) -> torch.Tensor:

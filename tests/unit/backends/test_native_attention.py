@@ -14,10 +14,10 @@ from quire.backends.cases import ragged
 from quire.backends.choose import open_backend
 from quire.backends.native import available
 from quire.backends.native.backend import NativeBackend, extension
-from quire.backends.ops import KV, KV_DTYPES
+from quire.backends.ops import KV
 from quire.observe.errors import Unsupported
 
-DTYPES = pytest.mark.parametrize("dtype", KV_DTYPES)
+DTYPES = pytest.mark.parametrize("dtype", NativeBackend.kv_dtypes)
 LENGTH, HEADS, KV_HEADS, DIM = 700, 6, 2, 32
 WIDTHS = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
 PAGES = [int(p) for p in np.random.default_rng(9).permutation(200)]
@@ -60,7 +60,7 @@ def feed(program, given, start: int, end: int, pages: list[int]) -> np.ndarray:
 def wanted(given) -> dict[str, np.ndarray]:
     """Every row, computed token by token on one thread."""
     found = {}
-    for dtype in KV_DTYPES:
+    for dtype in NativeBackend.kv_dtypes:
         program = compiled(dtype)
         found[dtype] = np.concatenate([feed(program, given, t, t + 1, PAGES[:44]) for t in range(LENGTH)])
     return found

@@ -20,6 +20,7 @@ class OnDevice:
     """A numpy program behind tensors. It has a page more than it tells, for rows that pad a batch."""
 
     graphs = False
+    shares = True
     device = torch.device("cpu")
     sampler: DeviceSampler = TorchSampler()
 

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.combine import Workspace, combine, combine_in_order, merge, with_sink
+from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.torch.quantized import LARGEST
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _SEQUENCES = 1024  # that many are searched through at once: fewer would be one more kernel to compile
@@ -39,7 +41,8 @@ def _tanh(x):
 
 @triton.jit
 def _blocks(
-    acc, peak, total, q, where, k_base, v_base, table_row, first, end, scale, softcap, window, stride_page, stride_slot,
+    acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, first, end, scale, softcap, window,
+    stride_page, stride_slot, stride_scale, SCALED: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -63,6 +66,15 @@ def _blocks(
             k = tl.load(k_base + slot[None, :] + dims[:, None])
             v = tl.load(v_base + slot[:, None] + dims[None, :])
         score = tl.dot(q, k.to(q.dtype))
+        if SCALED:  # the scales of a page and head follow one another
+            beside = page * stride_scale + token % PAGE
+            if MASKED:
+                k_scale = tl.load(ks_base + beside, mask=inside, other=0.0)
+                v_scale = tl.load(vs_base + beside, mask=inside, other=0.0)
+            else:
+                k_scale = tl.load(ks_base + beside)
+                v_scale = tl.load(vs_base + beside)
+            score = score * k_scale[None, :]
         if SOFTCAP:
             score = _tanh(score * scale / softcap) * softcap
         if MASKED:
@@ -77,6 +89,8 @@ def _blocks(
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weight, 1)
         acc = acc * fade[:, None]
+        if SCALED:  # by the largest value there, not the scale: that would leave the range of half floats
+            weight = weight * (v_scale * SCALED)[None, :]
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc)
         peak = new
     return acc, peak, total
@@ -84,25 +98,26 @@ def _blocks(
 
 @triton.jit
 def _walk(
-    acc, peak, total, q, where, lowest, k_base, v_base, table_row, begin, end, scale, softcap, window, stride_page,
-    stride_slot, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    acc, peak, total, q, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale, softcap, window,
+    stride_page, stride_slot, stride_scale, SCALED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """`_blocks` over begin .. end. Whole blocks that every row sees need no mask; the rest does."""
     free = begin
     if not WINDOW:
         free = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, total = _blocks(
-            acc, peak, total, q, where, k_base, v_base, table_row, begin, free, scale, softcap, window,
-            stride_page, stride_slot, D, D_PAD, PAGE, BLOCK_N, False, False, SOFTCAP,
+            acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, begin, free, scale, softcap,
+            window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, False, False, SOFTCAP,
         )  # fmt: skip
     return _blocks(
-        acc, peak, total, q, where, k_base, v_base, table_row, free, end, scale, softcap, window,
-        stride_page, stride_slot, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
+        acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, free, end, scale, softcap, window,
+        stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
     )  # fmt: skip
 
 
 # Counts, bounds and where small arrays lie: one compiled kernel serves whatever they are.
+@Launcher
 @triton.jit(
     do_not_specialize=[
         "sequences", "min_rows", "max_rows", "window", "splits", "parts", "part_first", "stride_table"
@@ -180,7 +195,6 @@ def _attend(
         other=0.0,
     )
     if SCALED:
-        scale = scale * tl.load(k_scale + head)
         query = query.to(tl.float16)  # e4m3 becomes fp16 in one instruction, bf16 in many
     if not SOFTCAP:
         scale = scale * LOG2E
@@ -189,21 +203,24 @@ def _attend(
     total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
     k_base = k_cache + head * stride_head
     v_base = v_cache + head * stride_head
+    ks_base = k_scale + head * PAGE
+    vs_base = v_scale + head * PAGE
+    stride_scale = kv_heads * PAGE
     table_row = table + seq.to(tl.int64) * stride_table
     if SPLIT > 0:
         for start in range(begin // SPLIT * SPLIT, end, SPLIT):
             part_acc, part_peak, part_total = _walk(
                 tl.zeros([BLOCK_Q * GROUP_PAD, D_PAD], tl.float32),
                 tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32), tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32),
-                query, where, lowest, k_base, v_base, table_row, tl.maximum(begin, start),
-                tl.minimum(end, start + SPLIT), scale, softcap, window, stride_page, stride_slot, D, D_PAD, PAGE,
-                BLOCK_N, WINDOW, SOFTCAP,
+                query, where, lowest, k_base, v_base, ks_base, vs_base, table_row, tl.maximum(begin, start),
+                tl.minimum(end, start + SPLIT), scale, softcap, window, stride_page, stride_slot, stride_scale, SCALED,
+                D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
             )  # fmt: skip
             acc, peak, total = merge(acc, peak, total, part_acc, part_peak, part_total)
     else:
         acc, peak, total = _walk(
-            acc, peak, total, query, where, lowest, k_base, v_base, table_row, begin, end, scale, softcap, window,
-            stride_page, stride_slot, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
+            acc, peak, total, query, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale,
+            softcap, window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
         )  # fmt: skip
     if PARTIAL and SPLIT > 0:  # as it is: the merge goes on where this ends
         tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
@@ -215,7 +232,7 @@ def _attend(
             acc, peak, total = with_sink(acc, peak, total, sink)
         factor = tl.where(total > 0.0, 1.0 / total, 0.0)
         if SCALED:
-            factor = factor * tl.load(v_scale + head)
+            factor = factor / SCALED
         acc = acc * factor[:, None]
         if PARTIAL:
             tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
@@ -302,8 +319,9 @@ def attend(
     """One launch of the kernel, over the sequences with min_rows < rows <= max_rows.
 
     `blocks` bounds the tiles of query rows; None means one tile for each sequence (max_rows must then fit the tile).
-    Without `pos` no row is hidden from any (the shared prefix). With `space`, results go there as parts
-    part_first .. part_first + splits, and `out` is not touched. `split_len` is the invariant mode; its `space` has sums.
+    Caches of codes have scales [pages, Hk, page], one for each token and head. Without `pos` no row is hidden from any
+    (the shared prefix). With `space`, results go there as parts part_first .. part_first + splits, and `out` is not
+    touched. `split_len` is the invariant mode; its `space` has sums.
     """
     heads, dim = q.shape[1], q.shape[2]
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -313,6 +331,8 @@ def attend(
     block_q = max(1, tile.rows // group_pad)
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or q.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("attention needs caches of equal strides, and contiguous heads")
+    if k_scale is not None and k_scale.shape != (k_cache.shape[0], kv_heads, page):
+        raise ValueError(f"scales {list(k_scale.shape)} for a cache {list(k_cache.shape)}")
     if blocks is None and max_rows > block_q:
         raise ValueError(f"a tile of {block_q} tokens cannot hold sequences of up to {max_rows} rows")
     if space is None and splits != 1:
@@ -337,7 +357,7 @@ def attend(
         GROUP=group, GROUP_PAD=group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), PAGE=page,
         BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=max(_SEQUENCES, triton.next_power_of_2(sequences)), UNIFORM=blocks is None,
         CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
-        BEGIN=kv_begin is not None, SCALED=k_scale is not None, PARTIAL=space is not None,
+        BEGIN=kv_begin is not None, SCALED=0.0 if k_scale is None else LARGEST[k_cache.dtype], PARTIAL=space is not None,
         SPLIT=split_len, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 LOG2E = tl.constexpr(1.4426950408889634)
 _AHEAD = 8  # parts that are loaded before the first of them is merged
 
@@ -56,6 +58,7 @@ def with_sink(acc, peak, total, sink):
     return acc * fade[:, None], new, tl.fma(total, fade, tl.exp2(sink - new))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["pos"])
 def _combine_in_order(
     part, peaks, sums, out, sinks, pos, parts, stride_ot, stride_oh, HEADS: tl.constexpr, D: tl.constexpr,
@@ -109,6 +112,7 @@ def combine_in_order(
     )  # fmt: skip
 
 
+@Launcher
 @triton.jit(do_not_specialize=["max_rows", "parts", "stride_parts"], do_not_specialize_on_alignment=["q_start"])
 def _combine(
     part, lse, out, sinks, q_start, max_rows, parts, stride_parts, stride_ot, stride_oh, HEADS: tl.constexpr,

@@ -11,9 +11,13 @@ nearest e4m3 numbers after division by the factor; the largest magnitude maps to
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+
+from quire.backends.cuda.kernels.launch import Launcher
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -68,6 +72,7 @@ def _encode(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
+@Launcher
 @triton.jit
 def _quantize_rows(
     x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -80,7 +85,7 @@ def _quantize_rows(
     value = tl.load(x + row * stride_x + lane, mask=lane < width, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / FP8_MAX
     tl.store(scales + row, scale)
-    value = tl.clamp(value / scale, -FP8_MAX, FP8_MAX)
+    value = value / scale  # 448 at most, to within a rounding that e4m3 does not see; a NaN stays one
     tl.store(out + row * stride_o + lane, value.to(out.dtype.element_ty), mask=lane < width)
 
 
@@ -112,3 +117,14 @@ def scaled_product(
         use_fast_accum=True,
         out=out,
     )
+
+
+@cache
+def gives(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the library can round such a product to that type here: tried, for the rules change between versions."""
+    codes, ones = torch.zeros(16, 16, device=device).to(E4M3), torch.ones(16, device=device)
+    try:
+        scaled_product(codes, ones, codes, ones, torch.empty(16, 16, dtype=dtype, device=device))
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Products with 4-bit affine weights for one to sixteen rows: w = scale[group] * code + zero[group].
+"""Products with 4-bit affine weights for one to 64 rows: w = scale[group] * code + zero[group].
 
 Codes lie in pairs of groups: the byte at column j of a pair holds code j of its first group in the low half and code j
 of its second in the high half, so that unpacking is a mask and a shift and each half is one product with one scale a
@@ -17,23 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts
-
-
-def pack(codes: torch.Tensor, group: int) -> torch.Tensor:
-    """Codes uint8 [n, k] of 0 .. 15 -> bytes [n, k / 2]. k must be made of whole pairs of groups."""
-    n, k = codes.shape
-    if k % (2 * group):
-        raise ValueError(f"{k} columns are not whole pairs of groups of {group}: pad with a group of scale 0")
-    pair = codes.view(n, k // (2 * group), 2, group)
-    return (pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(n, k // 2)
-
-
-def unpack(packed: torch.Tensor, group: int) -> torch.Tensor:
-    """The codes again."""
-    n, half = packed.shape
-    pair = packed.view(n, half // group, 1, group)
-    return torch.cat([pair & 15, pair >> 4], 2).reshape(n, 2 * half)
+from quire.backends.torch.quantized import pack as pack
+from quire.backends.torch.quantized import unpack as unpack
 
 
 @triton.jit
@@ -83,6 +70,7 @@ def _pair(
     return acc + z_low[None, :] * sum_low[:, None] + z_high[None, :] * sum_high[:, None]
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _int4(
     x, w, y, residual, bias, scale, zero, part, m, n, k, rows, stride_x, stride_w, stride_y, stride_r,
@@ -135,7 +123,7 @@ def int4_product(
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
-    """y [m, n] = x [m, k] @ w.T, m up to 16; packed [n, k / 2] as `pack` makes it, scale and zero [k / group, n].
+    """y [m, n] = x [m, k] @ w.T, m up to 64; packed [n, k / 2] as `pack` makes it, scale and zero [k / group, n].
 
     With `swiglu` the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
     a pair of groups.

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 SEGMENT = 2048  # of k
 BLOCK_K = 64
 _FULL = 256  # tiles of channels that fill a device: then segments need no programs of their own
@@ -84,6 +86,7 @@ def _finish(
     tl.store(y + row.to(tl.int64) * stride_y + col, acc.to(y.dtype.element_ty), mask=keep)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _product(
     x, w, y, part, residual, bias, m, n, k, stride_x, stride_w, stride_y, stride_r,
@@ -126,6 +129,7 @@ def _product(
         )
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _add_segments(
     part, y, residual, bias, m, n, stride_y, stride_r, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-FP8_MAX = tl.constexpr(448.0)
+from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.torch.quantized import LARGEST
 
 
 @triton.jit
@@ -30,13 +31,14 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
     return a, b, rest
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["pos", "write"])  # they lie anywhere in a copied buffer
 def _rope(
     qkv, q_out, k_cache, v_cache, angles, pos, write, q_norm, k_norm, k_scale, v_scale, heads, kv_heads, eps,
     stride_p, stride_t, stride_qt, stride_qh, stride_slot, stride_kh, D: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr,
-    TAIL: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr,
+    LARGEST: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -86,6 +88,18 @@ def _rope(
     if slot < 0:  # a row that only pads the batch
         return
     kind = k_cache.dtype.element_ty
+    if LARGEST > 0:
+        peak = tl.maximum(tl.maximum(tl.max(tl.abs(ra), 1), tl.max(tl.abs(rb), 1)), tl.max(tl.abs(rest), 1))
+        # Anything times zero is zero, unless it is not finite: then so is the sum, and the scale no number.
+        off = tl.sum(ra * 0.0, 1) + tl.sum(rb * 0.0, 1) + tl.sum(rest * 0.0, 1)
+        scale = tl.maximum(peak, 1e-30) / LARGEST + off
+        ca = ra / scale[:, None]
+        cb = rb / scale[:, None]
+        cr = rest / scale[:, None]
+        if kind == tl.int8:
+            ca = tl.floor(ca + 0.5)
+            cb = tl.floor(cb + 0.5)
+            cr = tl.floor(cr + 0.5)
     for values in tl.static_range(2):
         own = is_v if values else is_k
         cache = v_cache if values else k_cache
@@ -93,11 +107,12 @@ def _rope(
         sa = ra
         sb = rb
         sr = rest
-        if SCALED:
-            scale = tl.load((v_scale if values else k_scale) + index)[:, None]
-            sa = tl.clamp(ra / scale, -FP8_MAX, FP8_MAX)
-            sb = tl.clamp(rb / scale, -FP8_MAX, FP8_MAX)
-            sr = tl.clamp(rest / scale, -FP8_MAX, FP8_MAX)
+        if LARGEST > 0:
+            beside = (v_scale if values else k_scale) + (slot // PAGE * kv_heads + index) * PAGE + slot % PAGE
+            tl.store(beside, scale, mask=own)
+            sa = ca
+            sb = cb
+            sr = cr
         place = cache + slot * stride_slot + index[:, None] * stride_kh
         tl.store(place + first[None, :], sa.to(kind), mask=own[:, None] & half_keep[None, :])
         tl.store(place + second[None, :], sb.to(kind), mask=own[:, None] & half_keep[None, :])
@@ -132,7 +147,8 @@ def rope_write(
 
     q_out may be a view of qkv. pairs=True rotates columns (0, 1), (2, 3), …; False (i, i + dim / 2). A row whose
     `write` is negative writes no cache. qkv may be [parts, T, ...], the parts of a split product, added in their
-    order. With scales [Hk] the caches are fp8 and cache * scale the value.
+    order. Scales [pages, Hk, page] make the caches codes, fp8 or int8: each token's head is divided by a scale that
+    makes its largest number the largest code.
     """
     tokens, heads, dim = q_out.shape
     kv_heads = k_cache.shape[2]
@@ -145,6 +161,8 @@ def rope_write(
         or (q_norm is None) != (k_norm is None)
     ):
         raise ValueError(f"RoPE of {list(qkv.shape)} into {list(q_out.shape)} with angles {list(angles.shape)}")
+    if k_scale is not None and (k_scale.shape != (k_cache.shape[0], kv_heads, k_cache.shape[1])):
+        raise ValueError(f"scales {list(k_scale.shape)} for a cache {list(k_cache.shape)}")
     block = 4 if tokens <= 256 else 8  # heads of a program: many rows fill the device anyway
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rope[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
@@ -154,5 +172,6 @@ def rope_write(
         q_out.stride(0), q_out.stride(1),
         k_cache.stride(1), k_cache.stride(2), D=dim, DIM=rotated, HALF=triton.next_power_of_2(rotated // 2),
         TAIL=triton.next_power_of_2(max(1, dim - rotated)), PAIRS=pairs, HEADS=block, NORM=q_norm is not None,
-        SCALED=k_scale is not None, PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=block // 2, **launch,
+        PAGE=k_cache.shape[1], LARGEST=0.0 if k_scale is None else LARGEST[k_cache.dtype],
+        PARTS=qkv.shape[0] if qkv.ndim == 3 else 1, PDL=pdl, num_warps=block // 2, **launch,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Matrix products for one to 64 rows, where reading the weights is the whole cost.
 
-y = epilogue(x @ w.T): a scale per channel (fp8 weights), a bias, SwiGLU over the two halves of w, a residual; for one
+y = epilogue(x @ w.T): a scale per channel (fp8 and int8 weights), a bias, SwiGLU over the two halves of w, a residual; for one
 row also RMSNorm of x on the way in (its scale is a factor of the finished row, so one pass over x serves both).
-Weights [n, k] are bf16, fp16 or fp8 e4m3; x stays in its own precision, sums are float32.
+Weights [n, k] are bf16, fp16, fp8 e4m3 or int8; x stays in its own precision, sums are float32. Where x is bf16 and w fp8
+both become fp16, and x a sixteenth of itself, so that what bf16 can hold and fp16 cannot starts at a million.
 
 A program owns BLOCK_N channels and all of k, or one of `splits` parts of k. Parts are added in their order, by a second
 launch here or by whoever reads the result next (`rms_norm` and `rope_write` take parts as they are): the order of
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from quire.backends.cuda.kernels.launch import Launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +77,13 @@ def _tile(w, inner, last, EVEN: tl.constexpr):
     return tl.load(w[:, None] + inner[None, :], mask=(inner < last)[None, :], other=0.0)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _dot(
     x, w, y, residual, bias, w_scale, x_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     SWIGLU: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    SWAP: tl.constexpr,    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+    SWAP: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -102,9 +106,11 @@ def _dot(
         else:
             inside = (row < m)[:, None] & (inner < last)[None, :]
             values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
+        if HALF:
+            values = (values.to(tl.float32) * 0.0625).to(tl.float16)
         tile = _tile(w_row, inner, last, EVEN)
         if not EIGHT:
-            tile = tile.to(x.dtype.element_ty)
+            tile = tile.to(values.dtype)
         if SWAP:
             acc = tl.dot(tile, tl.trans(values), acc)
         else:
@@ -112,7 +118,7 @@ def _dot(
         if SWIGLU:
             tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN)
             if not EIGHT:
-                tile = tile.to(x.dtype.element_ty)
+                tile = tile.to(values.dtype)
             if SWAP:
                 up = tl.dot(tile, tl.trans(values), up)
             else:
@@ -124,6 +130,9 @@ def _dot(
         acc *= tl.load(w_scale + col, mask=col < n, other=0.0)[None, :]
         if SWIGLU:
             up *= tl.load(w_scale + n + col, mask=col < n, other=0.0)[None, :]
+    if HALF:
+        acc *= 16.0
+        up *= 16.0
     if EIGHT:
         own = tl.load(x_scale + row, mask=row < m, other=0.0)[:, None]
         acc *= own
@@ -137,6 +146,7 @@ def _dot(
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _sum_parts(
     part, y, residual, bias, m, n, stride_y, stride_r, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
@@ -150,6 +160,7 @@ def _sum_parts(
     _epilogue(acc, y, residual, bias, row, col, col < n, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
+@Launcher
 @triton.jit
 def _vector(
     x, w, y, residual, bias, w_scale, norm, n, k, eps, stride_w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -216,7 +227,7 @@ def skinny(
     """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first). `residual` may be y itself.
 
     w_scale is one float32 a channel. x is fp8 where w is and x_scale gives one float32 a row, else bf16 or fp16 (fp16
-    is the faster partner of fp8 weights: e4m3 becomes fp16 in one instruction). `part` [splits, m, n] float32
+    is the partner that fp8 weights are multiplied with: e4m3 becomes fp16 in one instruction, bf16 in many). `part` [splits, m, n] float32
     holds partial sums where the shape has splits; add_parts=False leaves them there (y, bias and residual are the
     reader's). SwiGLU needs all of k in one program, and the norm a shape for one row.
     """
@@ -252,6 +263,7 @@ def skinny(
         x.stride(0), w.stride(0), y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)),
         BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
         SPLITS=shape.splits, SWAP=shape.swap, EIGHT=x_scale is not None,
+        HALF=x.dtype == torch.bfloat16 and w.dtype == torch.float8_e4m3fn,
         EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends, **launch,
     )  # fmt: skip
     if not single and add_parts:

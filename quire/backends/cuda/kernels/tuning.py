@@ -43,13 +43,15 @@ def skinny_shape(
 ) -> Shape:
     """For y [rows, n] = x @ w[n, k].T, weights of `dtype`.
 
-    `fused`: the norm on the way in (one row), or a result without parts: all of k in one program. `eight`: x is fp8
-    too.
+    `fused`: the norm on the way in (one row), or a result without parts: all of k in one program. `eight`: x has one
+    byte too.
     """
     if rows == 1 and dtype.itemsize == 2 and fused:
         small = 4096 < n < 12288 and not swiglu
         return Shape(8, 512, 4, 1, dot=False, pdl=True) if small else Shape(4, 1024, 4, 1, dot=False, pdl=True)
     whole = swiglu or fused
+    if dtype.itemsize == 1 and not eight and rows > FEW:  # rows and weights must fit the processor's own memory
+        return Shape(64, 128, 4, 3, 1 if whole or n > 4096 else 2, pdl=True)
     if dtype.itemsize == 1 and not eight:  # converted on the way: narrow steps, many programs
         if whole or n > 32768:
             return Shape(64, 256, 4, 3, pdl=True)

@@ -7,6 +7,7 @@ import torch
 
 from quire.backends.cuda.kernels import attention as module
 from quire.backends.cuda.kernels.attention import attention, choose_splits, workspace
+from quire.backends.torch.quantized import encode
 from tests.unit.backends.cuda.paged import Paged, error, exact, paged
 
 
@@ -54,16 +55,30 @@ def test_half_precision_and_strided_rows(device: str, half: torch.dtype):
     assert error(out, exact(p, 0.125)) < 1e-2
 
 
-def test_fp8_cache(device: str, half: torch.dtype):
-    p = paged([1, 6], [50, 40], heads=4, kv_heads=2, dim=64, dtype=half, device=device)
-    ks, vs = torch.tensor([0.02, 0.03], device=device), torch.tensor([0.01, 0.04], device=device)
-    eight = lambda x, s: (x.float() / s[:, None]).to(torch.float8_e4m3fn)  # noqa: E731
-    back = lambda x, s: x.float() * s[:, None]  # noqa: E731
-    k8, v8 = eight(p.k_cache.nan_to_num(), ks), eight(p.v_cache.nan_to_num(), vs)
-    p.keys, p.values = [back(eight(k, ks), ks) for k in p.keys], [back(eight(v, vs), vs) for v in p.values]
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 3.0}])
+def test_a_cache_of_codes(code: torch.dtype, splits: int, options: dict, device: str, half: torch.dtype):
+    """A scale for each token and head; what nobody wrote holds scales that are no numbers."""
+    p = paged([1, 6, 33], [50, 40, 47], heads=6, kv_heads=3, dim=64, dtype=half, device=device)
+    for cache in (p.k_cache, p.v_cache):
+        sizes = torch.rand(cache.shape[:3], generator=torch.Generator().manual_seed(4)) * 3 + 0.01
+        cache *= sizes[..., None].to(device).to(half)
+    (k8, ks), (v8, vs) = encode(p.k_cache, code), encode(p.v_cache, code)
+    for b, length in enumerate(p.kv_len.tolist()):
+        where = torch.arange(length)
+        page = p.table[b].cpu()[where // 16].long()
+        for codes, scale, into in ((k8, ks, p.keys), (v8, vs, p.values)):
+            into[b] = codes[page, where % 16].float() * scale[page, where % 16][..., None]
+    scales = {"k_scale": ks.transpose(1, 2).contiguous(), "v_scale": vs.transpose(1, 2).contiguous()}
     out = torch.empty_like(p.q)
-    attention(p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=6, k_scale=ks, v_scale=vs)
-    assert error(out, exact(p, 0.125)) < 1e-2
+    space = workspace(p.q.shape[0], 6, 64, splits, device) if splits > 1 else None
+    attention(
+        p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=33, splits=splits, space=space, **scales, **options
+    )  # fmt: skip
+    assert error(out, exact(p, 0.125, **options)) < 3e-3 if half == torch.float16 else 1e-2
+    with pytest.raises(ValueError, match="scales"):
+        attention(p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=33, k_scale=ks, v_scale=vs)
 
 
 def test_splits_cover_bounds():

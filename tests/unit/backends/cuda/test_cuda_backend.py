@@ -14,14 +14,16 @@ import torch
 
 from quire.backends import cases
 from quire.backends.choose import open_backend
-from quire.backends.cuda import backend as module
+from quire.backends.cuda import products as module
 from quire.backends.cuda.backend import CudaKernels, side_by_side
 from quire.layouts import Dense, Rope
+from tests.unit.backends.test_conformance import CASES as ALL
 from tests.unit.backends.test_conformance import PLAIN as CASES
 from tests.unit.models import tiny
 from tests.unit.models.programs import Loaded
 
 GPU = torch.cuda.is_available()
+CODES = [c for c in ALL if c.name in ("attention-9of3x64-fp8", "attention-14of2x40-int8", "attention-long-8of1x24-fp8")]
 OWN = [c for c in CASES if not c.name.startswith(("linear", "embed", "add", "take"))]  # the others are torch's own
 
 
@@ -41,6 +43,18 @@ def test_conformance(case: cases.Case):
         assert got.shape == expected.shape
         error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
         assert error < 2e-3, f"step {i}: {error:g}"
+
+
+@pytest.mark.parametrize("case", CODES, ids=lambda c: c.name)
+def test_conformance_of_cached_codes(case: cases.Case):
+    """Queries become half floats there, and a code may fall on the other side of a border."""
+    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
+    oracle = open_backend("reference").compile(case.forward, **limits)
+    program = open_cuda().compile(case.forward, **limits)
+    for i, step in enumerate(case.steps):
+        expected, got = oracle.run(step.batch, step.inputs), program.run(step.batch, step.inputs)
+        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+        assert error < 4e-3, f"step {i}: {error:g}"
 
 
 def block(rope: Rope, rng: np.random.Generator):
@@ -70,12 +84,12 @@ def block(rope: Rope, rng: np.random.Generator):
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize("dim", [16, 8])
-def test_fused_layers(pairs: bool, dim: int):
+@pytest.mark.parametrize(("dim", "kept"), [(16, "f16"), (8, "f16"), (16, "fp8"), (8, "int8")])
+def test_fused_layers(pairs: bool, dim: int, kept: str):
     rng = np.random.default_rng(dim + pairs)
     frequencies = (1.0 / 100.0 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
     rope = Rope(frequencies, dim, pairs, magnitude=1.1)
-    kv = cases.KV(layers=2, pages=12, page_size=16, kv_heads=2, head_dim=16)
+    kv = cases.KV(layers=2, pages=12, page_size=16, kv_heads=2, head_dim=16, dtype=kept)
     forward = block(rope, rng)
     limits = {"kv": kv, "max_tokens": 64, "max_rows": 64, "inputs": {"x": 64}}
     oracle = open_backend("reference").compile(forward, **limits)
@@ -89,7 +103,7 @@ def test_fused_layers(pairs: bool, dim: int):
         batch = cases.ragged(rows)
         x = cases.floats(rng, batch.tokens, 64)
         want, got = oracle.run(batch, {"x": x}), program.run(batch, {"x": x})
-        assert np.linalg.norm(got - want) / np.linalg.norm(want) < 3e-3
+        assert np.linalg.norm(got - want) / np.linalg.norm(want) < (3e-3 if kept == "f16" else 1e-2)
 
 
 def test_a_whole_model(tmp_path: Path):

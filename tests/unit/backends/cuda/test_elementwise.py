@@ -110,32 +110,49 @@ def test_rope_and_cache_write(pairs: bool, dim: int, rotated: int, device: str):
     assert torch.allclose(again, q_out, atol=1e-5)
 
 
-def test_rope_with_head_norm_and_fp8_cache(half: torch.dtype, device: str):
+@pytest.mark.parametrize("code", [E4M3, torch.int8])
+@pytest.mark.parametrize("rotated", [32, 16])
+def test_rope_with_head_norm_and_a_cache_of_codes(code: torch.dtype, rotated: int, half: torch.dtype, device: str):
     g = torch.Generator().manual_seed(3)
-    qkv = (torch.randn(3, 8 * 32, generator=g) * 4).to(half).to(device)
+    qkv = (torch.randn(5, 8 * 32, generator=g) * 4).to(half).to(device)
+    qkv[3, -32:] = 0.0
+    qkv[4, -40], qkv[4, -3] = float("nan"), float("inf")
     q_norm, k_norm = (torch.rand(32, generator=g) + 0.5).to(device), (torch.rand(32, generator=g) + 0.5).to(device)
-    freq = torch.tensor([0.5**i for i in range(16)])
+    freq = torch.tensor([0.5**i for i in range(rotated // 2)])
     angles = angle_table(freq, 8).to(device)
-    pos, write = torch.tensor([0, 3, 7]).int().to(device), torch.tensor([5, 6, 20]).int().to(device)
-    q_out = torch.empty(3, 4, 32, dtype=half, device=device)
-    k8, v8 = (torch.zeros(2, 16, 2, 32, dtype=E4M3, device=device) for _ in range(2))
-    ks, vs = torch.tensor([0.05, 0.1], device=device), torch.tensor([0.2, 0.1], device=device)
+    pos = torch.tensor([0, 3, 7, 2, 1]).int().to(device)
+    write = torch.tensor([5, 6, 20, 17, 31]).int().to(device)
+    q_out = torch.empty(5, 4, 32, dtype=half, device=device)
+    k8, v8 = (torch.zeros(2, 16, 2, 32, device=device).to(code) for _ in range(2))
+    ks, vs = (torch.full((2, 2, 16), 7.0, device=device) for _ in range(2))
     rope_write(
         qkv, q_out, k8, v8, angles=angles, pos=pos, write=write, pairs=False, q_norm=q_norm, k_norm=k_norm, eps=1e-6,
         k_scale=ks, v_scale=vs,
     )  # fmt: skip
-    wide = qkv.double().view(3, 8, 32)
+    wide = qkv.double().view(5, 8, 32)
     normed = wide / (wide.square().mean(2, keepdim=True) + 1e-6).sqrt()
-    cos, sin = (t.double()[:, None, :] for t in angles[pos.long()].split(16, 1))
+    cos, sin = (t.double()[:, None, :] for t in angles[pos.long()].split(rotated // 2, 1))
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.split(16, 2)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], 2)
+        a, b, rest = x.split([rotated // 2, rotated // 2, 32 - rotated], 2)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], 2)
 
     assert error(q_out, turn(normed[:, :4] * q_norm.double())) < 5e-3
-    for cache, scale, want in ((k8, ks, turn(normed[:, 4:6] * k_norm.double())), (v8, vs, wide[:, 6:])):
-        got = cache.view(32, 2, 32)[write.long()].double() * scale.double()[None, :, None]
-        assert rounded(got, want, scale.double()[None, :, None])
+    largest = 448.0 if code == E4M3 else 127.0
+    for cache, beside, want in ((k8, ks, turn(normed[:, 4:6] * k_norm.double())), (v8, vs, wide[:, 6:])):
+        scale = beside[write.long() // 16, :, write.long() % 16].double()
+        got = cache.view(torch.uint8).view(32, 2, 32)[write.long()].view(code).double() * scale[..., None]
+        peak = want.abs().amax(2)
+        fine = peak.isfinite()
+        assert torch.allclose(scale[fine], (peak / largest)[fine].clamp(min=1e-30 / largest), rtol=1e-5)
+        assert got[~fine].isnan().all() and int((~fine).sum()) == (2 if cache is v8 else 0)
+        if code == E4M3:
+            assert rounded(got[fine], want[fine], scale[fine][:, None])
+        else:
+            assert ((got - want)[fine].abs() <= scale[fine][:, None] * 0.501).all()
+        others = torch.ones(2, 2, 16, dtype=torch.bool, device=device)
+        others[write.long() // 16, :, write.long() % 16] = False
+        assert (beside[others] == 7.0).all()
 
 
 @pytest.mark.parametrize("kind", ["tensor", "channel", "block"])

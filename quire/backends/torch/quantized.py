@@ -1,0 +1,185 @@
+"""Quantized matrices on a device: codes with scales, made from float32 rows a part at a time, and read back exactly.
+
+  Scaled  w[i, j] = code[i, j] * scale[i]: e4m3 or int8 codes, one float32 scale for each output row
+  Int4    w[i, j] = code[i, j] * scale[i, group] + zero[i, group]: codes of four bits in pairs of groups, half scales
+  Mixed   rows of several kinds, one after another: matrices that are multiplied together but were not kept alike
+
+`dequantize` is the meaning of each, in float32; a faster product must be one with that. Nothing here knows files,
+devices or kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # what the largest magnitude of a row becomes
+GROUPS = (128, 64, 32)  # columns that share a scale of Int4, the first that fits
+TINY = 1e-30  # a row of zeros must have a scale that can divide
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A matrix of one-byte codes, with a scale for each row."""
+
+    codes: torch.Tensor  # [n, k] e4m3 or int8
+    scale: torch.Tensor  # [n] float32
+
+    @classmethod
+    def empty(cls, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Scaled:
+        return cls(torch.empty(n, k, dtype=dtype, device=device), torch.empty(n, dtype=torch.float32, device=device))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scale
+
+    def rows(self, first: int, end: int) -> Scaled:
+        """Some of its rows, in the same memory."""
+        return Scaled(self.codes[first:end], self.scale[first:end])
+
+    def fill(self, w: torch.Tensor) -> None:
+        """Become float32 w [n, k], as nearly as the codes can."""
+        codes, scale = encode(w, self.codes.dtype)
+        self.codes.copy_(codes)
+        self.scale.copy_(scale)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes.float() * self.scale[:, None]
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by number, float32."""
+        return self.codes.view(torch.uint8)[ids].view(self.codes.dtype).float() * self.scale[ids, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """A matrix of four-bit codes, with a scale and a zero for every `group` columns of a row."""
+
+    packed: torch.Tensor  # [n, k / 2] uint8, see pack
+    scale: torch.Tensor  # [k / group, n] float16
+    zero: torch.Tensor  # [k / group, n] float16
+    group: int
+
+    @classmethod
+    def empty(cls, n: int, k: int, group: int, device: torch.device) -> Int4:
+        half = {"dtype": torch.float16, "device": device}
+        packed = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
+        return cls(packed, torch.empty(k // group, n, **half), torch.empty(k // group, n, **half), group)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.packed, self.scale, self.zero
+
+    def rows(self, first: int, end: int) -> Int4:
+        """Some of its rows, in the same memory."""
+        return Int4(self.packed[first:end], self.scale[:, first:end], self.zero[:, first:end], self.group)
+
+    def fill(self, w: torch.Tensor) -> None:
+        """Become float32 w [n, k]: codes are the nearest to it once scale and zero have been rounded."""
+        groups = w.view(w.shape[0], -1, self.group)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale, zero = ((high - low) / 15.0).half(), low.half()
+        step = scale.float()[..., None]
+        codes = torch.where(step > 0, (groups - zero.float()[..., None]) / step, 0.0).round_().clamp_(0.0, 15.0)
+        self.keep(codes.to(torch.uint8).view(w.shape), scale, zero)
+
+    def keep(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> None:
+        """Become codes [n, k] of 0 .. 15 with these scales and zeros [n, k / group], which are rounded to half floats."""
+        self.packed.copy_(pack(codes, self.group))
+        self.scale.copy_(scale.t())
+        self.zero.copy_(zero.t())
+
+    def dequantize(self) -> torch.Tensor:
+        return self._floats(self.packed, self.scale.t(), self.zero.t())
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by number, float32."""
+        return self._floats(self.packed[ids], self.scale.t()[ids], self.zero.t()[ids])
+
+    def _floats(self, packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        codes = unpack(packed, self.group).view(packed.shape[0], -1, self.group).float()
+        return (codes * scale.float()[..., None] + zero.float()[..., None]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Matrices of equal width, one below the other."""
+
+    parts: tuple[torch.Tensor | Scaled | Int4, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(p.shape[0] for p in self.parts), self.parts[0].shape[1]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for p in self.parts for t in tensors(p))
+
+    def rows(self, first: int, end: int) -> Mixed:
+        """Some of its rows, in the same memory."""
+        found: list[torch.Tensor | Scaled | Int4] = []
+        for p in self.parts:
+            n = p.shape[0]
+            a, b = max(first, 0), min(end, n)
+            if a < b:
+                found.append(p[a:b] if isinstance(p, torch.Tensor) else p.rows(a, b))
+            first, end = first - n, end - n
+        return Mixed(tuple(found))
+
+    def dequantize(self) -> torch.Tensor:
+        return torch.cat([p.float() if isinstance(p, torch.Tensor) else p.dequantize() for p in self.parts])
+
+
+Part: TypeAlias = torch.Tensor | Scaled | Int4
+Quantized: TypeAlias = Scaled | Int4 | Mixed
+Weight: TypeAlias = torch.Tensor | Quantized
+
+
+def tensors(weight: Weight) -> tuple[torch.Tensor, ...]:
+    """What a weight is made of."""
+    return (weight,) if isinstance(weight, torch.Tensor) else weight.tensors
+
+
+def encode(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of `dtype` and float32 scales of the last axis: the largest magnitude becomes the largest code.
+
+    A row with a number that is not finite gets a scale that is not a number.
+    """
+    x, largest = x.float(), LARGEST[dtype]
+    peak = x.abs().amax(-1)
+    scale = torch.where(peak.isfinite(), peak.clamp(min=TINY) / largest, float("nan"))
+    if dtype == torch.int8:  # by a product: the bits of the other backends
+        codes = (x * (largest / peak.clamp(min=TINY))[..., None]).round_().nan_to_num_()
+    else:
+        codes = x / scale[..., None]
+    return codes.to(dtype), scale
+
+
+def pack(codes: torch.Tensor, group: int) -> torch.Tensor:
+    """Codes uint8 [n, k] of 0 .. 15 -> bytes [n, k / 2]. k must be made of whole pairs of groups.
+
+    The byte at column j of a pair holds code j of its first group in the low half, and of its second in the high one.
+    """
+    n, k = codes.shape
+    if k % (2 * group):
+        raise ValueError(f"{k} columns are not whole pairs of groups of {group}: pad with a group of scale 0")
+    pair = codes.view(n, k // (2 * group), 2, group)
+    return (pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(n, k // 2)
+
+
+def unpack(packed: torch.Tensor, group: int) -> torch.Tensor:
+    """The codes again."""
+    n, half = packed.shape
+    pair = packed.view(n, half // group, 1, group)
+    return torch.cat([pair & 15, pair >> 4], 2).reshape(n, 2 * half)
