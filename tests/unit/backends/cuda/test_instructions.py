@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from quire.backends.cuda.kernels import attention, product
 
 def instructions(kernel, types, flags, tile):
+    kernel = getattr(kernel, "_kernel", kernel)  # what a Launcher launches
     names = kernel.arg_names
     kinds = {n: "constexpr" if n in flags else types.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if kinds[n].startswith("*") or n.startswith("stride") or n in "nk"]
