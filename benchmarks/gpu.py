@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu [--shape llama-3.1-8b] [--dtype bfloat16] [--quantize fp8] [--kv-dtype fp8]
                              [--rows start one ttft 64 256 many shared]
+    python -m benchmarks.gpu --also-deterministic    what the same bits in any batch cost, beside the usual figures
 
 Prints one table and writes a JSON record. Greedy, no end-of-sequence token. Each figure is told beside its floor: bytes
 that must be read over the copy rate measured in the same process, or operations over a measured matrix product.
@@ -10,7 +11,11 @@ that must be read over the copy rate measured in the same process, or operations
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +35,7 @@ class Line:
     value: str
     floor: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
+    costs: list[float] = field(default_factory=list)  # times, of whatever unit: what a price is the ratio of
 
 
 class Bench:
@@ -58,6 +64,7 @@ class Bench:
             max_seqs=args.max_seqs,
             max_batch_tokens=args.max_tokens,
             depth=args.depth,
+            deterministic=args.deterministic,
         )
         self.engine, self.info = build_engine(config, Environment(home=Path("/nowhere")))
         self.host = Host(self.engine)
@@ -138,7 +145,9 @@ def start(b: Bench, began: float) -> Line:
     b.ask(b.prompt(64), 1)
     b.finish()
     total = time.perf_counter() - began
-    return Line("engine start to first token", f"{total:.1f} s", "", {"seconds": total, "load": b.info.load_seconds})
+    return Line(
+        "engine start to first token", f"{total:.1f} s", "", {"seconds": total, "load": b.info.load_seconds}, [total]
+    )
 
 
 def one(b: Bench) -> Line:
@@ -155,6 +164,7 @@ def one(b: Bench) -> Line:
         f"{rate:.1f} tok/s ({1e3 / rate:.2f} ms)",
         f"{floor:.2f} ms: {floor * rate / 10:.0f}%",
         {"tokens_per_second": rates, "host_ms": b.host.milliseconds(200)},
+        [1 / rate],
     )
 
 
@@ -170,7 +180,8 @@ def ttft(b: Bench) -> Line:
     value = " / ".join(f"{median(all_times[n]):.1f}" for n in lengths)
     floors = " / ".join(f"{1e3 * prompt_ops(b, n) / b.matmul_rate:.1f}" for n in lengths)
     name = "time to first token, " + " / ".join(map(str, lengths)) + " prompt"
-    return Line(name, f"{value} ms", f"{floors} ms", {"milliseconds": all_times})
+    costs = [median(all_times[n]) for n in lengths]
+    return Line(name, f"{value} ms", f"{floors} ms", {"milliseconds": all_times}, costs)
 
 
 def decode(b: Bench, n: int) -> Line:
@@ -188,6 +199,7 @@ def decode(b: Bench, n: int) -> Line:
         f"{1e3 * step:.2f} ms ({n / step:,.0f} tok/s)",
         f"{1e3 * floor:.2f} ms: {100 * floor / step:.0f}%",
         {"milliseconds": 1e3 * step, "steps": last - first, "host_ms": b.host.milliseconds(last - first)},
+        [step],
     )
 
 
@@ -203,6 +215,7 @@ def many(b: Bench) -> Line:
         f"{rate:,.0f} out tok/s ({3 * rate:,.0f} total)",
         "",
         {"out_tokens_per_second": rate, "seconds": seconds, "host_seconds": b.host.totals()},
+        [seconds],
     )
 
 
@@ -218,6 +231,7 @@ def shared(b: Bench) -> Line:
         f"{rate:,.0f} out tok/s",
         "",
         {"out_tokens_per_second": rate, "seconds": seconds, "host_seconds": b.host.totals()},
+        [seconds],
     )
 
 
@@ -287,6 +301,31 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--depth", type=int, default=None)
     parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in any batch")
+
+
+def deterministic_record() -> list[dict[str, Any]]:
+    """The rows of this same command in that mode, from a process of its own: a device's memory holds one engine."""
+    asked = [word for word in sys.argv[1:] if not word.startswith("--also")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        own = ["--deterministic", "--no-save", "--record", str(path)]
+        subprocess.run([sys.executable, "-m", "benchmarks.gpu", *asked, *own], check=True)
+        return json.loads(path.read_text())["rows"]
+
+
+def print_table(lines: list[Line], other: list[dict[str, Any]] | None) -> None:
+    if other is None:
+        print("\n| | measured | floor |\n|---|---|---|")
+        for line in lines:
+            print(f"| {line.name} | {line.value} | {line.floor} |")
+        return
+    known = {row["name"]: row for row in other}
+    print("\n| | measured | floor | the same bits in any batch | price |\n|---|---|---|---|---|")
+    for line in lines:
+        mate = known[line.name]
+        price = " / ".join(f"{b / a:.2f}x" for a, b in zip(line.costs, mate["costs"], strict=True))
+        print(f"| {line.name} | {line.value} | {line.floor} | {mate['value']} | {price} |")
 
 
 def main() -> None:
@@ -296,7 +335,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
     parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--also-deterministic", action="store_true", help="measure that mode too, and tell its price")
+    parser.add_argument("--record", type=Path, help="write the record here as well")
     args = parser.parse_args()
+    other = deterministic_record() if args.also_deterministic else None
     rates = ceilings(args.device, args.quantize)
     began = time.perf_counter()
     bench = Bench(args, rates)
@@ -323,20 +365,26 @@ def main() -> None:
                 lines[-1].numbers["compiled"] = len(compiled)
                 compiled.clear()
             print(f"{lines[-1].name}: {lines[-1].value}   {told(lines[-1])}", flush=True)
-    print("\n| | measured | floor |\n|---|---|---|")
-    for line in lines:
-        print(f"| {line.name} | {line.value} | {line.floor} |")
+    print_table(lines, other)
+    body = {
+        "shape": args.shape,
+        "deterministic": args.deterministic,
+        "backend": bench.info.backend,
+        "decisions": bench.info.decisions,
+        "copy_rate": bench.copy_rate,
+        "matmul_rate": bench.matmul_rate,
+        "rows": [
+            {"name": line.name, "value": line.value, "floor": line.floor, "costs": line.costs, **line.numbers}
+            for line in lines
+        ],
+        **({} if other is None else {"deterministic_rows": other}),
+    }
+    if args.record:
+        args.record.write_text(json.dumps(body))
     if not args.no_save:
-        body = {
-            "shape": args.shape,
-            "backend": bench.info.backend,
-            "decisions": bench.info.decisions,
-            "copy_rate": bench.copy_rate,
-            "matmul_rate": bench.matmul_rate,
-            "rows": [{"name": line.name, "value": line.value, "floor": line.floor, **line.numbers} for line in lines],
-        }
         kinds = (args.quantize, "none"), (args.kv_dtype, "auto")
         how = [f"{'kv-' if plain == 'auto' else ''}{kind}" for kind, plain in kinds if kind != plain]
+        how += ["deterministic"] if args.deterministic else []
         print(save("-".join(["gpu", args.shape, *how]), body))
 
 

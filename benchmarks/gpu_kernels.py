@@ -22,10 +22,12 @@ import torch
 from benchmarks import gpu_sweep
 from benchmarks.gpu_steps import step_seconds
 from benchmarks.gpu_timing import copy_rate, graph_seconds, matmul_rate
+from quire.backends.cuda.deterministic import SPLIT
 from quire.backends.cuda.kernels import candidates, fp8
 from quire.backends.cuda.kernels.attention import PROMPT, attention, choose_splits, decode_tile, workspace
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import shared_attention
+from quire.backends.cuda.kernels.product import product
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.sample import choose
 from quire.backends.cuda.kernels.skinny import skinny
@@ -226,6 +228,44 @@ def large_products() -> Iterator[Row]:
             )
 
 
+def invariant() -> Iterator[Row]:
+    """What the deterministic mode uses, and cuBLAS at the same shapes. Bytes are told for few rows, operations for many."""
+    for m in (1, 16, 64, 256, 2048):
+        for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+            ws = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(-(-(1 << 28) // (2 * n * k)))]
+            x, y = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda").bfloat16()
+            product(x, ws[0], y)
+            wrong, many = off(y, x.float() @ ws[0].float().T), m >= 256
+            work = 2.0 * m * n * k if many else float(ws[0].nbytes)
+            own = graph_seconds([lambda w=w, x=x, y=y: product(x, w, y) for w in ws])
+            yield Row(f"invariant {m} x {n} x {k}", wrong, own, work, many)
+            library = graph_seconds([lambda w=w, x=x, y=y: torch.mm(x, w.T, out=y) for w in ws])
+            yield Row(f"cuBLAS    {m} x {n} x {k}", None, library, work, many)
+            del ws
+    for batch, context, rows in (
+        (1, 640, 1),
+        (1, 8192, 1),
+        (64, 640, 1),
+        (256, 640, 1),
+        (1, 2048, 2048),
+        (1, 8192, 8192),
+    ):
+        q, k, v, arrays = paged(batch, context, rows)
+        out, splits = torch.empty_like(q), -(-context // SPLIT)
+        apart = batch * HK < 264 and rows == 1 and splits > 1
+        space = workspace(batch * rows, H, DIM, splits, "cuda", sums=True) if apart else None
+        call = lambda q=q, k=k, v=v, out=out, arrays=arrays, rows=rows, splits=splits, space=space: attention(  # noqa: E731
+            q, k, v, out, **arrays, scale=DIM**-0.5, max_q=rows, splits=splits, split_len=SPLIT, space=space
+        )
+        call()
+        last = min(rows, 64)
+        wrong = off(out[-last:], dense_attention(q[-last:], k, v, arrays["table"][-1], context))
+        work = 2.0 * rows * rows * DIM * H if rows > 1 else 4.0 * batch * context * HK * DIM
+        yield Row(
+            f"invariant attention {batch} x {context}, {rows} rows", wrong, graph_seconds([call] * 4), work, rows > 1
+        )
+
+
 def sampling() -> Iterator[Row]:
     for rows in (1, 64, 256):
         scores = torch.randn(rows, 128256, device="cuda") * 4
@@ -264,7 +304,7 @@ def steps() -> Iterator[Row]:
 
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "products": products, "attention": attentions, "elementwise": elementwise, "large": large_products,
-    "sampling": sampling, "steps": steps,
+    "sampling": sampling, "steps": steps, "invariant": invariant,
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class Bench:
         from quire.config import EngineConfig, Environment
         from quire.engine.build import build_engine
 
-        config = EngineConfig(path=path, threads=threads, context=context, max_seqs=max_seqs)
+        config = EngineConfig(path=path, backend="native", threads=threads, context=context, max_seqs=max_seqs)
         self.engine, self.info = build_engine(config, Environment.read())
         self._serial = 0
 

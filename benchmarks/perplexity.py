@@ -107,7 +107,9 @@ class Stream:
     def __init__(self, path: str, threads: int, dtype: str, depth: int, decode: int):
         from quire.engine.build import build_engine
 
-        config = EngineConfig(path=path, threads=threads, context=depth + decode + 1, max_seqs=1, kv_dtype=dtype)
+        config = EngineConfig(
+            path=path, backend="native", threads=threads, context=depth + decode + 1, max_seqs=1, kv_dtype=dtype
+        )
         self._engine, self.info = build_engine(config, Environment.read())
         self._prompt = [(i * 15485863 + 3) % self.info.vocab_size for i in range(depth)]
         self._decode, self._runs = decode, 0

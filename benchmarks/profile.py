@@ -35,6 +35,23 @@ def stretch(start: int, count: int, vocabulary: int, pages: int) -> Batch:
     )
 
 
+def together(streams: int, at: int, vocabulary: int, pages: int) -> Batch:
+    """One token of each of `streams` sequences at position `at`; a sequence has `pages` pages."""
+    from quire.backends.batch import Batch
+
+    own = np.arange(streams, dtype=np.int32)
+    table = own[:, None] * pages + np.arange(pages, dtype=np.int32)[None]
+    return Batch(
+        ids=((own.astype(np.int64) * 7919 + at) % vocabulary).astype(np.int32),
+        pos=np.full(streams, at, np.int32),
+        q_start=np.arange(streams + 1, dtype=np.int32),
+        kv_len=np.full(streams, at + 1, np.int32),
+        pages=table.astype(np.int32),
+        write=(table[:, at // PAGE] * PAGE + at % PAGE).astype(np.int32),
+        logit_rows=own,
+    )
+
+
 def timed(program: NativeProgram, batches: list[Batch], threads: int) -> tuple[float, dict[str, float]]:
     """Wall seconds, and thread seconds by kind of step, with what is left over as "waiting"."""
     program.profile()
@@ -67,6 +84,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--depth", type=int, default=0, help="context before the single tokens; 0: the prompt")
     parser.add_argument("--decode", type=int, default=32)
+    parser.add_argument("--streams", type=int, nargs="*", default=[], help="also: so many sequences, a token of each")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", default=None)
     args = parser.parse_args()
@@ -74,8 +92,10 @@ def main() -> None:
     model = load(GGUF.open(str(Store().resolve(args.model))))
     depth = max(args.depth, args.prompt)
     pages = -(-(depth + args.decode) // PAGE)
+    most = max(args.streams, default=1)
     backend = NativeBackend(threads=args.threads, isa=args.isa)
-    program = backend.compile(model.forward, kv=model.kv(pages, PAGE), max_tokens=args.prompt, max_rows=1)
+    kv, tokens = model.kv(most * pages, PAGE), max(args.prompt, most)
+    program = backend.compile(model.forward, kv=kv, max_tokens=tokens, max_rows=most)
     vocabulary = model.config.vocab_size
 
     def piece(start: int, count: int) -> Batch:
@@ -88,6 +108,9 @@ def main() -> None:
         program.run(piece(start, min(args.prompt, depth - start)))
     singles = [piece(depth + i, 1) for i in range(args.decode)]
     show(f"{args.decode} tokens after {depth}", *timed(program, singles, args.threads), args.decode)
+    for n in args.streams:
+        steps = [together(n, i, vocabulary, pages) for i in range(args.decode)]
+        show(f"{args.decode} steps of {n} sequences", *timed(program, steps, args.threads), n * args.decode)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ lines that the CLI prints. Nothing below mutates a config.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Environment:
     isa: str | None = None  # QUIRE_ISA: force a kernel set (scalar, neon, avx2, avx512)
     hf_endpoint: str = "https://huggingface.co"  # HF_ENDPOINT
     hf_token: str | None = None  # HF_TOKEN
+    hf_cache: Path | None = None  # HF_HUB_CACHE, or under HF_HOME: where the hub's own tools keep what they downloaded
     pypi_index: str | None = None  # PIP_INDEX_URL
 
     @classmethod
@@ -44,24 +46,34 @@ class Environment:
             isa=get("QUIRE_ISA") or None,
             hf_endpoint=(get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"),
             hf_token=get("HF_TOKEN") or None,
+            hf_cache=_hub_cache(get),
             pypi_index=get("PIP_INDEX_URL") or None,
         )
+
+
+def _hub_cache(get: Callable[[str], str | None]) -> Path:
+    """Where huggingface_hub looks, by the same variables in the same order."""
+    named = get("HF_HUB_CACHE") or get("HUGGINGFACE_HUB_CACHE")
+    if named:
+        return Path(named).expanduser()
+    home = get("HF_HOME") or Path(get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine: one model on one backend."""
 
-    path: str  # the model file, already found
+    path: str  # the model file or folder, already found
     name: str = ""  # what clients call it
-    backend: str = "native"  # or "reference", "torch", "cuda"
-    device: str = "auto"  # of the torch backends: "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
+    backend: str = "auto"  # "native", "cuda", "torch", "reference"; auto: cuda with a GPU, else native
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one that can be used
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
     quantize: str = (
         "none"  # of the torch backends, matrices as they load: "fp8", "int8", "int4"; "keep": a file's 4 bits
     )
     load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
-    deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, not yet to be had on a GPU
+    deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, a mode with a price on a GPU
     threads: int | None = None  # None: what was measured to be fastest here
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool

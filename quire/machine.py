@@ -205,3 +205,18 @@ def _list(text: str) -> list[int]:
         if first.isdigit() and (not last or last.isdigit()):
             found += range(int(first), int(last or first) + 1)
     return found
+
+
+def gpu_devices(root: Path = Path("/")) -> list[str]:
+    """Device files of NVIDIA GPUs that this process can see; cheap, and no proof that one works.
+
+    A driver without device files (a container that was not given them) is no GPU. WSL has one file for all.
+    """
+    dev = root / "dev"
+    try:
+        found = sorted(p.name for p in dev.iterdir() if p.name.startswith("nvidia") and p.name[6:].isdigit())
+    except OSError:
+        return []
+    if not found and (dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        return ["dxg"]
+    return found

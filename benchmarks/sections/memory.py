@@ -25,6 +25,7 @@ def sample(m: Memory, setting: str = "") -> Sample:
 
 def quire(path: Path, threads: int) -> Sample:
     flags = ["--temperature", "0", "--max-tokens", str(TOKENS), "--threads", str(threads), "--context", str(CONTEXT)]
+    flags += ["--device", "cpu"]
     return sample(processes.memory([*processes.quire_command(), "run", *flags, str(path), text_of(path, PROMPT)]))
 
 

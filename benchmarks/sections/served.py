@@ -47,7 +47,7 @@ def load_of(path: Path, concurrency: int) -> Load:
 def quire(path: Path, threads: int, load: Load) -> Sample:
     port = client.free_port()
     command = [sys.executable, "-m", "quire.cli.main", "serve", str(path), "--name", "bench", "--port", str(port)]
-    with client.server([*command, "--threads", str(threads)], port, "/ready"):
+    with client.server([*command, "--threads", str(threads), "--device", "cpu"], port, "/ready"):
         return sample(asyncio.run(client.drive(port, load)), load.concurrency)
 
 

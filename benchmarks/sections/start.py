@@ -21,6 +21,7 @@ SETTINGS = {"default": [], "--no-warmup": ["--no-warmup"]}
 
 def quire(path: Path, threads: int) -> Sample:
     flags = ["--temperature", "0", "--max-tokens", str(TOKENS), "--threads", str(threads), "--context", str(CONTEXT)]
+    flags += ["--device", "cpu"]
     command = [*processes.quire_command(), "run", *flags, str(path), PROMPT]
     return {(WHAT, ""): processes.first_output(command)}
 

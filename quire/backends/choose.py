@@ -18,12 +18,14 @@ def open_backend(
     device: str = "auto",
     dtype: str = "auto",
     random: bool = False,
+    deterministic: bool = False,
     quantize: str = "none",
 ) -> Backend:
     """The backend of that name.
 
     `cores` is what native threads are pinned to. `device` and `dtype` are for torch ones; `random` gives them numbers
-    without a file; `quantize` is what their matrices become.
+    without a file; `quantize` is what their matrices become. `deterministic` is a mode of cuda; native is so anyway, the
+    others cannot be.
     """
     if name == "native":
         from quire.backends.native.backend import NativeBackend
@@ -38,6 +40,10 @@ def open_backend(
 
         return TorchBackend(device, dtype, threads=threads, random=random, quantize=quantize)
     if name == "cuda":
+        if deterministic:
+            from quire.backends.cuda.deterministic import DeterministicBackend
+
+            return DeterministicBackend(device, dtype, threads=threads, random=random)
         from quire.backends.cuda.backend import CudaBackend
 
         return CudaBackend(device, dtype, threads=threads, random=random, quantize=quantize)

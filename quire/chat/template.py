@@ -43,23 +43,27 @@ class ChatTemplate:
         *,
         seconds: float = SECONDS,
         now: Callable[[], datetime] = datetime.now,
+        where: str = "tokenizer.chat_template",
+        more: Mapping[str, str] = {},
+        with_tools: ChatTemplate | None = None,
     ):
+        """`where` is what complaints call the source; `more` are further named tokens; `with_tools` renders instead of this
+        one where there are tools."""
         self.source = source
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {**more, "bos_token": bos_token, "eos_token": eos_token}
+        self._with_tools = with_tools
         self._seconds = seconds
         self._environment = BoundedEnvironment({"strftime_now": lambda form: _strftime(now(), form)})
         if len(source) > MAX_SOURCE:
-            raise BadModelFile(
-                f"tokenizer.chat_template has {len(source)} characters: at most {MAX_SOURCE} are allowed"
-            )
+            raise BadModelFile(f"{where} has {len(source)} characters: at most {MAX_SOURCE} are allowed")
         try:
             self._template = self._environment.template(source)
         except TemplateSyntaxError as error:
-            raise BadModelFile(f"tokenizer.chat_template, line {error.lineno}: {error.message}") from error
+            raise BadModelFile(f"{where}, line {error.lineno}: {error.message}") from error
         except (TemplateError, SyntaxError, ValueError, TypeError, OverBudget) as error:
-            raise BadModelFile(f"tokenizer.chat_template does not compile: {error}") from error
+            raise BadModelFile(f"{where} does not compile: {error}") from error
         except (RecursionError, MemoryError) as error:
-            raise BadModelFile("tokenizer.chat_template does not compile: it is nested too deeply") from error
+            raise BadModelFile(f"{where} does not compile: it is nested too deeply") from error
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -81,6 +85,8 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt. Other keywords reach the template as they are (`enable_thinking=False`)."""
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
         taken = _OURS & kwargs.keys()
         if taken:
             raise BadRequest(

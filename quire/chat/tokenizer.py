@@ -1,8 +1,9 @@
-"""Text to token ids and back, for the vocabulary inside a GGUF file.
+"""Text to token ids and back, for the vocabulary inside a GGUF file or a tokenizer.json.
 
-Owns special tokens, the begin and end tokens, and exact token bytes; the merging itself is `bpe.py` or `spm.py` over
-the `tokenizers` library. With parse_special=False no text whatever becomes a control token. Immutable after
-construction and safe to use from several threads; the heavy part of `encode` runs without the interpreter lock.
+Owns special tokens, the begin and end tokens, and exact token bytes; the merging itself is an Encoder's work: for a GGUF
+`bpe.py` or `spm.py` behind a splitter, for a tokenizer.json `hub.py`, all over the `tokenizers` library. With
+parse_special=False no text whatever becomes a control token. Immutable after construction and safe to use from several
+threads; the heavy part of `encode` runs without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,12 +28,90 @@ class Pieces(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-class Tokenizer:
-    """The tokenizer of one model. Build it with `from_gguf`."""
+class Encoder(Protocol):
+    """Text with or without special tokens to ids, ids to bytes."""
 
-    def __init__(self, vocab: Vocabulary, pieces: Pieces, *, add_bos: bool, add_eos: bool, space_prefix: bool):
+    def encode(self, text: str, parse_special: bool) -> list[int]: ...
+
+    def missing(self, data: bytes) -> bytes:
+        """Bytes of a text that no token can express."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token adds to a text."""
+        ...
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether one token may stand for any amount of text."""
+        ...
+
+
+class Cut:
+    """An Encoder that cuts special tokens out of the text and leaves what is between to Pieces."""
+
+    def __init__(self, vocab: Vocabulary, pieces: Pieces):
         self._vocab = vocab
         self._pieces = pieces
+        self._control = control_of(vocab)
+        self.missing, self.token_bytes = pieces.missing, pieces.token_bytes
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        ids: list[int] = []
+        splitter = self._all_specials if parse_special else self._user_defined
+        for part in splitter.split(text):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._pieces.encode(part)
+        return ids
+
+    @property
+    def unbounded(self) -> bool:
+        fuses_unknown = self._vocab.model == "llama" and int((self._vocab.types == BYTE).sum()) < 256
+        return bool(self._swallow) or fuses_unknown
+
+    @cached_property
+    def _swallow(self) -> frozenset[int]:
+        # Phi-3's tokenizer strips the space after its special tokens. GGUF has no field for that; the architecture
+        # with this kind of vocabulary is the sign (Phi-4 has the architecture with another kind).
+        if self._vocab.model != "llama" or self._vocab.architecture != "phi3":
+            return frozenset()
+        kept = {"<unk>", "<s>", "<|endoftext|>"}
+        return frozenset(i for i in self._control if self._vocab.tokens[i] not in kept)
+
+    @cached_property
+    def _user_defined(self) -> Splitter:
+        return self._splitter(i for i in specials_of(self._vocab) if i not in self._control)
+
+    @cached_property
+    def _all_specials(self) -> Splitter:
+        return self._splitter(specials_of(self._vocab))
+
+    def _splitter(self, ids: Iterable[int]) -> Splitter:
+        texts = ((self._vocab.tokens[i], i) for i in ids)
+        return Splitter((pair for pair in texts if pair[0]), self._swallow)
+
+
+def control_of(vocab: Vocabulary) -> frozenset[int]:
+    """Control and unknown tokens. An end-of-turn token is control even where a file calls it user-defined: user text must
+    not end a turn."""
+    hidden = set(where((vocab.types == CONTROL) | (vocab.types == UNKNOWN)))
+    hidden.update(i for i in vocab.eos_ids if vocab.types[i] == USER_DEFINED)
+    return frozenset(hidden)
+
+
+def specials_of(vocab: Vocabulary) -> list[int]:
+    """Control and user-defined tokens: those whose text stands for them."""
+    return sorted(control_of(vocab) | set(where(vocab.types == USER_DEFINED)))
+
+
+class Tokenizer:
+    """The tokenizer of one model. Build it with `from_gguf`, or `words.tokenizer_of` for any checkpoint."""
+
+    def __init__(self, vocab: Vocabulary, encoder: Encoder, *, add_bos: bool, add_eos: bool, space_prefix: bool):
+        self._vocab = vocab
+        self._encoder = encoder
         self.vocab_size = len(vocab.tokens)
         self.bos_id = vocab.bos_id
         self.eos_id = vocab.eos_id
@@ -40,10 +119,7 @@ class Tokenizer:
         self.add_bos = add_bos
         self.add_eos = add_eos
         self.space_prefix = space_prefix  # text gets a space in front, and a decoded text loses it again
-        hidden = set(where((vocab.types == CONTROL) | (vocab.types == UNKNOWN)))
-        # An end-of-turn token is control even where a file calls it user-defined: user text must not end a turn.
-        hidden.update(i for i in vocab.eos_ids if vocab.types[i] == USER_DEFINED)
-        self._special = frozenset(hidden)
+        self._special = control_of(vocab)
         self._bytes: dict[int, bytes] = {}
         for wanted, token, key in ((add_bos, self.bos_id, "bos"), (add_eos, self.eos_id, "eos")):
             if wanted and token is None:
@@ -81,7 +157,7 @@ class Tokenizer:
             pieces = BytePieces(vocab, split)
         return cls(
             vocab,
-            pieces,
+            Cut(vocab, pieces),
             add_bos=default_bos if vocab.add_bos is None else vocab.add_bos,
             add_eos=bool(vocab.add_eos),
             space_prefix=prefix,
@@ -95,12 +171,7 @@ class Tokenizer:
         """
         self._check(text)
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
-        splitter = self._all_specials if parse_special else self._user_defined
-        for part in splitter.split(text):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self._merge(part)
+        ids += self._encode(text, parse_special)
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
@@ -119,7 +190,7 @@ class Tokenizer:
         """Exactly the bytes this token adds to a text (for a special token: its name)."""
         found = self._bytes.get(token)
         if found is None:
-            found = self._bytes[token] = self._pieces.token_bytes(self._known(token))
+            found = self._bytes[token] = self._encoder.token_bytes(self._known(token))
         return found
 
     def token_text(self, token: int) -> str:
@@ -128,7 +199,7 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The special or user-defined token whose text this is."""
-        return self._all_specials.ids.get(text)
+        return self._special_ids.get(text)
 
     def is_special(self, token: int) -> bool:
         """A control or unknown token: one that decode(skip_special=True) leaves out."""
@@ -137,35 +208,12 @@ class Tokenizer:
     @cached_property
     def max_token_bytes(self) -> int | None:
         """The most bytes of text one token can stand for; None when some token may stand for any amount."""
-        fuses_unknown = self._vocab.model == "llama" and int((self._vocab.types == BYTE).sum()) < 256
-        if self._swallow or fuses_unknown:
-            return None
-        return max(len(raw(text)) for text in self._vocab.tokens)
+        return None if self._encoder.unbounded else max(len(raw(text)) for text in self._vocab.tokens)
 
     @cached_property
-    def _swallow(self) -> frozenset[int]:
-        # Phi-3's tokenizer strips the space after its special tokens. GGUF has no field for that; the architecture
-        # with this kind of vocabulary is the sign (Phi-4 has the architecture with another kind).
-        if self._vocab.model != "llama" or self._vocab.architecture != "phi3":
-            return frozenset()
-        kept = {"<unk>", "<s>", "<|endoftext|>"}
-        return frozenset(i for i in self._special if self._vocab.tokens[i] not in kept)
-
-    @cached_property
-    def _user_defined(self) -> Splitter:
-        return self._splitter(i for i in self._specials if i not in self._special)
-
-    @cached_property
-    def _all_specials(self) -> Splitter:
-        return self._splitter(self._specials)
-
-    @property
-    def _specials(self) -> list[int]:
-        return sorted(self._special | set(where(self._vocab.types == USER_DEFINED)))
-
-    def _splitter(self, ids: Iterable[int]) -> Splitter:
-        texts = ((self._vocab.tokens[i], i) for i in ids)
-        return Splitter((pair for pair in texts if pair[0]), self._swallow)
+    def _special_ids(self) -> dict[str, int]:
+        texts = ((self._vocab.tokens[i], i) for i in specials_of(self._vocab))
+        return {text: i for text, i in texts if text}
 
     def _known(self, token: int) -> int:
         if not 0 <= token < self.vocab_size:
@@ -177,15 +225,15 @@ class Tokenizer:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"the text has half a surrogate pair at character {error.start}", param="prompt") from None
-        missing = self._pieces.missing(data)
+        missing = self._encoder.missing(data)
         if missing:
             raise BadRequest(
                 f"the model's vocabulary has no token for byte 0x{missing[0]:02x} of the text", param="prompt"
             )
 
-    def _merge(self, text: str) -> list[int]:
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
         try:
-            return self._pieces.encode(text)
+            return self._encoder.encode(text, parse_special)
         except Exception as error:
             raise BadRequest(f"the text cannot be tokenized: {error}", param="prompt") from error
         except BaseException as error:

@@ -99,7 +99,7 @@ class Vocabulary:
             bos_id=ids["bos"],
             eos_id=ids["eos"],
             unk_id=ids["unknown"],
-            eos_ids=_end_ids(tokens, types, [ids["eos"], ids["eot"], ids["eom"]]),
+            eos_ids=end_ids(tokens, types, [ids["eos"], ids["eot"], ids["eom"]]),
             add_bos=_optional(metadata, "add_bos_token", bool),
             add_eos=_optional(metadata, "add_eos_token", bool),
             add_space_prefix=_optional(metadata, "add_space_prefix", bool),
@@ -126,7 +126,7 @@ def not_text(tokens: Sequence[str]) -> list[int]:
     return []
 
 
-def _end_ids(tokens: Sequence[str], types: npt.NDArray[np.int32], named: list[int | None]) -> tuple[int, ...]:
+def end_ids(tokens: Sequence[str], types: npt.NDArray[np.int32], named: list[int | None]) -> tuple[int, ...]:
     """What ends generation: the ids the file names, then the known end-of-turn texts that are not ordinary tokens."""
     ends = [i for i in named if i is not None]
     special = where(types != NORMAL)

@@ -278,7 +278,7 @@ def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) ->
 
 
 def find(store: Store, model: str) -> tuple[Path, dict[str, Any]]:
-    """The model's file, fetched if it is not here, and what a record says of it."""
+    """The model's file or folder, fetched if it is not here, and what a record says of it."""
     try:
         path = store.resolve(model)
     except NotFound as missing:
@@ -287,9 +287,9 @@ def find(store: Store, model: str) -> tuple[Path, dict[str, Any]]:
         path = store.pull(model, ui.progress())
     manifest = store.get(model)
     return path, {
-        "name": manifest.name if manifest else os.path.basename(model),
+        "name": manifest.name if manifest else os.path.basename(os.path.normpath(model)),
         "file": str(path),
-        "bytes": path.stat().st_size,
+        "bytes": sum(f.stat().st_size for f in path.glob("*.safetensors")) if path.is_dir() else path.stat().st_size,
         "digest": manifest.digest if manifest else None,
     }
 

@@ -81,8 +81,8 @@ def _check(where: str, tokens: list[int], output: int, info: EngineInfo) -> None
 
 
 def _tokenizer(model: Path) -> Tokenizer:
-    from quire.chat.tokenizer import Tokenizer
-    from quire.weights.gguf import GGUF
+    from quire.chat.words import tokenizer_of
+    from quire.weights.checkpoint import open_checkpoint
 
-    with GGUF.open(model) as file:
-        return Tokenizer.from_gguf(file.metadata)
+    with open_checkpoint(model) as checkpoint:
+        return tokenizer_of(checkpoint)

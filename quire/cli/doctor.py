@@ -62,6 +62,7 @@ def command(
         python,
         native,
         lambda: cpu(env),
+        gpu,
         memory,
         lambda: disk(env.home),
         lambda: models(store, deep),
@@ -126,11 +127,22 @@ def cpu(env: Environment) -> Iterator[Finding]:
     from quire.engine.build import choose_threads
 
     cores = available_cores()
-    threads, _, why = choose_threads(EngineConfig(path=""), env)
+    threads, _, why = choose_threads(EngineConfig(path="", backend="native"), env)
     if threads > cores:
         yield Finding("cores", "warn", why, f"QUIRE_THREADS={threads} is more than {cores} cores: decoding slows down")
     else:
         yield Finding("cores", "pass", why)
+
+
+def gpu() -> Iterator[Finding]:
+    """What `--device auto` means here. A GPU that is there and cannot be used is worth a word."""
+    from quire.backends.detect import detect
+    from quire.machine import gpu_devices
+
+    found = detect()
+    unused = found.backend != "cuda" and bool(gpu_devices())
+    cure = "the reason names what is missing; --device cpu uses the CPU knowingly" if unused else ""
+    yield Finding("gpu", "warn" if unused else "pass", f"--device auto is {found.backend}: {found.why}", cure)
 
 
 def cpu_features(path: Path = Path("/proc/cpuinfo")) -> set[str]:

@@ -19,12 +19,12 @@ from quire.observe.errors import BadRequest
 
 HIDDEN = frozenset({"path", "name", "max_waiting", "depth"})  # the verb's own business, or nobody's on a command line
 HELP: dict[str, str] = {
-    "backend": "native, torch, or reference (slow, for checking).",
-    "device": "With --backend torch: cpu, cuda or cuda:N.",
-    "dtype": "With --backend torch: float32, bfloat16 or float16.",
-    "quantize": "With --backend torch or cuda: fp8, int8, int4, or keep (a file's own 4 bits).",
+    "backend": "auto, native, cuda, torch, or reference (slow, for checking).",
+    "device": "auto (a GPU if there is one), cpu, cuda or cuda:N.",
+    "dtype": "With cuda and torch: float32, bfloat16 or float16.",
+    "quantize": "With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).",
     "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
-    "deterministic": "Bitwise the same in any batch; the CPU always is.",
+    "deterministic": "Bitwise the same in any batch; the CPU always is, a GPU pays for it.",
     "threads": "Default: every core available.",
     "isa": "Force a kernel set, such as avx2.",
     "kv_memory": "Memory for the KV pool, such as 512MiB.",

@@ -34,7 +34,9 @@ MAX_TOKENS = 1024
 
 
 def command(
-    model: Annotated[str, Argument(help="A short name, a path, a URL, hf:… or pypi:…")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, Argument(help="A short name, a path (file or folder), a URL, hf:… or pypi:…")
+    ] = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, Argument(help="What to ask; without it, a conversation.")] = None,
     system: Annotated[str | None, Option(help="The system prompt.")] = None,
     temperature: Annotated[float, Option(help="0 is greedy.")] = TEMPERATURE,
@@ -48,10 +50,10 @@ def command(
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
     kv_dtype: Annotated[str, Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")] = "auto",
-    backend: Annotated[str, Option(help="native, torch, or reference (slow).")] = "native",
-    device: Annotated[str, Option(help="With --backend torch: cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, Option(help="With --backend torch: float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str, Option(help="On a torch device: fp8, int8, int4, keep (a file's 4 bits).")] = "none",
+    backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
+    device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[str, Option(help="With cuda and torch: fp8, int8, int4, keep (a file's 4 bits).")] = "none",
 ) -> None:
     """Chat with a model, or ask it one thing.
 

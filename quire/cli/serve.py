@@ -30,7 +30,9 @@ ENGINE = EngineConfig(path="")
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A name, a .gguf file, a URL, hf:… or pypi:….")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Argument(help="A name, a .gguf file, a folder, a URL, hf:… or pypi:….")
+    ] = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
@@ -44,11 +46,13 @@ def command(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
-    backend: Annotated[str, typer.Option(help="native, torch, or reference (slow, for checking).")] = ENGINE.backend,
-    device: Annotated[str, typer.Option(help="With --backend torch: cpu, cuda or cuda:N.")] = ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="With --backend torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
+    backend: Annotated[
+        str, typer.Option(help="auto, native, cuda, torch, or reference (slow, for checking).")
+    ] = ENGINE.backend,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = ENGINE.device,
+    dtype: Annotated[str, typer.Option(help="With cuda and torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
     quantize: Annotated[
-        str, typer.Option(help="On a torch device: fp8, int8, int4, or keep (a file's own 4 bits).")
+        str, typer.Option(help="With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).")
     ] = ENGINE.quantize,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     drain_seconds: Annotated[
@@ -72,7 +76,7 @@ def command(
     wanted = look_up(model)
     is_file = wanted.references[0].scheme == "file"
     # A path is nobody's business but this machine's.
-    served = name or (Path(model).stem if is_file else wanted.name)
+    served = name or (_last_name(Path(model)) if is_file else wanted.name)
     server = ServerConfig(
         host=host,
         port=port,
@@ -140,8 +144,13 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
         return runner.run(run())
 
 
+def _last_name(path: Path) -> str:
+    path = path.expanduser()
+    return path.resolve().name if path.is_dir() else path.stem
+
+
 def _find(store: Store, model: str) -> Path:
-    """The model's file, fetched if it is not here."""
+    """The model's file or folder, fetched if it is not here."""
     try:
         return store.resolve(model)
     except NotFound:

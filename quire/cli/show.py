@@ -24,12 +24,14 @@ def command(
 
 def gather(store: Store, name: str) -> dict[str, Any]:
     """Every fact, as JSON would have it: the file's own, then the store's."""
-    from quire.weights.gguf import GGUF, describe
+    from quire.weights import folder, gguf
+    from quire.weights.checkpoint import open_checkpoint
 
     path = store.resolve(name)
     manifest = store.get(name)
-    with GGUF.open(path) as file:
-        facts: dict[str, Any] = {"model": manifest.name if manifest else name, **describe(file)}
+    with open_checkpoint(path) as checkpoint:
+        told = gguf.describe(checkpoint) if isinstance(checkpoint, gguf.GGUF) else folder.describe(checkpoint)
+        facts: dict[str, Any] = {"model": manifest.name if manifest else name, **told}
     facts |= {
         "path": str(path),
         "digest": manifest.digest if manifest else None,

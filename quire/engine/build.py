@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.backends.choose import open_backend
+from quire.backends.detect import detect
 from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
@@ -37,6 +38,7 @@ from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
 from quire.models import Model, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
+from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
 from quire.weights.gguf import GGUF
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
@@ -55,12 +57,13 @@ class Sizes:
 
 
 def build_engine(
-    config: EngineConfig, env: Environment, progress: Progress | None = None, gguf: GGUF | None = None
+    config: EngineConfig, env: Environment, progress: Progress | None = None, checkpoint: Opened | None = None
 ) -> tuple[Engine, EngineInfo]:
-    """Load the model and make it ready. `gguf` is the file when the caller has it open already."""
+    """Load the model and make it ready. `checkpoint` is what is at the path when the caller has it open already."""
     watch = _Watch()
     _check(config)
-    source = _source(config, gguf)
+    config, device_lines = choose_backend(config)
+    source = _source(config, checkpoint)
     model = source.model
     watch.lap("model")
     threads, cores, threads_line = choose_threads(config, env)
@@ -121,6 +124,7 @@ def build_engine(
         *source.notes,
         *model.notes,
         f"backend: {backend.describe()}",
+        *device_lines,
         *(backend.told() if isinstance(backend, Holds) else []),
         threads_line,
         *sizes.lines,
@@ -157,15 +161,34 @@ class _Source:
     notes: list[str]
 
 
-def _source(config: EngineConfig, gguf: GGUF | None) -> _Source:
+def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
     if config.load_format == "dummy":
         from quire.models.shapes import load_shape
 
         model, nbytes = load_shape(config.path)
         return _Source(model, config.name or config.path, nbytes, ["weights: random numbers, not a trained model"])
-    gguf = gguf or GGUF.open(config.path)
-    name = config.name or gguf.metadata.get_str("general.name", "") or config.path
-    return _Source(load(gguf), name, sum(info.nbytes for info in gguf.tensors.values()), [])
+    checkpoint = checkpoint or open_checkpoint(config.path)
+    if isinstance(checkpoint, GGUF):
+        own = checkpoint.metadata.get_str("general.name", "")
+    else:
+        own = checkpoint.name
+    model = load(checkpoint)
+    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), [])
+
+
+def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """The configuration with a backend's name in place of auto, and the line that says why."""
+    if config.backend != "auto":
+        return config, []
+    if config.device.startswith("cuda"):
+        return dataclasses.replace(config, backend="cuda"), [f"device: {config.device} (asked for)"]
+    if config.device == "cpu":
+        return dataclasses.replace(config, backend="native"), ["device: cpu (asked for)"]
+    if config.device != "auto":
+        raise BadRequest(f"device is {config.device!r}: it must be auto, cpu, cuda or cuda:N", param="device")
+    found = detect()
+    device = "cuda" if found.backend == "cuda" else "cpu"
+    return dataclasses.replace(config, backend=found.backend), [f"device: {device} ({found.why})"]
 
 
 def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
@@ -179,7 +202,7 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     if asked is not None:
         return asked[0], (), asked[1]
     cores = look_at_cores()
-    if config.backend == "native" and not config.device.startswith("cuda"):
+    if config.backend == "native":
         from quire.backends.native import available
         from quire.backends.native.tune import decide
 
@@ -296,23 +319,31 @@ def _check(config: EngineConfig) -> None:
 
 
 def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int, ...]) -> Backend:
-    name = "cuda" if config.backend == "native" and config.device.startswith("cuda") else config.backend
+    name = config.backend
     torch = name in ("torch", "cuda")
     if config.load_format not in ("auto", "dummy"):
         raise BadRequest(f"load_format is {config.load_format!r}: it must be auto or dummy", param="load_format")
     if not torch and config.load_format == "dummy":
         raise Unsupported(f"the {name} backend cannot make random weights", cure="use --backend torch or cuda")
     if not torch and (config.device not in ("auto", "cpu") or config.dtype != "auto"):
-        raise Unsupported(f"the {name} backend takes no device or dtype", cure="use --backend torch or cuda")
+        raise Unsupported(
+            f"the {name} backend takes no device or dtype", cure="leave them out, or use --backend torch or cuda"
+        )
     if not torch and config.quantize != "none":
         raise Unsupported(
             f"the {name} backend keeps weights as the file has them: it cannot make them {config.quantize}",
             cure="leave --quantize out, or use --backend torch or cuda",
         )
-    if torch and config.deterministic:
+    if name in ("torch", "reference") and config.deterministic:
         raise Unsupported(
-            f"the {name} backend cannot promise the same bits in any batch yet",
-            cure="leave --deterministic out, or use the native backend, which always does",
+            f"the {name} backend cannot promise the same bits in any batch: the libraries under it choose the order of a "
+            "sum by the shape of the batch",
+            cure="leave --deterministic out, or use --backend cuda, or the native backend, which always keeps it",
+        )
+    if config.deterministic and torch and (config.quantize != "none" or config.kv_dtype not in ("auto", "f16")):
+        raise Unsupported(
+            f"the {name} backend keeps the same bits in any batch only with weights, keys and values of its own dtype",
+            cure="leave --deterministic out, or --quantize and --kv-dtype",
         )
     try:
         return open_backend(
@@ -323,6 +354,7 @@ def _open(config: EngineConfig, env: Environment, threads: int, cores: tuple[int
             device=config.device,
             dtype=config.dtype,
             random=config.load_format == "dummy",
+            deterministic=config.deterministic,
             quantize=config.quantize,
         )
     except ValueError as e:

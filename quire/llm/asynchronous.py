@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Options(TypedDict, total=False):
     """How a model is loaded. What is left out is decided at load, and `info.decisions` tells how."""
 
-    backend: str  # "native", "torch", "cuda", or "reference" (slow)
-    device: str  # of the torch backends: "cpu", "cuda", "cuda:1"; a GPU if there is one
+    backend: str  # "auto", "native", "cuda", "torch", or "reference" (slow)
+    device: str  # "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1"
     dtype: str  # of the torch backends: "float32", "bfloat16", "float16"
     quantize: str  # of the torch backends, matrices as they load: "fp8", "int8", "int4", or "keep" (a file's 4 bits)
     threads: int | None  # what was measured to be fastest

@@ -20,9 +20,10 @@ from quire.engine.inprocess import InProcessClient
 from quire.engine.types import EngineInfo
 from quire.llm.outputs import Completion, Message, Output, Prompt
 from quire.llm.progress import Bar
+from quire.models import family_of
 from quire.observe.errors import BadRequest, NotFound
 from quire.runner.params import SamplingParams
-from quire.weights.gguf import GGUF
+from quire.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
@@ -66,18 +67,17 @@ class Loaded:
 def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
     """The engine loads on its thread while the tokenizer is built on this one."""
     env = Environment.read()
-    gguf = GGUF.open(_find(model, env, progress))
-    config = replace(config, path=gguf.path)
-    client = InProcessClient(config, env=env, build=functools.partial(build_engine, gguf=gguf))
+    checkpoint = open_checkpoint(_find(model, env, progress))
+    family_of(checkpoint)  # a model that is not supported is told before anything else that may be wrong with it
+    config = replace(config, path=checkpoint.path)
+    client = InProcessClient(config, env=env, build=functools.partial(build_engine, checkpoint=checkpoint))
     client.begin()
     try:
         # Imported while the engine loads: these are the slow ones.
         from quire.chat.completer import Completer
-        from quire.chat.template import ChatTemplate
-        from quire.chat.tokenizer import Tokenizer
+        from quire.chat.words import words_of
 
-        tokenizer = Tokenizer.from_gguf(gguf.metadata)
-        template = ChatTemplate.from_gguf(gguf.metadata, tokenizer)
+        tokenizer, template = words_of(checkpoint)
         info = client.wait()
         return Loaded(client, info, tokenizer, Completer(client, tokenizer, template, info))
     except BaseException:

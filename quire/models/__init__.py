@@ -1,7 +1,9 @@
 """Models: one file per family, each plain Python over the op table. The registry is the directory listing.
 
-A family module has `ARCHS` (the architecture names it answers to) and `Model`, with
+A family module has `ARCHS` and `HF_ARCHS` (the architecture names it answers to, in a GGUF and in a config.json) and `Model`,
+with
   Model.from_gguf(gguf)            reads the configuration and takes its tensors, all checked
+  Model.from_hf(folder)            the same from Hugging Face's layout
   model.config                     what the engine must know: see Facts
   model.kv(pages, page_size)       the KV pool it needs
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows
@@ -14,12 +16,13 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Layout
 from quire.observe.errors import Unsupported
+from quire.weights.checkpoint import Opened
 from quire.weights.gguf import GGUF
 
 
@@ -56,15 +59,30 @@ def families() -> list[ModuleType]:
 
 
 def supported() -> list[str]:
-    """Every architecture name that can be loaded."""
+    """Every architecture name that can be loaded from a GGUF."""
     return sorted(arch for module in families() for arch in module.ARCHS)
 
 
-def load(gguf: GGUF) -> Model:
-    """The model in that file. Raises Unsupported, naming the architecture and what there is instead."""
+def supported_hf() -> list[str]:
+    """Every architecture name that can be loaded from a folder with a config.json."""
+    return sorted(arch for module in families() for arch in module.HF_ARCHS)
+
+
+def family_of(checkpoint: Opened) -> ModuleType:
+    """The module for a checkpoint's architecture. Raises Unsupported, naming it and what there is instead; reads no
+    weights."""
+    gguf, architecture = isinstance(checkpoint, GGUF), checkpoint.architecture
     for module in families():
-        if gguf.architecture in module.ARCHS:
-            return module.Model.from_gguf(gguf)
+        if architecture in (module.ARCHS if gguf else module.HF_ARCHS):
+            return module
+    names = supported() if gguf else supported_hf()
     raise Unsupported(
-        f"the architecture {gguf.architecture!r} is not supported", cure=f"supported: {', '.join(supported())}"
+        f"the architecture {architecture[:80]!r} is not supported ({checkpoint.path})",
+        cure=f"supported: {', '.join(names)}",
     )
+
+
+def load(checkpoint: Opened) -> Model:
+    """The model in that checkpoint. An architecture that is not supported is refused before weights are read."""
+    family: Any = family_of(checkpoint).Model
+    return family.from_gguf(checkpoint) if isinstance(checkpoint, GGUF) else family.from_hf(checkpoint)

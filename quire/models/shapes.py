@@ -6,20 +6,20 @@ the same keys. Only the Llama family so far.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from quire.layouts import Dense, Layout
 from quire.models import Model, llama
-from quire.models.rope import Scaling
-from quire.observe.errors import BadModelFile, NotFound, Unsupported
+from quire.observe.errors import NotFound, Unsupported
 from quire.weights.tensors import Tensors
 
+if TYPE_CHECKING:
+    from quire.weights.values import Values
+
 SCHEME = "shape:"
-MAX_CONFIG = 1 << 20  # bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -54,8 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 class ShapeTensors:
     """Weights that are only shapes: each a view of one number, as wide as is asked for."""
 
-    def __init__(self, tied: bool):
-        self._tied = tied
+    def __init__(self) -> None:
         self._taken: dict[str, Dense] = {}
 
     @property
@@ -64,7 +63,7 @@ class ShapeTensors:
         return sum(layout.nbytes for layout in self._taken.values())
 
     def has(self, name: str) -> bool:
-        return name == "output.weight" and not self._tied
+        return False
 
     def matrix(self, name: str, n: int, k: int) -> Dense:
         return self._make(name, (n, k))
@@ -89,72 +88,36 @@ class ShapeTensors:
 
 def load_shape(source: str) -> tuple[Model, int]:
     """A model of that shape, and the bytes of its weights."""
+    from quire.weights.folder import architecture_of  # who loads a GGUF needs none of this
+
     values = _read(source)
-    tensors = ShapeTensors(bool(values.get("tie_word_embeddings", False)))
-    return llama.Model(_config(source, values), cast("Tensors", tensors)), tensors.nbytes
+    named = "architectures" in values or "model_type" in values
+    architecture = architecture_of(values) if named else "LlamaForCausalLM"
+    if architecture not in llama.HF_ARCHS:
+        raise Unsupported(
+            f"the architecture {architecture[:80]!r} cannot be made from its shape",
+            cure=f"supported: {', '.join(llama.HF_ARCHS)}",
+        )
+    tensors = ShapeTensors()
+    config = llama.Config.from_hf(values, architecture)
+    model = llama.Model(config, cast("Tensors", tensors), llama.HF_NAMES)
+    return model, tensors.nbytes
 
 
-def _read(source: str) -> dict[str, Any]:
+def _read(source: str) -> Values:
+    from quire.weights.values import Values
+
     if source.startswith(SCHEME):
         name = source.removeprefix(SCHEME)
         if name not in SHAPES:
             raise NotFound(f"no shape is named {name!r}", cure=f"there are: {', '.join(SHAPES)}; or name a config.json")
-        return SHAPES[name]
+        return Values(source, SHAPES[name])
     path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
     if path.suffix != ".json":
         raise Unsupported(f"{source} gives no shape to fill", cure=f"name {SCHEME}NAME or a config.json")
     try:
-        text = path.read_bytes()[: MAX_CONFIG + 1]
-        values = json.loads(text) if len(text) <= MAX_CONFIG else None
+        return Values.read(path)
     except FileNotFoundError:
-        raise NotFound(f"there is no file {source}") from None
-    except (OSError, ValueError) as e:
-        raise BadModelFile(f"{source} cannot be read: {e}") from None
-    if not isinstance(values, dict):
-        raise BadModelFile(f"{source} is not a model's configuration")
-    if values.get("model_type", "llama") not in ("llama", "mistral"):
-        raise Unsupported(f"the architecture {values['model_type']!r} cannot be made from its shape yet")
-    return values
-
-
-def _config(source: str, values: dict[str, Any]) -> llama.Config:
-    def count(key: str, default: int | None = None) -> int:
-        value = values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 26:
-            raise BadModelFile(f"{source}: {key} is {value!r}: it must be a positive whole number")
-        return value
-
-    heads, width = count("num_attention_heads"), count("hidden_size")
-    head_dim, kv_heads = count("head_dim", width // heads), count("num_key_value_heads", heads)
-    if heads % kv_heads or head_dim % 8 or head_dim > llama.MAX_HEAD_DIM:
-        raise Unsupported(f"{source}: {heads} heads of {head_dim} over {kv_heads} key-value heads are not supported")
-    return llama.Config(
-        architecture="llama",
-        vocab_size=count("vocab_size"),
-        context=count("max_position_embeddings"),
-        layers=count("num_hidden_layers"),
-        width=width,
-        ffn=count("intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope_dim=head_dim,
-        rope_base=float(values.get("rope_theta", 10000.0)),
-        scaling=_scaling(source, values.get("rope_scaling") or {}),
-        eps=float(values.get("rms_norm_eps", 1e-5)),
-    )
-
-
-def _scaling(source: str, values: dict[str, Any]) -> Scaling:
-    kind = values.get("rope_type", values.get("type", "none"))
-    if kind in ("none", "default"):
-        return Scaling()
-    if kind != "llama3":
-        raise Unsupported(f"{source}: rope scaling {kind!r} cannot be made from a shape yet")
-    return Scaling(
-        kind=kind,
-        factor=float(values["factor"]),
-        original_context=int(values["original_max_position_embeddings"]),
-        low_freq_factor=float(values["low_freq_factor"]),
-        high_freq_factor=float(values["high_freq_factor"]),
-    )
+        raise NotFound(f"there is no file {path}") from None

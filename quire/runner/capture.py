@@ -17,7 +17,6 @@ import torch
 from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
-from quire.runner.device_sampler import greedy
 from quire.runner.sharing import GROUPS, Sharing
 from quire.runner.staging import Staging
 
@@ -68,7 +67,7 @@ class Decoder:
         # Graphs of every size leave their results here: each of its own would add up to gigabytes.
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
-        self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs]
+        self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs] if program.shares else []
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether prefixes are shared
         if graphs:
             self._capture()
@@ -163,7 +162,7 @@ class Decoder:
             into=self._logits,
         )
         logits = self._program.launch(batch)
-        tokens = self._tokens[:size].copy_(greedy(logits))
+        tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
         state.keep(own, tokens)
 
     def _capture(self) -> None:

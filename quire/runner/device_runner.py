@@ -8,8 +8,8 @@ The host knows every length and position ahead, because a sequence grows by what
 so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, all
 others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
 
-The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor;
-`device_sampler` chooses. A sequence whose logits turn out not to be numbers is found when its result is read: its slot then
+The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
+the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read: its slot then
 fails, and so does whatever was launched for it in between, told apart by how often the slot was opened.
 """
 
@@ -27,8 +27,8 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.sampler import RULED_OUT
 from quire.runner.capture import Decoder, DeviceState
-from quire.runner.device_sampler import RULED_OUT, choose, greedy, logprobs
 from quire.runner.device_wishes import Asked, SlotWishes
 from quire.runner.intake import Intake, Pending, Works, reason
 from quire.runner.plan import Logprob, Plan, Result, Row, Work
@@ -105,6 +105,7 @@ class DeviceRunner:
     ):
         """`padded` sends decode steps through the ladder even without graphs; None: only where there are graphs."""
         self._program = program
+        self._sampler = program.sampler
         self._device = program.device
         self._vocab = vocab_size
         self._page_size = kv.page_size
@@ -196,7 +197,7 @@ class DeviceRunner:
     def _arrange(self, works: Works) -> Works:
         """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
         self._sharing = None
-        if self._decoder is None or any(w.tokens is not None for w in works.values()):
+        if self._decoder is None or not self._program.shares or any(w.tokens is not None for w in works.values()):
             return works
         own, known = [w.slot for w in works.values()], self._known
         held = LEAST if known[1] is None else max(known[1].pages)
@@ -309,7 +310,7 @@ class DeviceRunner:
                 reach=min(reach, max_context),
                 host=Batch(ids, pos, q_start, n, np.zeros((n.size, 1), np.int32), arrays[4], arrays[5]),
             )
-            greedy(self._program.launch(batch))
+            self._sampler.practise(self._program.launch(batch))
         torch.cuda.synchronize(self._device)
 
     # ---- choosing
@@ -325,20 +326,29 @@ class DeviceRunner:
             assert tokens is not None
             return Arrival(tokens)
         slots, follow, wanted = (x.long() for x in pending.sent[:3])
-        if tokens is None:
-            tokens = greedy(logits[:count])
-        if pending.asked is not None:
-            rows, wishes = self._wishes.wishes(pending.asked, pending.sent[3:], own)
-            chosen = choose(logits[rows], wishes)
-            self._wishes.add(pending.asked.slots, chosen)
-            tokens = tokens.index_copy(0, rows, chosen)
+        tokens = self._choose(pending, logits[:count])
         self._state.keep(slots, tokens)
         parts = [tokens.double()]
         if shape.wanted:
-            parts.append(logprobs(logits[wanted], tokens[wanted], shape.top).ravel())
+            every = len(shape.wanted) == count
+            of, to = (logits[:count], tokens) if every else (logits[wanted], tokens[wanted])
+            parts.append(self._sampler.logprobs(of, to, shape.top).ravel())
         if shape.prompt:
-            parts.append(logprobs(logits[count:], follow, shape.top).ravel())
+            parts.append(self._sampler.logprobs(logits[count:], follow, shape.top).ravel())
         return Arrival(torch.cat(parts) if len(parts) > 1 else tokens)
+
+    def _choose(self, pending: Launched, logits: torch.Tensor) -> torch.Tensor:
+        """A token, or a code, for each sampled row."""
+        best = pending.best
+        if best is None and (pending.asked is None or not pending.asked.every):
+            best = self._sampler.greedy(logits)
+        if pending.asked is None:
+            assert best is not None
+            return best
+        wishes = self._wishes.wishes(pending.asked, pending.sent[3:])
+        chosen = self._sampler.choose(logits, wishes)
+        self._wishes.add(wishes, chosen)
+        return chosen if best is None or wishes.rows is None else best.index_copy(0, wishes.rows.long(), chosen)
 
     def _recover(self, pending: Launched, error: Exception) -> None:
         """A step that could not be launched fails its sequences; memory that it held is given back."""

@@ -1,19 +1,21 @@
 """What the open slots want of sampling, ready for a device: numbers on the host, penalty histories on the device.
 
 Parameters are a row of numbers a slot, sent with each step that samples it; what has no fixed size (logit_bias, stop ids
-that min_tokens holds back) is sent as places and values. Only histories live on the device, since the device adds to them
-itself; opening a slot with penalties costs a copy of its own, and its rows of memory are taken when the first one comes.
+that min_tokens holds back) is sent as places and values, a constraint's mask as bits. Only histories live on the device,
+since the device adds to them itself, and a row names the one it has; opening a slot with penalties costs a copy of its
+own, and memory for histories is taken when the first one comes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from quire.runner.device_sampler import COLUMNS, Wishes
+from quire.backends.torch.sampler import COLUMNS, Wishes
 from quire.runner.random import uniforms
 from quire.runner.sampler import Masks, Stream
 
@@ -25,16 +27,22 @@ class Asked:
     """The rows of one step that need more than the best logit. Arrays on the host, to be sent."""
 
     rows: list[int]  # places among the sampled rows
-    slots: np.ndarray  # [n]
+    every: bool  # these are all of them
     params: np.ndarray  # float64 [n, COLUMNS]
-    bias: tuple[list[int], list[int], list[float]]
-    stops: tuple[list[int], list[int]]
+    narrow: np.ndarray  # bool [n]: a filter may leave out tokens
+    histories: list[int]  # of each row; empty when none has any
+    typical: list[int] = field(default_factory=list)  # places among `rows` of those with a typical_p
+    bias: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
+    stops: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    masks: list[int] = field(default_factory=list)  # which of `allowed` each row has, -1: none; empty: nobody has any
+    allowed: list[np.ndarray] = field(default_factory=list)  # int32 [words] each
 
     def arrays(self) -> list[np.ndarray]:
         """Everything, as Staging takes it; `SlotWishes.wishes` reads it back."""
-        rows, tokens, values = self.bias
-        whole = [self.rows, rows, tokens, *self.stops]
-        return [*(np.array(x, np.int32) for x in whole), self.params.ravel(), np.array(values, np.float64)]
+        lists = (self.rows, self.histories, self.typical, *self.bias[:2], *self.stops, self.masks)
+        bits = np.concatenate(self.allowed) if self.allowed else np.zeros(0, np.int32)
+        ints = (self.narrow.astype(np.int32), *(np.array(x, np.int32) for x in lists), bits)
+        return [*ints, self.params.ravel(), np.array(self.bias[2], np.float64)]
 
 
 class SlotWishes:
@@ -71,7 +79,7 @@ class SlotWishes:
         self._histories.close(slot)
 
     def ask(self, slots: np.ndarray, positions: np.ndarray, masked: Masks | None = None) -> Asked | None:
-        """What these sampled rows want; None when each wants its best logit."""
+        """What these sampled rows want; None when each wants its best logit. `masked` are by place among the rows."""
         special = ~self.plain[slots]
         for i in masked or ():
             special[i] = True
@@ -81,51 +89,62 @@ class SlotWishes:
         own, at = slots[rows], positions[rows]
         params = self._params[own]
         params[:, _AT["draw"]] = uniforms(self._seeds[own], at.astype(np.uint64))
-        bias: tuple[list[int], list[int], list[float]] = ([], [], [])
-        stops: tuple[list[int], list[int]] = ([], [])
+        k, drawing = params[:, _AT["top_k"]], params[:, _AT["temperature"]] > 0.0
+        narrow = ((k > 0) & (k < self._vocab)) | (params[:, _AT["top_p"]] < 1.0) | (params[:, _AT["min_p"]] > 0.0)
+        asked = Asked(rows.tolist(), rows.size == slots.size, params, narrow & drawing, self._histories.places(own))
+        asked.typical = np.flatnonzero((params[:, _AT["typical_p"]] < 1.0) & drawing).tolist()
         for i, (slot, position) in enumerate(zip(own.tolist(), at.tolist(), strict=True)):
             stream = self._streams[slot]
             assert stream is not None  # only open slots are sampled
             for token, value in stream.params.logit_bias.items():
-                bias[0].append(i)
-                bias[1].append(token)
-                bias[2].append(value)
+                asked.bias[0].append(i)
+                asked.bias[1].append(token)
+                asked.bias[2].append(value)
             if position < stream.params.min_tokens:
-                stops[0].extend([i] * stream.stop_ids.size)
-                stops[1].extend(stream.stop_ids.tolist())
-        return Asked(rows.tolist(), own, params, bias, stops)
+                asked.stops[0].extend([i] * stream.stop_ids.size)
+                asked.stops[1].extend(stream.stop_ids.tolist())
+        if masked:
+            for row in asked.rows:
+                asked.masks.append(len(asked.allowed) if row in masked else -1)
+                if row in masked:
+                    asked.allowed.append(_bits(np.atleast_2d(masked[row])[0]))
+        return asked
 
-    def wishes(self, asked: Asked, sent: list[torch.Tensor], masks: Masks | None = None) -> tuple[torch.Tensor, Wishes]:
-        """The rows, and the wishes, on the device. `sent` is what became of `asked.arrays()`."""
-        rows, bias_rows, bias_tokens, stop_rows, stop_tokens, params, values = sent
-        p, column = asked.params, _AT
-        k = p[:, column["top_k"]]
-        drawing = p[:, column["temperature"]] > 0.0
-        seen, counts = self._histories.of(asked.slots)
-        return rows.long(), Wishes(
+    def wishes(self, asked: Asked, sent: list[torch.Tensor]) -> Wishes:
+        """The wishes, on the device. `sent` is what became of `asked.arrays()`."""
+        narrow, rows, history, typical, *pairs, mask, bits, params, values = sent
+        bias_rows, bias_tokens, stop_rows, stop_tokens = pairs
+        p = asked.params
+        k, drawing = p[:, _AT["top_k"]], p[:, _AT["temperature"]] > 0.0
+        seen, counts = self._histories.seen, self._histories.counts
+        return Wishes(
             params=params.view(-1, len(COLUMNS)),
+            rows=None if asked.every else rows,
+            narrow=narrow,
             draws=bool(drawing.any()),
             most_k=int(k[(k < self._vocab) & drawing].max(initial=0)),
-            typical=bool((p[drawing, column["typical_p"]] < 1.0).any()),
-            top_p=bool((p[drawing, column["top_p"]] < 1.0).any()),
-            min_p=bool((p[drawing, column["min_p"]] > 0.0).any()),
-            bias=(bias_rows.long(), bias_tokens.long(), values) if asked.bias[0] else None,
-            stops=(stop_rows.long(), stop_tokens.long()) if asked.stops[0] else None,
-            seen=seen,
-            counts=counts,
-            allowed=self._allowed(asked, masks) if masks else None,
+            top_p=bool((p[drawing, _AT["top_p"]] < 1.0).any()),
+            min_p=bool((p[drawing, _AT["min_p"]] > 0.0).any()),
+            typical=typical if asked.typical else None,
+            bias=(bias_rows, bias_tokens, values) if asked.bias[0] else None,
+            stops=(stop_rows, stop_tokens) if asked.stops[0] else None,
+            seen=seen if asked.histories else None,
+            counts=counts if asked.histories else None,
+            history=history if asked.histories else None,
+            allowed=bits.view(len(asked.allowed), -1) if asked.masks else None,
+            mask=mask if asked.masks else None,
         )
 
-    def _allowed(self, asked: Asked, masks: Masks) -> torch.Tensor:
-        whole = np.ones((len(asked.rows), self._vocab), np.bool_)
-        for i, row in enumerate(asked.rows):
-            if row in masks:
-                whole[i] = np.atleast_2d(masks[row])[0]
-        return torch.from_numpy(whole).to(self._device)
-
-    def add(self, slots: np.ndarray, tokens: torch.Tensor) -> None:
+    def add(self, wishes: Wishes, tokens: torch.Tensor) -> None:
         """These tokens were chosen; codes are ignored."""
-        self._histories.add(slots, tokens)
+        if wishes.history is not None:
+            self._histories.add(wishes.history, tokens)
+
+
+def _bits(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """A bit a token, the lowest first, in whole words."""
+    packed = np.packbits(mask, bitorder="little")
+    return np.concatenate((packed, np.zeros(-packed.size % 4, np.uint8))).view("<i4")
 
 
 class Histories:
@@ -136,46 +155,39 @@ class Histories:
         self._device = device
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
-        self._seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
 
     def open(self, slot: int, ids: Any, counts: Any) -> None:
         if not self._free:
             self._grow()
         row = self._rows[slot] = self._free.pop()
         at = torch.from_numpy(np.asarray(ids, np.int64)).to(self._device)
-        self._seen[row].zero_()
-        self._counts[row].zero_()
-        self._seen[row, at] = True
-        self._counts[row, at] = torch.from_numpy(np.asarray(counts, np.int32)).to(self._device)
+        self.seen[row].zero_()
+        self.counts[row].zero_()
+        self.seen[row, at] = True
+        self.counts[row, at] = torch.from_numpy(np.asarray(counts, np.int32)).to(self._device)
 
     def close(self, slot: int) -> None:
         if slot in self._rows:
             self._free.append(self._rows.pop(slot))
 
-    def of(self, slots: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Which tokens each slot holds, and how often it generated them; None when no slot has penalties."""
-        rows = self._places(slots)
-        return (None, None) if rows is None else (self._seen[rows], self._counts[rows])
-
-    def add(self, slots: np.ndarray, tokens: torch.Tensor) -> None:
-        rows = self._places(slots)
-        if rows is None:
-            return
-        real = (rows > 0) & (tokens >= 0)  # what is not goes to row 0, and is taken away again
-        rows, tokens = torch.where(real, rows, 0), tokens.clamp(min=0)
-        self._seen[rows, tokens] = True
-        self._counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
-        self._seen[0].zero_()
-        self._counts[0].zero_()
-
-    def _places(self, slots: np.ndarray) -> torch.Tensor | None:
+    def places(self, slots: np.ndarray) -> list[int]:
+        """The row of each slot; nothing when no slot has any."""
         rows = [self._rows.get(slot, 0) for slot in slots.tolist()]
-        return torch.tensor(rows, device=self._device) if any(rows) else None
+        return rows if any(rows) else []
+
+    def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """One token more for each row (no row but 0 comes twice); a code, or row 0, adds nothing."""
+        real = (rows > 0) & (tokens >= 0)
+        at = torch.where(real, rows.long() * self._vocab + tokens, 0)
+        # What is not real is written to the first place of row 0, as the nothing that is there already.
+        self.seen.view(-1).index_put_((at,), real)
+        self.counts.view(-1).index_add_(0, at, real.to(torch.int32))
 
     def _grow(self) -> None:
-        old = self._seen.shape[0]
+        old = self.seen.shape[0]
         more = max(4, old)
-        self._seen = torch.cat((self._seen, self._seen.new_zeros(more, self._vocab)))
-        self._counts = torch.cat((self._counts, self._counts.new_zeros(more, self._vocab)))
+        self.seen = torch.cat((self.seen, self.seen.new_zeros(more, self._vocab)))
+        self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self._vocab)))
         self._free += range(max(1, old), old + more)

@@ -99,7 +99,7 @@ class Choice:
 
     def peak(self) -> float:
         """The best score. A narrowing filter always keeps it."""
-        peak = float(self.scores.max())
+        peak = float(self.scores.max(initial=-np.inf))  # top_k of nothing leaves nothing
         if peak == -np.inf:
             raise NoToken("every token is ruled out: by min_tokens and the stop ids, or by the constraint")
         return peak

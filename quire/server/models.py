@@ -15,6 +15,8 @@ from quire.server.service import Service
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
+    from quire.chat.template import ChatTemplate
+    from quire.chat.tokenizer import Tokenizer
 
 
 async def open_model(
@@ -22,10 +24,9 @@ async def open_model(
 ) -> tuple[EngineClient, Completer]:
     """Load `config.path`; `say` gets the lines that the engine has for people."""
     from quire.chat.completer import Completer
-    from quire.chat.template import ChatTemplate
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.words import words_of
     from quire.engine.process_client import ProcessClient
-    from quire.weights.gguf import GGUF
+    from quire.weights.checkpoint import open_checkpoint
 
     def progress(done: int, total: int) -> None:
         service.note = f"reading weights, {100 * done // max(1, total)}%"
@@ -34,9 +35,8 @@ async def open_model(
         service.restarted += 1
 
     def words() -> tuple[Tokenizer, ChatTemplate | None]:
-        with GGUF.open(config.path) as file:
-            tokenizer = Tokenizer.from_gguf(file.metadata)
-            return tokenizer, ChatTemplate.from_gguf(file.metadata, tokenizer)
+        with open_checkpoint(config.path) as checkpoint:
+            return words_of(checkpoint)
 
     client = ProcessClient(
         config,

@@ -100,6 +100,10 @@ class GGUF:
         info = self.tensors[name]
         self.release_range(info.offset, info.nbytes)
 
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor: this one."""
+        return self.path
+
     def release_range(self, start: int, nbytes: int) -> None:
         """Let go of the pages that hold these bytes. Does nothing where the system has no such call."""
         if self._data is None or nbytes <= 0 or not hasattr(mmap, "MADV_DONTNEED"):

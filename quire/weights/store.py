@@ -95,6 +95,8 @@ class Store:
                 raise BadRequest(f"{name!r}: models are asked for by name here, not by path", param="model")
             return self._local(reference)
         manifest = self.get(wanted.name)
+        if manifest is None and paths and (found := self._in_hub_cache(wanted)):
+            return found
         if manifest is None:
             raise NotFound(
                 f"{wanted.name} is not on this machine", cure=f"`quire pull {wanted.name}` fetches it", param="model"
@@ -172,6 +174,9 @@ class Store:
         if not force and (manifest := self.get(wanted.name)):
             progress.note(f"{wanted.name} is already here ({mb(manifest.size)}, {manifest.digest[:19]}…)")
             return self._checked(manifest)
+        if not force and (found := self._in_hub_cache(wanted)):
+            progress.note(f"{wanted.name} is in the hub's cache, and used there: {found}")
+            return found
         self._prepare()
         key = wanted.sha256 or _key(wanted.name)
         waiting = f"another pull of {wanted.name} is under way; waiting for it"
@@ -374,6 +379,15 @@ class Store:
         if not isinstance(located, Local):
             raise DownloadFailed(f"{reference} is not a local file")
         return located.path
+
+    def _in_hub_cache(self, wanted: Wanted) -> Path | None:
+        """What the hub's own tools have downloaded, used where it lies."""
+        for reference in wanted.references:
+            if reference.scheme == "hf":
+                from quire.weights.sources import hf
+
+                return hf.cached(cast("hf.HubTarget", reference.target), self.env)
+        return None
 
     def _blob(self, sha256: str) -> Path:
         return self.home / "blobs" / f"sha256-{sha256}"

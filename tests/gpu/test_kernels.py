@@ -71,20 +71,6 @@ def test_a_large_mix(window: int, softcap: float):
         assert error(out, want) < 1e-2
 
 
-def test_invariant_attention_at_full_size():
-    p = paged([900], [2900], heads=32, kv_heads=8, dim=128, dtype=BF16, device="cuda")
-    space = workspace(900, 32, 128, 4, "cuda")
-    options = {"scale": 128**-0.5, "splits": 4, "split_len": 1024, "space": space}
-    whole = torch.empty_like(p.q)
-    attention(p.q, p.k_cache, p.v_cache, whole, **p.arrays, max_q=900, **options)
-    assert error(whole, exact(p, 128**-0.5)) < 1e-2
-    for rows in (1, 3, 200):
-        out = torch.empty(rows, 32, 128, device="cuda", dtype=BF16)
-        arrays = p.arrays | {"q_start": torch.tensor([0, rows], device="cuda").int(), "pos": p.pos[-rows:].contiguous()}
-        attention(p.q[-rows:], p.k_cache, p.v_cache, out, **arrays, max_q=rows, **options)
-        assert torch.equal(out, whole[-rows:])
-
-
 def test_a_shared_prefix_at_full_size():
     p = paged(
         [1] * 64,

@@ -44,23 +44,24 @@ template <int GROUP, int SUMS> inline void tile_group(const int8_t* x, const uin
 }
 #undef QUIRE_TILE
 
-// All 16 lanes of a panel against one unpacked block. Lanes past the last row compute on what lies there.
-template <int GROUP, bool BIAS>
+// The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
+// last row is scaled by the zeros that `x` has for them, or not looked at.
+template <int R, int GROUP, bool BIAS>
 inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
     constexpr int kParts = 32 / GROUP;
     alignas(64) int32_t sums[4][256];  // a tile's store must land before it can be read: drain two groups later
-    F a[16];
+    F a[R];
     QUIRE_UNROLL16
-    for (int r = 0; r < 16; r++) a[r] = fload(acc + (size_t)r * stride);
+    for (int r = 0; r < R; r++) a[r] = fload(acc + (size_t)r * stride);
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
         const int t = g / kParts, part = g % kParts;
         if (shifted)  // only for 8-bit codes with an offset that is not 128
-            for (int r = 0; r < 16; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset(x.shift[16 * g + r]))));
+            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset(x.shift[16 * g + r]))));
         const F sw = fload(chunk.scale[t][part]);
         F bw = sw;
         if constexpr (BIAS) bw = fload(chunk.bias[t][part]);
         QUIRE_UNROLL16
-        for (int r = 0; r < 16; r++) {
+        for (int r = 0; r < R; r++) {
             a[r] = ffma(fmul(sw, fset(x.sx[16 * t + r])), ffrom(_mm512_load_si512(d + 16 * r)), a[r]);
             if constexpr (BIAS) a[r] = ffma(bw, fset(x.sxs[16 * g + r]), a[r]);
         }
@@ -85,7 +86,7 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shift
         drain(g, sums[0]);
     }
     QUIRE_UNROLL16
-    for (int r = 0; r < 16; r++) fstore(acc + (size_t)r * stride, a[r]);
+    for (int r = 0; r < R; r++) fstore(acc + (size_t)r * stride, a[r]);
 }
 
 }  // namespace

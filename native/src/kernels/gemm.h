@@ -291,15 +291,31 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
                 float* at = acc + (size_t)m0 * stride;
-                extras.fill<GROUP, BIAS>((const float*)(panel + s.sx) + 16 * t0, (const int32_t*)(panel + s.sum) + 32 * t0, tiles, shift);
+                const int rows = m - m0 < 16 ? m - m0 : 16;
+                const float* sx = (const float*)(panel + s.sx) + 16 * t0;
+#ifdef QUIRE_AMX
+                alignas(64) float known[kChunk][16];
+                if (as_tiles && rows < 16) {  // what lies in the other lanes may be no number, or one that is slow to multiply
+                    for (int t = 0; t < tiles; t++)
+                        for (int i = 0; i < 16; i++) known[t][i] = i < rows ? sx[16 * t + i] : 0.0f;
+                    sx = known[0];
+                }
+#endif
+                extras.fill<GROUP, BIAS>(sx, (const int32_t*)(panel + s.sum) + 32 * t0, tiles, shift);
 #ifdef QUIRE_AMX
                 if (as_tiles) {
-                    const Lanes lanes(panel, s, extras, t0, 0);
-                    for (int i = 0; i < blocks; i++) tile_block<GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride);
+                    Lanes lanes(panel, s, extras, t0, 0);
+                    lanes.sx = sx;
+                    auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
+                        for (int i = 0; i < blocks; i++)
+                            tile_block<decltype(lanes_done)::value, GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride);
+                    };
+                    if (rows > 12) pass(std::integral_constant<int, 16>{});
+                    else if (rows > 8) pass(std::integral_constant<int, 12>{});
+                    else pass(std::integral_constant<int, 8>{});
                     continue;
                 }
 #endif
-                const int rows = m - m0 < 16 ? m - m0 : 16;
                 affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, panel, s, extras, t0, rows, shift != 0, at, stride);
             }
         }

@@ -22,11 +22,13 @@ from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.tuning import ROWS
 from quire.backends.cuda.products import Place, QuantizedProducts, Rows, Unnormed, count, few_rows, wants_fp8
+from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Weight
+from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
 
@@ -50,6 +52,9 @@ class CudaKernels(TorchKernels):
         self._chain = on_gpu and self._few > 0
         self._place = Place(device, dtype, self._processors, self._chain)
         self._quantized = QuantizedProducts(self._place)
+
+    def sampler(self) -> DeviceSampler:
+        return CudaSampler(self.device)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()) -> Any:
         if soon and x.shape[0] == 1 <= self._few and all(isinstance(w, torch.Tensor) for w in soon):
@@ -283,6 +288,7 @@ class CudaBackend(TorchBackend):
     """Programs on one NVIDIA GPU."""
 
     name = "cuda"
+    shares = True  # whether its programs read a prefix that rows share once
     kernels = CudaKernels
 
     def __init__(
@@ -311,6 +317,7 @@ class CudaBackend(TorchBackend):
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
+        program.shares = self.shares
         return program
 
     def implementations(self) -> dict[str, str]:

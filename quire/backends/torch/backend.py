@@ -23,6 +23,7 @@ from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.fuse import fuse, loose, multiplied, soon
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.quantized import Weight
+from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory
 from quire.layouts import Dense, Floats, Layout
@@ -41,7 +42,9 @@ class DeviceProgram(Protocol):
 
     device: torch.device
     kv: KV
+    shares: bool  # whether it is worth telling a launch which rows share a prefix
     graphs: bool  # whether a launch with one row a sequence may be captured and replayed
+    sampler: DeviceSampler  # who chooses from its logits
 
     def launch(self, batch: DeviceBatch) -> torch.Tensor:
         """Logits of batch.logit_rows, float32 [L, V], on the device; valid until the next launch. Does not wait."""
@@ -55,7 +58,9 @@ class TorchProgram:
         self.device = kernels.device
         self.kv = kernels.kv
         self.kernels = kernels
+        self.sampler = kernels.sampler()
         self.graphs = False
+        self.shares = False
         self._steps = steps
         self._count = count
         self._inputs = inputs

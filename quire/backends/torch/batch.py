@@ -63,9 +63,10 @@ class DeviceBatch:
     @property
     def shortest(self) -> int:
         """Rows of the shortest sequence; 1 where the host does not know."""
-        if self.host is None or self.longest <= 1:
+        host = self.host
+        if host is None or self.longest <= 1:
             return 1
-        return self.once("shortest", lambda: int((self.host.q_start[1:] - self.host.q_start[:-1]).min()))
+        return self.once("shortest", lambda: int((host.q_start[1:] - host.q_start[:-1]).min()))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, computed at the first asking."""

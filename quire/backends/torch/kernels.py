@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.quantized import E4M3, Mixed, Quantized, Weight, encode
+from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.layouts import Rope
 
 _SCORES = 1 << 26  # attention scores, or gathered keys, that are in memory at a time
@@ -44,6 +45,10 @@ class TorchKernels:
         self.key_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
         self.value_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
+
+    def sampler(self) -> DeviceSampler:
+        """Who chooses tokens from the logits of a program here."""
+        return TorchSampler()
 
     def embed(self, ids: torch.Tensor, table: Weight) -> torch.Tensor:
         if isinstance(table, torch.Tensor):

@@ -1,6 +1,7 @@
 """Weights on a device: each layout becomes one tensor of the compute dtype, loaded once and shared by every program.
 
-Affine blocks travel packed and are dequantized where they arrive, by the same products and sums in float32 as
+To a GPU they go straight from the mapped file, in chunks that are read ahead (`feed.py`): the model is never whole in host
+memory. Affine blocks travel packed and are dequantized where they arrive, by the same products and sums in float32 as
 `Affine.dequantize`, so the numbers are its numbers; then they are rounded to the compute dtype. Matrices that are
 multiplied together lie in one tensor, and each is a view of it. With `random`, shapes are taken from the layouts and
 numbers from a fixed seed: no file is read.
@@ -13,19 +14,21 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 
+from quire.backends.torch.feed import Feed
 from quire.backends.torch.quantized import E4M3, GROUPS, Int4, Mixed, Part, Scaled, Weight, tensors
 from quire.layouts import Affine, Codec, Dense, Ints, Layout, Scale
 
 Packed: TypeAlias = Callable[[Layout, int, int], None]
 
-_CHUNK = 1 << 24  # elements that are dequantized at a time
+_CHUNK = 1 << 24  # elements that are quantized at a time
 _SPREAD = 0.02  # of random weights
 _WORDS = {
     "fp8": "fp8 (e4m3, a float32 scale for each output row)",
@@ -61,23 +64,30 @@ class Weights:
         """
         unique = {id(w): w for group in groups for w in group if id(w) not in self._tensors}
         total, done = sum(w.nbytes for w in unique.values()), 0
-        for group in groups:
-            new = [w for w in group if id(w) not in self._tensors]
-            if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
-                whole, parts = self._join(group, products)
-                self._joined[tuple(map(id, group))] = whole
-            else:
-                parts = [self._empty(self._kind(w, products), w.shape) for w in new]
-            for w, into in zip(new, parts, strict=True):
-                if id(w) not in self._tensors:
-                    if isinstance(into, torch.Tensor):
-                        self._fill(w, into)
-                    else:
-                        self._quantize(w, into)
-                    self._tensors[id(w)] = (w, into)
-                    done += w.nbytes
-                    if packed is not None:
-                        packed(w, done, total)
+        with self._feeding(list(unique.values())) as feed:
+            for group in groups:
+                new = [w for w in group if id(w) not in self._tensors]
+                if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
+                    whole, parts = self._join(group, products)
+                    self._joined[tuple(map(id, group))] = whole
+                else:
+                    parts = [self._empty(self._kind(w, products), w.shape) for w in new]
+                for w, into in zip(new, parts, strict=True):
+                    if id(w) not in self._tensors:
+                        if isinstance(into, torch.Tensor):
+                            self._fill(w, into, feed)
+                        else:
+                            self._quantize(w, into, feed)
+                        self._tensors[id(w)] = (w, into)
+                        done += w.nbytes
+                        if packed is not None:
+                            packed(w, done, total)
+
+    def _feeding(self, layouts: list[Layout]) -> AbstractContextManager[Feed | None]:
+        """What brings layouts to a device, in this order; None where they need no bringing."""
+        if self._random is not None or self.device.type == "cpu":
+            return nullcontext()
+        return Feed(layouts, self.device)
 
     def __getitem__(self, layout: Layout) -> Weight:
         return self._tensors[id(layout)][1]
@@ -139,42 +149,58 @@ class Weights:
                 parts.append(whole[first:end] if isinstance(whole, torch.Tensor) else whole.rows(first, end))
         return wholes[0] if len(wholes) == 1 else Mixed(tuple(wholes)), parts
 
-    def _quantize(self, layout: Layout, into: Scaled | Int4 | Mixed) -> None:
+    def _quantize(self, layout: Layout, into: Scaled | Int4 | Mixed, feed: Feed | None) -> None:
         """Some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
         assert not isinstance(into, Mixed)  # a layout is of one kind
-        step = max(1, _CHUNK // layout.shape[-1])
-        for first in range(0, layout.shape[0], step):
-            end = min(first + step, layout.shape[0])
-            part = into.rows(first, end)
-            if self.quantize == "keep" and isinstance(part, Int4) and _four_bits(layout):
-                part.keep(*four_bits(_bytes(layout.data[first:end]).to(self.device), layout.codec))
-            else:
-                part.fill(self._floats(layout, first, end))
+        if self.quantize == "keep" and isinstance(into, Int4) and _four_bits(layout):
+            for first, end, data in self._stored(layout, feed):
+                into.rows(first, end).keep(*four_bits(data, layout.codec))
+            return
+        for first, end, floats in self._floats(layout, feed):
+            into.rows(first, end).fill(floats)
 
-    def _floats(self, layout: Layout, first: int, end: int) -> torch.Tensor:
+    def _stored(self, layout: Affine, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Rows of blocks as the file has them, on the device."""
+        if feed is not None:
+            yield from feed.rows(layout)
+            return
+        for first, end in _steps(layout):
+            yield first, end, _bytes(layout.data[first:end]).to(self.device)
+
+    def _floats(self, layout: Layout, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Rows of a matrix in float32, on the device."""
-        if self._random is not None:
-            rows = torch.empty(end - first, layout.shape[1], dtype=torch.float32, device=self.device)
-            return rows.normal_(0.0, _SPREAD, generator=self._random)
-        if isinstance(layout, Dense):
-            return _dense(Dense(layout.data[first:end], layout.dtype)).to(self.device).float()
-        if self.device.type == "cpu":
-            return torch.from_numpy(layout.dequantize(slice(first, end)))
-        return dequantize(_bytes(layout.data[first:end]).to(self.device), layout.codec)
+        if feed is not None:
+            for first, end, rows in feed.rows(layout):
+                yield first, end, rows.float() if isinstance(layout, Dense) else dequantize(rows, layout.codec)
+            return
+        for first, end in _steps(layout):
+            if self._random is not None:
+                rows = torch.empty(end - first, layout.shape[1], dtype=torch.float32, device=self.device)
+                yield first, end, rows.normal_(0.0, _SPREAD, generator=self._random)
+            elif isinstance(layout, Dense):
+                yield first, end, _dense(Dense(layout.data[first:end], layout.dtype)).float()
+            else:
+                yield first, end, torch.from_numpy(layout.dequantize(slice(first, end)))
 
-    def _fill(self, layout: Layout, into: torch.Tensor) -> None:
+    def _fill(self, layout: Layout, into: torch.Tensor, feed: Feed | None) -> None:
         if self._random is not None:
             into.normal_(0.0, _SPREAD, generator=self._random)
             if into.dim() == 1:
                 into.add_(1.0)  # a norm near 1, as in a trained model
+        elif feed is not None:
+            for start, stop, rows in feed.rows(layout):
+                into[start:stop] = rows if isinstance(layout, Dense) else dequantize(rows, layout.codec)
         elif isinstance(layout, Dense):
             into.copy_(_dense(layout))
-        elif self.device.type == "cpu":
-            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at there
         else:
-            step = max(1, _CHUNK // layout.shape[-1])
-            for at in range(0, layout.shape[0], step):
-                into[at : at + step] = dequantize(_bytes(layout.data[at : at + step]).to(self.device), layout.codec)
+            into.copy_(torch.from_numpy(layout.dequantize()))  # gathering bytes is what torch is slow at on a CPU
+
+
+def _steps(layout: Layout) -> Iterator[tuple[int, int]]:
+    """A few rows at a time."""
+    step = max(1, _CHUNK // layout.shape[-1])
+    for first in range(0, layout.shape[0], step):
+        yield first, min(first + step, layout.shape[0])
 
 
 def _format(layout: Layout) -> str:

@@ -1,4 +1,5 @@
-"""A model file on this machine, used in place: never copied into the store, never deleted by it."""
+"""A model on this machine, a .gguf file or a folder as Hugging Face lays it out, used in place: never copied into the store,
+never deleted by it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from quire.weights.web import Http
 
 MAGIC = b"GGUF"
+CONFIG = "config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,15 @@ def parse(rest: str) -> FileTarget:
 
 
 def locate(target: FileTarget, env: Environment, http: Http) -> Local:
-    """The file itself, if it is one that can be used."""
+    """The file or folder itself, if it is one that can be used."""
     path = target.path
     try:
         if path.is_dir():
+            if (path / CONFIG).is_file():
+                return Local(path)
             raise Unsupported(
-                f"{path} is a directory; this version reads single GGUF files, not safetensors directories",
-                cure=f"name a .gguf file{_inside(path)}",
+                f"{path} is a folder without a {CONFIG}: it is not a model as Hugging Face lays it out",
+                cure=f"name a folder that has one, or a .gguf file{_inside(path)}",
             )
         if not path.exists():
             raise NotFound(
@@ -56,9 +61,15 @@ def locate(target: FileTarget, env: Environment, http: Http) -> Local:
             head = f.read(len(MAGIC))
     except OSError as e:
         raise NotFound(f"cannot read {path}: {e.strerror or e}") from e
-    if head != MAGIC:
-        raise BadModelFile(f"{path} is not a GGUF file: it starts with {head!r}, not {MAGIC!r}")
-    return Local(path)
+    if head == MAGIC:
+        return Local(path)
+    if path.suffix in PICKLES:
+        from quire.weights.folder import refuse_pickle
+
+        raise refuse_pickle(path)
+    if path.suffix in (".safetensors", ".json"):
+        raise Unsupported(f"{path} is a part of a model", cure=f"name its folder: {path.parent}")
+    raise BadModelFile(f"{path} is not a GGUF file: it starts with {head!r}, not {MAGIC!r}")
 
 
 def _inside(path: Path) -> str:

@@ -1,6 +1,7 @@
-"""One file of a Hugging Face repository: hf:org/repo/path/file.gguf[@revision].
+"""A Hugging Face repository, hf:org/repo[@revision], or one file of it, hf:org/repo/path/file.gguf[@revision].
 
-The hub is asked once, without following its redirect, for the file's digest (LFS files carry their sha256), its size
+What the hub's own tools have downloaded is found in their cache and used in place. A whole repository is not downloaded
+here yet; of a file the hub is asked once, without following its redirect, for the file's digest (LFS files carry their sha256), its size
 and the commit that the revision means now. The token goes to the hub's own host and to no other.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -26,24 +28,25 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class HubTarget:
-    """A file in a repository at a revision (a branch, a tag or a commit)."""
+    """A repository, or a file in it, at a revision (a branch, a tag or a commit)."""
 
     org: str
     repo: str
-    file: str
+    file: str = ""  # "" is the repository whole
     revision: str = "main"
 
     def __str__(self) -> str:
         at = "" if self.revision == "main" else f"@{self.revision}"
-        return f"hf:{self.org}/{self.repo}/{self.file}{at}"
+        return f"hf:{'/'.join(p for p in (self.org, self.repo, self.file) if p)}{at}"
 
 
 def parse(rest: str) -> HubTarget:
-    """`rest` as org/repo/file[@revision]."""
+    """`rest` as org/repo[/file][@revision]."""
     name, at, revision = rest.partition("@")
     pieces = name.split("/")
-    if len(pieces) < 3 or not all(pieces):
-        raise BadRequest(f"'hf:{rest}' names no file", cure="write hf:org/repo/file.gguf", param="model")
+    if len(pieces) < 2 or not all(pieces):
+        cure = "write hf:org/repo or hf:org/repo/file.gguf"
+        raise BadRequest(f"'hf:{rest}' names no repository and no file", cure=cure, param="model")
     org, repo, file = pieces[0], pieces[1], "/".join(pieces[2:])
     if not _PART.fullmatch(org) or not _PART.fullmatch(repo):
         raise BadRequest(f"'hf:{rest}': {org}/{repo} is not a repository name", param="model")
@@ -51,15 +54,47 @@ def parse(rest: str) -> HubTarget:
         raise BadRequest(f"'hf:{rest}': a path in a repository has no '.' or '..'", param="model")
     if at and (not _REVISION.fullmatch(revision) or ".." in revision):
         raise BadRequest(f"'hf:{rest}': {revision!r} is not a branch, tag or commit", param="model")
-    if not file.lower().endswith(".gguf"):
+    if file and not file.lower().endswith(".gguf"):
         raise Unsupported(
-            f"'hf:{rest}' is not a .gguf file", cure="this version reads GGUF files; name one", param="model"
+            f"'hf:{rest}' is not a .gguf file",
+            cure=f"name one, or the whole repository: hf:{org}/{repo}",
+            param="model",
         )
     return HubTarget(org, repo, file, revision or "main")
 
 
+def cached(target: HubTarget, env: Environment) -> Path | None:
+    """Where the hub's own cache has it, or None.
+
+    refs/<revision> holds the commit that a branch or a tag meant when it was downloaded; snapshots/<commit> the files.
+    """
+    if env.hf_cache is None:
+        return None
+    repository = env.hf_cache / f"models--{target.org}--{target.repo}"
+    commit = target.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            with (repository / "refs" / target.revision).open() as f:
+                commit = f.read(64).strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        if not _COMMIT.fullmatch(commit):
+            return None
+    snapshot = repository / "snapshots" / commit
+    path = snapshot / target.file if target.file else snapshot
+    here = path if target.file else snapshot / "config.json"
+    return path if here.is_file() else None
+
+
 def locate(target: HubTarget, env: Environment, http: Http) -> Remote:
     """The file's address, with what the hub says of its digest and size."""
+    if not target.file:
+        raise Unsupported(
+            f"{target} is a whole repository, which is not in the hub's cache at {env.hf_cache}, and fetching one is not "
+            "supported here yet",
+            cure=f"`hf download {target.org}/{target.repo}` puts it there; or name a file: {target}/file.gguf",
+            param="model",
+        )
     endpoint = env.hf_endpoint.rstrip("/")
     auth = f"Bearer {env.hf_token}" if env.hf_token else None
     cure_401 = (

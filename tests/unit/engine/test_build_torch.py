@@ -121,7 +121,7 @@ def test_a_bad_configuration_is_refused(tmp_path: Path, change: dict[str, Any], 
     with pytest.raises((BadModelFile, Unsupported), match=why):
         shapes.load_shape(str(path))
     path.write_text("[1")
-    with pytest.raises(BadModelFile, match="cannot be read"):
+    with pytest.raises(BadModelFile, match="not JSON"):
         shapes.load_shape(str(path))
 
 
@@ -132,6 +132,7 @@ def test_a_bad_configuration_is_refused(tmp_path: Path, change: dict[str, Any], 
         ({"load_format": "pickle"}, BadRequest, "auto or dummy"),
         ({"dtype": "bfloat16"}, Unsupported, "no device or dtype"),
         ({"backend": "torch", "deterministic": True}, Unsupported, "same bits"),
+        ({"backend": "reference", "deterministic": True}, Unsupported, "same bits"),
         ({"backend": "torch", "dtype": "int3"}, Unsupported, "no dtype"),
     ],
 )

@@ -10,15 +10,14 @@ from quire import models
 from quire.backends.cases import ragged
 from quire.backends.choose import open_backend
 from quire.layouts import Floats
-from quire.weights.gguf import GGUF
+from quire.weights.checkpoint import open_checkpoint
 
 
 class Loaded:
     """A model compiled on one backend, with every row's logits wanted."""
 
     def __init__(self, path: Path, backend: str, threads: int = 2, isa: str | None = None, most: int = 1024):
-        self.gguf = GGUF.open(path)
-        self.model = models.load(self.gguf)
+        self.model = models.load(open_checkpoint(path))
         self.pages = -(-most // 16)
         self.kv = self.model.kv(self.pages, 16)
         self.program = open_backend(backend, threads=threads, isa=isa).compile(

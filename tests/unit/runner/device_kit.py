@@ -9,6 +9,7 @@ from tiny_llama import CONTEXT, V
 
 from quire.backends.batch import Batch
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.runner.device_runner import DeviceRunner
 
 SHARED = ("start", "length", "table", "own_from")
@@ -19,7 +20,9 @@ class OnDevice:
     """A numpy program behind tensors. It has a page more than it tells, for rows that pad a batch."""
 
     graphs = False
+    shares = True
     device = torch.device("cpu")
+    sampler: DeviceSampler = TorchSampler()
 
     def __init__(self, pages: int):
         self.kv = tiny_llama.kv(pages)

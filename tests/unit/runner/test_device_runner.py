@@ -46,7 +46,7 @@ def runner(padded):
     runner.close()
 
 
-def _close(have, want):
+def _close(have, want, bound=1e-12):
     """Equal tokens; equal log probabilities up to the rounding of a float64 sum."""
     assert have.keys() == want.keys()
     for name in want:
@@ -56,8 +56,8 @@ def _close(have, want):
                 (p.token, p.rank, [t for t, _ in p.top]) for p in theirs
             ]
             for p, q in zip(mine, theirs, strict=True):
-                assert p.logprob == pytest.approx(q.logprob, abs=1e-12)
-                assert [x for _, x in p.top] == pytest.approx([x for _, x in q.top], abs=1e-12)
+                assert p.logprob == pytest.approx(q.logprob, abs=bound)
+                assert [x for _, x in p.top] == pytest.approx([x for _, x in q.top], abs=bound)
 
 
 def _more_requests(rng: random.Random) -> list[Request]:
@@ -270,3 +270,19 @@ def test_masks_in_a_decode_step(padded):
         assert all(r.tokens[0] in (33, 40) for r in rows)
         answers[-1] += [_fine(r).tokens for r in go(decode(0), decode(1))]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_triton_sampler_in_its_place(seed, padded, monkeypatch):
+    """The same traffic with the kernels' sampler: histories that grow, logprobs, draws; in Triton's interpreter on a CPU."""
+    pytest.importorskip("triton", reason="needs the cuda extra")
+    from quire.backends.cuda.sampler import CudaSampler
+
+    requests = _more_requests(random.Random(100 + seed))[:5]
+    size = {"pages": 20, "budget": 12, "slots": 4}
+    want, _ = overlapped._serve(requests, 0, False, **size)
+    monkeypatch.setattr(OnDevice, "sampler", CudaSampler(torch.device("cpu")))
+    monkeypatch.setattr(overlapped, "make_runner", functools.partial(make_device_runner, padded=padded))
+    with np.errstate(all="ignore"):
+        have, _ = overlapped._serve(requests, 1, False, **size)
+    _close(have, want, 1e-5)

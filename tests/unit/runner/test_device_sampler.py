@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from quire.runner import device_sampler  # noqa: E402
+from quire.backends.torch.sampler import BROKEN, RULED_OUT, TorchSampler  # noqa: E402
 from quire.runner.device_wishes import SlotWishes  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.runner.random import uniform, uniforms  # noqa: E402
@@ -24,7 +24,7 @@ def test_uniforms_are_uniform_bit_for_bit():
     assert uniforms(seeds, positions).tolist() == want
 
 
-def _both(logits, params, *, seed=0, position=0, **context):
+def _both(logits, params, *, seed=0, position=0, sampler=TorchSampler(), **context):
     """The token of the host's sampler and of the device's, for every row of logits alone and for all at once."""
     rows = len(logits)
     streams = [Stream(params, seed + i, V, **context) for i in range(rows)]
@@ -35,11 +35,10 @@ def _both(logits, params, *, seed=0, position=0, **context):
     asked = wishes.ask(slots, positions)
     tensor = torch.from_numpy(logits)
     if asked is None:
-        tokens = device_sampler.greedy(tensor)
+        tokens = sampler.greedy(tensor)
     else:
         sent = [torch.from_numpy(a.copy()) for a in asked.arrays()]
-        _, found = wishes.wishes(asked, sent)
-        tokens = device_sampler.choose(tensor, found)
+        tokens = sampler.choose(tensor, wishes.wishes(asked, sent))
     host = Sampler(V).sample(logits, streams, [position] * rows)
     return tokens.tolist(), host
 
@@ -65,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_tokens_as_on_the_host(name, monkeypatch):
+def test_the_same_tokens_as_on_the_host(name):
     rng = np.random.default_rng([ord(c) for c in name])
     logits = (rng.standard_normal((40, V)) * 2.0).astype(np.float32)
     logits[0, [900, 30, 31]] = logits[0].max()  # equals at the top
@@ -76,12 +75,12 @@ def test_the_same_tokens_as_on_the_host(name, monkeypatch):
     context = {"prompt": [3, 4, 4, 900], "output": [8, 8, 8, 30, 5], "stop_ids": [30, 31, 7]}
     got, want = _both(logits, CASES[name], seed=100, position=3, **context)
     assert got == [c.tokens[0] for c in want]
-    monkeypatch.setattr(device_sampler, "_CHUNK", 3 * V)  # a few rows at a time
-    again, _ = _both(logits, CASES[name], seed=100, position=3, **context)
+    few = TorchSampler(3 * V)  # a few rows at a time
+    again, _ = _both(logits, CASES[name], seed=100, position=3, sampler=few, **context)
     assert again == got
 
 
-def test_codes_for_what_cannot_be_sampled(monkeypatch):
+def test_codes_for_what_cannot_be_sampled():
     logits = np.random.default_rng(1).standard_normal((5, V)).astype(np.float32)
     logits[1, 9], logits[2, 9], logits[3] = np.nan, np.inf, -np.inf
     logits[4] = -np.inf
@@ -90,8 +89,8 @@ def test_codes_for_what_cannot_be_sampled(monkeypatch):
     for params in (CASES["greedy"], SamplingParams(temperature=0.0, min_tokens=1), SamplingParams(min_tokens=1)):
         got, host = _both(logits, params, **stops)
         assert [t < 0 for t in got] == [c.error is not None for c in host]
-        assert got[1] == got[2] == got[3] == device_sampler.BROKEN
-        assert got[4] == (device_sampler.RULED_OUT if params.min_tokens else 7)
+        assert got[1] == got[2] == got[3] == BROKEN
+        assert got[4] == (RULED_OUT if params.min_tokens else 7)
 
 
 @pytest.mark.parametrize("top", [0, 1, 20])
@@ -103,7 +102,7 @@ def test_logprobs_are_the_hosts(top):
     logits[3] = np.abs(logits[3]) * rng.choice([0.0, -0.0], V)  # zeros of both signs are equal
     logits[4, 12:] = -np.inf
     tokens = np.array([3, 49, 99, 500, 4, 1002])
-    rows = device_sampler.logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), top).numpy()
+    rows = TorchSampler().logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), top).numpy()
     for row, token, got in zip(logits, tokens, rows, strict=True):
         want = Sampler(V).logprob(row, int(token), top)
         assert got[0] == pytest.approx(want.logprob, abs=1e-12) and int(got[1]) == want.rank
@@ -112,4 +111,4 @@ def test_logprobs_are_the_hosts(top):
         assert ids[kept].tolist() == [t for t, _ in want.top]
         assert probs[kept].tolist() == pytest.approx([x for _, x in want.top], abs=1e-12)
     logits[0, 3] = np.nan
-    assert device_sampler.logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), top)[0, 0].isnan()
+    assert TorchSampler().logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), top)[0, 0].isnan()

@@ -148,8 +148,8 @@ def test_nothing_left_is_an_error_not_a_guess():
     assert _one(row, GREEDY).error is not None
     row[2] = 1.0
     assert _one(row, GREEDY).tokens == [2]
-    for temperature in (0.0, 0.5, 1.0):
-        chosen = _one(row, SamplingParams(temperature=temperature, min_tokens=1), stop_ids=[2])
+    for temperature, top_k in ((0.0, 0), (0.5, 0), (1.0, 0), (1.0, 3)):
+        chosen = _one(row, SamplingParams(temperature=temperature, top_k=top_k, min_tokens=1), stop_ids=[2])
         assert chosen.tokens == [] and "every token is ruled out" in (chosen.error or "")
         assert _one(row, SamplingParams(temperature=temperature, min_tokens=1), stop_ids=[1]).tokens == [2]
 

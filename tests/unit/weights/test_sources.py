@@ -78,8 +78,8 @@ def test_parts_of_references():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hf:org/repo", "names no file"),
-        ("hf:org//x.gguf", "names no file"),
+        ("hf:org", "names no repository"),
+        ("hf:org//x.gguf", "names no repository"),
         ("hf:org/repo/x.gguf@../..", "branch, tag or commit"),
         ("hf:org/repo/../x.gguf", "no '.' or '..'"),
         ("hf:org/repo/x.safetensors", "not a .gguf"),
@@ -132,9 +132,9 @@ def test_the_catalogue_is_sound():
 # Files
 
 
-def test_a_directory_is_a_later_matter(store: Store, tmp_path: Path):
+def test_a_folder_without_a_configuration_is_no_model(store: Store, tmp_path: Path):
     (tmp_path / "a.gguf").write_bytes(MODEL)
-    with pytest.raises(Unsupported, match=r"is a directory.*a\.gguf"):
+    with pytest.raises(Unsupported, match=r"without a config.json.*a\.gguf"):
         store.resolve(str(tmp_path))
 
 
@@ -411,3 +411,57 @@ def test_pip_configuration_is_read_in_pips_order(tmp_path: Path):
 def test_an_index_that_is_not_http(index: Store):
     with pytest.raises(Unsupported, match="PIP_INDEX_URL"):
         Store(dataclasses.replace(index.env, pypi_index="file:///srv/simple")).pull(NAME)
+
+
+# The hub's own cache
+
+
+def test_what_the_hubs_tools_downloaded_is_found(tmp_path: Path, tmp_environment: Environment):
+    """The layout is huggingface_hub's: refs name commits, snapshots hold links to blobs."""
+    env = dataclasses.replace(tmp_environment, hf_cache=tmp_path / "hub")
+    store = Store(env)
+    with pytest.raises(NotFound, match="not on this machine"):
+        store.resolve("hf:org/repo")
+    with pytest.raises(Unsupported, match=r"whole repository.*hf download org/repo"):
+        store.pull("hf:org/repo")
+    commit, other = "a" * 40, "b" * 40
+    repository = tmp_path / "hub" / "models--org--repo"
+    for folder in ("blobs", "refs/release", f"snapshots/{commit}", f"snapshots/{other}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "blobs" / "1").write_text("{}")
+    (repository / "blobs" / "2").write_bytes(MODEL)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "refs" / "release" / "v1").write_text(other)
+    for name, blob in (("config.json", "1"), ("x.gguf", "2")):
+        (repository / "snapshots" / commit / name).symlink_to(repository / "blobs" / blob)
+    snapshot = repository / "snapshots" / commit
+    assert (
+        store.resolve("hf:org/repo") == snapshot == store.resolve(f"hf:org/repo@{commit}") == store.pull("hf:org/repo")
+    )
+    assert store.resolve("hf:org/repo/x.gguf") == snapshot / "x.gguf"
+    for name in ("hf:org/repo@release/v1", "hf:org/repo@dev", "hf:org/repo/y.gguf", f"hf:org/repo@{'c' * 40}"):
+        with pytest.raises(NotFound, match="not on this machine"):
+            store.resolve(name)
+    with pytest.raises(NotFound):  # names that came over the network see the store alone
+        store.resolve("hf:org/repo", paths=False)
+    (repository / "refs" / "main").write_text("../../elsewhere")
+    with pytest.raises(NotFound):
+        store.resolve("hf:org/repo")
+
+
+@pytest.mark.parametrize(
+    ("variables", "cache"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HUGGINGFACE_HUB_CACHE": "/b", "HF_HOME": "/c"}, "/a"),
+        ({"HUGGINGFACE_HUB_CACHE": "/b", "HF_HOME": "/c"}, "/b"),
+        ({"HF_HOME": "/c", "XDG_CACHE_HOME": "/d"}, "/c/hub"),
+        ({"XDG_CACHE_HOME": "/d"}, "/d/huggingface/hub"),
+        ({}, str(Path.home() / ".cache/huggingface/hub")),
+    ],
+)
+def test_where_the_hubs_cache_is(variables: dict[str, str], cache: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Environment.read().hf_cache == Path(cache)

@@ -8,6 +8,8 @@ and each leaves the other's sequences alone.
 A context is cut into `splits` parts where the batch alone would not fill the device; `combine` merges them in order.
 Parts are cut evenly from the true length (a grid fixed by bounds serves any length), or, with `split_len`, at fixed
 absolute positions: then a row's sums are taken in an order that no batch mate, chunk or length of a graph can change.
+Such parts are walked one after another by one program, or by one program each and merged by `combine_in_order`, with the
+same operations in the same order: `merge`.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -23,7 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.backends.cuda.kernels.combine import combine
+from quire.backends.cuda.kernels.combine import Workspace, combine, combine_in_order, merge, with_sink
+from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.torch.quantized import LARGEST
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -93,21 +96,42 @@ def _blocks(
     return acc, peak, total
 
 
+@triton.jit
+def _walk(
+    acc, peak, total, q, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale, softcap, window,
+    stride_page, stride_slot, stride_scale, SCALED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`_blocks` over begin .. end. Whole blocks that every row sees need no mask; the rest does."""
+    free = begin
+    if not WINDOW:
+        free = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // BLOCK_N * BLOCK_N
+        acc, peak, total = _blocks(
+            acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, begin, free, scale, softcap,
+            window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, False, False, SOFTCAP,
+        )  # fmt: skip
+    return _blocks(
+        acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, free, end, scale, softcap, window,
+        stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
+    )  # fmt: skip
+
+
 # Counts, bounds and where small arrays lie: one compiled kernel serves whatever they are.
+@Launcher
 @triton.jit(
     do_not_specialize=[
-        "sequences", "min_rows", "max_rows", "window", "splits", "split_len", "parts", "part_first", "stride_table"
+        "sequences", "min_rows", "max_rows", "window", "splits", "parts", "part_first", "stride_table"
     ],
     do_not_specialize_on_alignment=["table", "q_start", "kv_len", "kv_begin", "pos"],
 )  # fmt: skip
 def _attend(
-    q, k_cache, v_cache, out, part, lse, table, q_start, kv_len, kv_begin, pos, sinks, k_scale, v_scale,
-    sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len, parts, part_first,
+    q, k_cache, v_cache, out, part, lse, sums, table, q_start, kv_len, kv_begin, pos, sinks, k_scale, v_scale,
+    sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, parts, part_first,
     stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_ot, stride_oh, stride_table,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, SEQ_PAD: tl.constexpr, UNIFORM: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BEGIN: tl.constexpr, SCALED: tl.constexpr,
-    PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -151,9 +175,10 @@ def _attend(
         begin = begin // BLOCK_N * BLOCK_N  # the same cuts whatever the first row of the tile
         if BEGIN:
             begin = tl.maximum(begin, tl.load(kv_begin + seq))
-    if split_len > 0:
-        begin = tl.maximum(begin, split * split_len)
-        end = tl.minimum(end, split * split_len + split_len)
+    if SPLIT > 0:
+        if PARTIAL:
+            begin = tl.maximum(begin, split * SPLIT)
+            end = tl.minimum(end, split * SPLIT + SPLIT)
     else:
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
         begin = begin + split * share
@@ -182,38 +207,42 @@ def _attend(
     vs_base = v_scale + head * PAGE
     stride_scale = kv_heads * PAGE
     table_row = table + seq.to(tl.int64) * stride_table
-    # Whole blocks that every row sees need no mask; the rest does.
-    free = begin
-    if not WINDOW:
-        free = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // BLOCK_N * BLOCK_N
-        acc, peak, total = _blocks(
-            acc, peak, total, query, where, k_base, v_base, ks_base, vs_base, table_row, begin, free, scale, softcap,
-            window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, False, False, SOFTCAP,
-        )  # fmt: skip
-    acc, peak, total = _blocks(
-        acc, peak, total, query, where, k_base, v_base, ks_base, vs_base, table_row, free, end, scale, softcap, window,
-        stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
-    )  # fmt: skip
-    if not PARTIAL and SINKS:
-        sink = tl.load(sinks + q_head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
-        new = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - new)
-        acc = acc * fade[:, None]
-        total = total * fade + tl.exp2(sink - new)
-        peak = new
-    factor = tl.where(total > 0.0, 1.0 / total, 0.0)
-    if SCALED:
-        factor = factor / SCALED
-    acc = acc * factor[:, None]
-    if PARTIAL:
-        tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
-        tl.store(lse + place, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=real)
+    if SPLIT > 0:
+        for start in range(begin // SPLIT * SPLIT, end, SPLIT):
+            part_acc, part_peak, part_total = _walk(
+                tl.zeros([BLOCK_Q * GROUP_PAD, D_PAD], tl.float32),
+                tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32), tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32),
+                query, where, lowest, k_base, v_base, ks_base, vs_base, table_row, tl.maximum(begin, start),
+                tl.minimum(end, start + SPLIT), scale, softcap, window, stride_page, stride_slot, stride_scale, SCALED,
+                D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
+            )  # fmt: skip
+            acc, peak, total = merge(acc, peak, total, part_acc, part_peak, part_total)
     else:
-        tl.store(
-            out + row.to(tl.int64)[:, None] * stride_ot + q_head[:, None] * stride_oh + dims[None, :],
-            acc.to(out.dtype.element_ty),
-            mask=real[:, None] & (dims < D)[None, :],
-        )
+        acc, peak, total = _walk(
+            acc, peak, total, query, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale,
+            softcap, window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
+        )  # fmt: skip
+    if PARTIAL and SPLIT > 0:  # as it is: the merge goes on where this ends
+        tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
+        tl.store(lse + place, peak, mask=real)
+        tl.store(sums + place, total, mask=real)
+    else:
+        if not PARTIAL and SINKS:
+            sink = tl.load(sinks + q_head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
+            acc, peak, total = with_sink(acc, peak, total, sink)
+        factor = tl.where(total > 0.0, 1.0 / total, 0.0)
+        if SCALED:
+            factor = factor / SCALED
+        acc = acc * factor[:, None]
+        if PARTIAL:
+            tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
+            tl.store(lse + place, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=real)
+        else:
+            tl.store(
+                out + row.to(tl.int64)[:, None] * stride_ot + q_head[:, None] * stride_oh + dims[None, :],
+                acc.to(out.dtype.element_ty),
+                mask=real[:, None] & (dims < D)[None, :],
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,26 +257,22 @@ class Tile:
 
 PROMPT = Tile(128, 64, 4, 3)
 PROMPT_WIDE = Tile(64, 64, 4, 2)  # head sizes over 128: the tile must fit in shared memory
-INVARIANT = Tile(64, 64, 4, 2)  # one tile for every row there is: the price of batch invariance
+# Where parts are cut at fixed positions: for few rows and for many. The instructions must be the same ones (64 rows of a
+# warpgroup each, blocks of 64 keys), so that both give the same bits; tests/gpu/test_deterministic.py compares them.
+INVARIANT, INVARIANT_TALL = Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)
+INVARIANT_WIDE = Tile(64, 64, 4, 2)  # head sizes over 128
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Where parts of a context leave their results before they are merged."""
+def workspace(
+    tokens: int, heads: int, head_dim: int, parts: int, device: torch.device | str, *, sums: bool = False
+) -> Workspace:
+    """Space for that many parts; with `sums` for those that start at fixed positions."""
 
-    part: torch.Tensor  # [tokens, heads, parts, head_dim] float32
-    lse: torch.Tensor  # [tokens, heads, parts] float32, base 2
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=device)
 
-    @property
-    def parts(self) -> int:
-        return self.lse.shape[2]
-
-
-def workspace(tokens: int, heads: int, head_dim: int, parts: int, device: torch.device | str) -> Workspace:
-    return Workspace(
-        torch.empty(tokens, heads, parts, head_dim, dtype=torch.float32, device=device),
-        torch.empty(tokens, heads, parts, dtype=torch.float32, device=device),
-    )
+    total = numbers(tokens, heads, parts) if sums else None
+    return Workspace(numbers(tokens, heads, parts, head_dim), numbers(tokens, heads, parts), total)
 
 
 def decode_tile(programs: int, group: int) -> Tile:
@@ -295,8 +320,8 @@ def attend(
 
     `blocks` bounds the tiles of query rows; None means one tile for each sequence (max_rows must then fit the tile).
     Caches of codes have scales [pages, Hk, page], one for each token and head. Without `pos` no row is hidden from any
-    (the shared prefix). With `space`, results go there as parts
-    part_first .. part_first + splits, and `out` is not touched.
+    (the shared prefix). With `space`, results go there as parts part_first .. part_first + splits, and `out` is not
+    touched. `split_len` is the invariant mode; its `space` has sums.
     """
     heads, dim = q.shape[1], q.shape[2]
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -313,15 +338,20 @@ def attend(
         raise ValueError(f"a tile of {block_q} tokens cannot hold sequences of up to {max_rows} rows")
     if space is None and splits != 1:
         raise ValueError("a split context needs a workspace")
+    if split_len % tile.block_n or (split_len > 0 and (k_scale is not None or kv_begin is not None)):
+        raise ValueError("parts at fixed positions are whole blocks of keys, and take no fp8 cache or shared prefix")
+    if split_len > 0 and space is not None and space.sums is None:
+        raise ValueError("parts at fixed positions need a workspace with sums")
     none = q  # a pointer that is never read
+    sums = none if space is None or space.sums is None else space.sums
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     grid = (sequences if blocks is None else blocks, kv_heads, splits)
     _attend[grid](
         q, k_cache, v_cache, out,
-        none if space is None else space.part, none if space is None else space.lse,
+        none if space is None else space.part, none if space is None else space.lse, sums,
         table, q_start, kv_len, none if kv_begin is None else kv_begin, none if pos is None else pos,
         none if sinks is None else sinks, none if k_scale is None else k_scale, none if v_scale is None else v_scale,
-        sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits, split_len,
+        sequences, min_rows, max_rows, kv_heads, scale, softcap, window, splits,
         1 if space is None else space.parts, part_first,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), out.stride(0), out.stride(1),
         table.stride(0),
@@ -329,7 +359,7 @@ def attend(
         BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=max(_SEQUENCES, triton.next_power_of_2(sequences)), UNIFORM=blocks is None,
         CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
         BEGIN=kv_begin is not None, SCALED=0.0 if k_scale is None else LARGEST[k_cache.dtype], PARTIAL=space is not None,
-        PDL=pdl,
+        SPLIT=split_len, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip
 
@@ -355,12 +385,14 @@ def attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """softmax(q k^T * scale) v for every row of a ragged batch. q and out [T, H, D].
 
-    `max_q` and `min_q` bound the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of sequences
-    with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples, `splits` of them must
-    cover the longest context the engine admits (both constants of the engine), and every row takes the same path.
+    `max_q` and `min_q` bound the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of
+    sequences with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples; with a `space` (that
+    has sums) they are `splits` programs, which must cover the longest context, and without it one program walks them
+    all. A row's bits are the same either way, and in any batch.
     """
     heads, dim = q.shape[1], q.shape[2]
     group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
@@ -370,18 +402,17 @@ def attention(
     }  # fmt: skip
     sequences, tokens = kv_len.shape[0], q.shape[0]
     if split_len > 0:
-        tile = INVARIANT if INVARIANT.rows >= group_pad else Tile(group_pad, 64, 4, 2)
+        tile = INVARIANT_WIDE if dim > 128 else INVARIANT if max_q * group_pad <= INVARIANT.rows else INVARIANT_TALL
+        if group_pad > tile.rows:
+            raise ValueError(f"{group_pad} query heads of one key head do not fit a tile of {tile.rows} rows")
         block_q = tile.rows // group_pad
-        few, limit = max_q <= block_q, max_q
-        blocks = None if few else tokens // block_q + sequences
-        if space is None:
-            attend(q, k_cache, v_cache, out, tile=tile, blocks=blocks, max_rows=limit, **shared)
-            return
+        blocks = None if max_q <= block_q else tokens // block_q + sequences
         attend(
-            q, k_cache, v_cache, out, tile=tile, blocks=blocks, max_rows=limit, splits=splits, split_len=split_len,
-            space=space, **shared,
+            q, k_cache, v_cache, out, tile=tile, blocks=blocks, max_rows=max_q, split_len=split_len,
+            splits=1 if space is None else splits, space=space, pdl=pdl, **shared,
         )  # fmt: skip
-        combine(space.part, space.lse, out, sinks=sinks, parts=splits)
+        if space is not None:
+            combine_in_order(space, out, pos=pos, split_len=split_len, sinks=sinks, pdl=pdl)
         return
     tile = decode_tile(max(256, sequences * k_cache.shape[2] * splits), group_pad)  # one kernel less to compile
     few = tile.rows // group_pad

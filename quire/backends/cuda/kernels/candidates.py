@@ -49,26 +49,35 @@ def distance_bin(value, peak, temperature):
     return tl.minimum(far, BINS - 1.0).to(tl.int32)
 
 
-@triton.jit
-def _peaks(scores, temperatures, peaks, places, masses, vocab, chunks, stride, stride_t):
+@triton.jit(do_not_specialize=["stride_t"], do_not_specialize_on_alignment=["scores", "temperatures"])
+def _peaks(
+    scores, temperatures, peaks, places, masses, vocab, chunks, stride, stride_t, MASS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     value, ids = chunk_scores(scores, row, vocab, stride)
     broken = tl.sum(((value != value) | (value == float("inf"))).to(tl.int32), 0) > 0
     peak = tl.max(tl.where(value != value, float("-inf"), value), 0)
     place = tl.min(tl.where(value == peak, ids, 2147483647), 0)
-    temperature = tl.load(temperatures + row * stride_t).to(tl.float32)
-    temperature = tl.where(temperature > 0.0, temperature, 1.0)
-    mass = tl.sum(tl.exp((value - tl.where(peak == float("-inf"), 0.0, peak)) / temperature), 0)
     at = row * chunks + tl.program_id(1)
     tl.store(peaks + at, tl.where(broken, float("inf"), peak))
     tl.store(places + at, place)
-    tl.store(masses + at, mass)
+    if MASS:
+        temperature = tl.load(temperatures + row * stride_t).to(tl.float32)
+        temperature = tl.where(temperature > 0.0, temperature, 1.0)
+        weight = tl.exp((value - tl.where(peak == float("-inf"), 0.0, peak)) / temperature)
+        # Of thousands: in float32 the sum would move the borders between chunks.
+        tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
 
 
-@triton.jit
-def _bins(scores, temperatures, wanted, peaks, counts, vocab, chunks, stride, stride_t, CHUNKS_PAD: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["stride_t", "stride_w"],
+    do_not_specialize_on_alignment=["scores", "temperatures", "wanted"],
+)  # fmt: skip
+def _bins(
+    scores, temperatures, wanted, peaks, counts, vocab, chunks, stride, stride_t, stride_w, CHUNKS_PAD: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
-    if tl.load(wanted + row) == 0:
+    if tl.load(wanted + row * stride_w) == 0:
         return
     value, ids = chunk_scores(scores, row, vocab, stride)
     peak = row_peak(peaks, row, chunks, CHUNKS_PAD)
@@ -80,13 +89,16 @@ def _bins(scores, temperatures, wanted, peaks, counts, vocab, chunks, stride, st
     tl.store(counts + (row * chunks + tl.program_id(1)) * BINS + lane, count)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_t", "stride_w"],
+    do_not_specialize_on_alignment=["scores", "temperatures", "wanted", "top_ks", "top_ps", "min_ps"],
+)  # fmt: skip
 def _compact(
     scores, temperatures, wanted, top_ks, top_ps, min_ps, peaks, counts, sizes, cand_ids, cand_scores, vocab, chunks,
-    stride, stride_t, CHUNKS_PAD: tl.constexpr,
+    stride, stride_t, stride_w, CHUNKS_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if tl.load(wanted + row) == 0:
+    if tl.load(wanted + row * stride_w) == 0:
         return
     chunk = tl.program_id(1)
     lane = tl.arange(0, CHUNKS_PAD)
@@ -129,7 +141,7 @@ class Found:
 
     peaks: torch.Tensor  # [rows, chunks] float32; +inf where a score is NaN or +inf
     places: torch.Tensor  # [rows, chunks] int32
-    masses: torch.Tensor  # [rows, chunks] float32
+    masses: torch.Tensor  # [rows, chunks] float64
     counts: torch.Tensor  # [rows, chunks, BINS] int32
     sizes: torch.Tensor  # [rows] int32: candidates, which are listed if they are at most CAP
     ids: torch.Tensor  # [rows, CAP] int32
@@ -149,7 +161,7 @@ def scratch(rows: int, vocab: int, device: torch.device | str, dtype: torch.dtyp
     return Found(
         peaks=space(rows, chunks, dtype=torch.float32),
         places=space(rows, chunks),
-        masses=space(rows, chunks, dtype=torch.float32),
+        masses=space(rows, chunks, dtype=torch.float64),
         counts=space(rows, chunks, BINS.value),
         sizes=space(rows),
         ids=space(rows, CAP.value),
@@ -162,8 +174,17 @@ def find_peaks(scores: torch.Tensor, temperatures: torch.Tensor, found: Found) -
     rows, vocab = scores.shape
     _peaks[(rows, found.chunks)](
         scores, temperatures, found.peaks, found.places, found.masses, vocab, found.chunks, scores.stride(0),
-        temperatures.stride(0), num_warps=8,
+        temperatures.stride(0), MASS=True, num_warps=8,
     )  # fmt: skip
+
+
+def find_best(scores: torch.Tensor, peaks: torch.Tensor, places: torch.Tensor) -> None:
+    """Fill peaks float32 and places int32 [rows, chunks], and nothing else."""
+    rows, vocab = scores.shape
+    chunks = peaks.shape[1]
+    _peaks[(rows, chunks)](
+        scores, peaks, peaks, places, peaks, vocab, chunks, scores.stride(0), 0, MASS=False, num_warps=8
+    )
 
 
 def find_candidates(
@@ -177,7 +198,7 @@ def find_candidates(
 ) -> None:
     """Fill sizes, and ids and scores where they fit, for the rows `wanted` (int32) names. Peaks must be there.
 
-    The parameter tensors [n] share one stride: they may be columns of one table.
+    The parameter tensors [n] share one stride: they may be columns of one table, or one number for all.
     """
     rows, vocab = scores.shape
     pad = triton.next_power_of_2(found.chunks)
@@ -187,9 +208,9 @@ def find_candidates(
     grid = (rows, found.chunks)
     _bins[grid](
         scores, temperatures, wanted, found.peaks, found.counts, vocab, found.chunks, scores.stride(0), step,
-        CHUNKS_PAD=pad, num_warps=8,
+        wanted.stride(0), CHUNKS_PAD=pad, num_warps=8,
     )  # fmt: skip
     _compact[grid](
         scores, temperatures, wanted, top_ks, top_ps, min_ps, found.peaks, found.counts, found.sizes, found.ids,
-        found.scores, vocab, found.chunks, scores.stride(0), step, CHUNKS_PAD=pad, num_warps=8,
+        found.scores, vocab, found.chunks, scores.stride(0), step, wanted.stride(0), CHUNKS_PAD=pad, num_warps=8,
     )  # fmt: skip

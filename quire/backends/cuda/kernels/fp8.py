@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 BLOCK = 128
@@ -70,6 +72,7 @@ def _encode(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
+@Launcher
 @triton.jit
 def _quantize_rows(
     x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, PDL: tl.constexpr

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts
 from quire.backends.torch.quantized import pack as pack
 from quire.backends.torch.quantized import unpack as unpack
@@ -69,6 +70,7 @@ def _pair(
     return acc + z_low[None, :] * sum_low[:, None] + z_high[None, :] * sum_high[:, None]
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _int4(
     x, w, y, residual, bias, scale, zero, part, m, n, k, rows, stride_x, stride_w, stride_y, stride_r,

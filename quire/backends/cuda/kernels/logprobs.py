@@ -1,7 +1,7 @@
 """Log probabilities of chosen tokens, their ranks, and the best few of each row: of the logits as the model gave.
 
-The order is the host's: the larger number first, of equal numbers the smaller id. Sums are float32 in a fixed order
-inside a chunk, float64 across chunks.
+The order is the host's: the larger number first, of equal numbers the smaller id. Sums are float64,
+in a fixed order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -10,6 +10,8 @@ inside a chunk, float64 across chunks.
 # (kernels are in Triton's language, which only looks like Python to a type checker)
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,7 +22,7 @@ from quire.backends.cuda.kernels.candidates import CAP, Found, chunk_scores, fin
 _BLOCK = tl.constexpr(4096)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["logits", "tokens"])
 def _ranks(logits, tokens, ranks, vocab, chunks, stride):
     row = tl.program_id(0)
     value, ids = chunk_scores(logits, row, vocab, stride)
@@ -30,7 +32,9 @@ def _ranks(logits, tokens, ranks, vocab, chunks, stride):
     tl.store(ranks + row * chunks + tl.program_id(1), tl.sum((before & (ids < vocab)).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["top", "stride_out"], do_not_specialize_on_alignment=["logits", "tokens"]
+)  # fmt: skip
 def _finish(
     logits, tokens, peaks, masses, ranks, sizes, cand_ids, cand_scores, out, vocab, chunks, top, stride, stride_out,
     CHUNKS_PAD: tl.constexpr,
@@ -40,7 +44,7 @@ def _finish(
     inside = lane < chunks
     peak = row_peak(peaks, row, chunks, CHUNKS_PAD)
     best = tl.load(peaks + row * chunks + lane, mask=inside, other=float("-inf"))
-    mass = tl.load(masses + row * chunks + lane, mask=inside, other=0.0).to(tl.float64)
+    mass = tl.load(masses + row * chunks + lane, mask=inside, other=0.0)
     mass = tl.where(best == float("-inf"), 0.0, mass * tl.exp((best - peak).to(tl.float64)))
     total = peak.to(tl.float64) + tl.log(tl.sum(mass, 0))
     base = logits + row.to(tl.int64) * stride
@@ -84,26 +88,35 @@ def _finish(
         tl.store(target + 2 + top + i, tl.where(good, value.to(tl.float64) - total, bad))
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The parameters that make "the best few" of the candidate passes: made once, the same for every row."""
+
+    numbers: torch.Tensor  # float64 [3]: 1, how many, 0
+    flag: torch.Tensor  # int32 [1]: 1
+
+
+def wanted(top: int, device: torch.device | str) -> Wanted:
+    numbers = torch.ones(3, dtype=torch.float64, device=device)
+    numbers[1:2].fill_(float(max(top, 1)))
+    numbers[2:3].fill_(0.0)
+    return Wanted(numbers, torch.ones(1, dtype=torch.int32, device=device))
+
+
 def logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, top: int, out: torch.Tensor, found: Found, wishes: torch.Tensor
+    logits: torch.Tensor, tokens: torch.Tensor, top: int, out: torch.Tensor, found: Found, wishes: Wanted
 ) -> None:
     """out float64 [n, 2 + 2 * top]: log probability and rank of each row's token, then the `top` best's ids and values.
 
-    wishes float64 [5, n] is scratch the call fills: the parameters that make "the best few" of the candidate passes. A
-    row that is not numbers gives NaN.
+    `wishes` is what `wanted(top)` made. A row that is not numbers gives NaN.
     """
     rows, vocab = logits.shape
     if out.shape != (rows, 2 + 2 * top) or top > CAP.value:
         raise ValueError(f"log probabilities of {rows} rows and {top} alternatives into {list(out.shape)}")
-    wishes[0].fill_(1.0)
-    wishes[1].fill_(float(max(top, 1)))
-    wishes[2].fill_(1.0)
-    wishes[3].fill_(0.0)
-    find_peaks(logits, wishes[0], found)
-    wanted = wishes[4].view(torch.int32)[:rows]
-    wanted.fill_(1)
+    one, few, nothing = (wishes.numbers[i : i + 1].expand(rows) for i in range(3))
+    find_peaks(logits, one, found)
     if top:
-        find_candidates(logits, wishes[0], wanted, wishes[1], wishes[2], wishes[3], found)
+        find_candidates(logits, one, wishes.flag.expand(rows), few, one, nothing, found)
     ranks = found.places  # taken: the best places are not looked at here
     _ranks[(rows, found.chunks)](logits, tokens, ranks, vocab, found.chunks, logits.stride(0), num_warps=8)
     _finish[(rows,)](

@@ -15,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 FP8_MAX = tl.constexpr(448.0)  # e4m3
 
 
+@Launcher
 @triton.jit
 def _rms_norm(
     x, residual, weight, out, scales, width, eps, stride_p, stride_x, stride_r, stride_o, BLOCK: tl.constexpr,

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.torch.quantized import LARGEST
 
 
@@ -30,6 +31,7 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
     return a, b, rest
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["pos", "write"])  # they lie anywhere in a copied buffer
 def _rope(
     qkv, q_out, k_cache, v_cache, angles, pos, write, q_norm, k_norm, k_scale, v_scale, heads, kv_heads, eps,

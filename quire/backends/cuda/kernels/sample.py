@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.backends.cuda.kernels.candidates import CAP, CHUNK, Found, find_candidates, find_peaks, row_peak
+from quire.backends.cuda.kernels import rules
+from quire.backends.cuda.kernels.candidates import CAP, CHUNK, Found, find_best, find_candidates, find_peaks, row_peak
 
 BROKEN, RULED_OUT = -1, -2  # in place of a token: the scores are not numbers; no token is left
 # Columns of the parameter table.
@@ -152,10 +153,10 @@ def _draw(source, size, threshold, ties, peak, temperature, minimum, draw):
     return tl.where(place < 0, last, place)  # the goal rounded up to the total: the last that has a share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "wishes", "wanted", "tokens"])
 def _choose(
-    scores, wishes, wanted, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, stride,
-    CHUNKS_PAD: tl.constexpr, COLS: tl.constexpr,
+    scores, wishes, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
+    stride, CHUNKS_PAD: tl.constexpr, PIECES_PAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     own = wishes + row * COLS
@@ -165,7 +166,9 @@ def _choose(
         tl.store(tokens + row, _BROKEN)
         return
     if peak == float("-inf"):
-        tl.store(tokens + row, _RULED_OUT)
+        piece = tl.arange(0, PIECES_PAD)
+        live = tl.max(tl.load(alive + row * pieces + piece, mask=piece < pieces, other=0), 0)
+        tl.store(tokens + row, tl.where(live > 0, _RULED_OUT, _BROKEN))
         return
     temperature = tl.load(own)
     best = tl.load(peaks + row * chunks + lane, mask=lane < chunks, other=float("-inf"))
@@ -178,7 +181,7 @@ def _choose(
     lowest = tl.full([], -2147483647, tl.int32)
     everyone = tl.full([], 2147483647, tl.int32)
     if tl.load(wanted + row) == 0:  # no filter: find the chunk, then the token inside it
-        share = tl.load(masses + row * chunks + lane, mask=lane < chunks, other=0.0).to(tl.float64)
+        share = tl.load(masses + row * chunks + lane, mask=lane < chunks, other=0.0)
         share = tl.where(best == float("-inf"), 0.0, share * _weigh(best, peak, temperature))
         cumulative = tl.cumsum(share, 0)
         goal = draw * tl.sum(share, 0)
@@ -209,7 +212,7 @@ def _choose(
     if p < 1.0:
         above, mass, one, level = _held(source, size, threshold, ties, peak, temperature)
         if (k <= 0) & listed:  # what is not listed counts in the whole
-            share = tl.load(masses + row * chunks + lane, mask=lane < chunks, other=0.0).to(tl.float64)
+            share = tl.load(masses + row * chunks + lane, mask=lane < chunks, other=0.0)
             share = tl.where(best == float("-inf"), 0.0, share * _weigh(best, peak, temperature))
             goal = p * tl.sum(share, 0)
         else:
@@ -226,14 +229,41 @@ def _choose(
     tl.store(tokens + row, place)
 
 
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
+def _greedy(peaks, places, tokens, chunks, CHUNKS_PAD: tl.constexpr):
+    row = tl.program_id(0)
+    lane = tl.arange(0, CHUNKS_PAD)
+    best = tl.load(peaks + row * chunks + lane, mask=lane < chunks, other=float("-inf"))
+    place = tl.load(places + row * chunks + lane, mask=lane < chunks, other=2147483647)
+    peak = tl.max(best, 0)
+    fine = (peak > float("-inf")) & (peak < float("inf"))
+    tl.store(tokens + row, tl.where(fine, tl.min(tl.where(best == peak, place, 2147483647), 0), _BROKEN))
+
+
+def greedy(scores: torch.Tensor, tokens: torch.Tensor) -> None:
+    """tokens [n] (int32 or int64): the best of each row of scores [n, V], of equals the smallest id; or BROKEN."""
+    rows, chunks = scores.shape[0], triton.cdiv(scores.shape[1], CHUNK.value)
+    peaks = torch.empty(rows, chunks, dtype=torch.float32, device=scores.device)
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=scores.device)
+    find_best(scores, peaks, places)
+    _greedy[(rows,)](peaks, places, tokens, chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1)
+
+
 def choose(
-    scores: torch.Tensor, wishes: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, found: Found
+    scores: torch.Tensor,
+    wishes: torch.Tensor,
+    wanted: torch.Tensor,
+    tokens: torch.Tensor,
+    found: Found,
+    *,
+    alive: torch.Tensor | None = None,
 ) -> None:
-    """tokens [n] int32 of scores [n, V] (float32, bf16 or fp16), or a code below 0.
+    """tokens [n] (int32 or int64) of scores [n, V] (float32, bf16 or fp16), or a code below 0.
 
     wishes float64 [n, 9] holds the columns named above; DRAW is the row's uniform number, REPETITION, FREQUENCY and
     PRESENCE are not looked at (see rules.py). wanted [n] int32: 1 where top_k, top_p or min_p of a drawing row narrows
-    anything. A row with temperature 0 gets its best token, of equals the smallest id.
+    anything. A row with temperature 0 gets its best token, of equals the smallest id. `alive` is what `apply_rules`
+    left; None: the scores are logits as the model gave them, so that a row of -inf is BROKEN, not RULED_OUT.
     """
     rows, vocab = scores.shape
     if wishes.shape != (rows, COLUMNS) or not wishes.is_contiguous() or wishes.dtype != torch.float64:
@@ -243,8 +273,10 @@ def choose(
     column = [wishes[:, i] for i in range(COLUMNS)]
     find_peaks(scores, column[TEMPERATURE], found)
     find_candidates(scores, column[TEMPERATURE], wanted, column[TOP_K], column[TOP_P], column[MIN_P], found)
+    pieces = 0 if alive is None else alive.shape[1]
     _choose[(rows,)](
-        scores, wishes, wanted, found.peaks, found.places, found.masses, found.sizes, found.ids, found.scores, tokens,
-        vocab, found.chunks, scores.stride(0), CHUNKS_PAD=triton.next_power_of_2(found.chunks), COLS=COLUMNS,
-        num_warps=8,
+        scores, wishes, wanted, found.places if alive is None else alive, found.peaks, found.places, found.masses,
+        found.sizes, found.ids, found.scores, tokens, vocab, found.chunks, pieces, scores.stride(0),
+        CHUNKS_PAD=triton.next_power_of_2(found.chunks), PIECES_PAD=triton.next_power_of_2(rules.pieces(vocab)),
+        COLS=COLUMNS, num_warps=8,
     )  # fmt: skip

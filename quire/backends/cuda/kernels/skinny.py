@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -75,6 +77,7 @@ def _tile(w, inner, last, EVEN: tl.constexpr):
     return tl.load(w[:, None] + inner[None, :], mask=(inner < last)[None, :], other=0.0)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _dot(
     x, w, y, residual, bias, w_scale, x_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
@@ -143,6 +146,7 @@ def _dot(
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["m"])
 def _sum_parts(
     part, y, residual, bias, m, n, stride_y, stride_r, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
@@ -156,6 +160,7 @@ def _sum_parts(
     _epilogue(acc, y, residual, bias, row, col, col < n, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
+@Launcher
 @triton.jit
 def _vector(
     x, w, y, residual, bias, w_scale, norm, n, k, eps, stride_w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

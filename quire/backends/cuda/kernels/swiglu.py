@@ -11,9 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 FP8_MAX = tl.constexpr(448.0)
 
 
+@Launcher
 @triton.jit
 def _swiglu(
     x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr

@@ -83,21 +83,6 @@ def test_a_cache_of_codes(code: torch.dtype, splits: int, options: dict, device:
         attention(p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=33)
 
 
-def test_invariant_mode_gives_a_row_the_same_bits_in_any_company(device: str):
-    whole = paged([100], [100], heads=4, kv_heads=2, dim=64, device=device)
-    options = {"splits": 4, "split_len": 32}
-    alone = run(whole, 0.125, max_q=100, **options)
-    assert error(alone, exact(whole, 0.125)) < 2e-3
-    last = run(_tail(whole, 1), 0.125, max_q=1, **options)
-    chunk = run(_tail(whole, 37), 0.125, max_q=37, **options)
-    assert torch.equal(alone[-1:], last) and torch.equal(alone[-37:], chunk)
-
-
-def _tail(p: Paged, rows: int) -> Paged:
-    start = torch.tensor([0, rows], dtype=torch.int32, device=p.q.device)
-    return Paged(p.q[-rows:], p.k_cache, p.v_cache, p.table, start, p.kv_len, p.pos[-rows:], p.write, p.keys, p.values)
-
-
 def test_splits_cover_bounds():
     assert choose_splits(1, 8, 512) == 8 and choose_splits(256, 8, 8192) == 1 and choose_splits(1, 8, 63) == 1
 

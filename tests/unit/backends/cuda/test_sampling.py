@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from quire.backends.cuda.kernels import candidates
-from quire.backends.cuda.kernels.logprobs import logprobs
+from quire.backends.cuda.kernels.logprobs import logprobs, wanted
 from quire.backends.cuda.kernels.philox import uniforms
-from quire.backends.cuda.kernels.rules import apply_rules
-from quire.backends.cuda.kernels.sample import BROKEN, RULED_OUT, choose
+from quire.backends.cuda.kernels.rules import apply_rules, pieces
+from quire.backends.cuda.kernels.sample import BROKEN, RULED_OUT, choose, greedy
 from quire.runner.params import SamplingParams
 from quire.runner.random import uniform
 from quire.runner.sampler import Sampler, Stream
@@ -108,7 +108,11 @@ def test_rows_that_cannot_be_sampled(device: str):
     scores[0, 5], scores[1, 19_999], scores[2] = float("nan"), float("inf"), float("-inf")
     for p in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams()):
         found = device_tokens(scores, [p] * 4, [0.1] * 4, device)
-        assert found[:3] == [BROKEN, BROKEN, RULED_OUT] and 0 <= found[3] < VOCAB
+        assert found[:3] == [BROKEN] * 3 and 0 <= found[3] < VOCAB
+    tokens = torch.empty(4, dtype=torch.int64, device=device)
+    scores[3, [7, 19_000]] = 99.0
+    greedy(scores.to(device), tokens)
+    assert tokens.tolist() == [BROKEN] * 3 + [7]
 
 
 def test_masked_tokens_are_never_drawn(device: str):
@@ -140,18 +144,31 @@ def test_rules(device: str):
 
     for i, p in enumerate(params):
         want[i] = logits[i].numpy()
-        choice = Choice(want[i], p, 3, np.array(stops), History(prompt[i], output[i]), allowed[i].numpy())
-        for rule in rules_for(p, masked=True):
+        choice = Choice(want[i], p, 3, np.array(stops), History(prompt[i], output[i]))
+        for rule in rules_for(p):
             rule.apply(choice)
     on = lambda *t: tuple(x.to(device) for x in t)  # noqa: E731
     ints = lambda *v: torch.tensor(v, dtype=torch.int32)  # noqa: E731
     scores = torch.full((3, VOCAB), float("nan"), device=device)
+    alive = torch.full((3, pieces(VOCAB)), -1, dtype=torch.int32, device=device)
     before = logits.clone()
+    # The rows are some of many, their histories lie apart, and one row has no mask: it may have every token.
+    many = torch.full((6, VOCAB), float("nan"))
+    many[[5, 0, 3]] = logits
+    whose = [4, 2, 6]
+    bits = np.packbits(allowed[:2].numpy(), axis=1, bitorder="little").view(np.int32)
+    for i in (0, 1):
+        want[i][~allowed[i].numpy()] = -np.inf
+    all_seen, all_counts = (torch.zeros(7, VOCAB, dtype=t.dtype) for t in (seen, counts))
+    all_seen[whose], all_counts[whose] = seen, counts
     apply_rules(
-        logits.to(device), scores, table(params, [0.0] * 3).to(device),
+        many.to(device), scores, alive, table(params, [0.0] * 3).to(device), rows=ints(5, 0, 3).to(device),
         bias=on(ints(0, 0, 2), ints(3, 19, 0), torch.tensor([2.0, -9.0, 5.0], dtype=torch.float64)),
-        seen=seen.to(device), counts=counts.to(device), allowed=allowed.to(device), stops=on(ints(1, 1), ints(*stops)),
+        history=ints(*whose).to(device), seen=all_seen.to(device), counts=all_counts.to(device),
+        mask=ints(0, 1, -1).to(device), allowed=torch.from_numpy(bits.copy()).to(device),
+        stops=on(ints(1, 1), ints(*stops)),
     )  # fmt: skip
+    assert (alive == 1).all()
     np.testing.assert_allclose(scores.cpu().numpy(), want, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits, before)
 
@@ -160,9 +177,27 @@ def test_a_broken_logit_stays_visible_behind_a_mask(device: str):
     logits = torch.zeros(1, 100, device=device)
     logits[0, 5] = float("nan")
     scores = torch.empty(1, 100, device=device)
-    none = torch.zeros(1, 100, dtype=torch.bool, device=device)
-    apply_rules(logits, scores, table([SamplingParams()], [0.0]).to(device), allowed=none)
+    none = torch.zeros(1, 4, dtype=torch.int32, device=device)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    five = torch.full((1,), 5, dtype=torch.int32, device=device)
+    alive = torch.empty(1, 1, dtype=torch.int32, device=device)
+    apply_rules(
+        logits, scores, alive, table([SamplingParams()], [0.0]).to(device), mask=zero, allowed=none, stops=(zero, five)
+    )
     assert scores[0, 5] == float("inf") and (scores[0, :5] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("start", [0.0, float("-inf")])
+def test_whose_fault_it_is_that_no_token_is_left(start: float, device: str):
+    logits = torch.full((1, VOCAB), start, device=device)
+    scores, alive = torch.empty_like(logits), torch.empty(1, pieces(VOCAB), dtype=torch.int32, device=device)
+    none = torch.zeros(1, VOCAB // 32, dtype=torch.int32, device=device)
+    wishes = table([SamplingParams()], [0.5]).to(device)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    apply_rules(logits, scores, alive, wishes, mask=flag, allowed=none)
+    tokens = torch.empty(1, dtype=torch.int32, device=device)
+    choose(scores, wishes, flag, tokens, candidates.scratch(1, VOCAB, device), alive=alive)
+    assert tokens.tolist() == [RULED_OUT if start == 0.0 else BROKEN]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 4.0])
@@ -174,9 +209,7 @@ def test_logprobs_ranks_and_alternatives(spread: float, device: str):
     for top in (0, 7):
         out = torch.full((4, 2 + 2 * top), float("nan"), dtype=torch.float64, device=device)
         found = candidates.scratch(4, VOCAB, device)
-        logprobs(
-            logits.to(device), tokens.to(device), top, out, found, torch.empty(5, 4, dtype=torch.float64, device=device)
-        )
+        logprobs(logits.to(device), tokens.to(device), top, out, found, wanted(top, device))
         sampler = Sampler(VOCAB)
         for i, row in enumerate(out.cpu().tolist()):
             want = sampler.logprob(logits[i].numpy(), int(tokens[i]), top)

@@ -1,9 +1,10 @@
 """The sampler on a device: rows of logits become tokens and log probabilities without leaving it.
 
-The rules, their order and the meaning of each are those of rules.py, over many rows at once; the random number of a row
-is the same Philox draw, made on the host, where its seed and position are known. All arithmetic is float64. So a token
-is the one that the host's sampler gives, unless two candidates are nearer to a border (the edge of top_p, the drawn
-number) than the rounding of a float64 sum; greedy choices are exactly the same: the best score, the smallest id.
+The rules, their order and the meaning of each are those of runner/rules.py, over many rows at once; the random number of a
+row is the same Philox draw, made on the host, where its seed and position are known. `DeviceSampler` is what a program
+offers its runner. Here it is in plain torch, in float64: a token is the one that the host's sampler gives, unless two
+candidates are nearer to a border (the edge of top_p, the drawn number) than the rounding of a float64 sum; greedy choices
+are exactly the same: the best score, the smallest id.
 
 A row that cannot be sampled gets a negative code in place of a token; the runner makes an error of it.
 """
@@ -11,72 +12,108 @@ A row that cannot be sampled gets a negative code in place of a token; the runne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 BROKEN, RULED_OUT = -1, -2  # in place of a token: the logits are not numbers; no token is left
 COLUMNS = ("temperature", "top_k", "typical_p", "top_p", "min_p", "repetition", "frequency", "presence", "draw")
-_CHUNK = 1 << 24  # scores that are worked on at a time, each 8 bytes and several times over
 
 
 @dataclass(slots=True)
 class Wishes:
-    """What the rows of one call want. Tensors on the device; the flags say what no row wants, and cost nothing then."""
+    """What n rows of one call want. Tensors on the device; the flags say what no row wants, and cost nothing then."""
 
     params: torch.Tensor  # float64 [n, len(COLUMNS)]
+    rows: torch.Tensor | None  # int32 [n]: which rows of the logits these are; None: the first n
+    narrow: torch.Tensor  # int32 [n]: 1 where top_k, top_p or min_p of a row that draws may leave out tokens
     draws: bool  # some temperature is above 0
     most_k: int  # the largest top_k below the size of the vocabulary; 0: none
-    typical: bool
     top_p: bool
     min_p: bool
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # rows, tokens, float64 values
-    stops: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, tokens
-    seen: torch.Tensor | None = None  # bool [n, V]: tokens of prompt and output
-    counts: torch.Tensor | None = None  # [n, V]: how often each was generated
-    allowed: torch.Tensor | None = None  # bool [n, V]
+    typical: torch.Tensor | None = None  # int32: places among the n of rows with a typical_p; None: there are none
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # int32 places and tokens, float64 values
+    stops: tuple[torch.Tensor, torch.Tensor] | None = None  # int32 places and tokens
+    seen: torch.Tensor | None = None  # bool [histories, V]: tokens of prompt and output
+    counts: torch.Tensor | None = None  # int32 [histories, V]: how often each was generated
+    history: torch.Tensor | None = None  # int32 [n]: whose of these a row has; history 0 is empty
+    allowed: torch.Tensor | None = None  # int32 [masks, words]: a bit a token, the lowest first; 1: allowed
+    mask: torch.Tensor | None = None  # int32 [n]: which of these a row has; -1: none
+
+    def part(self, at: torch.Tensor) -> Wishes:
+        """The wishes of the rows at these places (int64 [t]). Entries of other rows go to a row after the last."""
+        place = torch.full((self.params.shape[0],), at.shape[0], dtype=torch.int64, device=at.device)
+        place[at] = torch.arange(at.shape[0], device=at.device)
+        return Wishes(
+            params=self.params[at],
+            rows=at if self.rows is None else self.rows[at],
+            narrow=self.narrow[at],
+            draws=self.draws,
+            most_k=self.most_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            typical=self.typical,
+            bias=None if self.bias is None else (place[self.bias[0]], *self.bias[1:]),
+            stops=None if self.stops is None else (place[self.stops[0]], self.stops[1]),
+            seen=self.seen,
+            counts=self.counts,
+            history=None if self.history is None else self.history[at],
+            allowed=self.allowed,
+            mask=None if self.mask is None else self.mask[at],
+        )
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The best token of each row, int64 [L], or BROKEN. Of equals the smallest id."""
-    peak, token = logits.max(dim=-1)  # NaN is the largest of all here, so it is seen
-    return torch.where(torch.isfinite(peak), token, BROKEN)
+class DeviceSampler(Protocol):
+    """Logits are float32 [L, V] on the device, and are not changed. Nothing waits."""
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """The best token of each row, int64 [L], or BROKEN. Of equals the smallest id."""
+        ...
+
+    def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
+        """A token, or a code, for each row that wishes something: int64 [n]."""
+        ...
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+        """Of each row's token and of its `top` best: float64 [L, 2 + 2 * top] as logprob, rank, ids, their logprobs.
+
+        Log-softmax of the logits as the model gave them; ties by id. A row that is not numbers gives NaN.
+        """
+        ...
+
+    def practise(self, logits: torch.Tensor) -> None:
+        """Do once what a first call would have to compile. What the logits say does not matter."""
+        ...
 
 
-def choose(logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-    """A token, or a code, for each row: int64 [n]. logits float32 [n, V]; they are not changed."""
-    rows, vocab = logits.shape
-    step = max(1, _CHUNK // vocab)
-    if rows <= step:
-        return _choose(logits, wishes)
-    parts = [_choose(logits[at : at + step], _part(wishes, at, at + step)) for at in range(0, rows, step)]
-    return torch.cat(parts)
+class TorchSampler:
+    """Whole rows are sorted, in float64: right on any device, not fast. `chunk` scores are worked on at a time."""
 
+    def __init__(self, chunk: int = 1 << 24):
+        self._chunk = chunk  # each takes 8 bytes, several times over
 
-def _part(w: Wishes, first: int, end: int) -> Wishes:
-    """The wishes of some rows. Bias and stop entries of other rows are sent to a row that is cut off."""
-    own = slice(first, end)
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        peak, token = logits.max(dim=-1)  # NaN is the largest of all here, so it is seen
+        return torch.where(torch.isfinite(peak), token, BROKEN)
 
-    def cut(rows: torch.Tensor) -> torch.Tensor:
-        inside = (rows >= first) & (rows < end)
-        return torch.where(inside, rows - first, len(w.params[own]))
+    def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
+        rows, step = wishes.params.shape[0], max(1, self._chunk // logits.shape[1])
+        if rows <= step:
+            return _choose(logits, wishes)
+        places = torch.arange(rows, device=logits.device)
+        return torch.cat([_choose(logits, wishes.part(places[at : at + step])) for at in range(0, rows, step)])
 
-    return Wishes(
-        params=w.params[own],
-        draws=w.draws,
-        most_k=w.most_k,
-        typical=w.typical,
-        top_p=w.top_p,
-        min_p=w.min_p,
-        bias=None if w.bias is None else (cut(w.bias[0]), w.bias[1], w.bias[2]),
-        stops=None if w.stops is None else (cut(w.stops[0]), w.stops[1]),
-        seen=None if w.seen is None else w.seen[own],
-        counts=None if w.counts is None else w.counts[own],
-        allowed=None if w.allowed is None else w.allowed[own],
-    )
+    def practise(self, logits: torch.Tensor) -> None:
+        pass
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+        rows, step = logits.shape[0], max(1, self._chunk // logits.shape[1])
+        return torch.cat([_logprobs(logits[i : i + step], tokens[i : i + step], top) for i in range(0, rows, step)])
 
 
 def _choose(logits: torch.Tensor, w: Wishes) -> torch.Tensor:
-    n = logits.shape[0]
+    n = w.params.shape[0]
+    logits = logits[:n] if w.rows is None else logits[w.rows]
     column = {name: w.params[:, i : i + 1] for i, name in enumerate(COLUMNS)}  # [n, 1] each
     scores = torch.empty(n + 1, logits.shape[1], dtype=torch.float64, device=logits.device)
     scores[:n] = logits  # the row more takes the entries of rows that are not here
@@ -98,16 +135,20 @@ def _adjust(scores: torch.Tensor, w: Wishes, column: dict[str, torch.Tensor]) ->
     n = scores.shape[0] - 1
     if w.bias is not None:
         rows, tokens, values = w.bias
-        scores.index_put_((rows, tokens), values, accumulate=True)
-    if w.seen is not None and w.counts is not None:
+        scores.index_put_((rows.long(), tokens.long()), values, accumulate=True)
+    if w.seen is not None and w.counts is not None and w.history is not None:
         own, penalty = scores[:n], column["repetition"]
-        own = torch.where(w.seen, torch.where(own > 0.0, own / penalty, own * penalty), own)
-        own = own - (column["frequency"] * w.counts + column["presence"] * (w.counts > 0))
+        seen, counts = w.seen[w.history], w.counts[w.history]
+        own = torch.where(seen, torch.where(own > 0.0, own / penalty, own * penalty), own)
+        own = own - (column["frequency"] * counts + column["presence"] * (counts > 0))
         scores = torch.cat((own, scores[n:]))
     if w.stops is not None:
-        scores.index_put_(w.stops, torch.full((), float("-inf"), dtype=torch.float64, device=scores.device))
-    if w.allowed is not None:
-        scores[:n].masked_fill_(~w.allowed, float("-inf"))
+        out = torch.full((), float("-inf"), dtype=torch.float64, device=scores.device)
+        scores.index_put_((w.stops[0].long(), w.stops[1].long()), out)
+    if w.allowed is not None and w.mask is not None:
+        token = torch.arange(scores.shape[1], device=scores.device)
+        bits = w.allowed[w.mask.clamp(min=0)][:, token // 32] >> (token % 32)  # [n, V]
+        scores[:n].masked_fill_((bits & 1 == 0) & (w.mask >= 0)[:, None], float("-inf"))
     return scores
 
 
@@ -121,7 +162,7 @@ def _filter(scores: torch.Tensor, w: Wishes, column: dict[str, torch.Tensor]) ->
         room = k - above.sum(dim=-1, keepdim=True)  # of equals, those with the smaller id
         keep = above | (level & (level.cumsum(dim=-1) <= room)) | (k <= 0) | (k >= scores.shape[1])
         scores = scores.masked_fill(~keep, float("-inf"))
-    if w.typical:
+    if w.typical is not None:
         share = _weights(scores)
         share = share / share.sum(dim=-1, keepdim=True)
         surprise = -share.log()
@@ -161,16 +202,6 @@ def _draw(scores: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
     # The number drawn may round up to the total: then the last token that has a share of it.
     last = torch.searchsorted(cumulative, total.contiguous())
     return torch.where(place < scores.shape[1], place, last)[:, 0]
-
-
-def logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
-    """Of each row's token and of its `top` best: float64 [n, 2 + 2 * top] as logprob, rank, ids, their logprobs.
-
-    Log-softmax of the logits as the model gave them; ties by id. A row that is not numbers gives NaN.
-    """
-    rows, vocab = logits.shape
-    step = max(1, _CHUNK // vocab)
-    return torch.cat([_logprobs(logits[i : i + step], tokens[i : i + step], top) for i in range(0, rows, step)])
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""The CUDA backend's kernels in the mode whose promise is bits: a row's result does not depend on its batch.
+
+Products are `kernels/product.py` for any number of rows, attention is cut at multiples of SPLIT tokens for prompts and
+decode rows alike, residuals are added and rounded at one place, and every norm is the same compiled kernel. What depends
+on the batch here is only who computes something, never in which order it is summed. Shared prefixes are read by each row
+for itself. The price is measured by `benchmarks.gpu --also-deterministic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire.backends.cuda.backend import CudaBackend, CudaKernels
+from quire.backends.cuda.kernels import attention as paged
+from quire.backends.cuda.kernels.product import product
+from quire.backends.cuda.kernels.swiglu import swiglu
+from quire.backends.cuda.sampler import CudaSampler
+from quire.backends.ops import KV
+from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.quantized import Weight
+from quire.backends.torch.sampler import DeviceSampler
+
+SPLIT = 512  # tokens of a context that are one sum
+_SPACE = 1 << 28  # bytes that the parts of split contexts may take
+
+
+class DeterministicKernels(CudaKernels):
+    """The same bits for the same row: alone, in any batch, in any chunk, from a graph or not."""
+
+    skinny_rows = 0  # no product whose kernel depends on how many rows there are
+
+    def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
+        super().__init__(kv, device, dtype)
+        self._chain = device.type == "cuda"
+
+    def sampler(self) -> DeviceSampler:
+        return CudaSampler(self.device, alone=True)
+
+    def linear(self, x: Any, weight: Any, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=self.dtype, device=self.device)
+        product(x, weight, out, bias=bias, pdl=self._chain)
+        return out
+
+    def logits(self, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=self.device)
+        product(x, weight, out, bias=bias, pdl=self._chain)
+        return out
+
+    def gated(self, x: Any, weight: Any, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
+        both = self.linear(x, weight, bias)
+        out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=self.dtype, device=self.device)
+        swiglu(both, out, pdl=self._chain)
+        return out
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        *,
+        soon: Sequence[Weight] = (),
+    ) -> tuple[torch.Tensor, Any]:
+        product(x, weight, residual, bias=bias, residual=residual, pdl=self._chain)
+        return residual, self.rms_norm(residual, norm, eps)
+
+    def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+        tokens, heads, dim = q.shape
+        out, kv_heads = torch.empty_like(q), self.kv.kv_heads
+        splits = -(-batch.reach // SPLIT)
+        tiles = batch.sequences + tokens * heads // kv_heads // paged.INVARIANT.rows
+        # Parts are programs of their own where the rows alone would not fill the device.
+        apart = splits > 1 and tiles * kv_heads < 2 * self._processors and tokens * heads * dim * splits * 4 <= _SPACE
+        space = None
+        if apart:
+            key = "parts in order", heads
+            space = batch.once(key, lambda: paged.workspace(tokens, heads, dim, splits, q.device, sums=True))
+        paged.attention(
+            q, self.keys[layer], self.values[layer], out, q_start=batch.q_start, kv_len=batch.kv_len,
+            table=batch.pages, pos=batch.pos, scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT,
+            space=space, pdl=self._chain,
+        )  # fmt: skip
+        return out
+
+
+class DeterministicBackend(CudaBackend):
+    """The CUDA backend with these kernels."""
+
+    kernels = DeterministicKernels
+    shares = False
+
+    def describe(self) -> str:
+        return f"{super().describe()}, the same bits in any batch"
+
+    def implementations(self) -> dict[str, str]:
+        own = {"linear": "Triton (one order of sums)", "attention": "Triton (cut at fixed positions)"}
+        return super().implementations() | own

@@ -1,0 +1,65 @@
+"""Launches a kernel without inspecting its arguments anew, once Triton has compiled it for arguments of their kind.
+
+Triton looks at every argument of every launch to find the compiled kernel that serves it, which takes the host longer than
+many kernels take the device: a prompt of 512 tokens is bound by it. What its choice depends on is little: the types and the
+alignment of pointers, constants, and those numbers that it specializes on. That is the key here; a launch with a new
+one goes through Triton. In Triton's interpreter every launch does. One device in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+
+class Launcher:
+    """Decorates a jitted kernel, and is launched as one: kernel[grid](...).
+
+    Constants and options are given by name, the arguments before them in order.
+    """
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._ready: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        self._pointers: list[int] = []
+        self._aligned: list[int] = []
+        self._numbers: list[int] = []
+        self._sorted = False
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        if not self._sorted:
+            self._sort(args)
+        key = (
+            *[args[i].dtype for i in self._pointers],
+            *[args[i].data_ptr() & 15 for i in self._aligned],
+            *[args[i] for i in self._numbers],
+            *named.values(),
+        )
+        found = self._ready.get(key)
+        if found is not None:
+            compiled, constants = found
+            compiled[(*grid, 1, 1)[:3]](*args, *constants)
+            return
+        compiled = self._kernel[grid](*args, **named)
+        if isinstance(self._kernel, JITFunction):
+            self._ready[key] = compiled, [named[name] for name in self._kernel.arg_names[len(args) :]]
+
+    def _sort(self, args: tuple[Any, ...]) -> None:
+        """Which arguments the choice of a compiled kernel depends on."""
+        self._sorted = True
+        if not isinstance(self._kernel, JITFunction):
+            return
+        for i, (param, value) in enumerate(zip(self._kernel.params, args, strict=False)):
+            if isinstance(value, torch.Tensor):
+                self._pointers.append(i)
+                if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
+                    self._aligned.append(i)
+            elif isinstance(value, int) and not param.do_not_specialize:
+                self._numbers.append(i)

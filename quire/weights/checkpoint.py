@@ -1,0 +1,60 @@
+"""A checkpoint: a model's weights with what they say of themselves, whichever of the two ways it lies on disk.
+
+A GGUF is one file, a Folder is Hugging Face's layout. What both offer is `Checkpoint`; what only one of them has (metadata
+keys, config.json) is read by those who know the difference: a family's configuration and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from quire.layouts import Layout
+from quire.weights.gguf import GGUF
+
+if TYPE_CHECKING:
+    from quire.weights.folder import Folder
+
+Opened: TypeAlias = "GGUF | Folder"
+
+
+class Tensor(Protocol):
+    """What is known of a tensor without reading it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Checkpoint(Protocol):
+    """What a model asks of its weights."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensor(self, name: str) -> Layout:
+        """A view of the mapped file."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Let go of the pages of a tensor that a backend has taken over."""
+        ...
+
+    def file_of(self, name: str) -> str:
+        """The file that holds it, for messages."""
+        ...
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+    """The model at that path: a folder, or a GGUF file. Reads no weights."""
+    if os.path.isdir(path):
+        from quire.weights.folder import Folder  # a GGUF does not need it
+
+        return Folder.open(path)
+    return GGUF.open(path)
+
+
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all its tensors."""
+    return sum(info.nbytes for info in checkpoint.tensors.values())

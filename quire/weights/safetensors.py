@@ -1,0 +1,216 @@
+"""A safetensors file: mapped into memory, checked, and handed out as layouts that are views of the map.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: name -> {dtype, shape, data_offsets}, and perhaps "__metadata__"
+    data      the tensors, one after another, without gaps
+
+`Safetensors.open` believes nothing the header says: what it returns has tensors that lie in the file, whole, apart from
+each other, and that fill it. What is wrong is a BadModelFile with the file, the tensor and the numbers. A type of number that no
+layout holds is refused when its tensor is asked for, so that one nobody uses does no harm. The caveat of `gguf.py` about
+files that are cut short while they are mapped holds here too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from quire.layouts import Dense
+from quire.observe.errors import BadModelFile, NotFound, Unsupported
+
+MAX_HEADER = 100_000_000  # bytes, as in the format's own implementation
+MAX_DIMS = 8
+MAX_NAME = 512  # characters of a tensor's name
+DENSE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file: where its bytes are and what they mean."""
+
+    name: str
+    type: str  # the format's word: F32, BF16, …
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Safetensors:
+    """One open file. Read-only; layouts stay valid after `close()`, which only gives up the file's own hold."""
+
+    path: str
+    size: int  # bytes
+    tensors: Mapping[str, TensorInfo]  # in file order
+
+    def __init__(self, path: str, file: mmap.mmap):
+        self._map = file
+        self._data: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(file, np.uint8)
+        self.path = path
+        self.size = self._data.size
+        self.tensors = MappingProxyType(_parse(path, file, self.size))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Safetensors:
+        """Map the file and check its header. Reads no weights."""
+        path = os.fspath(path)
+        try:
+            # Asked before opening: opening a pipe would wait for somebody to write into it.
+            mode = os.stat(path).st_mode
+            if not stat.S_ISREG(mode):
+                raise BadModelFile(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < 8:
+                    raise BadModelFile(f"{path} has {size} bytes: a safetensors file begins with 8 of length")
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise NotFound(f"there is no file {path}") from None
+        except (OSError, ValueError) as e:
+            raise BadModelFile(f"{path} cannot be opened: {e}") from None
+        return cls(path, mapped)
+
+    def tensor(self, name: str) -> Dense:
+        """A tensor's bytes as a layout: a view of the mapped file, no copy."""
+        if self._data is None:
+            raise ValueError(f"{self.path} is closed")
+        info = self.tensors.get(name)
+        if info is None:
+            raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
+        if info.type not in DENSE:
+            raise Unsupported(
+                f"{self.path}: tensor {name!r} holds {info.type} numbers, which are not supported here",
+                cure=f"supported: {', '.join(DENSE)}; a quantized model can be had as GGUF",
+            )
+        return Dense.of(self._data[info.offset : info.offset + info.nbytes], info.shape, DENSE[info.type])
+
+    def release(self, name: str) -> None:
+        """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""
+        info = self.tensors[name]
+        if self._data is None or not info.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        # Whole pages, outwards: a neighbour's bytes in the first or last page are read again when they are used.
+        first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, info.offset + info.nbytes - first)
+
+    def close(self) -> None:
+        """Give up the map. If layouts still use it, it goes when the last of them does."""
+        self._data = None
+        with suppress(BufferError):  # views are alive, and hold the map themselves
+            self._map.close()
+
+    def __enter__(self) -> Safetensors:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Safetensors {self.path}: {len(self.tensors)} tensors, {self.size} bytes>"
+
+
+def _parse(path: str, file: mmap.mmap, size: int) -> dict[str, TensorInfo]:
+    """Every tensor by name, in the order of their bytes."""
+    length = int.from_bytes(file[:8], "little")
+    if length > MAX_HEADER:
+        raise BadModelFile(
+            f"{path}: its first 8 bytes say a header of {length} bytes: at most {MAX_HEADER} are allowed"
+        )
+    if 8 + length > size:
+        raise BadModelFile(f"{path} is cut short: its header ends at byte {8 + length}, the file at {size}")
+    infos = [
+        _tensor(path, name, entry, 8 + length)
+        for name, entry in _header(path, file[8 : 8 + length]).items()
+        if name != "__metadata__"
+    ]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    at, before = 8 + length, "the header"
+    for info in infos:
+        if info.offset < at:
+            raise BadModelFile(
+                f"{path}: tensor {info.name!r} begins at byte {info.offset}, but {before} goes on to {at}: they overlap"
+            )
+        if info.offset > at:
+            raise BadModelFile(f"{path}: bytes {at} to {info.offset}, before tensor {info.name!r}, belong to no tensor")
+        at, before = info.offset + info.nbytes, f"tensor {info.name!r}"
+        if at > size:
+            raise BadModelFile(
+                f"{path} is cut short: tensor {info.name!r} is bytes {info.offset} to {at}, the file ends at {size}",
+                cure="fetch it again",
+            )
+    if at != size:
+        raise BadModelFile(f"{path}: {before} ends at byte {at}, but the file goes on to {size}")
+    return {info.name: info for info in infos}
+
+
+def _header(path: str, data: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise BadModelFile(f"{path}: its header has {twice[:MAX_NAME]!r} twice")
+        return made
+
+    if not data.startswith(b"{"):
+        raise BadModelFile(f"{path} is not a safetensors file: its header begins with {data[:4]!r}, not with '{{'")
+    try:
+        header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise BadModelFile(f"{path}: its header is not JSON: {str(e)[:200]}") from None
+    metadata = header.get("__metadata__")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise BadModelFile(f"{path}: __metadata__ of its header is a {type(metadata).__name__}, not an object")
+    return header
+
+
+def _tensor(path: str, name: str, entry: Any, data_start: int) -> TensorInfo:
+    def wrong(what: str) -> BadModelFile:
+        return BadModelFile(f"{path}: tensor {name[:MAX_NAME]!r} {what}")
+
+    if len(name) > MAX_NAME:
+        raise wrong(f"has a name of {len(name)} characters: at most {MAX_NAME} are allowed")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise wrong("is not described by dtype, shape and data_offsets")
+    kind, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in BITS:
+        raise wrong(f"has the dtype {str(kind)[:40]!r}, which is not known; known: {', '.join(BITS)}")
+    if not _counts(shape) or len(shape) > MAX_DIMS:
+        raise wrong(f"has the shape {repr(shape)[:80]}: at most {MAX_DIMS} numbers from 0 on are allowed")
+    if not _counts(span) or len(span) != 2 or span[0] > span[1]:
+        raise wrong(f"has the data_offsets {repr(span)[:80]}: two numbers, the first not above the second, are needed")
+    bits = math.prod(shape) * BITS[kind]
+    if bits != 8 * (span[1] - span[0]):
+        need = bits // 8 if bits % 8 == 0 else bits / 8
+        raise wrong(f"has {span[1] - span[0]} bytes, but {_text(shape)} numbers of {kind} take {need}")
+    return TensorInfo(name, kind, tuple(shape), data_start + span[0], span[1] - span[0])
+
+
+def _counts(value: Any) -> bool:
+    """A list of whole numbers, none negative and none absurd."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _text(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "1"
