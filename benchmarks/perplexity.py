@@ -22,10 +22,11 @@ import numpy.typing as npt
 from benchmarks.figures import spread
 from benchmarks.record import ROOT, median, save
 from quire.backends.batch import Batch
-from quire.backends.ops import KV_DTYPES, Backend
+from quire.backends.ops import Backend
 from quire.config import DEFAULT_MODEL, PAGE_SIZE, EngineConfig, Environment, available_cores
 from quire.models import Model
 
+KV_DTYPES = ("f16", "int8")  # what the native backend has
 STEP = 128  # tokens in a step; each has a row of logits as wide as the vocabulary
 
 F64 = npt.NDArray[np.float64]

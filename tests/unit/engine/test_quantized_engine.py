@@ -142,6 +142,8 @@ def test_a_files_four_bits_are_kept(tmp_path: Path, quantize: str):
     # The embedding stays in full: it is no product's.
     assert made[1].weight_bytes < 0.4 * plain[1].weight_bytes
     assert serve(made, prompts(), 6) == want
+    if quantize == "Q4_1":  # once is enough in the interpreter
+        return
     halves = build_engine(config(path, "torch", **{**options, "dtype": "float16"}), ENV)
     packed = build_engine(config(path, "cuda", **{**options, "dtype": "float16"}, quantize="keep"), ENV)
     assert serve(packed, prompts()[:2], 3) == serve(halves, prompts()[:2], 3)
@@ -165,6 +167,7 @@ def test_a_cache_of_codes(tmp_path: Path, kept: str):
         ({"quantize": "fp8", "backend": "native"}, Unsupported, "native backend keeps weights as the file has them"),
         ({"quantize": "int4", "backend": "reference"}, Unsupported, "reference backend keeps weights"),
         ({"quantize": "keep", "load_format": "dummy", "backend": "torch"}, Unsupported, "no four-bit codes"),
+        ({"quantize": "int4", "backend": "torch", "deterministic": True}, Unsupported, "not deterministic yet"),
         ({"kv_dtype": "fp8", "backend": "native"}, Unsupported, "cannot keep K and V as fp8"),
         ({"kv_dtype": "fp9", "backend": "torch"}, BadRequest, "kv_dtype"),
     ],

@@ -331,8 +331,9 @@ def attend(
     block_q = max(1, tile.rows // group_pad)
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or q.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("attention needs caches of equal strides, and contiguous heads")
-    if k_scale is not None and k_scale.shape != (k_cache.shape[0], kv_heads, page):
-        raise ValueError(f"scales {list(k_scale.shape)} for a cache {list(k_cache.shape)}")
+    wanted = (k_cache.shape[0], kv_heads, page) if k_cache.dtype in LARGEST else None
+    if wanted != (None if k_scale is None else tuple(k_scale.shape)):
+        raise ValueError(f"a cache {list(k_cache.shape)} of {k_cache.dtype} needs scales {wanted}")
     if blocks is None and max_rows > block_q:
         raise ValueError(f"a tile of {block_q} tokens cannot hold sequences of up to {max_rows} rows")
     if space is None and splits != 1:

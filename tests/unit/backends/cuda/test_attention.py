@@ -79,6 +79,8 @@ def test_a_cache_of_codes(code: torch.dtype, splits: int, options: dict, device:
     assert error(out, exact(p, 0.125, **options)) < 3e-3 if half == torch.float16 else 1e-2
     with pytest.raises(ValueError, match="scales"):
         attention(p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=33, k_scale=ks, v_scale=vs)
+    with pytest.raises(ValueError, match="needs scales"):
+        attention(p.q, k8, v8, out, **p.arrays, scale=0.125, max_q=33)
 
 
 def test_splits_cover_bounds():
