@@ -40,7 +40,7 @@ WORTH = 16384  # tokens of keys and values that need not be read again: what rea
 _CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
 _BROKEN = "the model produced NaN or infinite logits"
 # Steps to launch before the first request, as decode rows, prompt rows and reach: few rows, many, split contexts, and not.
-PRACTICE = ((0, 3, 64), (0, 20, 1024), (0, 40, 4096), (1, 300, 256), (7, 600, 2048), (159, 600, 512))
+PRACTICE = ((0, 3, 64), (1, 3, 256), (1, 20, 1024), (1, 40, 4096), (1, 300, 256), (7, 200, 2048), (159, 300, 512))
 
 
 @dataclass(slots=True)
