@@ -54,6 +54,9 @@ def command(
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[str, Option(help="With cuda and torch: fp8, int8, int4, keep (a file's 4 bits).")] = "none",
+    deterministic: Annotated[
+        bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
+    ] = False,
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -90,6 +93,7 @@ def command(
             device=device,
             dtype=dtype,
             quantize=quantize,
+            deterministic=deterministic,
             max_seqs=SEQUENCES,
         )
     try:

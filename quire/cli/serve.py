@@ -54,6 +54,10 @@ def command(
     quantize: Annotated[
         str, typer.Option(help="With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).")
     ] = ENGINE.quantize,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it."),
+    ] = ENGINE.deterministic,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
@@ -95,6 +99,7 @@ def command(
         device=device,
         dtype=dtype,
         quantize=quantize,
+        deterministic=deterministic,
         threads=threads,
         isa=env.isa,
         kv_memory=None if kv_memory is None else _size("--kv-memory", kv_memory),

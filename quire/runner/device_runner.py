@@ -289,7 +289,7 @@ class DeviceRunner:
     def _practise(self, max_seqs: int, max_tokens: int, max_context: int) -> None:
         """Launch steps of every kind that is not captured, on the spare page: what they compile must not meet a request."""
         for ones, rows, reach in PRACTICE:
-            if ones >= max_seqs or ones + rows > max_tokens:
+            if ones >= max_seqs or ones + rows > max_tokens or rows > max_context:
                 continue
             n = np.array([1] * ones + [rows], np.int32)
             q_start = np.concatenate(([0], np.cumsum(n))).astype(np.int32)

@@ -128,6 +128,8 @@ class CudaKernels(TorchKernels):
 
     def logits(self, x: Any, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         rows = count(x)
+        if rows == 0:  # a step of prompt chunks that ends none
+            return torch.empty(0, weight.shape[0], dtype=torch.float32, device=self.device)
         if not isinstance(weight, torch.Tensor):
             if isinstance(weight, Mixed) or self.dtype == torch.float32:
                 return super().logits(x, weight, bias)

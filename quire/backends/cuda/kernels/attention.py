@@ -66,7 +66,7 @@ def _blocks(
             k = tl.load(k_base + slot[None, :] + dims[:, None])
             v = tl.load(v_base + slot[:, None] + dims[None, :])
         score = tl.dot(q, k.to(q.dtype))
-        if SCALED:  # the scales of a page and head follow one another
+        if SCALED > 0.0:  # the scales of a page and head follow one another
             beside = page * stride_scale + token % PAGE
             if MASKED:
                 k_scale = tl.load(ks_base + beside, mask=inside, other=0.0)
@@ -89,7 +89,7 @@ def _blocks(
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weight, 1)
         acc = acc * fade[:, None]
-        if SCALED:  # by the largest value there, not the scale: that would leave the range of half floats
+        if SCALED > 0.0:  # by the largest value there, not the scale: that would leave the range of half floats
             weight = weight * (v_scale * SCALED)[None, :]
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc)
         peak = new
@@ -194,7 +194,7 @@ def _attend(
         mask=real[:, None] & (dims < D)[None, :],
         other=0.0,
     )
-    if SCALED:
+    if SCALED > 0.0:
         query = query.to(tl.float16)  # e4m3 becomes fp16 in one instruction, bf16 in many
     if not SOFTCAP:
         scale = scale * LOG2E
@@ -231,7 +231,7 @@ def _attend(
             sink = tl.load(sinks + q_head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
             acc, peak, total = with_sink(acc, peak, total, sink)
         factor = tl.where(total > 0.0, 1.0 / total, 0.0)
-        if SCALED:
+        if SCALED > 0.0:
             factor = factor / SCALED
         acc = acc * factor[:, None]
         if PARTIAL:

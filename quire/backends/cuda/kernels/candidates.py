@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 CHUNK = tl.constexpr(8192)
 BINS = tl.constexpr(128)
 STEPS = tl.constexpr(4.0)  # bins in a nat
@@ -49,6 +51,7 @@ def distance_bin(value, peak, temperature):
     return tl.minimum(far, BINS - 1.0).to(tl.int32)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["stride_t"], do_not_specialize_on_alignment=["scores", "temperatures"])
 def _peaks(
     scores, temperatures, peaks, places, masses, vocab, chunks, stride, stride_t, MASS: tl.constexpr
@@ -69,6 +72,7 @@ def _peaks(
         tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["stride_t", "stride_w"],
     do_not_specialize_on_alignment=["scores", "temperatures", "wanted"],
@@ -89,6 +93,7 @@ def _bins(
     tl.store(counts + (row * chunks + tl.program_id(1)) * BINS + lane, count)
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["stride_t", "stride_w"],
     do_not_specialize_on_alignment=["scores", "temperatures", "wanted", "top_ks", "top_ps", "min_ps"],

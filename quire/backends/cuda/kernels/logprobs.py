@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.candidates import CAP, Found, chunk_scores, find_candidates, find_peaks, row_peak
+from quire.backends.cuda.kernels.launch import Launcher
 
 _BLOCK = tl.constexpr(4096)
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["logits", "tokens"])
 def _ranks(logits, tokens, ranks, vocab, chunks, stride):
     row = tl.program_id(0)
@@ -32,6 +34,7 @@ def _ranks(logits, tokens, ranks, vocab, chunks, stride):
     tl.store(ranks + row * chunks + tl.program_id(1), tl.sum((before & (ids < vocab)).to(tl.int32), 0))
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["top", "stride_out"], do_not_specialize_on_alignment=["logits", "tokens"]
 )  # fmt: skip

@@ -162,6 +162,8 @@ def product(
         raise ValueError(f"a product of x {list(x.shape)}, w {list(w.shape)} into y {list(y.shape)}")
     if x.dtype != w.dtype:
         raise ValueError(f"a product of {x.dtype} with weights of {w.dtype}")
+    if m == 0:
+        return
     if tile is None:
         known = tiles(x.dtype)
         tile = next((t for t in known if m <= t.rows), known[-1])

@@ -17,10 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.launch import Launcher
+
 _CHUNK = tl.constexpr(4096)
 
 
 # What a row wants is no reason to compile another kernel: these are flags, told by numbers. Neither is where arrays lie.
+@Launcher
 @triton.jit(
     do_not_specialize=["words", "first", "pick", "penalty", "masked"],
     do_not_specialize_on_alignment=["source", "rows", "wishes", "history", "seen", "counts", "masks", "allowed"],
@@ -57,6 +60,7 @@ def _adjust(
     tl.store(scores + row * stride_out + ids, tl.where(broken, float("inf"), value), mask=keep)
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["entries"], do_not_specialize_on_alignment=["rows", "tokens", "values"]
 )  # fmt: skip

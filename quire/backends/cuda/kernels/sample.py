@@ -22,6 +22,7 @@ import triton.language as tl
 
 from quire.backends.cuda.kernels import rules
 from quire.backends.cuda.kernels.candidates import CAP, CHUNK, Found, find_best, find_candidates, find_peaks, row_peak
+from quire.backends.cuda.kernels.launch import Launcher
 
 BROKEN, RULED_OUT = -1, -2  # in place of a token: the scores are not numbers; no token is left
 # Columns of the parameter table.
@@ -153,6 +154,7 @@ def _draw(source, size, threshold, ties, peak, temperature, minimum, draw):
     return tl.where(place < 0, last, place)  # the goal rounded up to the total: the last that has a share
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "wishes", "wanted", "tokens"])
 def _choose(
     scores, wishes, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
@@ -229,6 +231,7 @@ def _choose(
     tl.store(tokens + row, place)
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _greedy(peaks, places, tokens, chunks, CHUNKS_PAD: tl.constexpr):
     row = tl.program_id(0)
