@@ -295,11 +295,6 @@ def _check(config: EngineConfig) -> None:
             f"quantize is {config.quantize!r}: it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}",
             param="quantize",
         )
-    if config.deterministic and config.quantize != "none":
-        raise Unsupported(
-            "products with quantized weights round differently by the number of rows: they are not deterministic yet",
-            cure="leave --quantize or --deterministic out",
-        )
     if config.quantize == "keep" and config.load_format == "dummy":
         raise Unsupported("random weights have no four-bit codes to keep", cure="use --quantize int4")
     for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
