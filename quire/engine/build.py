@@ -128,7 +128,7 @@ def build_engine(
         *(backend.told() if isinstance(backend, Holds) else []),
         threads_line,
         *sizes.lines,
-        *_kv_line(config, kv),
+        *_kv_line(config, kv, backend),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         watch.line(),
@@ -275,11 +275,11 @@ def _pool(config: EngineConfig, model: Model, pages: int) -> KV:
     return kv if config.kv_dtype == "auto" else dataclasses.replace(kv, dtype=config.kv_dtype)
 
 
-def _kv_line(config: EngineConfig, kv: KV) -> list[str]:
+def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
     """What was asked for about K and V, and what it costs."""
     if config.kv_dtype == "auto":
         return []
-    others = [dataclasses.replace(kv, dtype=name) for name in KV_DTYPES if name != kv.dtype]
+    others = [dataclasses.replace(kv, dtype=name) for name in backend.kv_dtypes if name != kv.dtype]
     beside = ", ".join(f"{other.dtype}: {other.token_bytes}" for other in others)
     return [f"KV cache: {kv.dtype}, {kv.token_bytes} bytes per token ({beside}; asked for)"]
 

@@ -137,7 +137,7 @@ def test_a_real_limit_is_a_clean_refusal(model_path: Path) -> None:
     code = """
 import resource, sys
 from quire.cli.app import app
-import quire.llm.loading, quire.engine.build, quire.backends.native.backend, quire.chat.completer
+import tokenizers, quire.llm.loading, quire.engine.build, quire.backends.native.backend, quire.chat.completer
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = used + (200 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
