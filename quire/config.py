@@ -79,8 +79,8 @@ class EngineConfig:
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
     kv_dtype: str = "auto"  # how K and V are kept: "f16", "int8", "fp8"; auto: f16, or what a torch device computes in
     context: int | None = None  # None: what the model was trained for
-    max_seqs: int = 64  # sequences in a batch
-    max_batch_tokens: int = 512  # tokens in a step
+    max_seqs: int = 0  # sequences in a batch; 0: see resolve_step
+    max_batch_tokens: int = 0  # tokens in a step; 0: see resolve_step
     max_waiting: int = 1024  # requests in the queue
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
@@ -128,6 +128,13 @@ def asked_threads(asked: int | None, env: Environment, cores: int) -> tuple[int,
     if env.threads:
         return env.threads, f"threads: {env.threads} (QUIRE_THREADS; {cores} cores available)"
     return None
+
+
+def resolve_step(max_seqs: int, max_batch_tokens: int, gpu: bool) -> tuple[int, int]:
+    """Sequences and tokens of a step. Unasked: 64 and 512, or on a GPU, which more of them keep busy, 256 and 8192."""
+    seqs = max_seqs or (256 if gpu else 64)
+    tokens = max_batch_tokens or max(8192 if gpu else 512, seqs)
+    return (seqs if max_seqs else min(seqs, tokens)), tokens
 
 
 def resolve_pool(

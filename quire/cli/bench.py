@@ -82,7 +82,7 @@ def latency(
     shape = Shape(prompt_tokens, output_tokens, depth, batch)
     if depth and not engine.prefix_cache:
         raise BadRequest("--depth needs the prefix cache, which --no-prefix-cache turns off", param="depth")
-    if batch > engine.max_batch_tokens:
+    if 0 < engine.max_batch_tokens < batch:
         raise BadRequest(
             f"--batch is {batch}: a step computes at most {engine.max_batch_tokens} tokens",
             cure=f"--max-batch-tokens {batch}, or a smaller --batch",

@@ -30,8 +30,8 @@ HELP: dict[str, str] = {
     "kv_memory": "Memory for the KV pool, such as 512MiB.",
     "kv_dtype": "How K and V are kept: f16, int8 (half the memory), or fp8 (the same, on a torch device).",
     "context": "Longest prompt plus answer, in tokens.",
-    "max_seqs": "Sequences computed together.",
-    "max_batch_tokens": "Tokens in a step.",
+    "max_seqs": "Sequences computed together; 0: 64, on a GPU 256.",
+    "max_batch_tokens": "Tokens in a step; 0: 512, on a GPU 8192.",
     "prefix_cache": "Keep computed prefixes for the next request.",
 }
 SIZES = frozenset({"kv_memory"})  # bytes, written with a unit

@@ -42,8 +42,12 @@ def command(
         str, typer.Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")
     ] = ENGINE.kv_dtype,
     context: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Answers computed together.")] = ENGINE.max_seqs,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = ENGINE.max_batch_tokens,
+    max_seqs: Annotated[
+        int, typer.Option(min=0, help="Answers computed together; 0: 64, on a GPU 256.")
+    ] = ENGINE.max_seqs,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens in a step; 0: 512, on a GPU 8192.")
+    ] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
     backend: Annotated[

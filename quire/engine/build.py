@@ -27,6 +27,7 @@ from quire.config import (
     available_cores,
     parse_size,
     resolve_pool,
+    resolve_step,
 )
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
@@ -63,6 +64,8 @@ def build_engine(
     watch = _Watch()
     _check(config)
     config, device_lines = choose_backend(config)
+    seqs, tokens = resolve_step(config.max_seqs, config.max_batch_tokens, config.backend == "cuda")
+    config = dataclasses.replace(config, max_seqs=seqs, max_batch_tokens=tokens)
     source = _source(config, checkpoint)
     model = source.model
     watch.lap("model")
@@ -297,11 +300,16 @@ def _check(config: EngineConfig) -> None:
         )
     if config.quantize == "keep" and config.load_format == "dummy":
         raise Unsupported("random weights have no four-bit codes to keep", cure="use --quantize int4")
-    for name in ("threads", "context", "max_seqs", "max_batch_tokens"):
+    for name in ("threads", "context"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise BadRequest(f"{name} is {value}: it must be at least 1", param=name)
-    if config.max_batch_tokens < config.max_seqs:
+    for name in ("max_seqs", "max_batch_tokens"):
+        if getattr(config, name) < 0:
+            raise BadRequest(
+                f"{name} is {getattr(config, name)}: it must be at least 1, or 0 for a default", param=name
+            )
+    if 0 < config.max_batch_tokens < config.max_seqs:
         raise BadRequest(
             f"max_batch_tokens is {config.max_batch_tokens} and max_seqs {config.max_seqs}: "
             "a step must have room for one token of every sequence",

@@ -37,7 +37,7 @@ class InProcessClient:
         self._env = env
         self._build = build
         self._progress = progress
-        self._pending = Pending(config.max_seqs + config.max_waiting)
+        self._pending = Pending(config.max_seqs + config.max_waiting)  # until the engine says how many it takes
         self._wake = threading.Condition()
         self._inbox: list[Request | str] = []  # a request, or the id of one to abort
         self._thread: threading.Thread | None = None
@@ -152,6 +152,7 @@ class InProcessClient:
         if build is None:
             from quire.engine.build import build_engine as build
         engine, self._info = build(self._config, self._env or Environment.read(), progress=self._progress)
+        self._pending.limit = self._info.max_seqs + self._config.max_waiting
         self._stats = engine.stats()
         return engine
 

@@ -81,7 +81,7 @@ class ProcessClient:
         self._on_progress = on_progress
         self._on_restart = on_restart
         self._builder = builder
-        self._pending = Pending(config.max_seqs + config.max_waiting)
+        self._pending = Pending(config.max_seqs + config.max_waiting)  # until the engine says how many it takes
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._directory: str | None = None
@@ -246,6 +246,7 @@ class ProcessClient:
                 raise self._failure.error()
             raise EngineDead(f"the engine process {_ending(process.returncode)} while it was loading")
         self._info = ready.result()
+        self._pending.limit = self._info.max_seqs + self._config.max_waiting
         self._up = True
         self._why = ""
         return self._info

@@ -255,7 +255,7 @@ def test_a_record_that_cannot_be_written_is_told_first(lab: Lab, model: str, tmp
          "shared prefix 4000 + prompt tokens 90 + output tokens 7 is 4097"),
         (["latency", "--batch", "9", "--prompt-tokens", "1000", "--output-tokens", "8"],
          "9 streams of 1008 tokens need 567 pages of 16: the KV pool has 512: --kv-memory 567MiB"),
-        (["latency", "--batch", "513"], "--batch is 513: a step computes at most 512 tokens: --max-batch-tokens 513"),
+        (["latency", "--batch", "513", "--max-batch-tokens", "512"], "--batch is 513: a step computes at most 512 tokens: --max-batch-tokens 513"),
         (["latency", "--depth", "16", "--no-prefix-cache"], "--depth needs the prefix cache"),
         (["throughput", "--dataset", "none.jsonl", "--shared-prefix", "3"], "a dataset has its own"),
     ],

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.config import EngineConfig, Environment
+from quire.config import EngineConfig, Environment, resolve_step
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
@@ -86,10 +86,11 @@ class CountingRunner:
 
 
 def make(config: EngineConfig, runner: Any, *, pages: int = 512, context: int = 4096) -> Engine:
+    seqs, tokens = resolve_step(config.max_seqs, config.max_batch_tokens, False)
     scheduler = Scheduler(
         PrefixTree(Pool(pages), 16),
-        slots=config.max_seqs,
-        budget=config.max_batch_tokens,
+        slots=seqs,
+        budget=tokens,
         context=context,
         draw=lambda: 7,
     )
@@ -114,13 +115,14 @@ def build(config: EngineConfig, env: Environment, progress: Any = None) -> tuple
     for i in range(5):
         if progress is not None:
             progress(i + 1, 5)
+    seqs, tokens = resolve_step(config.max_seqs, config.max_batch_tokens, False)
     info = EngineInfo(
         model=config.name,
         architecture="counter",
         vocab_size=VOCAB,
         context=4096,
-        max_seqs=config.max_seqs,
-        max_batch_tokens=config.max_batch_tokens,
+        max_seqs=seqs,
+        max_batch_tokens=tokens,
         pages=512,
         page_size=16,
         backend="counter",

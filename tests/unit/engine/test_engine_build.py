@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from quire.backends.ops import KV, Needs
-from quire.config import EngineConfig, Environment
+from quire.config import EngineConfig, Environment, resolve_step
 from quire.engine.build import build_engine, choose_threads, resolve_sizes
 from quire.engine.memory import OVERHEAD, Budget, size
 from quire.machine import Memory
@@ -32,6 +32,7 @@ def model(context: int = 1000) -> Model:
 
 def sizes(available: int = 1 << 30, env: Environment = ENV, needs: Needs = Needs(0, 0), **options: Any) -> Any:
     budget = Budget(Memory(available + OVERHEAD, "this test"), needs)
+    options.setdefault("max_seqs", 64)
     return resolve_sizes(EngineConfig(path="", **options), env, model(), budget)
 
 
@@ -79,10 +80,21 @@ def test_a_bad_environment_names_the_variable() -> None:
         sizes(env=dataclasses.replace(ENV, kv_memory="plenty"))
 
 
-@pytest.mark.parametrize("name", ["threads", "context", "max_seqs", "max_batch_tokens"])
-def test_numbers_that_could_never_work(name: str) -> None:
-    with pytest.raises(BadRequest, match=f"{name} is 0"):
-        build_engine(EngineConfig(path="none.gguf", **{name: 0}), ENV)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value"), [("threads", 0), ("context", 0), ("max_seqs", -1), ("max_batch_tokens", -1)]
+)
+def test_numbers_that_could_never_work(name: str, value: int) -> None:
+    with pytest.raises(BadRequest, match=f"{name} is {value}"):
+        build_engine(EngineConfig(path="none.gguf", **{name: value}), ENV)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "got"),
+    [((0, 0), False, (64, 512)), ((0, 0), True, (256, 8192)), ((5, 0), False, (5, 512)), ((700, 0), False, (700, 700)),
+     ((0, 32), False, (32, 32)), ((0, 100), True, (100, 100)), ((16, 8), True, (16, 8))],
+)  # fmt: skip
+def test_the_size_of_a_step(asked: tuple[int, int], gpu: bool, got: tuple[int, int]) -> None:
+    assert resolve_step(*asked, gpu) == got
 
 
 def test_depth_is_bounded() -> None:

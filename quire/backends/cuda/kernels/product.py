@@ -78,7 +78,7 @@ def _finish(
     acc, y, residual, bias, row, col, m, n, stride_y, stride_r, BIAS: tl.constexpr, RESIDUAL: tl.constexpr
 ):  # fmt: skip
     """acc, plus bias, plus residual, rounded once. row and col broadcast to acc's shape."""
-    keep = (row < m) & (col < n)
+    keep = col < tl.where(row < m, n, 0)
     if BIAS:
         acc += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
     if RESIDUAL:

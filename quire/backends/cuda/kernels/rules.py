@@ -55,7 +55,7 @@ def _adjust(
         value -= frequency * times + tl.where(times > 0.0, presence, 0.0)
     if masked != 0:
         mask = tl.load(masks + row).to(tl.int64)
-        word = tl.load(allowed + mask * words + ids // 32, mask=keep & (mask >= 0), other=-1)
+        word = tl.load(allowed + mask * words + ids // 32, mask=ids < tl.where(mask >= 0, vocab, 0), other=-1)
         value = tl.where(((word >> (ids % 32)) & 1) != 0, value, float("-inf"))
     tl.store(scores + row * stride_out + ids, tl.where(broken, float("inf"), value), mask=keep)
 
