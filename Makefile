@@ -41,7 +41,7 @@ setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 
 test: check ## Set up, then lint, type check and every test
 	@$(BIN)/python -m pytest $(ARGS) $(if $(ARGS),,-n 2 --dist worksteal tests/unit tests/null tests/fuzz tests/test_architecture.py)
-	@$(if $(ARGS),true,$(BIN)/python -m pytest tests/e2e tests/gpu)
+	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e tests/gpu)
 
 check: $(VENV)/.tested
 	@$(BIN)/ruff check .

@@ -84,7 +84,7 @@ def logits_of(shape: str, quantize: str, tokens: list[int]) -> np.ndarray:
     return program.run(ragged([(0, len(tokens), list(range(8)))], np.array(tokens))).copy()
 
 
-@pytest.mark.parametrize(("kind", "kept"), [*((kind, "auto") for kind in LOGITS), ("fp8", "fp8")])
+@pytest.mark.parametrize(("kind", "kept"), [("int4", "auto"), ("fp8", "fp8")])
 def test_quantized_engines_agree(shape: str, kind: str, kept: str):
     """Prompts of few and of many rows, then decode. A token may differ only where the oracle's logits nearly tie."""
     made = build_engine(config(shape, "cuda", quantize=kind, kv_dtype=kept), ENV)
@@ -128,7 +128,7 @@ def test_the_torch_engines_loss_is_the_codes(shape: str):
     assert 0.005 < gaps[0] < 0.15 and gaps[0] < gaps[1] < 0.6
 
 
-@pytest.mark.parametrize("quantize", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("quantize", ["Q4_1"])
 def test_a_files_four_bits_are_kept(tmp_path: Path, quantize: str):
     """Exactly: the same tokens as with the file dequantized, in a fraction of the memory."""
     pytest.importorskip("gguf", reason="needs the test extra: it writes the model file")

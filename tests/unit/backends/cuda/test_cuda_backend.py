@@ -83,8 +83,9 @@ def block(rope: Rope, rng: np.random.Generator):
     return forward
 
 
-@pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize(("dim", "kept"), [(16, "f16"), (8, "f16"), (16, "fp8"), (8, "int8")])
+@pytest.mark.parametrize(
+    ("pairs", "dim", "kept"), [(True, 16, "f16"), (False, 8, "f16"), (False, 16, "fp8"), (True, 8, "int8")]
+)
 def test_fused_layers(pairs: bool, dim: int, kept: str):
     rng = np.random.default_rng(dim + pairs)
     frequencies = (1.0 / 100.0 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
@@ -136,7 +137,7 @@ def test_columns_side_by_side():
     assert side_by_side(whole[:1, :4], whole.view(3, 8)[1:2, :4]) is None
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("rows", [1, 7, 17])
 def test_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch):
     """Skinny products: a norm that one row hands on undone, parts that are added by the norm and by the rotation."""
     kind = "bfloat16" if GPU else "float16"
