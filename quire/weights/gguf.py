@@ -2,29 +2,24 @@
 
 `GGUF.open` believes nothing the file says (`gguf_header`): what it returns has tensors that lie in the file, whole and
 apart from each other, in formats that can be read. Whatever is wrong raises BadModelFile with the byte and the name.
-
-Not covered: a file that somebody cuts short while it is mapped. Reading a page that is gone ends the process (SIGBUS),
-as for every program that maps files; replace a model file by renaming a new one over it, never by writing into it.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import stat
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 import numpy as np
 
 from quire import formats
 from quire.layouts import Layout
-from quire.observe.errors import BadModelFile, NotFound
+from quire.observe.errors import BadModelFile
 from quire.weights.gguf_header import TensorInfo, parse
 from quire.weights.gguf_metadata import Metadata
 from quire.weights.gguf_strings import Strings
+from quire.weights.mapped import MappedFile
 
 __all__ = ["GGUF", "Metadata", "Strings", "TensorInfo", "describe"]
 
@@ -32,49 +27,25 @@ MAX_ARCHITECTURE = 128  # characters; the name is a part of other keys
 MAX_TEXT = 400  # characters of a text that describe() passes on
 
 
-class GGUF:
-    """One open model file. Read-only; layouts stay valid after `close()`, which only gives up the file's own hold."""
+class GGUF(MappedFile):
+    """One open model file. Layouts stay valid after `close()`."""
 
-    path: str
-    size: int  # bytes
+    wanted = "name a .gguf file"
     version: int
     alignment: int
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]  # in file order
 
     def __init__(self, path: str, file: mmap.mmap):
-        self._map = file
-        data = np.frombuffer(file, np.uint8)
-        header = parse(data, path)
-        self._data: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = data
-        self.path = path
-        self.size = data.size
+        super().__init__(path, file)
+        assert self._data is not None  # it has just been mapped
+        header = parse(self._data, path)
         self.version = header.version
         self.alignment = header.alignment
         self.data_start = header.data_start
         self.metadata = Metadata(path, header.values)
         self.tensors = MappingProxyType(header.tensors)
         self._refuse_splits()
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> GGUF:
-        """Map the file and check its header. Reads no weights."""
-        path = os.fspath(path)
-        try:
-            # Asked before opening: opening a pipe would wait for somebody to write into it.
-            mode = os.stat(path).st_mode
-            if not stat.S_ISREG(mode):
-                kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-                raise BadModelFile(f"{path} is {kind}", cure="name a .gguf file")
-            with open(path, "rb") as file:
-                if os.fstat(file.fileno()).st_size == 0:
-                    raise BadModelFile(f"{path} is empty: 0 bytes", cure="fetch it again")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise NotFound(f"there is no file {path}") from None
-        except (OSError, ValueError) as e:
-            raise BadModelFile(f"{path} cannot be opened: {e}") from None
-        return cls(path, mapped)
 
     @property
     def architecture(self) -> str:
@@ -103,28 +74,6 @@ class GGUF:
     def file_of(self, name: str) -> str:
         """The file that holds a tensor: this one."""
         return self.path
-
-    def release_range(self, start: int, nbytes: int) -> None:
-        """Let go of the pages that hold these bytes. Does nothing where the system has no such call."""
-        if self._data is None or nbytes <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        # Whole pages, outwards: a neighbour's bytes in the first or last page are read again when they are used.
-        first = max(0, start) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = min(start + nbytes, self.size)
-        if first < last:
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-    def close(self) -> None:
-        """Give up the map. If layouts or strings still use it, it goes when the last of them does."""
-        self._data = None
-        with suppress(BufferError):  # views are alive, and hold the map themselves
-            self._map.close()
-
-    def __enter__(self) -> GGUF:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.close()
 
     def __repr__(self) -> str:
         return f"<GGUF {self.path}: {len(self.metadata)} keys, {len(self.tensors)} tensors, {self.size} bytes>"

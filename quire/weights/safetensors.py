@@ -6,8 +6,7 @@
 
 `Safetensors.open` believes nothing the header says: what it returns has tensors that lie in the file, whole, apart from
 each other, and that fill it. What is wrong is a BadModelFile with the file, the tensor and the numbers. A type of number that no
-layout holds is refused when its tensor is asked for, so that one nobody uses does no harm. The caveat of `gguf.py` about
-files that are cut short while they are mapped holds here too.
+layout holds is refused when its tensor is asked for, so that one nobody uses does no harm.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
-import stat
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from quire.layouts import Dense
-from quire.observe.errors import BadModelFile, NotFound, Unsupported
+from quire.observe.errors import BadModelFile, Unsupported
+from quire.weights.mapped import MappedFile
 
 MAX_HEADER = 100_000_000  # bytes, as in the format's own implementation
 MAX_DIMS = 8
@@ -58,39 +53,15 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
-class Safetensors:
-    """One open file. Read-only; layouts stay valid after `close()`, which only gives up the file's own hold."""
+class Safetensors(MappedFile):
+    """One open file. Layouts stay valid after `close()`."""
 
-    path: str
-    size: int  # bytes
+    wanted = "name a .safetensors file"
     tensors: Mapping[str, TensorInfo]  # in file order
 
     def __init__(self, path: str, file: mmap.mmap):
-        self._map = file
-        self._data: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(file, np.uint8)
-        self.path = path
-        self.size = self._data.size
+        super().__init__(path, file)
         self.tensors = MappingProxyType(_parse(path, file, self.size))
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Safetensors:
-        """Map the file and check its header. Reads no weights."""
-        path = os.fspath(path)
-        try:
-            # Asked before opening: opening a pipe would wait for somebody to write into it.
-            mode = os.stat(path).st_mode
-            if not stat.S_ISREG(mode):
-                raise BadModelFile(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < 8:
-                    raise BadModelFile(f"{path} has {size} bytes: a safetensors file begins with 8 of length")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise NotFound(f"there is no file {path}") from None
-        except (OSError, ValueError) as e:
-            raise BadModelFile(f"{path} cannot be opened: {e}") from None
-        return cls(path, mapped)
 
     def tensor(self, name: str) -> Dense:
         """A tensor's bytes as a layout: a view of the mapped file, no copy."""
@@ -109,23 +80,7 @@ class Safetensors:
     def release(self, name: str) -> None:
         """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""
         info = self.tensors[name]
-        if self._data is None or not info.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        # Whole pages, outwards: a neighbour's bytes in the first or last page are read again when they are used.
-        first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, first, info.offset + info.nbytes - first)
-
-    def close(self) -> None:
-        """Give up the map. If layouts still use it, it goes when the last of them does."""
-        self._data = None
-        with suppress(BufferError):  # views are alive, and hold the map themselves
-            self._map.close()
-
-    def __enter__(self) -> Safetensors:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.close()
+        self.release_range(info.offset, info.nbytes)
 
     def __repr__(self) -> str:
         return f"<Safetensors {self.path}: {len(self.tensors)} tensors, {self.size} bytes>"
@@ -133,6 +88,8 @@ class Safetensors:
 
 def _parse(path: str, file: mmap.mmap, size: int) -> dict[str, TensorInfo]:
     """Every tensor by name, in the order of their bytes."""
+    if size < 8:
+        raise BadModelFile(f"{path} has {size} bytes: a safetensors file begins with 8 of length")
     length = int.from_bytes(file[:8], "little")
     if length > MAX_HEADER:
         raise BadModelFile(
