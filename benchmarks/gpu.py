@@ -67,6 +67,7 @@ class Bench:
             deterministic=args.deterministic,
         )
         self.engine, self.info = build_engine(config, Environment(home=Path("/nowhere")))
+        self.engine.settle()
         self.host = Host(self.engine)
         self.copy_rate, self.matmul_rate = rates
 
@@ -297,7 +298,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", default="none", help="fp8, int8 or int4")
     parser.add_argument("--kv-dtype", default="auto", help="fp8 or int8")
     parser.add_argument("--context", type=int, default=9216)
-    parser.add_argument("--max-seqs", type=int, default=256)
+    parser.add_argument("--max-seqs", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--depth", type=int, default=None)
     parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")

@@ -7,7 +7,6 @@ Everything decided on the way is a line in `EngineInfo.decisions`; nothing is pr
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -119,8 +118,6 @@ def build_engine(
         max_rows=max_rows,
         overlap=depth > 0,
     )
-    # What is here now stays: looking through all of it again would stop a step for a tenth of a second.
-    gc.freeze()
     watch.lap("engine")
     lines = [
         f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",

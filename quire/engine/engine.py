@@ -10,6 +10,7 @@ It decides nothing else, knows no feature, and keeps going when a step fails: th
 
 from __future__ import annotations
 
+import gc
 import heapq
 import logging
 import time
@@ -127,6 +128,11 @@ class Engine:
     def close(self) -> None:
         """Stop the runner. Whatever was still running is dropped."""
         self._runner.close()
+        gc.unfreeze()
+
+    def settle(self) -> None:
+        """What is in the process now stays until `close`: looking through it again would stop a step for a tenth of a second."""
+        gc.freeze()
 
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""

@@ -154,6 +154,7 @@ class InProcessClient:
         engine, self._info = build(self._config, self._env or Environment.read(), progress=self._progress)
         self._pending.limit = self._info.max_seqs + self._config.max_waiting
         self._stats = engine.stats()
+        engine.settle()
         return engine
 
     def _serve(self, engine: Engine) -> None:

@@ -74,6 +74,7 @@ def _life(boot: wire.Boot, socket: zmq.Socket[bytes]) -> int:
     except Exception as e:
         send(wire.Fatal(kind="QuireError", message=f"the engine could not start: {type(e).__name__}: {e}"))
         raise
+    engine.settle()
     send(wire.Ready(version=wire.VERSION, info=info))
     try:
         return serve(engine, socket, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -234,3 +235,11 @@ def test_a_scheduler_that_plans_nothing_does_not_make_the_loop_spin() -> None:
     news = run(engine, limit=STALL + 1)
     assert news["a"][-1].finish == "error"
     assert "progress" in (news["a"][-1].error or "")
+
+
+def test_what_was_loaded_is_left_alone_by_the_collector_until_the_end():
+    engine = make(EngineConfig(path=""), CountingRunner())
+    engine.settle()
+    assert gc.get_freeze_count() > 0
+    engine.close()
+    assert gc.get_freeze_count() == 0
