@@ -197,6 +197,8 @@ void bind_plan(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // A process that ends with an error still holds objects in its traceback: no reason to print pages after the message.
+    nb::set_leak_warnings(false);
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
     nb::class_<Machine>(m, "Machine")

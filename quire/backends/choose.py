@@ -40,6 +40,10 @@ def open_backend(
 
         return TorchBackend(device, dtype, threads=threads, random=random, quantize=quantize)
     if name == "cuda":
+        if device != "cpu":  # which is Triton's interpreter
+            from quire.backends.torch.backend import pick_device
+
+            pick_device("cuda" if device == "auto" else device)  # no GPU is said before Triton is loaded for nothing
         if deterministic:
             from quire.backends.cuda.deterministic import DeterministicBackend
 
