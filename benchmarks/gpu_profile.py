@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from benchmarks.gpu import Bench, add_engine_options
@@ -52,18 +52,18 @@ def measure(b: Bench, name: str, top: int) -> None:
     )
     for kernel, us in spent.most_common(top):
         print(f"  {us / 1e3 / STEPS:8.3f} ms {calls[kernel] / STEPS:7.1f}x  {kernel[:100]}")
-    for (before, after), us in idle(spans).most_common(4):
+    for (before, after), us in sorted(idle(spans).items(), key=lambda gap: -gap[1])[:4]:
         print(f"  {us / 1e3 / STEPS:8.3f} ms idle between {before[:40]} and {after[:40]}")
 
 
-def idle(spans: list[tuple[float, float, str]]) -> Counter[tuple[str, str]]:
+def idle(spans: list[tuple[float, float, str]]) -> dict[tuple[str, str], float]:
     """Time in which no kernel and no copy ran, by what came before and after."""
-    gaps: Counter[tuple[str, str]] = Counter()
+    gaps: dict[tuple[str, str], float] = defaultdict(float)
     spans = sorted(spans)
     end, last = spans[0][1], spans[0][2]
     for start, until, name in spans[1:]:
         if start > end:
-            gaps[last, name] += start - end  # type: ignore[assignment]
+            gaps[last, name] += start - end
         if until > end:
             end, last = until, name
     return gaps
