@@ -199,3 +199,47 @@ class Rope:
 
 
 Layout: TypeAlias = Dense | Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of a mixture: one matrix per expert, gate and up [f, d], down [d, f]; biases are vectors.
+
+    A stack in a file is given as a view per expert, so that nothing is copied to describe it.
+    """
+
+    gate: tuple[Layout, ...]
+    up: tuple[Layout, ...]
+    down: tuple[Layout, ...]
+    gate_bias: tuple[Dense, ...] = ()
+    up_bias: tuple[Dense, ...] = ()
+    down_bias: tuple[Dense, ...] = ()
+    limit: float | None = None  # of gate and up before they are multiplied: the clamped activation of gpt-oss
+
+    @property
+    def count(self) -> int:
+        return len(self.gate)
+
+    def weights(self) -> tuple[Layout, ...]:
+        """All of them, in a fixed order."""
+        return (*self.gate, *self.up, *self.down, *self.gate_bias, *self.up_bias, *self.down_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a row's experts are chosen from its router logits, and what each counts.
+
+    scores = softmax(logits) over all experts, or sigmoid(logits) of each. The `top` highest of scores (+ bias) are chosen, of
+    two equal ones the lower number. With groups, the experts lie in `groups` equal runs and only those of the `top_groups`
+    best runs may be chosen: a run is as good as its highest score (pair=False), or the sum of its two highest (pair=True).
+    A chosen expert's weight is its score, without the bias, divided by the chosen ones' sum when `renormalize`, times scale.
+    """
+
+    top: int
+    sigmoid: bool = False
+    renormalize: bool = False
+    scale: float = 1.0
+    bias: Dense | None = None  # [E]; decides who is chosen, not how much it counts
+    groups: int = 1
+    top_groups: int = 1
+    pair: bool = False

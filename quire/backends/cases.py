@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, KV_DTYPES, Forward, Ops, Tensor
-from quire.layouts import Affine, Dense, Floats, Layout, Rope
+from quire.layouts import Affine, Dense, Experts, Floats, Layout, Rope, Routing
 
 NO_KV = KV(layers=1, pages=8, page_size=16, kv_heads=1, head_dim=16)
 Bound = Callable[[Floats], npt.NDArray[np.floating] | float]  # allowed error, from the expected output
@@ -135,6 +136,52 @@ def rms_norm_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) 
         x[2] *= 1e4
         x[3] = 0.0
         yield Case(f"rms_norm-{width}", forward, [Step(single(7), {"x": x}, relative(2e-6))], {"x": width})
+    for heads, size, own in ((3, 64, False), (4, 24, False), (2, 128, True)):
+        weight = Dense(floats(rng, size * heads if own else size), "f32")
+
+        def by_head(
+            ops: Ops, _: Batch, inputs: Mapping[str, Tensor], weight: Dense = weight, heads: int = heads
+        ) -> Tensor:
+            return ops.rms_norm(inputs["x"], weight, 1e-6, heads)
+
+        step = Step(single(5), {"x": floats(rng, 5, heads * size)}, relative(2e-6))
+        yield Case(f"rms_norm-{heads}x{size}{'-own' if own else ''}", by_head, [step], {"x": heads * size})
+
+
+def layer_norm_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Rows far from zero, rows of one number, with and without a bias, whole and by heads."""
+    for heads, size, biased, own in (
+        (1, 384, True, True),
+        (1, 72, False, True),
+        (3, 64, False, True),
+        (2, 32, True, False),
+    ):
+        width = heads * size
+        weight = Dense(floats(rng, width if own else size), "f32")
+        bias = Dense(floats(rng, width if own else size), "f32") if biased else None
+
+        def forward(
+            ops: Ops,
+            _: Batch,
+            inputs: Mapping[str, Tensor],
+            weight: Dense = weight,
+            bias: Dense | None = bias,
+            heads: int = heads,
+        ) -> Tensor:
+            return ops.layer_norm(inputs["x"], weight, bias, 1e-5, heads)
+
+        x = floats(rng, 6, width)
+        x[1] += 30.0
+        x[2] = 2.0
+        x[3] *= 1e-3
+
+        def bound(expected: Floats) -> npt.NDArray[np.floating]:
+            allowed = 4e-6 * np.abs(expected).max(axis=-1, keepdims=True)
+            allowed[1] *= 30  # the mean takes that many bits away
+            return np.broadcast_to(allowed + 1e-6, expected.shape)
+
+        name = f"layer_norm-{heads}x{size}{'-bias' if biased else ''}{'' if own else '-shared'}"
+        yield Case(name, forward, [Step(single(6), {"x": x}, bound)], {"x": width})
 
 
 def add_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
@@ -161,6 +208,142 @@ def swiglu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) ->
     inputs = {"gate": gate, "up": floats(rng, 4, 208)}
     step = Step(single(4), inputs, lambda expected: 2e-6 * np.abs(expected) + 1e-30)
     yield Case("swiglu", forward, [step], {"gate": 208, "up": 208})
+
+
+def geglu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Both tails, and the middle where it changes sign."""
+
+    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.geglu(inputs["gate"], inputs["up"])
+
+    gate = floats(rng, 4, 208, scale=3.0)
+    gate[0, :8] = [0.0, -0.0, 80.0, -80.0, 12.0, -12.0, 1e-30, -1e-30]
+    inputs = {"gate": gate, "up": floats(rng, 4, 208)}
+    allowed = 4e-6 * np.abs(gate * inputs["up"]) + 1e-30
+    yield Case("geglu", forward, [Step(single(4), inputs, lambda _: allowed)], {"gate": 208, "up": 208})
+
+
+def gelu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """The exact form, over the whole range of erf."""
+
+    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.gelu(inputs["x"])
+
+    x = floats(rng, 4, 208, scale=2.0)
+    x[0, :8] = [0.0, -0.0, 80.0, -80.0, 6.0, -6.0, 1e-30, -1e-30]
+    x[1] = np.linspace(-7, 7, 208)
+    yield Case("gelu", forward, [Step(single(4), {"x": x}, lambda _: 4e-6 * np.abs(x) + 1e-30)], {"x": 208})
+
+
+def scale_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """One rounding."""
+
+    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.scale(inputs["x"], 25.298221281347036)
+
+    yield Case("scale", forward, [Step(single(5), {"x": floats(rng, 5, 72)}, lambda _: 0.0)], {"x": 72})
+
+
+def softcap_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Below, at and far beyond the cap."""
+
+    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        return ops.softcap(inputs["x"], 30.0)
+
+    x = floats(rng, 5, 208, scale=20.0)
+    x[0, :6] = [0.0, 1e-3, 30.0, -30.0, 1e4, -1e4]
+    yield Case("softcap", forward, [Step(single(5), {"x": x}, lambda _: 4e-6 * 30.0)], {"x": 208})
+
+
+def join_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Heads of unequal halves; exact."""
+    for heads, m, n in ((1, 64, 16), (3, 32, 8), (4, 40, 24)):
+
+        def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor], heads: int = heads) -> Tensor:
+            return ops.join(inputs["a"], inputs["b"], heads)
+
+        inputs = {"a": floats(rng, 5, heads * m), "b": floats(rng, 5, heads * n)}
+        step = Step(single(5), inputs, lambda _: 0.0)
+        yield Case(f"join-{heads}x{m}+{n}", forward, [step], {"a": heads * m, "b": heads * n})
+
+
+def head_linear_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """A matrix per head, wider and narrower than its input."""
+    for label in ("f32", "bf16", "q8_0", "q4_k"):
+        for heads, n, k in ((3, 64, 256), (2, 40, 256)):
+            weight = weights[label](heads * n, k, rng)
+
+            def forward(
+                ops: Ops, _: Batch, inputs: Mapping[str, Tensor], weight: Layout = weight, heads: int = heads
+            ) -> Tensor:
+                return ops.head_linear(inputs["x"], weight, heads)
+
+            steps = []
+            for tokens in (1, 5, 33):
+                x = floats(rng, tokens, heads * k)
+                own = [_rows(weight, h * n, h * n + n) for h in range(heads)]
+                bounds = [linear_bound(own[h], x[:, h * k : h * k + k])(x) for h in range(heads)]
+                allowed = np.concatenate([np.asarray(b) for b in bounds], axis=1)
+                steps.append(Step(single(tokens), {"x": x}, lambda _, allowed=allowed: allowed))
+            yield Case(f"head_linear-{label}-{heads}x{n}x{k}", forward, steps, {"x": heads * k})
+
+
+def moe_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Every way of routing, with biases and the clamped activation, over several formats and row counts."""
+    count, d, f = 8, 256, 256
+    bias = Dense(floats(rng, count, scale=0.1), "f32")
+    ways = {
+        "softmax": Routing(2),
+        "renormalized": Routing(3, renormalize=True),
+        "groups": Routing(2, groups=4, top_groups=2, scale=2.5),
+        "sigmoid": Routing(4, sigmoid=True, renormalize=True, scale=1.5, bias=bias, groups=4, top_groups=2, pair=True),
+    }
+    for label in ("f32", "bf16", "q4_0", "q4_k", "q8_0"):
+        for way, routing in ways.items():
+            if label != "f32" and way in ("softmax", "groups"):
+                continue
+            clamped = way == "renormalized"
+
+            def some(n: int, k: int, label: str = label) -> tuple[Layout, ...]:
+                return tuple(weights[label](n, k, rng) for _ in range(count))
+
+            def vectors(n: int) -> tuple[Dense, ...]:
+                return tuple(Dense(floats(rng, n, scale=0.2), "f32") for _ in range(count))
+
+            own = (vectors(f), vectors(f), vectors(d)) if clamped else ((), (), ())
+            experts = Experts(some(f, d), some(f, d), some(d, f), *own, limit=7.0 if clamped else None)
+
+            def forward(
+                ops: Ops,
+                _: Batch,
+                inputs: Mapping[str, Tensor],
+                experts: Experts = experts,
+                routing: Routing = routing,
+            ) -> Tensor:
+                return ops.moe(inputs["x"], inputs["logits"], experts, routing)
+
+            allowed = 1e-5 if label in ("f32", "bf16") else 3e-2  # int8 activations, twice in a row
+            steps = []
+            for tokens in (1, 3, 16, 40):
+                inputs = {"x": floats(rng, tokens, d), "logits": spread(rng, tokens, count)}
+                bound: Bound = lambda y, allowed=allowed: allowed * np.sqrt(np.mean(np.square(y))) + 1e-7  # noqa: E731
+                steps.append(Step(single(tokens), inputs, bound))
+            yield Case(f"moe-{label}-{way}", forward, steps, {"x": d, "logits": count})
+
+
+def spread(rng: np.random.Generator, rows: int, count: int) -> Floats:
+    """Logits whose order no rounding can change."""
+    return (
+        rng.permuted(np.tile(np.arange(count) * 0.4, (rows, 1)), axis=1) + rng.uniform(0, 0.1, (rows, count))
+    ).astype(np.float32)
+
+
+def _rows(weight: Layout, first: int, end: int) -> Layout:
+    return (
+        Affine(weight.data[first:end], weight.codec)
+        if isinstance(weight, Affine)
+        else Dense(weight.data[first:end], weight.dtype)
+    )
 
 
 def rope_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
@@ -212,6 +395,54 @@ def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator)
             kv = KV(2, 64, 16, kv_heads, dim, dtype)
             yield _attention(f"attention-long-{heads}of{kv_heads}x{dim}", heads, kv, _long(rng), rng)
 
+    for heads, kv_heads, dim, window, cap, sink in (
+        (4, 2, 64, 24, None, False),
+        (6, 2, 256, 40, 50.0, False),
+        (4, 1, 32, None, 20.0, False),
+        (8, 2, 64, 16, None, True),
+        (4, 4, 64, None, None, True),
+    ):
+        kv, sinks = KV(2, 64, 16, kv_heads, dim), Dense(floats(rng, heads), "f32") if sink else None
+        name = f"attention-{heads}of{kv_heads}x{dim}-window{window}-cap{cap}-sink{sink}"
+        yield _attention(name, heads, kv, _long(rng), rng, window=window, softcap=cap, sinks=sinks)
+
+
+def latent_attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Many heads over one key whose front is the value, near and far."""
+    for heads, dim, latent in ((4, 48, 32), (16, 576, 512), (3, 40, 40)):
+        kv, scale = KV(2, 64, 16, 1, dim, latent=latent), dim**-0.5
+
+        def forward(
+            ops: Ops, batch: Batch, inputs: Mapping[str, Tensor], heads: int = heads, scale: float = scale
+        ) -> Tensor:
+            return ops.latent_attention(inputs["q"], inputs["k"], batch, layer=1, heads=heads, scale=scale)
+
+        steps = []
+        for batch in _long(rng):
+            inputs = {"q": floats(rng, batch.tokens, heads * dim, scale=2.0), "k": floats(rng, batch.tokens, dim)}
+            steps.append(Step(batch, inputs, lambda _: 2e-5))
+        yield Case(f"latent_attention-{heads}x{dim}-{latent}", forward, steps, {"q": heads * dim, "k": dim}, kv)
+
+
+def encode_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Sequences of several lengths side by side, each seeing only itself, and all of itself."""
+    for heads, kv_heads, dim in ((4, 4, 32), (6, 2, 64), (12, 12, 8)):
+
+        def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor], heads: int = heads, dim: int = dim) -> Tensor:
+            return ops.encode(inputs["q"], inputs["k"], inputs["v"], batch, heads=heads, scale=dim**-0.5)
+
+        widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+        steps = []
+        for lengths in ((1,), (17, 1, 40), (64,)):
+            rows, used = [], 0
+            for n in lengths:
+                rows.append((0, n, list(range(used, used + -(-n // 16)))))
+                used += -(-n // 16)
+            batch = ragged(rows)
+            inputs = {name: floats(rng, batch.tokens, width) for name, width in widths.items()}
+            steps.append(Step(batch, inputs, lambda _: 2e-5))
+        yield Case(f"encode-{heads}of{kv_heads}x{dim}", forward, steps, widths)
+
 
 def _long(rng: np.random.Generator) -> list[Batch]:
     """A past of many pages, and sequences that begin with the same ones: all of them, some, or only the first."""
@@ -225,11 +456,11 @@ def _long(rng: np.random.Generator) -> list[Batch]:
     return rows
 
 
-def _attention(name: str, heads: int, kv: KV, batches: list[Batch], rng: np.random.Generator) -> Case:
+def _attention(name: str, heads: int, kv: KV, batches: list[Batch], rng: np.random.Generator, **extra: Any) -> Case:
     width, scale = kv.kv_heads * kv.head_dim, kv.head_dim**-0.5
 
     def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.attention(inputs["q"], inputs["k"], inputs["v"], batch, layer=1, heads=heads, scale=scale)
+        return ops.attention(inputs["q"], inputs["k"], inputs["v"], batch, layer=1, heads=heads, scale=scale, **extra)
 
     def inputs(tokens: int) -> dict[str, Floats]:
         return {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from quire.backends.batch import Batch
-from quire.layouts import Dense, Floats, Layout, Rope
+from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
 
 Tensor: TypeAlias = Any  # an array, or a symbol while recording
@@ -43,12 +43,13 @@ class KV:
     kv_heads: int
     head_dim: int
     dtype: str = "f16"  # see KV_DTYPES
+    latent: int = 0  # when set, only keys are kept, and a token's values are the first `latent` columns of its key
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         number, beside = KV_DTYPES[self.dtype]
-        return self.layers * 2 * self.kv_heads * (self.head_dim * number + beside)
+        return self.layers * (1 if self.latent else 2) * self.kv_heads * (self.head_dim * number + beside)
 
     @property
     def page_bytes(self) -> int:
@@ -67,8 +68,13 @@ class Ops(Protocol):
         """Row ids[t] of the table, as float32. [T] -> [T, d]"""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Dense, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight, per row."""
+    def rms_norm(self, x: Tensor, weight: Dense, eps: float, heads: int = 1) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, over each of a row's `heads` equal parts. weight [width / heads], or [width]
+        where every part has its own."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Dense, bias: Dense | None, eps: float, heads: int = 1) -> Tensor:
+        """(x - mean(x)) / sqrt(var(x) + eps) * weight (+ bias); parts and shapes as for rms_norm."""
         ...
 
     def linear(self, x: Tensor, weight: Layout, bias: Dense | None = None) -> Tensor:
@@ -84,16 +90,73 @@ class Ops(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, layer: int, heads: int, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        *,
+        layer: int,
+        heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Dense | None = None,
     ) -> Tensor:
         """Write k and v (rounded to the pool's dtype) at batch.write, then softmax(q k^T * scale) v over each row's past.
 
-        Row t of sequence b sees the cached tokens 0 .. pos[t] of that sequence. heads / kv_heads queries share a key.
+        Row t of sequence b sees the cached tokens 0 .. pos[t] of that sequence, with a window only the last `window` of
+        them, its own among these: what lies before is never read. heads / kv_heads queries share a key. A score s becomes
+        softcap * tanh(s / softcap) before the softmax. sinks [heads]: one more score for each head, which takes its share
+        of the softmax and has no value.
         """
+        ...
+
+    def latent_attention(self, q: Tensor, k: Tensor, batch: Batch, *, layer: int, heads: int, scale: float) -> Tensor:
+        """Attention over a pool that keeps only keys (kv.latent): every head reads the one key of a token, and the first
+        `latent` columns of it are the token's value. q [T, H * D], k [T, D] -> [T, H * latent]"""
+        ...
+
+    def encode(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, heads: int, scale: float) -> Tensor:
+        """softmax(q k^T * scale) v, where every row of a sequence sees every row of it that is in this step. Nothing is
+        cached. q [T, H * D], k and v [T, Hk * D] with H a multiple of Hk -> [T, H * D]"""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate * sigmoid(gate) * up."""
+        ...
+
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up, with the tanh form of gelu: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+        ...
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """x * normal_cdf(x): the exact form, 0.5 x (1 + erf(x / sqrt(2)))."""
+        ...
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * float32(factor)."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap)."""
+        ...
+
+    def join(self, a: Tensor, b: Tensor, heads: int) -> Tensor:
+        """The columns of each head of a, then those of the same head of b. [T, H * m], [T, H * n] -> [T, H * (m + n)]"""
+        ...
+
+    def head_linear(self, x: Tensor, weight: Layout, heads: int) -> Tensor:
+        """Each head has a matrix of its own: rows h * n .. h * n + n of weight. x [T, H * k], weight [H * n, k] -> [T, H * n]"""
+        ...
+
+    def moe(self, x: Tensor, logits: Tensor, experts: Experts, routing: Routing) -> Tensor:
+        """Each row goes through the experts that `routing` chooses for it, and the results are added, weighted.
+
+        x [T, d], logits [T, E] -> [T, d]. An expert is down(act(gate(x), up(x))); act is swiglu, or with
+        experts.limit L: g = min(gate, L), u = clamp(up, -L, L), g * sigmoid(1.702 g) * (u + 1). The sum runs over the chosen
+        experts in order of their numbers, whatever else is in the batch.
+        """
         ...
 
     def take(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -112,7 +175,8 @@ class Op:
 
 TABLE: tuple[Op, ...] = (
     Op("embed", "ids [T], table [V, d] -> [T, d]", "exact"),
-    Op("rms_norm", "x [T, d], weight [d] -> [T, d]", "2e-6 relative"),
+    Op("rms_norm", "x [T, d], weight [d / heads] or [d] -> [T, d]", "2e-6 relative"),
+    Op("layer_norm", "x [T, d], weight and bias [d / heads] or [d] -> [T, d]", "4e-6 of the row's largest"),
     Op(
         "linear",
         "x [T, k], weight [n, k], bias [n] -> [T, n]",
@@ -125,7 +189,20 @@ TABLE: tuple[Op, ...] = (
         "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]",
         "2e-5 absolute for unit inputs, KV as it was rounded",
     ),
+    Op(
+        "latent_attention",
+        "q [T, H * D], k [T, D] -> [T, H * latent]",
+        "2e-5 absolute for unit inputs, keys as they were rounded",
+    ),
+    Op("encode", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs"),
     Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
+    Op("geglu", "gate [T, d], up [T, d] -> [T, d]", "4e-6 relative to |gate * up|"),
+    Op("gelu", "x [T, d] -> [T, d]", "4e-6 relative to |x|"),
+    Op("scale", "x [T, d] -> [T, d]", "exact"),
+    Op("softcap", "x [T, d] -> [T, d]", "4e-6 of the cap"),
+    Op("join", "a [T, H * m], b [T, H * n] -> [T, H * (m + n)]", "exact"),
+    Op("head_linear", "x [T, H * k], weight [H * n, k] -> [T, H * n]", "as linear"),
+    Op("moe", "x [T, d], logits [T, E], E experts -> [T, d]", "as three products in a row"),
     Op("take", "x [T, d], rows [L] -> [L, d]", "exact"),
 )
 

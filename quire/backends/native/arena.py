@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from quire.backends.native.recorder import Instruction, Value
+from quire.backends.recorder import Instruction, Value
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 
 from quire.backends.batch import Batch
 from quire.backends.native import arena, extension, fuse
-from quire.backends.native.recorder import Instruction, Recording, Segment, Value, record
 from quire.backends.ops import KV, Forward, Needs, check_kv
+from quire.backends.recorder import Instruction, Recording, Segment, Value, record
 from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
@@ -267,12 +267,7 @@ def _batches(weights: Iterable[Layout]) -> Iterator[list[Layout]]:
 
 def _weights(program: list[Instruction]) -> Iterator[Layout]:
     for i in program:
-        if i.weight is not None:
-            yield i.weight
-        for s in i.segments:
-            yield s.weight
-            if s.bias is not None:
-                yield s.bias
+        yield from i.weights()
 
 
 def _rope_table(plan: Any, rope: Rope) -> int:

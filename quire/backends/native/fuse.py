@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
-from quire.backends.native.recorder import Instruction, Segment, Value
+from quire.backends.recorder import Instruction, Segment, Value
 from quire.layouts import Affine
 
 Program: TypeAlias = list[Instruction]

@@ -6,14 +6,15 @@ makes the answer more certain, and each sequence and head is handled on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
-from quire.layouts import Dense, Floats, Layout, Rope
+from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 
 
 class Cache:
@@ -66,14 +67,28 @@ class ReferenceOps:
     def __init__(self, backend: ReferenceBackend, kv: KV):
         self._backend = backend
         self._kv = kv
-        self._keys, self._values = Cache(kv), Cache(kv)
+        self._keys = Cache(kv)
+        self._values = None if kv.latent else Cache(kv)
 
     def embed(self, ids: I32, table: Layout) -> Floats:
         return self._backend.dense(table)[ids]
 
-    def rms_norm(self, x: Floats, weight: Dense, eps: float) -> Floats:
-        mean = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-        return ((x / np.sqrt(mean + eps)) * self._backend.dense(weight)).astype(np.float32)
+    def rms_norm(self, x: Floats, weight: Dense, eps: float, heads: int = 1) -> Floats:
+        parts = x.reshape(x.shape[0], heads, -1)
+        mean = np.mean(np.square(parts, dtype=np.float64), axis=-1, keepdims=True)
+        return self._weighted(parts / np.sqrt(mean + eps), weight).reshape(x.shape)
+
+    def layer_norm(self, x: Floats, weight: Dense, bias: Dense | None, eps: float, heads: int = 1) -> Floats:
+        parts = x.reshape(x.shape[0], heads, -1).astype(np.float64)
+        centred = parts - parts.mean(axis=-1, keepdims=True)
+        variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+        y = self._weighted(centred / np.sqrt(variance + eps), weight).reshape(x.shape)
+        return y if bias is None else y + np.tile(self._backend.dense(bias), x.shape[1] // bias.shape[0])
+
+    def _weighted(self, parts: npt.NDArray[np.float64], weight: Dense) -> Floats:
+        """parts [T, heads, n] times a weight of [n] or [heads * n]."""
+        own = self._backend.dense(weight).reshape(-1, parts.shape[2])
+        return (parts * own).astype(np.float32)
 
     def linear(self, x: Floats, weight: Layout, bias: Dense | None = None) -> Floats:
         y = x @ self._backend.dense(weight).T
@@ -94,35 +109,157 @@ class ReferenceOps:
         return out.reshape(x.shape)
 
     def attention(
-        self, q: Floats, k: Floats, v: Floats, batch: Batch, *, layer: int, heads: int, scale: float
+        self,
+        q: Floats,
+        k: Floats,
+        v: Floats,
+        batch: Batch,
+        *,
+        layer: int,
+        heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Dense | None = None,
     ) -> Floats:
         kv = self._kv
+        assert self._values is not None
         self._keys.write(layer, batch.write, k)
         self._values.write(layer, batch.write, v)
         queries = q.reshape(-1, heads, kv.head_dim)
         out = np.empty_like(queries)
-        for b in range(batch.sequences):
-            length = int(batch.kv_len[b])
-            where = np.arange(length)
-            slots = batch.pages[b, where // kv.page_size] * kv.page_size + where % kv.page_size
+        for b, rows, first, slots in self._pasts(batch, window):
             past_k = np.repeat(self._keys.read(layer, slots), heads // kv.kv_heads, axis=1)  # [S, H, D]
             past_v = np.repeat(self._values.read(layer, slots), heads // kv.kv_heads, axis=1)
-            rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
             scores = np.einsum("thd,shd->hts", queries[rows], past_k, dtype=np.float64) * scale
-            hidden = where[None, None, :] > batch.pos[rows][None, :, None]
-            scores = np.where(hidden, -np.inf, scores)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
-            out[rows] = np.einsum("hts,shd->thd", weights, past_v)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            where, pos = np.arange(first, int(batch.kv_len[b]))[None, :], batch.pos[rows][:, None]
+            hidden = where > pos if window is None else (where > pos) | (where <= pos - window)
+            scores = np.where(hidden[None], -np.inf, scores)
+            out[rows] = np.einsum(
+                "hts,shd->thd", softmax(scores, None if sinks is None else self._backend.dense(sinks)), past_v
+            )
+        return out.reshape(q.shape)
+
+    def latent_attention(self, q: Floats, k: Floats, batch: Batch, *, layer: int, heads: int, scale: float) -> Floats:
+        kv = self._kv
+        self._keys.write(layer, batch.write, k)
+        queries = q.reshape(-1, heads, kv.head_dim)
+        out = np.empty((q.shape[0], heads, kv.latent), np.float32)
+        for b, rows, _, slots in self._pasts(batch, None):
+            past = self._keys.read(layer, slots)[:, 0]  # [S, D]
+            scores = np.einsum("thd,sd->hts", queries[rows], past, dtype=np.float64) * scale
+            hidden = np.arange(int(batch.kv_len[b]))[None, :] > batch.pos[rows][:, None]
+            weights = softmax(np.where(hidden[None], -np.inf, scores))
+            out[rows] = np.einsum("hts,sd->thd", weights, past[:, : kv.latent])
+        return out.reshape(q.shape[0], -1)
+
+    def _pasts(self, batch: Batch, window: int | None) -> Iterator[tuple[int, slice, int, npt.NDArray[np.integer]]]:
+        """(sequence, its rows, first position any of them sees, where the tokens from there on lie)."""
+        size = self._kv.page_size
+        for b in range(batch.sequences):
+            rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
+            first = 0 if window is None else max(0, int(batch.pos[rows.start]) - window + 1)
+            where = np.arange(first, int(batch.kv_len[b]))
+            yield b, rows, first, batch.pages[b, where // size] * size + where % size
+
+    def encode(self, q: Floats, k: Floats, v: Floats, batch: Batch, *, heads: int, scale: float) -> Floats:
+        dim = q.shape[1] // heads
+        queries, keys, values = (x.reshape(x.shape[0], -1, dim) for x in (q, k, v))
+        share = heads // keys.shape[1]
+        out = np.empty_like(queries)
+        for b in range(batch.sequences):
+            rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
+            own_k, own_v = (np.repeat(x[rows], share, axis=1) for x in (keys, values))
+            scores = np.einsum("thd,shd->hts", queries[rows], own_k, dtype=np.float64) * scale
+            out[rows] = np.einsum("hts,shd->thd", softmax(scores), own_v)
         return out.reshape(q.shape)
 
     def swiglu(self, gate: Floats, up: Floats) -> Floats:
-        wide = gate.astype(np.float64)
-        with np.errstate(over="ignore"):
-            return (wide / (1.0 + np.exp(-wide)) * up).astype(np.float32)
+        return (silu(gate.astype(np.float64)) * up).astype(np.float32)
+
+    def geglu(self, gate: Floats, up: Floats) -> Floats:
+        x = gate.astype(np.float64)
+        return (0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))) * up).astype(np.float32)
+
+    def gelu(self, x: Floats) -> Floats:
+        wide = x.astype(np.float64)
+        return (0.5 * wide * (1.0 + np.vectorize(math.erf)(wide / math.sqrt(2.0)))).astype(np.float32)
+
+    def scale(self, x: Floats, factor: float) -> Floats:
+        return x * np.float32(factor)
+
+    def softcap(self, x: Floats, cap: float) -> Floats:
+        return (cap * np.tanh(x.astype(np.float64) / cap)).astype(np.float32)
+
+    def join(self, a: Floats, b: Floats, heads: int) -> Floats:
+        parts = [x.reshape(x.shape[0], heads, -1) for x in (a, b)]
+        return np.concatenate(parts, axis=-1).reshape(a.shape[0], -1)
+
+    def head_linear(self, x: Floats, weight: Layout, heads: int) -> Floats:
+        own = self._backend.dense(weight).reshape(heads, -1, weight.shape[1])  # [H, n, k]
+        return np.einsum("thk,hnk->thn", x.reshape(x.shape[0], heads, -1), own).reshape(x.shape[0], -1)
+
+    def moe(self, x: Floats, logits: Floats, experts: Experts, routing: Routing) -> Floats:
+        bias = None if routing.bias is None else self._backend.dense(routing.bias)
+        share = route(logits, routing, bias)  # [T, E]
+        out = np.zeros_like(x)
+        for e in range(experts.count):
+            rows = np.flatnonzero(share[:, e])
+            if rows.size:
+                out[rows] += share[rows, e, None] * self._expert(x[rows], experts, e)
+        return out
+
+    def _expert(self, x: Floats, w: Experts, e: int) -> Floats:
+        gate = self.linear(x, w.gate[e], w.gate_bias[e] if w.gate_bias else None)
+        up = self.linear(x, w.up[e], w.up_bias[e] if w.up_bias else None)
+        if w.limit is None:
+            inner = self.swiglu(gate, up)
+        else:
+            g = np.minimum(gate.astype(np.float64), w.limit)
+            inner = (silu(1.702 * g) / 1.702 * (np.clip(up, -w.limit, w.limit) + 1.0)).astype(np.float32)
+        return self.linear(inner, w.down[e], w.down_bias[e] if w.down_bias else None)
 
     def take(self, x: Floats, rows: I32) -> Floats:
         return x[rows]
+
+
+def silu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    with np.errstate(over="ignore"):
+        return x / (1.0 + np.exp(-x))
+
+
+def softmax(scores: npt.NDArray[np.float64], sinks: Floats | None = None) -> npt.NDArray[np.float64]:
+    """scores [H, T, S]; a sink [H] is one more score that is left out of the result."""
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        top = np.maximum(top, sinks[:, None, None])
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - top)
+    return weights / total
+
+
+def route(logits: Floats, routing: Routing, bias: Floats | None) -> Floats:
+    """What each expert counts for each row: [T, E], zero for those that were not chosen."""
+    wide = logits.astype(np.float64)
+    scores = 1.0 / (1.0 + np.exp(-wide)) if routing.sigmoid else softmax(wide[None])[0]
+    ranked = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        runs = ranked.reshape(len(ranked), routing.groups, -1)
+        worth = np.sort(runs, axis=-1)[..., -2:].sum(axis=-1) if routing.pair else runs.max(axis=-1)
+        kept = np.argsort(-worth, axis=-1, kind="stable")[:, : routing.top_groups]
+        allowed = np.zeros(worth.shape, np.bool_)
+        np.put_along_axis(allowed, kept, True, axis=-1)
+        ranked = np.where(allowed[..., None], runs, -np.inf).reshape(ranked.shape)
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : routing.top]
+    out = np.zeros_like(scores)
+    np.put_along_axis(out, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)
+    if routing.renormalize:
+        out /= out.sum(axis=-1, keepdims=True) + 1e-20
+    return (out * routing.scale).astype(np.float32)
 
 
 def rope_columns(rope: Rope) -> tuple[slice, slice]:

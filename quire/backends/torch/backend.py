@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from quire.backends.batch import Batch
-from quire.backends.native.recorder import Instruction, Segment, Value, record
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
+from quire.backends.recorder import Instruction, Segment, Value, record
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.fuse import fuse, loose, multiplied, soon
 from quire.backends.torch.kernels import TorchKernels

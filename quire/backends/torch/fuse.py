@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
-from quire.backends.native.recorder import Instruction, Segment, Value
+from quire.backends.recorder import Instruction, Segment, Value
 
 Program: TypeAlias = list[Instruction]
 

@@ -211,7 +211,7 @@ def test_a_program_multiplies_the_dequantized_numbers(kind: str, chunk: int, mon
 
 def test_readers_of_a_value():
     """A value that something but a product reads, too, is not made for products alone."""
-    from quire.backends.native.recorder import record
+    from quire.backends.recorder import record
     from quire.backends.torch.fuse import fuse, multiplied
 
     rng = np.random.default_rng(7)

@@ -66,7 +66,7 @@ def test_random_weights_need_no_data():
 
 def recorded(path: Path):
     from quire import models
-    from quire.backends.native.recorder import record
+    from quire.backends.recorder import record
     from quire.weights.gguf import GGUF
 
     model = models.load(GGUF.open(path))
