@@ -197,6 +197,19 @@ def windows_of(config: Values, layers: int, period: int, default: int | None = N
     return tuple(size if slide else None for slide in slides)
 
 
+def late_windows_of(config: Values, layers: int) -> tuple[int | None, ...]:
+    """Qwen's way: where use_sliding_window is set, layers from max_window_layers on have a window; layer_types overrules."""
+    if not config.flag("use_sliding_window", False):
+        return (None,) * layers
+    windows = windows_of(config, layers, period=0)
+    if "layer_types" in config:
+        return windows
+    first = config.raw.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise BadModelFile(f"{config.where}: max_window_layers is {str(first)[:40]}: it must be a whole number")
+    return tuple(window if i >= first else None for i, window in enumerate(windows))
+
+
 def slides_of(config: Values, layers: int) -> tuple[bool, ...] | None:
     """For each layer, whether its attention has a window; None where the file does not say."""
     kinds = ("full_attention", "sliding_attention")
