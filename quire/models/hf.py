@@ -140,11 +140,9 @@ def _yarn(values: Values, context: int) -> Scaling:
 
 
 def _longrope(config: Values, values: Values, context: int) -> Scaling:
-    original = values.count(
-        "original_max_position_embeddings",
-        config.count("original_max_position_embeddings", context, most=MAX_CONTEXT),
-        most=MAX_CONTEXT,
-    )
+    # The number beside the others goes before the one inside, as in transformers; 4096 is its default.
+    inside = values.count("original_max_position_embeddings", 4096, most=MAX_CONTEXT)
+    original = config.count("original_max_position_embeddings", inside, most=MAX_CONTEXT)
     return Scaling(
         "longrope",
         values.number("factor", context / original),
