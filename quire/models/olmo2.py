@@ -112,6 +112,7 @@ class Model:
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
         """The model that a config.json describes."""
         hf.check_activation(config, "hidden_act", hf.SILU)
+        hf.refuse(config, clip_qkv=None)
         base, scaling = hf.rope_of(config, 10000.0)
         d = hf.dims_of(config, architecture, context=hf.context_of(config, scaling), eps=("rms_norm_eps", 1e-5))
         return cls(

@@ -26,6 +26,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+EPS = {"Cohere": "layer_norm_eps", "Cohere2": "layer_norm_eps"}  # what the key is called, where not rms_norm_eps
 WINDOW = 24  # ends inside a page, and shorter than the prompts
 SHORT, LONG = [1.0 + 0.1 * i for i in range(6)], [1.5 + 0.6 * i for i in range(6)]
 Changed = Iterator[tuple[str, np.ndarray]]
@@ -201,6 +202,12 @@ FAMILIES: dict[str, Family] = {
         norms_plus_one,
     ),
     "phi3": Family("Phi3", {"sliding_window": WINDOW}, "phi3", phi3_keys),
+    "phi3, half rotated": Family(
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "phi3",
+        phi3_keys,
+    ),
     "phi3, short factors": Family(
         "Phi3", longrope(), "phi3", phi3_keys, extra=phi3_factors, context=64, lengths=((1, None), (17, 5), (64, 33))
     ),
@@ -245,7 +252,8 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
 
     family = FAMILIES[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family.kind}Config")(**{**SIZES, **family.changes, **changes})
+    eps = {EPS.get(family.kind, "rms_norm_eps"): 3e-3}  # large enough to be seen
+    config = getattr(transformers, f"{family.kind}Config")(**{**SIZES, **eps, **family.changes, **changes})
     config._attn_implementation = "eager"  # others leave soft caps out
     model = getattr(transformers, f"{CAUSAL.get(family.kind, family.kind)}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -22,7 +22,9 @@ def table() -> str:
 
 def test_the_table_is_what_the_modules_say():
     page = PAGE.read_text()
-    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)] == table(), "run python -m tests.unit.models.test_docs"
+    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)] == table(), (
+        "run python -m tests.unit.models.test_docs"
+    )
 
 
 def test_every_supported_name_is_in_it():
