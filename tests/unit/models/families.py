@@ -43,7 +43,7 @@ class Family:
     tensors: Callable[[Any, str, np.ndarray], Changed] = lambda c, name, data: iter([(name, data)])
     extra: Callable[[Any], dict[str, np.ndarray]] = lambda c: {}  # tensors that are not in the folder
     context: int | None = None  # serve no more than this
-    lengths: tuple[tuple[int, int | None], ...] = ((1, None), (17, 5), (60, 33), (120, 48))
+    lengths: tuple[tuple[int, int | None], ...] = ((1, None), (17, 5), (100, 37))
 
 
 def as_pairs(c: Any, name: str, data: np.ndarray) -> Changed:
@@ -212,7 +212,7 @@ FAMILIES: dict[str, Family] = {
         "Phi3", longrope(), "phi3", phi3_keys, extra=phi3_factors, context=64, lengths=((1, None), (17, 5), (64, 33))
     ),
     "phi3, long factors": Family(
-        "Phi3", longrope(), "phi3", phi3_keys, extra=phi3_factors, lengths=((65, 30), (120, 48))
+        "Phi3", longrope(), "phi3", phi3_keys, extra=phi3_factors, lengths=((65, 30), (100, 37))
     ),
     "granite": Family("Granite", {**SMALL_MULTIPLIERS, "logits_scaling": 0.25}, "granite", granite_keys, as_pairs),
     "granite, tied, biases": Family(
@@ -267,8 +267,8 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def write_gguf(name: str, model: Any, path: Path) -> Path:
-    """The model as a converter would write it, in float32."""
+def write_gguf(name: str, model: Any, path: Path, quantize: str | None = None) -> Path:
+    """The model as a converter would write it, matrices quantized to the named type, or float32."""
     import gguf
 
     family, c = FAMILIES[name], model.config
@@ -300,7 +300,12 @@ def write_gguf(name: str, model: Any, path: Path) -> Path:
             known = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
             made.setdefault(known, []).append(data)
     for known, parts in made.items():
-        writer.add_tensor(known, np.ascontiguousarray(np.concatenate(parts)))
+        data = np.ascontiguousarray(np.concatenate(parts))
+        if quantize and data.ndim == 2:
+            kind = gguf.GGMLQuantizationType[quantize]
+            writer.add_tensor(known, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(known, data)
     for known, data in family.extra(c).items():
         writer.add_tensor(known, data)
     writer.write_header_to_file()
