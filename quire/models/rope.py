@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.layouts import Floats
+from quire.observe.errors import BadModelFile
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the frequencies are stretched. kind: none, linear, llama3 or yarn."""
+    """How the frequencies are stretched. kind: none, linear, llama3, yarn or longrope."""
 
     kind: str = "none"
     factor: float = 1.0
@@ -25,12 +26,14 @@ class Scaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: from the factor
+    attention_factor: float | None = None  # yarn and longrope; None: from the factor
     factors: Floats | None = None  # per-frequency divisors stored in the file (llama3 in GGUF)
+    short: Floats | None = None  # longrope: divisors for sequences within the original context
+    long: Floats | None = None  # longrope: divisors for longer ones
 
 
-def frequencies(base: float, dim: int, scaling: Scaling) -> tuple[Floats, float]:
-    """(radians per position for each pair [dim / 2], magnitude)."""
+def frequencies(base: float, dim: int, scaling: Scaling, context: int = 0) -> tuple[Floats, float]:
+    """(radians per position for each pair [dim / 2], magnitude). context: the longest sequence, which longrope asks for."""
     plain = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if scaling.factors is not None:
         plain = plain / scaling.factors.astype(np.float64)
@@ -43,6 +46,8 @@ def frequencies(base: float, dim: int, scaling: Scaling) -> tuple[Floats, float]
             return _llama3(plain, scaling).astype(np.float32), 1.0
         case "yarn":
             return _yarn(plain, base, dim, scaling)
+        case "longrope":
+            return _longrope(plain, scaling, context)
     raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
@@ -69,3 +74,16 @@ def _yarn(plain: np.ndarray, base: float, dim: int, s: Scaling) -> tuple[Floats,
     if magnitude is None:
         magnitude = 0.1 * math.log(s.factor) + 1.0 if s.factor > 1.0 else 1.0
     return blended.astype(np.float32), float(magnitude)
+
+
+def _longrope(plain: np.ndarray, s: Scaling, context: int) -> tuple[Floats, float]:
+    """One of two lists of divisors, for sequences within the original context and for longer ones."""
+    divisors = s.long if context > s.original_context else s.short
+    if divisors is None or divisors.size != plain.size:
+        raise BadModelFile(
+            f"longrope needs {plain.size} divisors of each kind: there are {0 if divisors is None else divisors.size}"
+        )
+    magnitude = s.attention_factor
+    if magnitude is None:
+        magnitude = math.sqrt(1.0 + math.log(s.factor) / math.log(s.original_context)) if s.factor > 1.0 else 1.0
+    return (plain / divisors.astype(np.float64)).astype(np.float32), float(magnitude)
