@@ -31,7 +31,8 @@ from quire.models.parts import (
     refuse_strangers,
     rotation,
 )
-from quire.observe.errors import BadModelFile, Unsupported
+from quire.models.rope import yarn_magnitude
+from quire.observe.errors import Unsupported
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -176,7 +177,7 @@ class Model:
         if scaling.kind == "yarn":
             # All of what yarn does to magnitudes is in the scale of scores: the multiplier is 0.1 * mscale_all_dim.
             multiplier = keys.zero_or("rope.scaling.yarn_log_multiplier") or 0.0
-            scale *= (1.0 + multiplier * math.log(max(scaling.factor, 1.0))) ** 2
+            scale *= yarn_magnitude(scaling.factor, 10.0 * multiplier) ** 2
             scaling = replace(scaling, attention_factor=1.0)
         weights = Weights(tensors, GGUF_NAMES)
         rope = rotation(keys.number("rope.freq_base", 10000.0), latent.rotated, scaling, pairs=True)
@@ -306,7 +307,7 @@ def _score_scale(config: Values, factor: float) -> float:
     if values is None or (values.text("rope_type", None) or values.text("type", "default")) == "default":
         return 1.0
     amount = values.number("mscale_all_dim", 0.0) if values.get("mscale_all_dim") else 0.0
-    return (0.1 * amount * math.log(factor) + 1.0) ** 2 if factor > 1.0 else 1.0
+    return yarn_magnitude(factor, amount) ** 2
 
 
 def _softmax(config: Values, sizes: mixture.Sizes) -> Routing:
