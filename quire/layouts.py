@@ -4,23 +4,19 @@ A format file (`formats/`) describes its blocks as data; a kernel reads the desc
 new format costs one file, and a new backend one reader of these classes.
 
   Dense   numbers as they are: float32, float16 or bfloat16
-  Affine  w = scale[group] * (code - offset) + bias[group], codes and scales somewhere inside fixed-size blocks; a code may be
-          an entry of a codebook, a scale a power of two
+  Affine  w = scale[group] * (code - offset) + bias[group], codes and scales somewhere inside fixed-size blocks
 
 `dequantize` is exact: the product and the sum above, each rounded once to float32, in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from quire.observe.errors import Unsupported
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -59,7 +55,6 @@ class Ints:
 
     planes: tuple[Plane, ...]
     offset: int = 0
-    table: tuple[int, ...] = ()  # a codebook: what the planes put together is a place in it, and its entry the integer
 
     def unpack(self, blocks: Bytes) -> npt.NDArray[np.int16]:
         """blocks [..., nbytes] -> values [..., count], offset taken off."""
@@ -67,32 +62,33 @@ class Ints:
         for p in self.planes:
             bits = ((np.take(blocks, p.byte, axis=-1) ^ p.flip) >> p.shift) & p.mask
             total += bits.astype(np.int16) << p.lift
-        if self.table:
-            total = np.array(self.table, np.int16)[total]
         return total - np.int16(self.offset)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Per-group factors of a block: a float16 at byte `at`, times a small integer per group when `codes` is given; or, with
-    `exponent`, 2 ** (the byte at `at` - exponent)."""
+    """Per-group factors of a block: a float16 at byte `at`, times a small integer per group when `codes` is given.
+
+    A wide one is a float32: for factors that a float16 cannot hold. All factors of a codec are as wide as its scale.
+    """
 
     at: int
     codes: Ints | None = None
     negate: bool = False
-    exponent: int | None = None
+    wide: bool = False
 
     def unpack(self, blocks: Bytes, groups: int) -> Floats:
-        """blocks [..., nbytes] -> float32 [..., groups]; the product is exact (11 bits times at most 8)."""
-        if self.exponent is not None:
-            byte = blocks[..., self.at : self.at + 1].astype(np.int32)
-            return np.repeat(np.ldexp(np.float32(1), byte - self.exponent), groups, axis=-1)
-        half = np.ascontiguousarray(blocks[..., self.at : self.at + 2]).view("<f2").astype(np.float32)  # [..., 1]
+        """blocks [..., nbytes] -> float32 [..., groups]; the product is exact (11 bits times at most 8).
+
+        A wide one's is rounded once, if it has more bits than a float16.
+        """
+        size, kind = (4, "<f4") if self.wide else (2, "<f2")
+        factor = np.ascontiguousarray(blocks[..., self.at : self.at + size]).view(kind).astype(np.float32)  # [..., 1]
         if self.negate:
-            half = -half
+            factor = -factor
         if self.codes is None:
-            return np.repeat(half, groups, axis=-1)
-        return half * self.codes.unpack(blocks).astype(np.float32)
+            return np.repeat(factor, groups, axis=-1)
+        return factor * self.codes.unpack(blocks).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -112,11 +108,6 @@ class Codec:
     def groups(self) -> int:
         """Groups in a block."""
         return self.block // self.group
-
-    @property
-    def plain(self) -> bool:
-        """Whether planes and float16 factors are all there is: no codebook, no exponents."""
-        return not self.codes.table and self.scale.exponent is None
 
 
 @dataclass(frozen=True)
@@ -152,7 +143,7 @@ class Dense:
 class Affine:
     """A matrix of codes with per-group scales (and biases), in its blocks; a stack of matrices has more axes."""
 
-    data: Bytes  # [N, K / block * nbytes], often a view of the mapped file
+    data: Bytes  # [N, K / block * nbytes], often a view of the mapped file; or what becomes such an array when it is read
     codec: Codec
 
     @classmethod
@@ -199,63 +190,6 @@ class Affine:
             if bias is not None:
                 grouped += bias[..., None]
         return grouped.reshape(codes.shape)
-
-
-class Woven(Affine):
-    """An Affine whose blocks lie in pieces in their file: put together when somebody looks at them, and let go by `drop`."""
-
-    def __init__(self, shape: tuple[int, int], codec: Codec, weave: Callable[[], Bytes]):
-        vars(self).update(shape=shape, codec=codec, _weave=weave)  # `data` is not there before it is asked for
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape[0] * (self.shape[1] // self.codec.block) * self.codec.nbytes
-
-    def __getattr__(self, name: str) -> Bytes:
-        if name != "data":
-            raise AttributeError(name)
-        vars(self)["data"] = made = vars(self)["_weave"]()
-        return made
-
-    def drop(self) -> None:
-        """Forget the blocks; the next look puts them together again."""
-        vars(self).pop("data", None)
-
-
-FIVE_BITS = Codec(
-    name="five bits",
-    block=32,
-    nbytes=22,
-    group=32,
-    bits=5,
-    codes=Ints((Plane.packed(2, 32, run=16, bits=4), Plane.packed(18, 32, run=4, bits=1, lift=4)), offset=16),
-    scale=Scale(0),
-)
-
-
-def plain(w: Affine) -> Affine:
-    """The same numbers in planes and float16 factors, for kernels that read nothing else. Raises Unsupported where a
-    factor is not a float16, never rounds."""
-    if w.codec.plain:
-        return w
-    codes, scale, bias = w.parts()
-    assert w.codec.group == 32 and bias is None and w.codec.bits <= 5  # what the formats with a codebook are so far
-    grouped = (codes.reshape(*scale.shape, 32) + 16).astype(np.uint8)
-    with np.errstate(over="ignore"):
-        half = scale.astype("<f2")
-    half[(grouped == 16).all(axis=-1)] = 0.0  # a block of zeros may have any factor
-    wrong = (half.astype(np.float32) != scale) & (half != 0.0) | ((half == 0.0) & (grouped != 16).any(axis=-1))
-    if wrong.any():
-        raise Unsupported(
-            f"a factor of {scale[wrong][0]:g} in a {w.codec.name} tensor is not a float16, which the kernels here need",
-            cure="--backend torch or reference computes with it",
-        )
-    out = np.empty((*scale.shape, FIVE_BITS.nbytes), np.uint8)
-    out[..., :2] = np.ascontiguousarray(half)[..., None].view(np.uint8)
-    out[..., 2:18] = grouped[..., :16] & 15 | (grouped[..., 16:] & 15) << 4
-    fifth = (grouped >> 4).reshape(*scale.shape, 8, 4) << np.arange(8, dtype=np.uint8)[:, None]
-    out[..., 18:] = np.bitwise_or.reduce(fifth, axis=-2)
-    return Affine(out.reshape(*scale.shape[:-1], -1), FIVE_BITS)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Model:
                 i,
                 d,
                 sizes,
-                _woven(tensors, i, sizes, d, limit) if packed else _transposed(tensors, i, sizes, d, limit),
+                _joined(tensors, i, sizes, d, limit) if packed else _transposed(tensors, i, sizes, d, limit),
                 tensors.vector(f"model.layers.{i}.self_attn.sinks", d.heads),
                 biased,
                 windows[i],
@@ -157,7 +157,7 @@ def _transposed(tensors: Tensors, layer: int, sizes: mixture.Sizes, d: Dims, lim
     return Experts(both[:e], both[e:], down, *_biases(tensors, layer, sizes, d), limit=limit)
 
 
-def _woven(tensors: Tensors, layer: int, sizes: mixture.Sizes, d: Dims, limit: float) -> Experts:
+def _joined(tensors: Tensors, layer: int, sizes: mixture.Sizes, d: Dims, limit: float) -> Experts:
     """Experts of MXFP4: for [n, k] of each expert, codes [n, k / 32, 16] and exponents [n, k / 32]."""
     if d.width % mxfp4.BLOCK or sizes.ffn % mxfp4.BLOCK:
         raise BadModelFile(
@@ -168,7 +168,7 @@ def _woven(tensors: Tensors, layer: int, sizes: mixture.Sizes, d: Dims, limit: f
         names = [f"{EXPERTS.format(layer)}{name}_{part}" for part in ("blocks", "scales")]
         codes = tensors.octets(names[0], (sizes.count, n, k // mxfp4.BLOCK, 16))
         exponents = tensors.octets(names[1], (sizes.count, n, k // mxfp4.BLOCK))
-        made = tuple(mxfp4.weave(codes[e, at], exponents[e, at]) for at in steps for e in range(sizes.count))
+        made = tuple(mxfp4.join(codes[e, at], exponents[e, at]) for at in steps for e in range(sizes.count))
         tensors.made(made, *names)
         return made
 

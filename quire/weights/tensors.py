@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 
-from quire.layouts import Affine, Bytes, Dense, Layout, Woven
+from quire.layouts import Affine, Bytes, Dense, Layout
 from quire.observe.errors import BadModelFile
 from quire.weights.checkpoint import Checkpoint
 
@@ -86,8 +86,6 @@ class Tensors:
 
     def release(self, layout: Layout) -> None:
         """A backend has taken a layout over: give back the file pages of the tensors that nobody waits for any more."""
-        if isinstance(layout, Woven):
-            layout.drop()
         _, names = self._made_of.get(id(layout), (None, ()))
         for name in names:
             self._waiting[name].discard(id(layout))

@@ -16,7 +16,7 @@ from quire.backends.batch import Batch
 from quire.backends.native import arena, extension, fuse
 from quire.backends.ops import KV, Forward, Needs, check_kv
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
-from quire.layouts import FIVE_BITS, Codec, Dense, Floats, Ints, Layout, Rope, Scale, plain
+from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
 OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
@@ -185,13 +185,12 @@ class NativeBackend:
 
     def _as_packable(self, w: Layout) -> tuple[Any, Any]:
         """The bytes of a matrix, and how C++ is to read them."""
+        data = np.ascontiguousarray(w.data)
         if isinstance(w, Dense):
             number, bits = _TYPES[w.dtype]
-            return np.ascontiguousarray(w.data).view(bits), number
-        w = plain(w)
-        data = np.ascontiguousarray(w.data)
+            return data.view(bits), number
         if id(w.codec) not in self._codecs:
-            self._codecs[id(w.codec)] = (w.codec, self._native.Codec(*_codec(w.codec)))
+            self._codecs[id(w.codec)] = (w.codec, self._native.Codec(*_codec(w)))
         return data, self._codecs[id(w.codec)][1]
 
     def _weight_bytes(self, w: Layout) -> int:
@@ -200,9 +199,7 @@ class NativeBackend:
             return 4 * -(-w.shape[0] // 16) * 16
         if isinstance(w, Dense):
             return self._native.dense_bytes(*w.shape, _TYPES[w.dtype][0])
-        codec = w.codec if w.codec.plain else FIVE_BITS  # what `plain` makes of it
-        n, k = w.shape
-        return self._native.affine_bytes(n, k // codec.block * codec.nbytes, *_codec(codec))
+        return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
         program, recording = draft.program, draft.recording
@@ -278,7 +275,8 @@ def _rope_table(plan: Any, rope: Rope) -> int:
     return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude))
 
 
-def _codec(c: Codec) -> tuple[Any, ...]:
+def _codec(w: Affine) -> tuple[Any, ...]:
+    c = w.codec
     bias = [_factor(c.bias)] if c.bias else []
     return c.block, c.nbytes, c.group, c.bits, _ints(c.codes), _factor(c.scale), bias
 

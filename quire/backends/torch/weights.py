@@ -257,18 +257,14 @@ def _ints(ints: Ints, blocks: torch.Tensor) -> torch.Tensor:
         bits = bits.to(torch.int16) << p.lift
         total = bits if total is None else total + bits
     assert total is not None  # a codec has at least one plane
-    if ints.table:
-        total = torch.tensor(ints.table, dtype=torch.int16, device=blocks.device)[total.long()]
     return total - ints.offset
 
 
 def _scale(scale: Scale, blocks: torch.Tensor, groups: int) -> torch.Tensor:
-    if scale.exponent is not None:
-        power = blocks[..., scale.at : scale.at + 1].to(torch.int32) - scale.exponent
-        return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power).expand(*blocks.shape[:-1], groups)
-    half = blocks[..., scale.at : scale.at + 2].contiguous().view(torch.float16).to(torch.float32)  # [n, blocks, 1]
+    size, kind = (4, torch.float32) if scale.wide else (2, torch.float16)
+    factor = blocks[..., scale.at : scale.at + size].contiguous().view(kind).to(torch.float32)  # [n, blocks, 1]
     if scale.negate:
-        half = -half
+        factor = -factor
     if scale.codes is None:
-        return half.expand(*half.shape[:-1], groups)
-    return half * _ints(scale.codes, blocks).to(torch.float32)
+        return factor.expand(*factor.shape[:-1], groups)
+    return factor * _ints(scale.codes, blocks).to(torch.float32)

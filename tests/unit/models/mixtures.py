@@ -127,6 +127,61 @@ def exact_logits(model: Any, tokens: list[int], rounded: bool = True) -> np.ndar
         return model(torch.tensor([tokens]), past_key_values=Halves()).logits[0].numpy()
 
 
+def continuation(model: Any, prompt: list[int], count: int, rounded: bool = True) -> list[int]:
+    """What greedy sampling adds to a prompt, each token from the whole of what comes before it."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(exact_logits(model, tokens, rounded)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def round_experts(model: Any, kind: str) -> None:
+    """The experts' matrices become what a GGUF of that type holds of them, by the gguf package."""
+    import gguf
+    import torch
+
+    type_ = gguf.GGMLQuantizationType[kind]
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if "experts" not in key or "shared" in key or value.dim() < 3:
+                continue
+            turned = "GptOss" in type(model).__name__
+            x = value.transpose(1, 2) if turned else value
+            packed = gguf.quants.quantize(x.contiguous().numpy(), type_)
+            exact = torch.from_numpy(gguf.quants.dequantize(packed, type_).copy()).reshape(x.shape)
+            value.copy_(exact.transpose(1, 2) if turned else exact)
+
+
+def save_mxfp4(model: Any, path: Path, seed: int = 0) -> Path:
+    """A gpt-oss folder with random MXFP4 experts, as it was published; the model gets the same numbers from transformers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from tests.unit.models import folders
+
+    generator = torch.Generator().manual_seed(seed)
+    packed = {}
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                e, k, n = value.shape
+                blocks = torch.randint(0, 256, (e, n, k // 32, 16), dtype=torch.uint8, generator=generator)
+                scales = torch.randint(121, 125, (e, n, k // 32), dtype=torch.uint8, generator=generator)
+                value.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+                packed[key] = (blocks, scales)
+    folders.save(model, path)
+    tensors = load_file(path / "model.safetensors")
+    for key, (blocks, scales) in packed.items():
+        del tensors[key]
+        tensors[f"{key}_blocks"], tensors[f"{key}_scales"] = blocks, scales
+    save_file(tensors, path / "model.safetensors")
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    folders.edit(path / "config.json", quantization_config=how)
+    return path
+
+
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -254,9 +309,17 @@ def keys(kind: str, c: Any) -> dict[str, Any]:
 
 
 def write_gguf(
-    kind: str, model: Any, path: Path, *, experts: str | None = None, absorbed: bool = False, **more: Any
+    kind: str,
+    model: Any,
+    path: Path,
+    *,
+    experts: str | None = None,
+    absorbed: bool = False,
+    apart: bool = False,
+    **more: Any,
 ) -> Path:
-    """The model as a GGUF. experts: the type of their matrices; absorbed: kv_b in two parts, as newer files have it."""
+    """The model as a GGUF. experts: the type of their matrices; absorbed: kv_b in two parts, as newer files have it; apart: a
+    tensor per expert, as older ones have it; more: other metadata."""
     import gguf
 
     c = model.config
@@ -283,6 +346,9 @@ def write_gguf(
                 k, v = both[:, : c.qk_nope_head_dim].swapaxes(1, 2), both[:, c.qk_nope_head_dim :]
                 writer.add_tensor(name.replace("kv_b", "k_b"), np.ascontiguousarray(k))
                 writer.add_tensor(name.replace("kv_b", "v_b"), np.ascontiguousarray(v))
+            elif apart and name.endswith("_exps.weight"):
+                for e, part in enumerate(x):
+                    writer.add_tensor(name.replace("_exps.", f".{e}."), part)
             elif experts and name.endswith("_exps.weight"):
                 type_ = gguf.GGMLQuantizationType[experts]
                 writer.add_tensor(name, gguf.quants.quantize(x, type_), raw_dtype=type_)
