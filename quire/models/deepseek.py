@@ -42,34 +42,21 @@ if TYPE_CHECKING:
 
 ARCHS = ("deepseek2",)
 HF_ARCHS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-GGUF_NAMES = mixture.GGUF_NAMES | {
-    role: f"blk.{{}}.attn_{name}"
-    for role, name in {
-        "q_a": "q_a",
-        "q_a_norm": "q_a_norm",
-        "q_b": "q_b",
-        "kv_a": "kv_a_mqa",
-        "kv_a_norm": "kv_a_norm",
-        "kv_b": "kv_b",
-        "k_b": "k_b",
-        "v_b": "v_b",
-    }.items()
+_ROLES = {  # what a role is called in a GGUF, and in a folder
+    "q_a": ("q_a", "q_a_proj"),
+    "q_a_norm": ("q_a_norm", "q_a_layernorm"),
+    "q_b": ("q_b", "q_b_proj"),
+    "kv_a": ("kv_a_mqa", "kv_a_proj_with_mqa"),
+    "kv_a_norm": ("kv_a_norm", "kv_a_layernorm"),
+    "kv_b": ("kv_b", "kv_b_proj"),
+    "k_b": ("k_b", ""),
+    "v_b": ("v_b", ""),
 }
-HF_NAMES = (
-    mixture.HF_NAMES
-    | {f"shared_{part}": f"model.layers.{{}}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-    | {
-        role: f"model.layers.{{}}.self_attn.{name}"
-        for role, name in {
-            "q_a": "q_a_proj",
-            "q_a_norm": "q_a_layernorm",
-            "q_b": "q_b_proj",
-            "kv_a": "kv_a_proj_with_mqa",
-            "kv_a_norm": "kv_a_layernorm",
-            "kv_b": "kv_b_proj",
-        }.items()
-    }
-)
+GGUF_NAMES = mixture.GGUF_NAMES | {role: f"blk.{{}}.attn_{name}" for role, (name, _) in _ROLES.items()}
+HF_NAMES = mixture.HF_NAMES | {
+    role: f"model.layers.{{}}.self_attn.{name}" for role, (_, name) in _ROLES.items() if name
+}
+HF_NAMES |= {f"shared_{part}": f"model.layers.{{}}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +284,9 @@ def _sizes_of_gguf(keys: metadata.Keys) -> tuple[Dims, Latent]:
     ), latent
 
 
-def _dims(latent: Latent, *, architecture: str, vocab_size: int, context: int, layers: int, width: int, ffn: int, eps: float) -> Dims:
+def _dims(
+    latent: Latent, *, architecture: str, vocab_size: int, context: int, layers: int, width: int, ffn: int, eps: float
+) -> Dims:
     return Dims(architecture, vocab_size, context, layers, width, ffn, latent.heads, 1, latent.key, eps)
 
 

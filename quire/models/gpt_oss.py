@@ -14,7 +14,7 @@ from quire.layouts import Dense, Experts, Layout, Routing
 from quire.models import hf, metadata, mixture
 from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
 from quire.models.rope import Scaling
-from quire.observe.errors import BadModelFile, Unsupported
+from quire.observe.errors import BadModelFile
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -27,7 +27,7 @@ HF_ARCHS = ("GptOssForCausalLM",)
 ALL = ("q", "k", "v", "o")
 LIMIT, WINDOW, THETA = 7.0, 128, 150000.0
 GGUF_NAMES = {**mixture.GGUF_NAMES, "ffn_norm": "blk.{}.post_attention_norm", "sinks": "blk.{}.attn_sinks"}
-HF_NAMES = {**mixture.HF_NAMES, "router": "model.layers.{}.mlp.router", "sinks": "model.layers.{}.self_attn"}
+HF_NAMES = {**mixture.HF_NAMES, "router": "model.layers.{}.mlp.router"}
 EXPERTS = "model.layers.{}.mlp.experts."
 # What a folder without a word on positions means: the values it was made with.
 YARN = Scaling("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)

@@ -74,14 +74,10 @@ class Model:
         return model
 
 
-def _blocks(
-    weights: Weights, d: Dims, sizes: mixture.Sizes, biased: tuple[str, ...] | None
-) -> list[mixture.Block]:
+def _blocks(weights: Weights, d: Dims, sizes: mixture.Sizes, biased: tuple[str, ...] | None) -> list[mixture.Block]:
     routing = Routing(top=sizes.top, renormalize=True)
 
     def block(i: int) -> mixture.Block:
-        return mixture.block_of(
-            weights, i, d, mixture.mixture_of(weights, i, sizes, d.width, routing), biased=biased
-        )
+        return mixture.block_of(weights, i, d, mixture.mixture_of(weights, i, sizes, d.width, routing), biased=biased)
 
     return [block(i) for i in range(d.layers)]

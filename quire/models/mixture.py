@@ -124,7 +124,9 @@ def routing_of_gguf(keys: metadata.Keys, sizes: Sizes, sigmoid: bool) -> Routing
     """Scores and groups as the file says. sigmoid: where it does not say."""
     kind = keys.count("expert_gating_func", 2 if sigmoid else 1)
     if kind not in (1, 2):
-        raise Unsupported(f"metadata {keys.arch}.expert_gating_func is {kind}", cure="softmax (1) and sigmoid (2) are known")
+        raise Unsupported(
+            f"metadata {keys.arch}.expert_gating_func is {kind}", cure="softmax (1) and sigmoid (2) are known"
+        )
     groups = keys.count("expert_group_count", 1, most=MAX_EXPERTS)
     routing = Routing(
         top=sizes.top,
@@ -142,7 +144,9 @@ def check_groups(where: str, routing: Routing, sizes: Sizes) -> Routing:
     """Raises where the experts do not lie in such groups, or the chosen ones do not fit in them."""
     each = sizes.count // routing.groups
     if sizes.count % routing.groups or routing.top_groups > routing.groups or (routing.pair and each < 2):
-        raise BadModelFile(f"{where}: {sizes.count} experts do not lie in {routing.groups} groups, {routing.top_groups} taken")
+        raise BadModelFile(
+            f"{where}: {sizes.count} experts do not lie in {routing.groups} groups, {routing.top_groups} taken"
+        )
     if routing.top > routing.top_groups * each:
         raise BadModelFile(f"{where}: {routing.top} experts cannot be chosen of {routing.top_groups} groups of {each}")
     return routing
@@ -271,14 +275,14 @@ class Decoder:
         blocks: list[Block],
         *,
         tied: bool | None,
-        times: Multipliers = Multipliers(),  # noqa: B008: frozen
+        times: Multipliers | None = None,
     ):
         self.config = dims
         self.notes = parts.windows_line(tuple(b.window for b in blocks))
         self.tensors = weights.tensors
         self.rope = rope
         self.blocks = blocks
-        self.times = times
+        self.times = times or Multipliers()
         self.embedding = weights.matrix("embedding", dims.vocab_size, dims.width)
         self.norm = weights.norm("norm", dims.width)
         self.head = weights.head(dims, self.embedding, tied)

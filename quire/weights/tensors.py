@@ -63,9 +63,7 @@ class Tensors:
         parts = self.cut(name, (count, n), lambda w: tuple(replace(w, data=part) for part in w.data))
         return tuple(_numbers(name, part) for part in parts)
 
-    def cut(
-        self, name: str, shape: tuple[int, ...], by: Callable[[Layout], tuple[Layout, ...]]
-    ) -> tuple[Layout, ...]:
+    def cut(self, name: str, shape: tuple[int, ...], by: Callable[[Layout], tuple[Layout, ...]]) -> tuple[Layout, ...]:
         """What `by` makes of a tensor, views or copies; the same ones whenever it is asked for."""
         if name not in self._parts:
             self._parts[name] = by(self._take(name, shape))

@@ -127,12 +127,10 @@ def exact_logits(model: Any, tokens: list[int], rounded: bool = True) -> np.ndar
         return model(torch.tensor([tokens]), past_key_values=Halves()).logits[0].numpy()
 
 
-def continuation(model: Any, prompt: list[int], count: int, rounded: bool = True) -> list[int]:
-    """What greedy sampling adds to a prompt, each token from the whole of what comes before it."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(exact_logits(model, tokens, rounded)[-1].argmax()))
-    return tokens[len(prompt) :]
+def continued(model: Any, prompt: list[int], heard: list[int], rounded: bool = True) -> list[int]:
+    """What greedy sampling would have said at each place of what was heard."""
+    logits = exact_logits(model, prompt + heard[:-1], rounded)
+    return logits[len(prompt) - 1 :].argmax(axis=-1).tolist()
 
 
 def round_experts(model: Any, kind: str) -> None:
@@ -227,7 +225,10 @@ def _renamed(kind: str, key: str, x: np.ndarray, config: Any) -> Iterator[tuple[
             axis = x.ndim - 1 if kind == "gpt-oss" else 1
             parts = np.split(x, 2, axis) if kind != "gpt-oss" else (x[..., ::2], x[..., 1::2])
             for name, part in zip(("gate", "up"), parts, strict=True):
-                yield f"{block}ffn_{name}_exps.{'bias' if last.endswith('bias') else 'weight'}", _turned(kind, last, part)
+                yield (
+                    f"{block}ffn_{name}_exps.{'bias' if last.endswith('bias') else 'weight'}",
+                    _turned(kind, last, part),
+                )
         else:
             yield f"{block}ffn_down_exps.{'bias' if last.endswith('bias') else 'weight'}", _turned(kind, last, x)
     elif last == "e_score_correction_bias":

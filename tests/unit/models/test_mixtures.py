@@ -174,7 +174,7 @@ def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str,
                     heard += event.tokens
                     if event.receipt is not None:
                         cached.append(event.receipt.cached_tokens)
-            assert heard == mixtures.continuation(model, prompt, 12, rounded=backend != "torch"), n
+            assert len(heard) == 12 and heard == mixtures.continued(model, prompt, heard, backend != "torch"), n
     finally:
         engine.close()
     assert cached[0] == 0 and all(n > 0 for n in cached[1:])
@@ -184,9 +184,19 @@ BAD: dict[str, tuple[str, dict[str, Any], type[QuireError], str]] = {
     "more experts": ("mixtral", {"num_local_experts": 6}, BadModelFile, r"experts.5.w1.weight.* is missing|shape 5x96"),
     "fewer experts": ("mixtral", {"num_local_experts": 4}, BadModelFile, "gate.weight' has shape 5x96.*4x96"),
     "no experts": ("mixtral", {"num_local_experts": 0}, BadModelFile, "num_local_experts is 0"),
-    "more chosen than there are": ("mixtral", {"num_experts_per_tok": 6}, BadModelFile, "6 experts cannot be chosen of 5"),
+    "more chosen than there are": (
+        "mixtral",
+        {"num_experts_per_tok": 6},
+        BadModelFile,
+        "6 experts cannot be chosen of 5",
+    ),
     "none chosen": ("qwen3moe", {"num_experts_per_tok": 0}, BadModelFile, "num_experts_per_tok is 0"),
-    "wider experts": ("qwen3moe", {"moe_intermediate_size": 96}, BadModelFile, r"gate_proj.weight' has shape 64x96.*96x96"),
+    "wider experts": (
+        "qwen3moe",
+        {"moe_intermediate_size": 96},
+        BadModelFile,
+        r"gate_proj.weight' has shape 64x96.*96x96",
+    ),
     "layers that are none": ("qwen3moe", {"mlp_only_layers": [3]}, BadModelFile, "mlp_only_layers"),
     "a shared expert that is not there": (
         "qwen3moe",
@@ -235,7 +245,12 @@ BAD: dict[str, tuple[str, dict[str, Any], type[QuireError], str]] = {
     "groups of one": ("deepseek3", {"n_group": 8, "topk_group": 4}, BadModelFile, "8 groups"),
     "layers here and there": ("deepseek2", {"moe_layer_freq": 2}, Unsupported, "moe_layer_freq is 2"),
     "more dense layers": ("deepseek2", {"first_k_dense_replace": 2}, BadModelFile, "mlp.gate_proj.weight.* is missing"),
-    "dense layers beyond the last": ("deepseek2", {"first_k_dense_replace": 4}, BadModelFile, "first_k_dense_replace is 4"),
+    "dense layers beyond the last": (
+        "deepseek2",
+        {"first_k_dense_replace": 4},
+        BadModelFile,
+        "first_k_dense_replace is 4",
+    ),
     "another rank": ("deepseek2", {"kv_lora_rank": 40}, BadModelFile, r"kv_a_proj_with_mqa.weight' has shape 48x96"),
     "an odd rank": ("deepseek2", {"kv_lora_rank": 36}, Unsupported, "a rank of 36"),
     "queries of low rank that are not": ("deepseek2", {"q_lora_rank": None}, BadModelFile, "q_proj.weight' of shape"),
@@ -269,14 +284,24 @@ def test_a_configuration_that_lies_is_refused(name: str, saved: Path, tmp_path: 
 
 
 BAD_GGUF: dict[str, tuple[str, dict[str, Any], type[QuireError], str]] = {
-    "more chosen than there are": ("qwen3moe", {"expert_used_count": 9}, BadModelFile, "9 experts cannot be chosen of 8"),
+    "more chosen than there are": (
+        "qwen3moe",
+        {"expert_used_count": 9},
+        BadModelFile,
+        "9 experts cannot be chosen of 8",
+    ),
     "fewer experts": ("qwen3moe", {"expert_count": 4}, BadModelFile, "ffn_gate_inp.weight' has shape 8x96"),
     "no width": ("qwen3moe", {"expert_feed_forward_length": None}, BadModelFile, "expert_feed_forward_length"),
     "another function": ("deepseek3", {"expert_gating_func": 4}, Unsupported, "expert_gating_func is 4"),
     "clamped": ("olmoe", {"attention.clamp_kqv": 8.0}, Unsupported, "clamp_kqv"),
     "no rank": ("deepseek2", {"attention.kv_lora_rank": None}, BadModelFile, "kv_lora_rank"),
     "nothing but rotation": ("deepseek2", {"attention.key_length": 16}, Unsupported, "0 plain"),
-    "dense layers beyond the last": ("deepseek2", {"leading_dense_block_count": 9}, BadModelFile, "leading_dense_block"),
+    "dense layers beyond the last": (
+        "deepseek2",
+        {"leading_dense_block_count": 9},
+        BadModelFile,
+        "leading_dense_block",
+    ),
 }
 
 
