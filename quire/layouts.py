@@ -143,7 +143,9 @@ class Dense:
 class Affine:
     """A matrix of codes with per-group scales (and biases), in its blocks; a stack of matrices has more axes."""
 
-    data: Bytes  # [N, K / block * nbytes], often a view of the mapped file; or what becomes such an array when it is read
+    data: (
+        Bytes  # [N, K / block * nbytes], often a view of the mapped file; or what becomes such an array when it is read
+    )
     codec: Codec
 
     @classmethod
