@@ -17,7 +17,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
@@ -49,6 +49,15 @@ class Model(Protocol):
     @property
     def notes(self) -> list[str]:
         """Decisions worth telling, such as tensors that were not used."""
+        ...
+
+
+@runtime_checkable
+class Stretches(Protocol):
+    """A model that rotates otherwise where longer sequences are served."""
+
+    def stretch(self, context: int) -> None:
+        """Be made for sequences of up to so many tokens. Before the model is compiled."""
         ...
 
 

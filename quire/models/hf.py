@@ -142,11 +142,9 @@ def _yarn(values: Values, context: int) -> Scaling:
 
 
 def _longrope(config: Values, values: Values, context: int) -> Scaling:
-    original = values.count(
-        "original_max_position_embeddings",
-        config.count("original_max_position_embeddings", context, most=MAX_CONTEXT),
-        most=MAX_CONTEXT,
-    )
+    # The number beside the others goes before the one inside, as in transformers; 4096 is its default.
+    inside = values.count("original_max_position_embeddings", 4096, most=MAX_CONTEXT)
+    original = config.count("original_max_position_embeddings", inside, most=MAX_CONTEXT)
     return Scaling(
         "longrope",
         values.number("factor", context / original),
@@ -197,6 +195,19 @@ def windows_of(config: Values, layers: int, period: int, default: int | None = N
     if size is None and any(slides) and "layer_types" in config:
         raise BadModelFile(f"{config.where}: sliding_window is missing, and layer_types has layers that slide")
     return tuple(size if slide else None for slide in slides)
+
+
+def late_windows_of(config: Values, layers: int) -> tuple[int | None, ...]:
+    """Qwen's way: where use_sliding_window is set, layers from max_window_layers on have a window; layer_types overrules."""
+    if not config.flag("use_sliding_window", False):
+        return (None,) * layers
+    windows = windows_of(config, layers, period=0)
+    if "layer_types" in config:
+        return windows
+    first = config.raw.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise BadModelFile(f"{config.where}: max_window_layers is {str(first)[:40]}: it must be a whole number")
+    return tuple(window if i >= first else None for i, window in enumerate(windows))
 
 
 def slides_of(config: Values, layers: int) -> tuple[bool, ...] | None:

@@ -52,7 +52,7 @@ class Variant:
     """How a class of transformers differs from Llama."""
 
     biased: tuple[str, ...] | None = None  # projections that always have a bias; None: attention_bias and mlp_bias say
-    window: str | None = None  # the key that turns sliding_window on; "sliding_window" itself: whenever it is set
+    window: str | None = None  # which layers slide: everywhere, late (from max_window_layers on), still (no positions)
     theta: float = 10000.0
     skips_rope: bool = False  # some layers have no positions: no_rope_layers
 
@@ -61,10 +61,10 @@ ARCHS: dict[str, Stored] = {"llama": Stored(), "qwen2": Stored(pairs=False), "sm
 HF_ARCHS: dict[str, Variant] = {
     "LlamaForCausalLM": Variant(),
     "LLaMAForCausalLM": Variant(),  # as the first files wrote it
-    "MistralForCausalLM": Variant(biased=(), window="sliding_window"),
-    "MinistralForCausalLM": Variant(biased=(), window="sliding_window"),
-    "Qwen2ForCausalLM": Variant(biased=("q", "k", "v"), window="use_sliding_window"),
-    "SmolLM3ForCausalLM": Variant(window="use_sliding_window", theta=2000000.0, skips_rope=True),
+    "MistralForCausalLM": Variant(biased=(), window="everywhere"),
+    "MinistralForCausalLM": Variant(biased=(), window="everywhere"),
+    "Qwen2ForCausalLM": Variant(biased=("q", "k", "v"), window="late"),
+    "SmolLM3ForCausalLM": Variant(window="still", theta=2000000.0, skips_rope=True),
 }
 
 
@@ -186,19 +186,15 @@ class Model:
 
 
 def _windows(config: Values, variant: Variant, layers: int, still: Collection[int]) -> tuple[int | None, ...]:
-    """What each layer sees. Mistral slides everywhere, Qwen2 from max_window_layers on, SmolLM3 in layers without positions;
-    layer_types overrules them."""
-    if variant.window is None or (variant.window != "sliding_window" and not config.flag(variant.window, False)):
-        return (None,) * layers
-    windows = hf.windows_of(config, layers, period=0)
-    if "layer_types" in config or variant.window == "sliding_window":
-        return windows
-    if variant.skips_rope:
-        return tuple(window if i in still else None for i, window in enumerate(windows))
-    first = config.raw.get("max_window_layers", 28)
-    if type(first) is not int or first < 0:
-        raise BadModelFile(f"{config.where}: max_window_layers is {str(first)[:40]}: it must be a whole number")
-    return tuple(window if i >= first else None for i, window in enumerate(windows))
+    """What each layer sees: with a window everywhere, from some layer on, or where there are no positions."""
+    if variant.window == "everywhere":
+        return hf.windows_of(config, layers, period=0)
+    if variant.window == "late":
+        return hf.late_windows_of(config, layers)
+    if variant.window == "still" and config.flag("use_sliding_window", False):
+        windows = hf.windows_of(config, layers, period=0)
+        return tuple(w if "layer_types" in config or i in still else None for i, w in enumerate(windows))
+    return (None,) * layers
 
 
 def _still(config: Values, layers: int) -> frozenset[int]:

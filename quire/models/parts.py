@@ -148,6 +148,10 @@ class Weights:
         kept = self.tensors.vector(self.name(role, layer), n)
         return kept if plus == 0.0 else Dense(kept.dequantize() + np.float32(plus), "f32")
 
+    def norm_by_head(self, role: str, heads: int, head_dim: int, layer: int = 0) -> Dense:
+        """A norm's weight [heads * head_dim] that the file keeps as [heads, head_dim]."""
+        return Dense(self.matrix(role, heads, head_dim, layer).dequantize().reshape(-1), "f32")
+
     def bias(self, role: str, n: int, layer: int, biased: Collection[str] | None) -> Dense | None:
         """A bias [n] for roles in `biased`; without that, whenever the file has one."""
         name = self.name(role, layer, "bias")
@@ -170,10 +174,10 @@ class Attention:
     k: Layout
     v: Layout
     o: Layout
-    q_bias: Dense | None
-    k_bias: Dense | None
-    v_bias: Dense | None
-    o_bias: Dense | None
+    q_bias: Dense | None = None
+    k_bias: Dense | None = None
+    v_bias: Dense | None = None
+    o_bias: Dense | None = None
 
 
 def attention_of(weights: Weights, layer: int, d: Dims, biased: Collection[str] | None) -> Attention:
@@ -188,6 +192,18 @@ def attention_of(weights: Weights, layer: int, d: Dims, biased: Collection[str] 
         v_bias=weights.bias("v", d.kv_width, layer, biased),
         o_bias=weights.bias("o", d.width, layer, biased),
     )
+
+
+def fused_attention_of(weights: Weights, layer: int, d: Dims, biased: bool | None = False) -> Attention:
+    """q, k and v as parts of one matrix. biased: whether they have a bias; None: where the file has one."""
+    sizes = (d.q_width, d.kv_width, d.kv_width)
+    q, k, v = weights.split("qkv", sizes, d.width, layer)
+    o = weights.matrix("o", d.width, d.q_width, layer)
+    if not (weights.has("qkv", layer, "bias") if biased is None else biased):
+        return Attention(q, k, v, o)
+    whole = weights.tensors.vector(weights.name("qkv", layer, "bias"), sum(sizes))
+    biases = np.split(whole.data, (d.q_width, d.q_width + d.kv_width))
+    return Attention(q, k, v, o, *(Dense(part, whole.dtype) for part in biases))
 
 
 @dataclass(frozen=True, slots=True)
