@@ -84,15 +84,16 @@ GGUFS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
-    """Prompts that cross pages, chunks and windows, from one file and from shards."""
+    """Prompts that cross pages, chunks and windows, from one file and from shards; then one behind a prefix that another left."""
     kind, changes = VARIANTS[name]
     model = mixtures.build(kind, **changes)
-    loaded = Loaded(folders.save(model, tmp_path / "m", shard="60KB" if len(name) % 2 else "5GB"), backend, most=128)
+    loaded = Loaded(folders.save(model, tmp_path / "m", shard="60KB" if len(name) % 2 else "5GB"), backend, most=256)
     rng = np.random.default_rng(1)
     for length, chunk in ((1, None), (17, 5), (110, 33)):
         tokens = rng.integers(0, 160, length).tolist()
         want = exact_logits(model, tokens, rounded=backend != "torch")
         np.testing.assert_allclose(loaded.logits(tokens, chunk), want, atol=1e-3, rtol=1e-3)
+    np.testing.assert_allclose(loaded.after_hit(tokens, 48, 23), want[48:], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
