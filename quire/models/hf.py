@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.models.parts import MAX_CONTEXT, MAX_HEADS, MAX_LAYERS, Dims, check_heads
-from quire.models.rope import Scaling
+from quire.models.rope import Scaling, yarn_magnitude
 from quire.observe.errors import BadModelFile, Unsupported
 
 if TYPE_CHECKING:
@@ -123,19 +123,21 @@ def scaling_of(config: Values, values: Values, kinds: tuple[str, ...] = KINDS) -
 
 
 def _yarn(values: Values, context: int) -> Scaling:
-    if not values.flag("truncate", True):
-        raise Unsupported(f"{values.where}: truncate is false: that variant of yarn is not supported")
-    if "mscale" in values and "mscale_all_dim" in values and values.get("mscale") != values.get("mscale_all_dim"):
-        raise Unsupported(f"{values.where}: mscale and mscale_all_dim that differ are not supported")
-    equal = "mscale" in values and "mscale_all_dim" in values  # then the two corrections cancel
     original = values.count("original_max_position_embeddings", context, most=MAX_CONTEXT)
+    factor = values.number("factor", context / original)
+    # Where both are given the rotation takes one of them and gives the other back; what that leaves to do is the family's.
+    amounts = [values.number(key) if values.get(key) else None for key in ("mscale", "mscale_all_dim")]
+    magnitude = None
+    if amounts[0] is not None and amounts[1] is not None:
+        magnitude = yarn_magnitude(factor, amounts[0]) / yarn_magnitude(factor, amounts[1])
     return Scaling(
         "yarn",
-        values.number("factor", context / original),
+        factor,
         original,
         beta_fast=values.number("beta_fast", 32.0),
         beta_slow=values.number("beta_slow", 1.0),
-        attention_factor=values.number("attention_factor", 1.0 if equal else None),
+        truncate=values.flag("truncate", True),
+        attention_factor=values.number("attention_factor", magnitude),
     )
 
 

@@ -26,6 +26,7 @@ class Scaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: its ramp begins and ends at whole dimensions
     attention_factor: float | None = None  # yarn and longrope; None: from the factor
     factors: Floats | None = None  # per-frequency divisors stored in the file (llama3 in GGUF)
     short: Floats | None = None  # longrope: divisors for sequences within the original context
@@ -66,14 +67,19 @@ def _yarn(plain: np.ndarray, base: float, dim: int, s: Scaling) -> tuple[Floats,
     def dimension(rotations: float) -> float:
         return dim * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(dimension(s.beta_fast)), 0)
-    high = min(math.ceil(dimension(s.beta_slow)), dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
     blended = plain / s.factor * ramp + plain * (1.0 - ramp)
-    magnitude = s.attention_factor
-    if magnitude is None:
-        magnitude = 0.1 * math.log(s.factor) + 1.0 if s.factor > 1.0 else 1.0
+    magnitude = yarn_magnitude(s.factor) if s.attention_factor is None else s.attention_factor
     return blended.astype(np.float32), float(magnitude)
+
+
+def yarn_magnitude(factor: float, amount: float = 1.0) -> float:
+    """What yarn multiplies queries and keys by, so that attention stays as sharp over a longer context."""
+    return 0.1 * amount * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _longrope(plain: np.ndarray, s: Scaling, context: int) -> tuple[Floats, float]:
