@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <random>
@@ -191,6 +192,7 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         const size_t page = kv_heads * cell.bytes();
         std::vector<uint8_t> ca(page * pages), cb;
         for (size_t i = 0; i < ca.size(); i += 2) ca[i] = 0x00, ca[i + 1] = 0x7e;  // NaN where nothing was written
+        if (type == KvType::Float) std::fill(ca.begin(), ca.end(), 0xff);
         if (type == KvType::Byte)
             for (int p = 0; p < pages * kv_heads; p++)
                 for (int i = 0; i < 2 * kPage; i++) ((float*)(&ca[(size_t)p * cell.bytes()] + cell.scales_at()))[i] = NAN;
@@ -209,26 +211,33 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         std::vector<float> q = floats((size_t)(most * head_dim)), a((size_t)(most * head_dim)), b(a);
         std::vector<float> sums(shape.floats * most), parts(sums);
         std::vector<uint8_t> scratch(attend_scratch(), 0xff);
-        // `count` queries of which number i sees seen(i) tokens; in calls of `each`
+        int window = tokens;
+        float cap = 0;
+        // `count` queries of which number i sees seen(i) tokens, the last `window` of them; in calls of `each`
         auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int count, auto&& seen, int each) {
             AttendArgs args{};
             args.cells = cells.data() + cell.bytes(), args.page_stride = page, args.cell = cell, args.scale = 0.3f;
-            args.scratch = scratch.data();
+            args.scratch = scratch.data(), args.cap = cap;
+            int oldest = tokens;  // whatever the table holds before it must not matter
+            for (int i = 0; i < count; i++) oldest = seen(i) - window < oldest ? seen(i) - window : oldest;
+            std::vector<int32_t> named = table;
+            for (int p = 0; p < oldest / kPage; p++) named[(size_t)p] = 1 << 28;
             for (int c = 0; c * kChunk < tokens; c++) {
-                args.pages = table.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
+                args.pages = named.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
                 std::vector<int> there;
                 for (int i = 0; i < count; i++) {
-                    const int n = seen(i) - c * kChunk;
-                    if (n > 0) {
+                    const int n = seen(i) - c * kChunk, from = n - window;
+                    if (n > 0 && from < kChunk) {
                         args.query[args.count] = &q[(size_t)(i * head_dim)];
-                        args.part[args.count] = (c ? parts : sums).data() + (size_t)i * shape.floats;
+                        args.part[args.count] = (from >= 0 || !c ? sums : parts).data() + (size_t)i * shape.floats;
+                        args.windowed |= from > 0;
+                        args.from[args.count] = from > 0 ? from : 0;
                         args.seen[args.count++] = n < kChunk ? n : kChunk;
-                        there.push_back(i);
+                        if (from < 0 && c) there.push_back(i);
                     }
-                    if (args.count == each || (args.count && i == count - 1)) k.attend(args), args.count = 0;
+                    if (args.count == each || (args.count && i == count - 1)) k.attend(args), args.count = 0, args.windowed = false;
                 }
-                for (int i : there)
-                    if (c) k.merge(parts.data() + (size_t)i * shape.floats, head_dim, sums.data() + (size_t)i * shape.floats);
+                for (int i : there) k.merge(parts.data() + (size_t)i * shape.floats, head_dim, sums.data() + (size_t)i * shape.floats);
             }
             for (int i = 0; i < count; i++) k.finish(sums.data() + (size_t)i * shape.floats, head_dim, out + i * head_dim);
         };
@@ -236,8 +245,10 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
             const int start = below(tokens), step = below(3);
             auto near = [&](int i) { return 1 + (start + i / 3) % tokens; };  // rows of three heads, one after the other
             auto far = [&](int i) { return 1 + (start + i * step * 11) % tokens; };
-            for (bool wide : {false, true}) {
-                auto seen = [&](int i) { return wide ? far(i) : near(i); };
+            for (int way = 0; way < (type == KvType::Float ? 2 : 7); way++) {
+                auto seen = [&](int i) { return way % 2 ? far(i) : near(i); };
+                const int windows[] = {tokens, tokens, 1, 1 + below(40), 200, 256, tokens};
+                window = windows[way], cap = way == 3 || way == 6 ? 20.0f : 0.0f;
                 run(isa, ca, a.data(), count, seen, kMaxAttend);
                 run(scalar, cb, b.data(), count, seen, 1);
                 same(isa.name, "attend", a.data(), b.data(), (size_t)(count * head_dim) * sizeof(float));
@@ -251,46 +262,62 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
     }
 }
 
-// A small program under batches with something wrong in them: each is refused, or runs inside its memory (which is for the
-// sanitizers to say). Good batches give the same bits before and after.
-void test_plan(const Kernels* kernels) {
-    const int d = 64, vocabulary = 40, tokens = 24, table = 4, pages = 9;
-    auto pool = std::make_shared<ThreadPool>(2);
-    auto plain = [&](int n, int k) {
-        std::vector<float> w = floats((size_t)(n * k), 0.2f);
-        return std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), n, k));
-    };
-    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
-    auto ones = std::make_shared<Vector>();
-    ones->n = d;
-    ones->memory = Mapping((size_t)d * 4);
-    for (int i = 0; i < d; i++) ((float*)ones->memory.data())[i] = 1;
-    Plan plan(pool, kernels, {1, pages, 2, 16, KvType::Half}, tokens, tokens, (size_t)1 << 20);
-    size_t at = 0;
-    auto slot = [&](int width, bool quant, bool per_token) {
-        int made = plan.slot(at, width, quant, per_token);
-        at += Slot::bytes_of(width, quant, tokens);
-        return made;
-    };
-    const int x = slot(d, false, true), h = slot(d, true, true), q = slot(d, false, true), q2 = slot(d, false, true);
-    const int k = slot(32, false, true), v = slot(32, false, true), a = slot(d, false, true), aq = slot(d, true, true);
-    const int f = slot(96, true, true), y = slot(d, false, true), last = slot(d, false, false), out = slot(vocabulary, false, false);
-    plan.embed(rounded(vocabulary, d), x);
-    plan.norm(x, ones, 1e-5f, -1, h);
-    plan.linear({{rounded(d, d), nullptr, h, q, -1}, {rounded(32, d), nullptr, h, k, -1}, {rounded(32, d), nullptr, h, v, -1}});
-    const std::vector<float> frequencies = floats(8);
-    const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
-    plan.store(k, v, rope, q, q2, 0);
-    plan.attend(q2, 0, 4, 0.25f, a, aq);
-    const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
-    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, -1, f);
-    plan.linear({{rounded(d, 96), nullptr, f, y, x}});
-    plan.take(y, last);
-    plan.linear({{plain(vocabulary, d), nullptr, last, out, -1}});
-    plan.output(out);
+// The same over keys whose front is the value.
+void test_latent(const Kernels& isa, const Kernels& scalar) {
+    const int dims[][2] = {{8, 8}, {48, 32}, {40, 40}, {72, 24}, {576, 512}};
+    for (const auto& dim : dims) {
+        const int head_dim = dim[0], latent = dim[1];
+        const KvCell cell{KvType::Half, head_dim, latent};
+        const PartShape shape(latent);
+        const int pages = 17, tokens = 264;
+        std::vector<uint8_t> ca(cell.bytes() * pages), cb;
+        for (size_t i = 0; i < ca.size(); i += 2) ca[i] = 0x00, ca[i + 1] = 0x7e;
+        cb = ca;
+        std::vector<int32_t> table(pages);
+        for (int i = 0; i < pages; i++) table[(size_t)i] = (i * 7 + 3) % pages;
+        for (int t = 0; t < tokens; t++) {
+            const std::vector<float> k = floats((size_t)head_dim);
+            const size_t at = (size_t)table[(size_t)(t / 16)] * cell.bytes();
+            isa.store_latent(k.data(), cell, &ca[at], t % 16), scalar.store_latent(k.data(), cell, &cb[at], t % 16);
+        }
+        same(isa.name, "store_latent", ca.data(), cb.data(), ca.size());
+        const int most = 61;
+        const std::vector<float> q = floats((size_t)(most * head_dim));
+        std::vector<float> a((size_t)(most * latent)), b(a), sums(shape.floats * most);
+        std::vector<uint8_t> scratch(latent_scratch(), 0xff);
+        auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int chunk, int count, auto&& seen, int each) {
+            AttendArgs args{};
+            args.cells = cells.data(), args.page_stride = cell.bytes(), args.cell = cell, args.scale = 0.2f;
+            args.scratch = scratch.data(), args.pages = table.data() + chunk * (kChunk / kPage);
+            for (int i = 0; i < count; i++) {
+                args.query[args.count] = &q[(size_t)(i * head_dim)];
+                args.part[args.count] = sums.data() + (size_t)i * shape.floats;
+                args.seen[args.count++] = seen(i);
+                if (args.count == each || i == count - 1) k.attend_latent(args), args.count = 0;
+            }
+            for (int i = 0; i < count; i++) k.finish(sums.data() + (size_t)i * shape.floats, latent, out + i * latent);
+        };
+        for (int count : {1, 2, 3, 4, 5, 6, 7, 16, 20, most})
+            for (int chunk : {0, 1}) {
+                const int there = chunk ? tokens - kChunk : kChunk, start = below(there), step = below(3);
+                auto seen = [&](int i) { return 1 + (start + i * step) % there; };
+                run(isa, ca, a.data(), chunk, count, seen, kMaxAttend);
+                run(scalar, cb, b.data(), chunk, count, seen, 1);
+                same(isa.name, "attend_latent", a.data(), b.data(), (size_t)(count * latent) * sizeof(float));
+                for (int i = 0; i < count * latent; i++)
+                    if (!isfinite(a[(size_t)i])) {
+                        failures++, printf("FAILED attend_latent read what was not written\n");
+                        return;
+                    }
+            }
+    }
+}
 
-    std::vector<int32_t> ids(tokens), pos(tokens), write(tokens), pick(tokens), q_start{0, 20, tokens}, kv_len{20, 4};
-    std::vector<int32_t> map{3, 5, -1, -1, 0, 8, 1, -1};
+// A program under batches with something wrong in them: each is refused, or runs inside its memory (which is for the
+// sanitizers to say). Good batches give the same bits before and after.
+void fuzz(const Kernels* kernels, Plan& plan, int tokens, int table) {
+    std::vector<int32_t> ids((size_t)tokens), pos((size_t)tokens), write((size_t)tokens), pick((size_t)tokens);
+    std::vector<int32_t> q_start{0, 20, tokens}, kv_len{20, 4}, map{3, 5, -1, -1, 0, 8, 1, -1};
     for (int t = 0; t < tokens; t++) {
         ids[(size_t)t] = t, pick[(size_t)t] = tokens - 1 - t;
         pos[(size_t)t] = t < 20 ? t : t - 20;  // every token that is read is written by the same run
@@ -321,6 +348,79 @@ void test_plan(const Kernels* kernels) {
     if (refused < rounds / 4 || refused == rounds) failures++, printf("FAILED %s: %d of %d batches refused\n", kernels->name, refused, rounds);
     run();
     same(kernels->name, "plan after bad batches", plan.output_data(), good.data(), bytes);
+}
+
+std::shared_ptr<Vector> ones(int n) {
+    auto made = std::make_shared<Vector>();
+    made->n = n;
+    made->memory = Mapping((size_t)(n + 15) / 16 * 64);
+    for (int i = 0; i < n; i++) ((float*)made->memory.data())[i] = 1;
+    return made;
+}
+
+void test_latent_plan(const Kernels* kernels) {
+    const int vocabulary = 40, tokens = 24, heads = 3, dim = 64, latent = 32;
+    auto pool = std::make_shared<ThreadPool>(2);
+    Plan plan(pool, kernels, {1, 9, 1, dim, KvType::Half, latent}, tokens, tokens, (size_t)1 << 20);
+    size_t at = 0;
+    auto slot = [&](int width, bool quant, bool per_token) {
+        int made = plan.slot(at, width, quant, per_token);
+        at += Slot::bytes_of(width, quant, tokens);
+        return made;
+    };
+    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
+    const int x = slot(dim, false, true), h = slot(dim, true, true), q = slot(heads * dim, false, true);
+    const int a = slot(heads * latent, false, true), out = slot(heads * latent, false, false);
+    plan.embed(rounded(vocabulary, dim), x);
+    plan.quantize(x, h);
+    plan.linear({{rounded(heads * dim, dim), nullptr, h, q, -1}});
+    plan.store_latent(x, 0);
+    plan.attend_latent(q, 0, heads, 0.2f, a);
+    plan.take(a, out);
+    plan.output(out);
+    fuzz(kernels, plan, tokens, 4);
+}
+
+// With `options`, an encoder's attention joins in, too.
+void test_plan(const Kernels* kernels, const AttendOptions& options) {
+    const int d = 64, vocabulary = 40, tokens = 24, table = 4, pages = 9;
+    auto pool = std::make_shared<ThreadPool>(2);
+    auto plain = [&](int n, int k) {
+        std::vector<float> w = floats((size_t)(n * k), 0.2f);
+        return std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), n, k));
+    };
+    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
+    Plan plan(pool, kernels, {1, pages, 2, 16, KvType::Half}, tokens, tokens, (size_t)1 << 20);
+    size_t at = 0;
+    auto slot = [&](int width, bool quant, bool per_token) {
+        int made = plan.slot(at, width, quant, per_token);
+        at += Slot::bytes_of(width, quant, tokens);
+        return made;
+    };
+    const int x = slot(d, false, true), h = slot(d, true, true), q = slot(d, false, true), q2 = slot(d, false, true);
+    const int k = slot(32, false, true), v = slot(32, false, true), a = slot(d, false, true), aq = slot(d, true, true);
+    const int f = slot(96, true, true), y = slot(d, false, true), last = slot(d, false, false), out = slot(vocabulary, false, false);
+    plan.embed(rounded(vocabulary, d), x);
+    plan.norm(x, ones(d), 1e-5f, -1, h);
+    plan.linear({{rounded(d, d), nullptr, h, q, -1}, {rounded(32, d), nullptr, h, k, -1}, {rounded(32, d), nullptr, h, v, -1}});
+    const std::vector<float> frequencies = floats(8);
+    const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
+    plan.store(k, v, rope, q, q2, 0);
+    plan.attend(q2, 0, 4, 0.25f, a, aq, options);
+    const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
+    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, -1, f);
+    if (options.window) {
+        const int e = slot(d, false, true);
+        plan.encode(q2, k, v, 4, 0.25f, e);
+        plan.linear({{rounded(d, 96), nullptr, f, y, e}});
+    } else {
+        plan.linear({{rounded(d, 96), nullptr, f, y, x}});
+    }
+    plan.take(y, last);
+    plan.linear({{plain(vocabulary, d), nullptr, last, out, -1}});
+    plan.output(out);
+
+    fuzz(kernels, plan, tokens, table);
 }
 
 void test_half() {
@@ -384,7 +484,11 @@ int main() {
         }
         test_attention(*sets[i], *scalar_kernels(), KvType::Half);
         test_attention(*sets[i], *scalar_kernels(), KvType::Byte);
-        test_plan(sets[i]);
+        test_attention(*sets[i], *scalar_kernels(), KvType::Float);
+        test_latent(*sets[i], *scalar_kernels());
+        test_plan(sets[i], {});
+        test_plan(sets[i], {5, 10.0f, ones(4)});
+        test_latent_plan(sets[i]);
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);
