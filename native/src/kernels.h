@@ -90,6 +90,13 @@ struct Kernels {
     void (*merge)(const float* part, int head_dim, float* sum);  // a later chunk's part into those before it
     void (*finish)(const float* sum, int head_dim, float* out);  // the answer: values over weights
     void (*exp)(const float* x, int n, float* out);  // for tests
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);  // bias or nullptr
+    void (*geglu)(const float* gate, const float* up, int n, float* out);
+    void (*gelu)(const float* x, int n, float* out);
+    void (*scale)(const float* x, float factor, int n, float* out);
+    void (*softcap)(const float* x, float cap, int n, float* out);
+    void (*clamped)(const float* gate, const float* up, float limit, int n, float* out);
+    void (*accumulate)(const float* x, float factor, int n, float* sum);  // sum += factor * x
 };
 
 const Kernels* scalar_kernels();

@@ -1,6 +1,7 @@
 // Fills a kernel table. The last include of each isa_*.cpp.
 #pragma once
 
+#include "activations.h"
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
@@ -9,7 +10,8 @@ namespace {
 
 constexpr quire::Kernels make_table(const char* name) {
     return {name, quantize, rms_norm, add,      swiglu, rope,    dequantize_row, linear_affine,
-            linear_dense, store_kv, attend, merge, finish, exp_rows};
+            linear_dense, store_kv, attend, merge, finish, exp_rows,
+            layer_norm, geglu, gelu, scale, softcap, clamped, accumulate};
 }
 
 }  // namespace
