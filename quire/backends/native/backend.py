@@ -182,9 +182,7 @@ class NativeBackend:
 
         rows = max_tokens if out.per_token else max_rows
         widths = out.width, w.gate[0].shape[0]
-        room = self._native.moe_bytes(
-            rows, w.count, i.routing.top, *widths, forms(*w.gate, *w.up), forms(*w.down)
-        )
+        room = self._native.moe_bytes(rows, w.count, i.routing.top, *widths, forms(*w.gate, *w.up), forms(*w.down))
         return arena.Room(1, out.per_token, nbytes=room)
 
     def _new(self, program: list[Instruction]) -> list[Layout]:

@@ -67,12 +67,19 @@ class Mixture:
     """Experts whose gate, up and down are of the formats given, taken in turn."""
 
     def __init__(
-        self, formats: tuple[str, ...], d: int = 256, f: int = 256, routing: Routing | None = None, clamped: bool = False
+        self,
+        formats: tuple[str, ...],
+        d: int = 256,
+        f: int = 256,
+        routing: Routing | None = None,
+        clamped: bool = False,
     ):
         self.count, self.d, self.routing = 8, d, routing or Routing(3, renormalize=True)
 
         def some(n: int, k: int, first: int) -> tuple[Layout, ...]:
-            return tuple(weight(formats[(first + e) % len(formats)], n, k, seed=10 * first + e) for e in range(self.count))
+            return tuple(
+                weight(formats[(first + e) % len(formats)], n, k, seed=10 * first + e) for e in range(self.count)
+            )
 
         def vectors(n: int, first: int) -> tuple[Dense, ...]:
             return tuple(dense("f32", n, seed=100 + 10 * first + e) for e in range(self.count)) if clamped else ()
@@ -235,7 +242,11 @@ def test_a_product_by_head_is_a_product_of_each(name: str, kind: str, heads: int
     got = run(backend, lambda ops, _, i: ops.head_linear(i["x"], whole, heads), {"x": x})
     for h in range(heads):
         rows = slice(h * n, h * n + n)
-        own = Dense(whole.data[rows], whole.dtype) if isinstance(whole, Dense) else type(whole)(whole.data[rows], whole.codec)
+        own = (
+            Dense(whole.data[rows], whole.dtype)
+            if isinstance(whole, Dense)
+            else type(whole)(whole.data[rows], whole.codec)
+        )
         part = np.ascontiguousarray(x[:, h * k : h * k + k])
         want = run(backend, lambda ops, _, i, own=own: ops.linear(i["x"], own), {"x": part})
         np.testing.assert_array_equal(got[:, rows], want)
@@ -358,7 +369,9 @@ def test_mixtures_keep_their_room() -> None:
 
 @pytest.mark.parametrize("name", available())
 def test_activations_are_the_same_everywhere(name: str) -> None:
-    x = np.concatenate([np.linspace(-12, 12, 4001), [0.0, -0.0, 1e-30, 1e30, -1e30, np.inf, 3e38]]).astype(np.float32)[None]
+    x = np.concatenate([np.linspace(-12, 12, 4001), [0.0, -0.0, 1e-30, 1e30, -1e30, np.inf, 3e38]]).astype(np.float32)[
+        None
+    ]
     up = np.full_like(x, 0.75)
     functions: list[Forward] = [
         lambda ops, _, i: ops.geglu(i["x"], i["up"]),
