@@ -247,7 +247,7 @@ void Plan::take(int x, int out) {
 }
 
 int Plan::rope_table(const float* frequencies, int dim, bool pairs, double magnitude) {
-    if (dim < 2 || dim % 2 || dim > kMaxHeadDim) refuse("rope: dim must be even and at most " + std::to_string(kMaxHeadDim));
+    if (dim < 2 || dim % 2 || dim > 1 << 16) refuse("rope: dim must be even, and no more than a head has");
     auto step = std::make_unique<RopeTable>();
     step->frequencies.assign(frequencies, frequencies + dim / 2);
     step->pairs = pairs;

@@ -17,7 +17,7 @@ from quire.backends.native.backend import NativeBackend
 from quire.backends.ops import KV, Forward, Ops, Tensor
 from quire.backends.recorder import record
 from quire.backends.reference.backend import ReferenceBackend, ReferenceOps, route
-from quire.layouts import Affine, Dense, Experts, Layout, Routing
+from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
 from tests.unit.backends.native_kit import dense, i32, ragged, rows_batch, weight
 
 KV_NONE = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
@@ -155,6 +155,24 @@ def test_other_rows_do_not_show(mixture: tuple[Mixture, np.ndarray], threads: in
     for n in (2, 3, 17, 33):
         chosen = rng(n).choice(ROWS, n, replace=True)
         np.testing.assert_array_equal(rows(chosen), want[chosen])
+
+
+def test_results_are_added_in_order_of_the_experts() -> None:
+    """Each expert's own result by plain linears, then one rounding per expert, from the lowest number up."""
+    model, backend = Mixture(("F32",), d=64, f=64, routing=Routing(5)), NativeBackend()
+    inputs, w = model.inputs(), model.experts
+    share, want = shares(backend, inputs["logits"], model.routing), np.zeros((ROWS, 64), np.float32)
+    for e in range(model.count):
+
+        def expert(ops: Ops, _: Batch, given: Mapping[str, Tensor], e: int = e) -> Tensor:
+            x = given["x"]
+            return ops.linear(ops.swiglu(ops.linear(x, w.gate[e]), ops.linear(x, w.up[e])), w.down[e])
+
+        rows = np.flatnonzero(share[:, e])
+        y = run(backend, expert, {"x": inputs["x"][rows]})
+        exact = share[rows, e, None].astype(np.longdouble) * y + want[rows]
+        want[rows] = exact.astype(np.float32)
+    np.testing.assert_array_equal(run(backend, model.forward, inputs), want)
 
 
 def test_a_row_of_nan_spoils_only_itself() -> None:
@@ -383,6 +401,16 @@ def test_activations_are_the_same_everywhere(name: str) -> None:
         want = run(NativeBackend(isa="scalar"), forward, {"x": x, "up": up}, rows=1)
         np.testing.assert_array_equal(run(NativeBackend(isa=name), forward, {"x": x, "up": up}, rows=1), want)
         assert np.isfinite(want[0, :-2]).all()
+
+
+def test_heads_wider_than_those_of_attention_can_be_rotated() -> None:
+    rope = Rope(np.geomspace(1, 1e-4, 160, dtype=np.float32), 320, False)
+    x = normal(4, 2 * 384)
+    runs = [
+        run(b, lambda ops, batch, i: ops.rope(i["x"], batch.pos, rope, 2), {"x": x})
+        for b in (NativeBackend(), open_backend("reference"))
+    ]
+    np.testing.assert_allclose(*runs, atol=4e-6)
 
 
 def test_small_numbers_keep_their_digits() -> None:
