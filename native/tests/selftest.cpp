@@ -55,6 +55,7 @@ struct Form {
     int bits, group, offset;
     Scales scales;
     bool bias;
+    bool wide = false;
 };
 
 constexpr Form kForms[] = {
@@ -65,25 +66,29 @@ constexpr Form kForms[] = {
     {"4 byte", 4, 32, 0, Scales::Byte, true}, {"5 byte", 5, 32, 0, Scales::Byte, true},
     {"6 byte", 6, 16, 32, Scales::Byte, false}, {"6 g32", 6, 32, 0, Scales::Half, true},
     {"2 g32", 2, 32, 1, Scales::Half, false}, {"3 bias", 3, 32, 0, Scales::Half, true},
+    {"8 wide byte", 8, 16, 128, Scales::Byte, false, true}, {"5 wide byte", 5, 32, 9, Scales::Byte, false, true},
+    {"4 wide", 4, 32, 0, Scales::Half, true, true},
 };
 
 Matrix random_affine(const Form& f, int n, int k) {
     Matrix w;
     w.type = Type::Affine;
-    w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias;
+    w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias, w.wide = f.wide;
     w.lay_out();
     uint8_t* p = w.memory.data();
     for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
-    for (int b = 0; b < w.blocks; b++) {  // the float16 regions must hold finite numbers
+    for (int b = 0; b < w.blocks; b++) {  // the regions of floats must hold finite ones
         uint8_t* block = w.block(b);
-        auto halves = [&](size_t from, size_t to) {
-            for (size_t i = from; i + 2 <= to; i += 2) {
-                uint16_t h = float_to_half(normal() * 0.05f);
-                memcpy(block + i, &h, 2);
+        auto factors = [&](size_t from, size_t to) {
+            const size_t width = f.wide ? 4 : 2;
+            for (size_t i = from; i + width <= to; i += width) {
+                const float value = normal() * 0.05f;
+                const uint16_t half = float_to_half(value);
+                memcpy(block + i, f.wide ? (const void*)&value : (const void*)&half, width);
             }
         };
-        if (f.scales == Scales::Half) halves(w.scale_at, w.block_bytes);
-        else halves(w.super_at, w.block_bytes);
+        if (f.scales == Scales::Half) factors(w.scale_at, w.block_bytes);
+        else factors(w.super_at, w.block_bytes);
     }
     return w;
 }
@@ -176,6 +181,46 @@ void test_rows(const Kernels& isa, const Kernels& scalar) {
             isa.rope(y.data(), r, a.data()), scalar.rope(y.data(), r, b.data());
             same(isa.name, "rope", a.data(), b.data(), 5 * 64 * 4);
         }
+}
+
+// The functions between products, over both tails and what is no ordinary number.
+void test_activations(const Kernels& isa, const Kernels& scalar) {
+    std::vector<float> x = floats(1040, 6), y = floats(1040), w = floats(1040), a(1040), b(1040);
+    const float special[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 3e38f, -3e38f, 1e-30f, 9.0f, -9.0f, 20.0f, -20.0f, 88.8f};
+    for (size_t i = 0; i < sizeof special / sizeof *special; i++) x[i] = special[i];
+    for (int n : {1, 15, 16, 17, 64, 1040}) {
+        auto agree = [&](const char* what) {
+            for (int i = 0; i < n; i++)  // any NaN will do
+                if (isnan(a[(size_t)i]) && isnan(b[(size_t)i])) a[(size_t)i] = b[(size_t)i] = 0;
+            same(isa.name, what, a.data(), b.data(), (size_t)n * 4);
+        };
+        isa.geglu(x.data(), y.data(), n, a.data()), scalar.geglu(x.data(), y.data(), n, b.data());
+        agree("geglu");
+        isa.gelu(x.data(), n, a.data()), scalar.gelu(x.data(), n, b.data());
+        for (int i = 0; i < n; i++) {
+            const double v = (double)x[(size_t)i], want = 0.5 * v * erfc(-v / sqrt(2.0));
+            if (isfinite(want) && !(fabs(a[(size_t)i] - want) <= 4e-7 * fabs(v))) failures++, printf("FAILED gelu(%g)\n", v);
+        }
+        agree("gelu");
+        isa.clamped(x.data(), y.data(), 2.5f, n, a.data()), scalar.clamped(x.data(), y.data(), 2.5f, n, b.data());
+        agree("clamped");
+        isa.softcap(x.data(), 3.5f, n, a.data()), scalar.softcap(x.data(), 3.5f, n, b.data());
+        for (int i = 0; i < n; i++) {
+            const double v = (double)x[(size_t)i], want = 3.5 * tanh(v / 3.5);
+            if (!isnan(v) && !(fabs(a[(size_t)i] - want) <= 5e-7 * fabs(want))) failures++, printf("FAILED softcap(%g)\n", v);
+        }
+        agree("softcap");
+        isa.scale(x.data(), 0.3f, n, a.data()), scalar.scale(x.data(), 0.3f, n, b.data());
+        agree("scale");
+        a = b = w;
+        isa.accumulate(y.data(), 0.7f, n, a.data()), scalar.accumulate(y.data(), 0.7f, n, b.data());
+        agree("accumulate");
+        for (const float* bias : {(const float*)nullptr, (const float*)x.data() + 16}) {
+            const int m = n < 1024 ? n : 1024;
+            isa.layer_norm(y.data(), w.data(), bias, 1e-5f, m, a.data()), scalar.layer_norm(y.data(), w.data(), bias, 1e-5f, m, b.data());
+            agree("layer_norm");
+        }
+    }
 }
 
 // Queries with pasts of every length up to three chunks, all together, against the scalar kernels one query at a time.
@@ -396,14 +441,14 @@ void test_plan(const Kernels* kernels, const AttendOptions& options) {
     const int k = slot(32, false, true), v = slot(32, false, true), a = slot(d, false, true), aq = slot(d, true, true);
     const int f = slot(96, true, true), y = slot(d, false, true), last = slot(d, false, false), out = slot(vocabulary, false, false);
     plan.embed(rounded(vocabulary, d), x);
-    plan.norm(x, ones(d), 1e-5f, -1, h);
+    plan.norm(x, ones(d), 1e-5f, 1, -1, h);
     plan.linear({{rounded(d, d), nullptr, h, q, -1}, {rounded(32, d), nullptr, h, k, -1}, {rounded(32, d), nullptr, h, v, -1}});
     const std::vector<float> frequencies = floats(8);
     const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
     plan.store(k, v, rope, q, q2, 0);
     plan.attend(q2, 0, 4, 0.25f, a, aq, options);
     const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
-    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, -1, f);
+    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, Act::Swiglu, -1, f);
     if (options.window) {
         const int e = slot(d, false, true);
         plan.encode(q2, k, v, 4, 0.25f, e);
@@ -416,6 +461,56 @@ void test_plan(const Kernels* kernels, const AttendOptions& options) {
     plan.output(out);
 
     fuzz(kernels, plan, tokens, table);
+}
+
+// Rows through a mixture and a product by head, together and one by one, with experts of both kinds.
+void test_mixture(const Kernels* kernels) {
+    const int d = 64, f = 96, count = 6, heads = 2, n = 40, rows = 50;
+    auto pool = std::make_shared<ThreadPool>(2);
+    Experts experts;
+    auto put = [&](std::vector<std::shared_ptr<const Matrix>>& to, bool dense, int height, int width) {
+        const std::vector<float> w = floats((size_t)(height * width), 0.2f);
+        to.push_back(dense ? std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), height, width))
+                           : std::make_shared<Matrix>(random_affine(kForms[1], height, width)));
+    };
+    for (int e = 0; e < count; e++) put(experts.gate, e % 3 == 0, f, d), put(experts.up, e % 2 == 0, f, d), put(experts.down, e % 2, d, f);
+    for (bool sigmoid : {false, true}) {
+        experts.clamped = sigmoid, experts.limit = 2;
+        Routing routing;
+        routing.top = 3, routing.groups = 3, routing.top_groups = 2, routing.sigmoid = routing.pair = sigmoid, routing.renormalize = true;
+        const size_t room = moe_bytes(rows, count, 3, d, f, {true, true}, {true, true});
+        Plan plan(pool, kernels, {0, 4, 1, 16, KvType::Half}, rows, 0, room + ((size_t)1 << 20));
+        size_t at = room;
+        auto slot = [&](int width, bool quant) {
+            const int made = plan.slot(at, width, quant, true);
+            at += Slot::bytes_of(width, quant, rows);
+            return made;
+        };
+        const int x = slot(d, false), q = slot(d, true), logits = slot(count, false), y = slot(d, false), yq = slot(d, true);
+        const int out = slot(heads * n, false);
+        plan.input(x), plan.input(logits);
+        plan.quantize(x, q);
+        plan.moe(x, q, logits, experts, routing, y, 0);
+        plan.quantize(y, yq);
+        plan.head_linear(yq, std::make_shared<Matrix>(random_affine(kForms[4], heads * n, d / heads)), heads, out);
+        plan.output(out);
+        const std::vector<float> given = floats((size_t)(rows * d)), scores = floats((size_t)(rows * count));
+        std::vector<int32_t> zeros((size_t)rows), ends{0, rows}, one{1}, page{0};
+        const size_t width = (size_t)(heads * n);
+        auto run = [&](int first, int some) {
+            ends[1] = some;
+            BatchView b{zeros.data(), zeros.data(), ends.data(), one.data(), page.data(), zeros.data(), nullptr, some, 1, 1, 0};
+            plan.run(b, {given.data() + first * d, scores.data() + first * count});
+            return std::vector<float>(plan.output_data(), plan.output_data() + (size_t)some * width);
+        };
+        const std::vector<float> all = run(0, rows);
+        for (int r = 0; r < rows; r++) {
+            const std::vector<float> alone = run(r, 1);
+            same(kernels->name, "mixture", alone.data(), all.data() + (size_t)r * width, width * sizeof(float));
+        }
+        for (int first = 0; first + 7 <= rows; first += 7)
+            same(kernels->name, "mixture of seven", run(first, 7).data(), all.data() + (size_t)first * width, 7 * width * sizeof(float));
+    }
 }
 
 void test_half() {
@@ -474,6 +569,7 @@ int main() {
         digest = 14695981039346656037u;
         for (int round = 0; round < 3; round++) {
             test_rows(*sets[i], *scalar_kernels());
+            test_activations(*sets[i], *scalar_kernels());
             test_affine(*sets[i], *scalar_kernels());
             test_dense(*sets[i], *scalar_kernels(), pool);
         }
@@ -484,6 +580,7 @@ int main() {
         test_plan(sets[i], {});
         test_plan(sets[i], {5, 10.0f, ones(4)});
         test_latent_plan(sets[i]);
+        test_mixture(sets[i]);
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);
