@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
+from quire.chat.sentences import SPACE, Sentences
 from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
 
-SPACE = "\u2581"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd: every power is invertible modulo 2**64
 
 
@@ -23,8 +23,8 @@ class ScoredPieces:
 
     def __init__(self, vocab: Vocabulary, space_prefix: bool):
         self._vocab = vocab
-        self._prefix = SPACE if space_prefix else ""
-        self._bytes = _byte_tokens(vocab)
+        self._sentences = Sentences(vocab, space_prefix)
+        self._bytes = byte_tokens(vocab)
         kept = _pieces(vocab)
         unk = vocab.tokens[vocab.unk_id] if vocab.unk_id is not None else None
         if unk is None and len(self._bytes) < 256:
@@ -38,9 +38,14 @@ class ScoredPieces:
             raise BadModelFile(f"tokenizer.ggml.tokens cannot be used: {error}") from error
         self._tokenizer = Tokenizer(model)
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def unbounded(self) -> bool:
+        """Whether characters without a token are gathered into one unknown token, or spaces are dropped."""
+        return len(self._bytes) < 256 or self._sentences.shrinks
+
+    def encode(self, text: str, first: bool, last: bool) -> list[int]:
         """Ids of plain text; a space goes before it when the vocabulary asks for that."""
-        return self._tokenizer.encode(self._prefix + text.replace(" ", SPACE), add_special_tokens=False).ids
+        return self._tokenizer.encode(self._sentences.write(text, first, last), add_special_tokens=False).ids
 
     def missing(self, data: bytes) -> bytes:
         """Bytes that cannot be expressed: none, a byte or unknown token stands for every character."""
@@ -57,7 +62,7 @@ class ScoredPieces:
         return raw(text)
 
 
-def _byte_tokens(vocab: Vocabulary) -> dict[int, int]:
+def byte_tokens(vocab: Vocabulary) -> dict[int, int]:
     """Token -> byte, for tokens of the byte kind."""
     found: dict[int, int] = {}
     for i in where(vocab.types == BYTE):
@@ -92,17 +97,22 @@ def _pieces(vocab: Vocabulary) -> dict[str, int]:
 
 
 def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
-    """Every (left, right) whose union is a piece, best-scored union first.
+    """The merges of what plain text may become."""
+    ordinary = (vocab.types == NORMAL) | (vocab.types == USER_DEFINED)
+    scores = vocab.scores if vocab.scores is not None else np.zeros(len(vocab.tokens), np.float32)
+    return merges_of([(t, i) for t, i in kept.items() if ordinary[i] and i != vocab.unk_id], scores)
+
+
+def merges_of(listed: list[tuple[str, int]], scored: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
+    """Every (left, right) whose union is one of the pieces, best-scored union first.
 
     The candidates come from rolling hashes of all prefixes and suffixes at once; each is then checked as text, so a
     vocabulary built to collide gains nothing.
     """
-    tokens = vocab.tokens
-    ordinary = (vocab.types == NORMAL) | (vocab.types == USER_DEFINED)
-    pieces = np.array([i for t, i in kept.items() if ordinary[i] and i != vocab.unk_id], np.int64)
+    texts = [text for text, _ in listed]
+    pieces = np.array([i for _, i in listed], np.int64)
     if not pieces.size:
         return []
-    texts = [tokens[int(i)] for i in pieces]
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     chars = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32).astype(np.uint64) + np.uint64(1)
     ends = np.cumsum(lengths)
@@ -122,7 +132,7 @@ def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
     left_at = _lookup(ranked, left)
     right_at = _lookup(ranked, right)
     hit = np.flatnonzero((left_at >= 0) & (right_at >= 0))
-    scores = vocab.scores[pieces] if vocab.scores is not None else np.zeros(pieces.size, np.float32)
+    scores = scored[pieces]
     hit = hit[np.lexsort((pieces[piece[hit]], -scores[piece[hit]]))]
     merges = []
     for p, a, b in zip(piece[hit].tolist(), order[left_at[hit]].tolist(), order[right_at[hit]].tolist(), strict=True):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 
 from quire.chat.sandbox import BoundedEnvironment
@@ -30,6 +31,21 @@ SLACK = 1_000_000  # characters a value or the output may have beyond four times
 _NEEDLE = "needle in the message"
 _STOPPED = "template_limit"
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template is given, in fresh lists and dicts of plain values."""
+
+    template: ChatTemplate  # the one that writes it
+    messages: list[dict[str, Any]]
+    tools: Any
+    kwargs: dict[str, Any]
+    add_generation_prompt: bool
+
+    def write(self) -> str:
+        """The prompt."""
+        return self.template._run(self.messages, self.add_generation_prompt, self.tools, self.kwargs)
 
 
 class ChatTemplate:
@@ -85,8 +101,21 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt. Other keywords reach the template as they are (`enable_thinking=False`)."""
+        return self.conversation(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs).write()
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Conversation:
+        """Check what a caller gives, and bring it into the form that the template reads."""
         if tools and self._with_tools is not None:
-            return self._with_tools.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+            return self._with_tools.conversation(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+            )
         taken = _OURS & kwargs.keys()
         if taken:
             raise BadRequest(
@@ -95,7 +124,14 @@ class ChatTemplate:
         if not messages:
             raise BadRequest("messages is empty: at least one is needed", param="messages")
         plain = [self._message(i, message) for i, message in enumerate(messages)]
-        return self._run(plain, add_generation_prompt, None if tools is None else _plain(list(tools)), _plain(kwargs))
+        given = None if tools is None else _plain(list(tools))
+        return Conversation(self, plain, given, _plain(kwargs), add_generation_prompt)
+
+    @cached_property
+    def literals(self) -> frozenset[str]:
+        """Texts that the template's expressions name: what it may look for in a message is among them."""
+        constants = self._environment.parse(self.source).find_all(nodes.Const)
+        return frozenset(c.value for c in constants if isinstance(c.value, str) and c.value)
 
     def _run(self, messages: list[Any], add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
         size = measure([messages, tools, kwargs], 1 << 30)
