@@ -26,8 +26,8 @@ PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def _plain(pattern: str) -> str:
-    """One spelling for expressions that differ in how they write line ends."""
-    return pattern.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
+    """One spelling for expressions that differ in how they write line ends and quotes."""
+    return pattern.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t").replace('\\"', '"')
 
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -4,9 +4,8 @@ A message may hold the text of a control token ("<|im_start|>"), and read as one
 another in any role. So where a message holds a character that a control token begins with, the template is run twice: on
 the messages as they are, and with each such character exchanged for one that is nowhere else. What the second run says
 is a control token was written by the template; then the characters are put back and the text between is tokenized as
-plain text. The two prompts must be the same text. Where they are not, because the template looks for a mark such as
-</think> in a message, the marks that it names are left alone; where even that changes the prompt, it is refused.
-A conversation without such characters takes the ordinary way, and so does one whose control tokens are all the template's.
+plain text. The two prompts must be the same text or have the same control tokens. Texts that the template looks for in a
+message, such as </think>, are left as they are; a conversation with which nothing works is refused. A conversation without such characters takes the ordinary way, and so does one whose control tokens are all the template's.
 """
 
 from __future__ import annotations
@@ -81,17 +80,19 @@ def write(conversation: Conversation, tokenizer: Tokenizer) -> Prompt:
 def _attempts(
     conversation: Conversation, controls: frozenset[str], enders: frozenset[str], table: dict[int, str]
 ) -> Iterator[Conversation]:
-    """The conversation with marks: everywhere; less the texts that the template names, which are no control tokens; less
-    also those that are, in what the assistant wrote (its own <think>), unless they end a turn."""
+    """The conversation with marks, the least first: not in texts that the template looks for and that are no control tokens,
+    nor, in what the assistant wrote, in those that are (its own <think>) unless they end a turn; not in the first of these;
+    everywhere."""
+    named = [t for t in conversation.template.looked_for if len(t) <= MAX_MARK and any(ord(c) in table for c in t)]
+    if named:
+        begun = frozenset(control[:n] for control in controls for n in range(1, len(control)))
+        plain = [text for text in named if not _holds(text, controls, begun)]
+        own = [text for text in named if not _holds(text, controls - ({text} - enders), begun)]
+        if own != plain:
+            yield _mapped(conversation, _around(plain, table), _around(own, table))
+        if plain:
+            yield _mapped(conversation, _around(plain, table))
     yield _mapped(conversation, lambda text: text.translate(table))
-    named = [t for t in conversation.template.literals if len(t) <= MAX_MARK and any(ord(c) in table for c in t)]
-    if not named:
-        return
-    begun = frozenset(control[:n] for control in controls for n in range(1, len(control)))
-    plain = _around([text for text in named if not _holds(text, controls, begun)], table)
-    yield _mapped(conversation, plain)
-    own = [text for text in named if not _holds(text, controls - ({text} - enders), begun)]
-    yield _mapped(conversation, plain, _around(own, table))
 
 
 def _holds(text: str, controls: frozenset[str], begun: frozenset[str]) -> bool:
@@ -162,7 +163,7 @@ def _enders(tokenizer: Tokenizer) -> frozenset[str]:
 
 def _named(texts: list[str], controls: frozenset[str]) -> str:
     for text in texts:
-        found = next((c for c in sorted(controls, key=len, reverse=True) if c in text), None)
+        found = next((c for c in sorted(controls, key=lambda c: (-len(c), c)) if c in text), None)
         if found is not None:
             return f"{found[:80]!r}, the text of a control token"
     return "parts of a text that together are a control token"

@@ -39,7 +39,7 @@ class Sentences:
             text = _SPACES.sub(" ", text)
             text = text.lstrip(" ") if first else text
             text = text.rstrip(" ") if last else text
-        if not text:
+        if not text and last:
             return ""
         return (self._prefix if first else "") + text.replace(" ", SPACE)
 
@@ -96,11 +96,10 @@ class CharacterMap:
         the trie was left before the text ended."""
         units, count = self._units, len(self._units)
         node = _offset(units[0])
-        best, bytes_done = None, 0
+        best, leaf = None, 0
         for chars, char in enumerate(text, 1):
             for byte in char.encode("utf-8", "surrogatepass"):
                 node ^= byte
-                bytes_done += 1
                 if node >= count or units[node] & 0x800000FF != byte:
                     return best, True
                 unit = units[node]

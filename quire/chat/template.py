@@ -128,10 +128,16 @@ class ChatTemplate:
         return Conversation(self, plain, given, _plain(kwargs), add_generation_prompt)
 
     @cached_property
-    def literals(self) -> frozenset[str]:
-        """Texts that the template's expressions name: what it may look for in a message is among them."""
-        constants = self._environment.parse(self.source).find_all(nodes.Const)
-        return frozenset(c.value for c in constants if isinstance(c.value, str) and c.value)
+    def looked_for(self) -> frozenset[str]:
+        """Texts that the template compares with or hands to a filter, a test or a method: what it may look for in a message is
+        among them, and what it merely prints is not."""
+        found: set[str] = set()
+        for node in self._environment.parse(self.source).find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
+            inner = node.iter_child_nodes() if isinstance(node, nodes.Compare) else node.iter_child_nodes(exclude=("node",))
+            for child in inner:
+                constants = [child] if isinstance(child, nodes.Const) else child.find_all(nodes.Const)
+                found.update(c.value for c in constants if isinstance(c.value, str) and c.value)
+        return frozenset(found)
 
     def _run(self, messages: list[Any], add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
         size = measure([messages, tools, kwargs], 1 << 30)
