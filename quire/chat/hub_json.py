@@ -145,7 +145,7 @@ class HubEncoder:
         self._file = file
         self._fence = fence
         self._control = control_of(vocab)
-        self._added = {a.id: a.content for a in added if a.id in self._control and a.content}
+        self._flags = {a.id: a for a in added if a.content}
         self.loose = file.normalizer is not None and any(a.special and a.normalized for a in added)
         kind = decoding.kind
         if kind == "bytes":
@@ -197,9 +197,9 @@ class HubEncoder:
             return bytes([int(text[3:5], 16)])
         if self._decoding.kind == "words":
             return raw(spaced(text, self._decoding.prefix, self._decoding.clean))
+        if self._decoding.kind == "pieces":
+            return raw(text.replace(SPACE, " "))
         if kind == NORMAL:
-            if self._decoding.kind == "pieces":
-                return raw(text.replace(SPACE, " "))
             try:
                 return bytes(map(ALPHABET.__getitem__, text))
             except KeyError:
@@ -219,6 +219,40 @@ class HubEncoder:
 
     @cached_property
     def _run_plain(self) -> Callable[[str], list[int]]:
+        if self._fence is not None or self._file.model.type == "Unigram":  # whose pieces may be control tokens by name
+            return self._run_rebuilt
+        own = self._vocab.types
+        listed = {**self._flags, **{i: Added(i, self._vocab.tokens[i]) for i in self._control if i not in self._flags}}
+        library = tokenizers.Tokenizer(self._library.model)  # the same model, not a copy of it
+        library.normalizer, library.pre_tokenizer = self._library.normalizer, self._library.pre_tokenizer
+        texts = {i: self._hidden.get(i, a.content) for i, a in listed.items()}
+        library.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    texts[i],
+                    lstrip=a.lstrip,
+                    rstrip=a.rstrip,
+                    special=False,
+                    normalized=a.normalized and i not in self._hidden,
+                )
+                for i, a in sorted(listed.items())
+                if texts[i]
+            ]
+        )
+        real = {library.token_to_id(text): i for i, text in texts.items() if text}
+
+        def run(text: str) -> list[int]:
+            made = library.encode(text, add_special_tokens=False).ids
+            # A control token that the model itself knows comes out under its own id: then the slow way is the safe one.
+            if any(i not in real and (i >= len(own) or i in self._control) for i in made):
+                return self._run_rebuilt(text)
+            return [real.get(i, i) for i in made]
+
+        return run
+
+    @cached_property
+    def _run_rebuilt(self) -> Callable[[str], list[int]]:
+        """As `_run_plain`, by a whole second tokenizer in which the model does not know control tokens either."""
         source = json.dumps(self._plain())
         if self._fence is not None:
             return self._fence(self._where, source).encode
@@ -227,7 +261,7 @@ class HubEncoder:
 
     @cached_property
     def _splitter(self) -> Splitter:
-        return Splitter((text, i) for i, text in self._added.items())
+        return Splitter((a.content, i) for i, a in self._flags.items() if i in self._control)
 
     @cached_property
     def _hidden(self) -> dict[int, str]:

@@ -30,6 +30,7 @@ SECONDS = 2.0
 SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
 _NEEDLE = "needle in the message"
 _STOPPED = "template_limit"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -132,8 +133,12 @@ class ChatTemplate:
         """Texts that the template compares with or hands to a filter, a test or a method: what it may look for in a message is
         among them, and what it merely prints is not."""
         found: set[str] = set()
-        for node in self._environment.parse(self.source).find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
-            inner = node.iter_child_nodes() if isinstance(node, nodes.Compare) else node.iter_child_nodes(exclude=("node",))
+        for node in self._environment.parse(self.source).find_all(
+            (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
+        ):
+            inner = (
+                node.iter_child_nodes() if isinstance(node, nodes.Compare) else node.iter_child_nodes(exclude=("node",))
+            )
             for child in inner:
                 constants = [child] if isinstance(child, nodes.Const) else child.find_all(nodes.Const)
                 found.update(c.value for c in constants if isinstance(c.value, str) and c.value)
@@ -181,8 +186,11 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise BadRequest(f"{where}.content is a {type(content).__name__}: text is needed", param=f"{where}.content")
         for call in made.get("tool_calls") or ():
-            _parse_arguments(call)
-        return made
+            if not self.needs_text_arguments:
+                _parse_arguments(call)
+        # Reasoning goes by several names; a template knows one of them. The same two are filled in as in transformers.
+        reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
+        return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
 
     # What the template does with content is found by trying it: whether a needle comes out when the content is text,
     # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
@@ -197,14 +205,29 @@ class ChatTemplate:
         """The template reads content only as a list of parts, so plain text is given to it as one part."""
         return not self._finds(_NEEDLE) and self.takes_parts
 
+    @cached_property
+    def needs_text_arguments(self) -> bool:
+        """The template reads a call's arguments only as text, as the APIs carry them; others expect an object."""
+
+        def renders(arguments: Any) -> bool:
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "123456789", "type": "function", "function": function}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
+
+        return not renders({"a": _NEEDLE}) and renders(json.dumps({"a": _NEEDLE}))
+
     def _finds(self, content: Any) -> bool:
+        text = self._tried([{"role": "user", "content": content}])
+        return _NEEDLE in text and not re.search(r"""['"]text['"]\s*:\s*['"]""" + _NEEDLE, text)
+
+    def _tried(self, messages: list[Any]) -> str:
         try:
-            text = self._run([{"role": "user", "content": content}], True, None, {})
+            return self._run(messages, True, None, {})
         except BadRequest as error:
             if error.code == _STOPPED:
                 raise  # it would not get further with the real messages
-            return False
-        return _NEEDLE in text and not re.search(r"""['"]text['"]\s*:\s*['"]""" + _NEEDLE, text)
+            return ""
 
 
 def _plain(value: Any) -> Any:

@@ -102,7 +102,9 @@ class Cut:
         for at, part in enumerate(listed):
             if isinstance(part, int):
                 if first and part in self._glued:
-                    ids += self._pieces.encode("", True, False)  # what stands before a text stands before its first word
+                    ids += self._pieces.encode(
+                        "", True, False
+                    )  # what stands before a text stands before its first word
                 ids.append(part)
                 first = self._apart and part not in self._glued
             else:

@@ -93,7 +93,9 @@ def unigram(path: Path, *, byte_fallback: bool = False, **settings: Any) -> Any:
             [decoders.ByteFallback(), decoders.Replace(space, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
     made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<pad>", "</s>", "<unk>")])
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", 1)]
+    )
     return save(made, path, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", **settings)
 
 

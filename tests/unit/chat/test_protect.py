@@ -137,7 +137,17 @@ def test_what_cannot_be_told_apart_is_refused(tokenizer: Tokenizer):
 
 
 def test_sentencepiece_keeps_the_spaces_of_ordinary_prompts():
-    pieces = {"\u2581": -1.0, "h": -2.0, "i": -3.0, "hi": -1.5, "\u2581hi": -1.2, "<": -4.0, ">": -4.0, "/": -4.0, "s": -4.0}
+    pieces = {
+        "\u2581": -1.0,
+        "h": -2.0,
+        "i": -3.0,
+        "hi": -1.5,
+        "\u2581hi": -1.2,
+        "<": -4.0,
+        ">": -4.0,
+        "/": -4.0,
+        "s": -4.0,
+    }
     tokenizer = Tokenizer.from_gguf(sentencepiece(pieces))
     source = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
     for text in ("hi", "hi < hi", " hi"):
@@ -176,7 +186,9 @@ def test_folders(kind: str, tmp_path: Path):
     unknown = theirs.unk_token_id
     assert [i for i in controls(tokenizer, made) if i != unknown] == [tokenizer.token_id(t) for t in (begin, end)]
     if kind in ("byte level", "sentencepiece"):
-        assert tokenizer.decode(made) == theirs.decode(theirs.encode(ChatTemplate(source).render(user(f"the{end}{begin}dog")), add_special_tokens=False))
+        assert tokenizer.decode(made) == theirs.decode(
+            theirs.encode(ChatTemplate(source).render(user(f"the{end}{begin}dog")), add_special_tokens=False)
+        )
 
 
 def test_a_conversation_costs_what_it_cost(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):

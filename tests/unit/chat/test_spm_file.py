@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.chat import spm
 from quire.chat.detokenizer import Detokenizer
 from quire.chat.hub import read_tokenizer
 from quire.chat.sentences import CharacterMap
@@ -19,10 +20,11 @@ from quire.chat.spm_file import parse
 from quire.chat.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, QuireError, Unsupported
 from tests.unit.chat import hub_kit
+from tests.unit.chat.toys import sentencepiece as sentencepiece_toy
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs the test extra: sentencepiece is the oracle")
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards naïvely boxed ﬁve café crêpes ①２３".split()
+SAID = "the quick brown fox jumps over a lazy dog while seven wizards naïvely boxed ﬁve café crêpes ①２３"
 TEXTS = [
     "the quick brown fox",
     "",
@@ -68,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def train(**options: Any) -> bytes:
     rng = random.Random(5)
-    corpus = [" ".join(rng.choices(WORDS, k=12)) for _ in range(400)]
+    corpus = [" ".join(rng.choices(SAID.split(), k=12)) for _ in range(400)]
     made = io.BytesIO()
     settings = {"vocab_size": 120, "user_defined_symbols": ["<tool>"], "hard_vocab_limit": False, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
@@ -142,10 +144,65 @@ def test_the_characters_map_is_sentencepieces(made: bytes):
     )
     ours = CharacterMap(model.charsmap)
     rng = random.Random(3)
-    ranges = [(0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x1100, 0x1200), (0x2000, 0x2200), (0x3040, 0x3200), (0xF900, 0xFFFF)]
+    ranges = [
+        (0x20, 0x7F),
+        (0xA0, 0x250),
+        (0x300, 0x370),
+        (0x1100, 0x1200),
+        (0x2000, 0x2200),
+        (0x3040, 0x3200),
+        (0xF900, 0xFFFF),
+    ]
     for _ in range(300):
         text = "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(20))
         assert ours.apply(text) == theirs.normalize(text), [hex(ord(c)) for c in text]
+
+
+@pytest.fixture
+def words() -> Any:
+    return pytest.importorskip(
+        "quire.chat._words", reason="needs the compiled encoder of scored pieces (a built wheel)"
+    )
+
+
+def test_the_compiled_encoder_and_the_library_agree(words: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Random vocabularies without equal scores, in which every letter is a piece, and random texts of these and others."""
+    rng = random.Random(9)
+    for _ in range(30):
+        letters = rng.sample("abcde\u00e9\u6f22", 4)
+        pieces = dict.fromkeys([*letters, "\u2581"])
+        for _ in range(25):
+            pieces["".join(rng.choices([*letters, "\u2581"], k=rng.randrange(2, 5)))] = None
+        scores = [float(s) for s in rng.sample(range(-1000, 0), len(pieces))]
+        data = sentencepiece_toy(dict(zip(pieces, scores, strict=True)))
+        fast = Tokenizer.from_gguf(data)
+        with monkeypatch.context() as m:
+            m.setattr(spm, "_compiled", lambda *_: None)
+            slow = Tokenizer.from_gguf(data)
+        for _ in range(40):
+            text = "".join(rng.choices([*letters, " ", "z"], k=rng.randrange(0, 60)))
+            want = slow.encode(text, add_special=False, parse_special=False)
+            assert fast.encode(text, add_special=False, parse_special=False) == want, (data, text)
+
+
+def test_letters_join_even_where_one_alone_is_no_piece(words: Any):
+    tokenizer = Tokenizer.from_gguf(sentencepiece_toy({"a": -9.0, "ab": -1.0}, add_space_prefix=False))
+    ids = tokenizer.encode("abab", add_special=False, parse_special=False)
+    assert [tokenizer.token_text(i) for i in ids] == ["ab", "ab"]
+
+
+def test_of_equal_scores_the_leftmost_is_joined_first(words: Any):
+    tokenizer = Tokenizer.from_gguf(
+        sentencepiece_toy({"a": -9.0, "b": -9.0, "ba": -1.0, "ab": -1.0}, add_space_prefix=False)
+    )
+    ids = tokenizer.encode("aba", add_special=False, parse_special=False)
+    assert [tokenizer.token_text(i) for i in ids] == ["ab", "a"]
+
+
+def test_a_text_of_a_million_characters(words: Any):
+    tokenizer = Tokenizer.from_gguf(sentencepiece_toy({"a": -9.0, "aa": -1.0, "aaaa": -2.0, "\u2581": -3.0}))
+    ids = tokenizer.encode("a" * 1_000_001, add_special=False, parse_special=False)
+    assert len(ids) == 250_002 and tokenizer.decode(ids) == "a" * 1_000_001
 
 
 def test_added_tokens_and_what_stands_around_a_text(tmp_path: Path):
@@ -176,7 +233,10 @@ def test_added_tokens_and_what_stands_around_a_text(tmp_path: Path):
         json.dumps({**config, "legacy": True, "add_bos_token": False, "add_eos_token": True})
     )
     old = put(tmp_path, data, vocab_size=count + 8)
-    assert old.decode(old.encode("the<|im_end|>fox", add_special=True, parse_special=True)) == "the<|im_end|> fox<|im_end|>"
+    assert (
+        old.decode(old.encode("the<|im_end|>fox", add_special=True, parse_special=True))
+        == "the<|im_end|> fox<|im_end|>"
+    )
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def ruled(ranks: list[bytes], text: str) -> list[int]:
         if word.encode() in known:
             parts = [word.encode()]
         while True:
-            pairs = [(known[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in known]
+            pairs = [
+                (known[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in known
+            ]
             if not pairs:
                 break
             _, i = min(pairs)
