@@ -26,7 +26,7 @@ using Array2 = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 // (byte, shift, mask, lift, flip) and so on, as backend.py writes them down.
 using PlaneTuple = std::tuple<std::vector<uint16_t>, std::vector<uint8_t>, int, int, int>;
 using IntsTuple = std::tuple<std::vector<PlaneTuple>, int>;
-using FactorTuple = std::tuple<int, bool, IntsTuple>;
+using FactorTuple = std::tuple<int, bool, bool, IntsTuple>;
 
 Ints to_ints(const IntsTuple& t) {
     Ints ints;
@@ -34,7 +34,7 @@ Ints to_ints(const IntsTuple& t) {
     ints.offset = std::get<1>(t);
     return ints;
 }
-Factor to_factor(const FactorTuple& t) { return {std::get<0>(t), std::get<1>(t), to_ints(std::get<2>(t))}; }
+Factor to_factor(const FactorTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t), to_ints(std::get<3>(t))}; }
 
 // Threads and kernels: what weights are packed with and plans run on.
 struct Machine {

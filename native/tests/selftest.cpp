@@ -54,6 +54,7 @@ struct Form {
     int bits, group, offset;
     Scales scales;
     bool bias;
+    bool wide = false;
 };
 
 constexpr Form kForms[] = {
@@ -64,25 +65,29 @@ constexpr Form kForms[] = {
     {"4 byte", 4, 32, 0, Scales::Byte, true}, {"5 byte", 5, 32, 0, Scales::Byte, true},
     {"6 byte", 6, 16, 32, Scales::Byte, false}, {"6 g32", 6, 32, 0, Scales::Half, true},
     {"2 g32", 2, 32, 1, Scales::Half, false}, {"3 bias", 3, 32, 0, Scales::Half, true},
+    {"8 wide byte", 8, 16, 128, Scales::Byte, false, true}, {"5 wide byte", 5, 32, 9, Scales::Byte, false, true},
+    {"4 wide", 4, 32, 0, Scales::Half, true, true},
 };
 
 Matrix random_affine(const Form& f, int n, int k) {
     Matrix w;
     w.type = Type::Affine;
-    w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias;
+    w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias, w.wide = f.wide;
     w.lay_out();
     uint8_t* p = w.memory.data();
     for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
-    for (int b = 0; b < w.blocks; b++) {  // the float16 regions must hold finite numbers
+    for (int b = 0; b < w.blocks; b++) {  // the regions of floats must hold finite ones
         uint8_t* block = w.block(b);
-        auto halves = [&](size_t from, size_t to) {
-            for (size_t i = from; i + 2 <= to; i += 2) {
-                uint16_t h = float_to_half(normal() * 0.05f);
-                memcpy(block + i, &h, 2);
+        auto factors = [&](size_t from, size_t to) {
+            const size_t width = f.wide ? 4 : 2;
+            for (size_t i = from; i + width <= to; i += width) {
+                const float value = normal() * 0.05f;
+                const uint16_t half = float_to_half(value);
+                memcpy(block + i, f.wide ? (const void*)&value : (const void*)&half, width);
             }
         };
-        if (f.scales == Scales::Half) halves(w.scale_at, w.block_bytes);
-        else halves(w.super_at, w.block_bytes);
+        if (f.scales == Scales::Half) factors(w.scale_at, w.block_bytes);
+        else factors(w.super_at, w.block_bytes);
     }
     return w;
 }

@@ -35,6 +35,10 @@ class Completer:
             raise BadModelFile(
                 f"the model chooses among {info.vocab_size} tokens, but its tokenizer has {tokenizer.vocab_size}"
             )
+        if tokenizer.ordinary_size > info.vocab_size:  # added tokens may lie beyond: a request for one is refused
+            raise BadModelFile(
+                f"the tokenizer has {tokenizer.ordinary_size} tokens, but the model has {info.vocab_size} of them"
+            )
         self.client = client
         self.tokenizer = tokenizer
         self.template = template

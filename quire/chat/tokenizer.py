@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from quire.chat import pretokenizers
 from quire.chat.specials import Splitter
-from quire.chat.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
+from quire.chat.vocab import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported
 
 
@@ -225,7 +225,7 @@ class Tokenizer:
         """Token ids of `text`.
 
         add_special puts the begin and end tokens the file asks for around it. parse_special reads the text of a special
-        token as that token; without it, "<|im_start|>" is eleven characters like any others.
+        token as that token; without it, "<|im_start|>" is twelve characters like any others.
         """
         self._check(text)
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
@@ -281,6 +281,11 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """A control or unknown token: one that decode(skip_special=True) leaves out."""
         return self._known(token) in self._special
+
+    @cached_property
+    def ordinary_size(self) -> int:
+        """One more than the last token that ordinary text may become; control and added tokens may lie beyond it."""
+        return max(where(self._vocab.types == NORMAL), default=-1) + 1
 
     @cached_property
     def max_token_bytes(self) -> int | None:

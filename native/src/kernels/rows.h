@@ -116,18 +116,21 @@ inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
     return code;
 }
 
-// Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact.
+// Factors `index` of 16 rows in a region, as float32.
+inline F factors(const Matrix& w, const uint8_t* region, int index) {
+    return w.wide ? fload((const float*)region + 16 * index) : fload_half((const uint16_t*)region + 16 * index);
+}
+
+// Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact, as long as a wide factor is a short one.
 inline F scale_of(const Matrix& w, const uint8_t* block, int t, int part) {
-    if (w.scales == Scales::Half)
-        return fload_half((const uint16_t*)(block + w.scale_at + (size_t)t * w.scale_bytes) + 16 * part);
+    if (w.scales == Scales::Half) return factors(w, block + w.scale_at + (size_t)t * w.scale_bytes, part);
     const uint8_t* codes = block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part;
-    F super = fload_half((const uint16_t*)(block + w.super_at) + 16 * (t / 8));
+    F super = factors(w, block + w.super_at, t / 8);
     return fmul(super, w.scales == Scales::Byte ? fload_i8((const int8_t*)codes) : fload_u4(codes, 0));
 }
 inline F bias_of(const Matrix& w, const uint8_t* block, int t, int part) {
-    if (w.scales == Scales::Half)
-        return fload_half((const uint16_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part);
-    F super = fload_half((const uint16_t*)(block + w.bias_super_at) + 16 * (t / 8));
+    if (w.scales == Scales::Half) return factors(w, block + w.bias_at + (size_t)t * w.scale_bytes, part);
+    F super = factors(w, block + w.bias_super_at, t / 8);
     if (w.scales == Scales::Byte)
         return fmul(super, fload_i8((const int8_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part));
     return fmul(super, fload_u4(block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part, 4));

@@ -6,7 +6,7 @@ from quire.backends.batch import I32
 from quire.layouts import Floats
 
 _Ints = tuple[list[tuple[list[int], list[int], int, int, int]], int]  # planes (byte, shift, mask, lift, flip), offset
-_Factor = tuple[int, bool, _Ints]  # at, negate, codes
+_Factor = tuple[int, bool, bool, _Ints]  # at, negate, wide, codes
 _Segment = tuple[Matrix, Vector | None, int, int, int]  # weight, bias, in, out, residual
 
 def available() -> list[str]: ...

@@ -287,5 +287,5 @@ def _ints(ints: Ints | None) -> tuple[list[Any], int]:
     return [(p.byte.tolist(), p.shift.tolist(), p.mask, p.lift, p.flip) for p in ints.planes], ints.offset
 
 
-def _factor(scale: Scale) -> tuple[int, bool, tuple[list[Any], int]]:
-    return scale.at, scale.negate, _ints(scale.codes)
+def _factor(scale: Scale) -> tuple[int, bool, bool, tuple[list[Any], int]]:
+    return scale.at, scale.negate, scale.wide, _ints(scale.codes)
