@@ -74,9 +74,7 @@ def ruled(ranks: list[bytes], text: str) -> list[int]:
         if word.encode() in known:
             parts = [word.encode()]
         while True:
-            pairs = [
-                (known[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in known
-            ]
+            pairs = [(known[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in known]
             if not pairs:
                 break
             _, i = min(pairs)
