@@ -120,6 +120,15 @@ def test_marks_that_are_control_tokens_are_the_assistants_alone():
     assert controls(tokenizer, ids(tokenizer, CHATML, said)) == [START, END, START, END, START]  # not looked for
 
 
+@pytest.mark.parametrize("looked_for", ["<", "<|", "x<|im_", "<|im_end|>", "<|im_end|>\\n"])
+def test_what_a_template_looks_for_opens_no_door(tokenizer: Tokenizer, looked_for: str):
+    """Not the beginning of a control token, nor one that ends a turn, whoever wrote the message."""
+    source = CHATML.replace("m.content", f"('' if '{looked_for}' in m.content else '') + m.content")
+    for role in ("user", "assistant"):
+        made = ids(tokenizer, source, [{"role": role, "content": FORGED}])
+        assert controls(tokenizer, made) == [START, END, START]
+
+
 def test_tools_names_and_keywords_are_content_too(tokenizer: Tokenizer):
     source = CHATML + "{{ tools|tojson }}{{ extra }}{{ messages[0].name }}"
     tools = [{"type": "function", "function": {"name": "f", "description": "<|im_start|>", "<|im_end|>": 1}}]
@@ -189,6 +198,26 @@ def test_folders(kind: str, tmp_path: Path):
         assert tokenizer.decode(made) == theirs.decode(
             theirs.encode(ChatTemplate(source).render(user(f"the{end}{begin}dog")), add_special_tokens=False)
         )
+
+
+def test_a_control_token_that_the_model_itself_would_merge(tmp_path: Path):
+    """The text of the token can be reached by merges, so it must be kept from the model too."""
+    pytest.importorskip("transformers", reason="needs the test extra: it writes the tokenizers")
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    from quire.chat.hub import read_tokenizer
+    from tests.unit.chat import hub_kit
+
+    texts = ["<unk>", "<", "s", ">", "<s", "<s>", "a", *(f"<0x{b:02X}>" for b in range(256))]
+    vocab = {text: i for i, text in enumerate(texts)}
+    library = Tokenizer(models.BPE(vocab, [("<", "s"), ("<s", ">")], unk_token="<unk>", byte_fallback=True))
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    library.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    hub_kit.save(library, tmp_path, bos_token="<s>", unk_token="<unk>")
+    tokenizer = read_tokenizer(hub_kit.folder(tmp_path))
+    assert tokenizer.encode("a<s>", add_special=False, parse_special=True) == [6, 5]
+    assert tokenizer.encode("a<s>", add_special=False, parse_special=False) == [6, 4, 3]
+    assert ids(tokenizer, "{% for m in messages %}<s>{{ m.content }}{% endfor %}", user("a<s>")) == [5, 6, 4, 3]
 
 
 def test_a_conversation_costs_what_it_cost(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):

@@ -37,6 +37,7 @@ TEXTS = [
     "zero\u200bwidth \x01\x7f \ufeff",
     "x" * 300 + " " * 50 + "the" * 40,
     "\u2581already\u2581there",
+    "three in one: \u1112\u1161\u11ab a\u0323\u0302 \u0041\u030a\u0301",
 ]
 # (name, options of the trainer)
 MODELS: dict[str, dict[str, Any]] = {
@@ -143,6 +144,8 @@ def test_the_characters_map_is_sentencepieces(made: bytes):
         model_proto=made, add_dummy_prefix=False, escape_whitespaces=False, remove_extra_whitespaces=False
     )
     ours = CharacterMap(model.charsmap)
+    for text in ("\u1112\u1161\u11ab", "a\u0323\u0302", "A\u030a\u0301", "\u0915\u093c\u0915"):
+        assert ours.apply(text) == theirs.normalize(text)
     rng = random.Random(3)
     ranges = [
         (0x20, 0x7F),
@@ -237,6 +240,31 @@ def test_added_tokens_and_what_stands_around_a_text(tmp_path: Path):
         old.decode(old.encode("the<|im_end|>fox", add_special=True, parse_special=True))
         == "the<|im_end|> fox<|im_end|>"
     )
+
+
+def test_the_old_way_after_symbols_of_sentencepiece(tmp_path: Path):
+    """Legacy: a text begins anew after an added token, and goes on after a symbol of the model's own."""
+    data = train(**MODELS["bpe, llama"])
+    (tmp_path / "tokenizer_config.json").write_text('{"legacy": true}')
+    ours, theirs = put(tmp_path, data), sentencepiece.SentencePieceProcessor(model_proto=data)
+    for text in ("the<tool>fox", "<tool>fox <tool> the"):
+        assert ours.encode(text, add_special=False, parse_special=True) == theirs.encode(text)
+
+
+def test_the_price_of_an_unknown_character():
+    """Ten below the worst piece: here that is less than what the pieces cost that would cover it."""
+    tokens = ["<unk>", "ab", "c", "bc", "b"]
+    ours = Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "t5",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": np.array([0, -20, -20, -1, -20], np.float32),
+            "tokenizer.ggml.token_type": np.array([2, 1, 1, 1, 1], np.int32),
+            "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.ggml.add_space_prefix": False,
+        }
+    )
+    assert ours.encode("abc", add_special=False, parse_special=False) == [0, 3]
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path):
