@@ -69,7 +69,11 @@ class Completer:
     ) -> list[int]:
         """Ids of a conversation, as the model's own template writes it. The begin token comes once."""
         if self.template is None:
-            raise BadRequest("this model has no chat template; use completions", param="messages")
+            raise BadRequest(
+                "this model has no chat template: it continues text, and does not chat",
+                param="messages",
+                cure="use completions (POST /v1/completions, LLM.generate, quire run --raw)",
+            )
         text = self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
         self._check_size(text)
         ids = self.tokenizer.encode(text, add_special=False, parse_special=True)
