@@ -331,8 +331,8 @@ class TorchKernels:
         columns = torch.arange(-(-reach // kv.page_size), device=self.device)[None].expand(q.shape[0], -1)
         if window:
             first = (kv_len - window).clamp(min=0) // kv.page_size
-            columns = (first[:, None] + columns[:, : (window - 1) // kv.page_size + 2]).clamp(max=pages.shape[1] - 1)
-        table = pages.gather(1, columns)
+            columns = first[:, None] + columns[:, : (window - 1) // kv.page_size + 2]
+        table = pages.gather(1, columns.clamp(max=pages.shape[1] - 1))  # what lies past the row is hidden below
         where = columns[:, :, None] * kv.page_size + torch.arange(kv.page_size, device=self.device)
         where = where.flatten(1)  # [B, S]: the position of each key
         hidden = where >= kv_len[:, None]
