@@ -35,11 +35,11 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
-from quire.models import Model, load
+from quire.models import Model, Stretches, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
-from quire.weights.gguf import GGUF
+from quire.weights.gguf import GGUF, expanded
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
@@ -67,6 +67,8 @@ def build_engine(
     config = dataclasses.replace(config, max_seqs=seqs, max_batch_tokens=tokens)
     source = _source(config, checkpoint)
     model = source.model
+    if config.context is not None and isinstance(model, Stretches):
+        model.stretch(config.context)
     watch.lap("model")
     threads, cores, threads_line = choose_threads(config, env)
     backend = _open(config, env, threads, cores)
@@ -168,12 +170,15 @@ def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
         model, nbytes = load_shape(config.path)
         return _Source(model, config.name or config.path, nbytes, ["weights: random numbers, not a trained model"])
     checkpoint = checkpoint or open_checkpoint(config.path)
+    notes: list[str] = []
     if isinstance(checkpoint, GGUF):
         own = checkpoint.metadata.get_str("general.name", "")
+        if config.backend == "native":  # the others say themselves what they keep
+            notes = expanded(checkpoint)
     else:
         own = checkpoint.name
     model = load(checkpoint)
-    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), [])
+    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes)
 
 
 def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:

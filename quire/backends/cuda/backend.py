@@ -14,6 +14,7 @@ import torch
 import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
+from quire.backends.cuda import library
 from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
@@ -246,6 +247,14 @@ class CudaKernels(TorchKernels):
         # A prefix that rows share lies before a window, or is cut by it otherwise for each row.
         if batch.shared is not None and batch.longest == 1 and not sight.window:
             return self._attend_shared(q, batch, batch.shared, layer, scale, sight, out)
+        longest, shortest = batch.longest, batch.shortest
+        found = self._beginnings(batch, heads) if sight == PLAIN else None
+        if found is not None:
+            prompts, decode = found
+            library.attend_beginnings(q, self.keys[layer], self.values[layer], out, batch.pages, prompts, scale)
+            if not decode:
+                return out
+            longest = shortest = 1
         reach = min(batch.reach, sight.window) if sight.window else batch.reach
         splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
@@ -261,8 +270,8 @@ class CudaKernels(TorchKernels):
             **self._kv_scales(layer),
         }
         keys, values = self.keys[layer], self.values[layer]
-        if batch.longest > 1 or not self._chain:
-            bounds = {"max_q": batch.longest, "min_q": batch.shortest}
+        if longest > 1 or not self._chain:
+            bounds = {"max_q": longest, "min_q": shortest}
             paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
         tile = paged.decode_tile(batch.sequences * self.kv.kv_heads, heads // self.kv.kv_heads)
@@ -279,6 +288,15 @@ class CudaKernels(TorchKernels):
             bounds = {"q_start": batch.q_start, "max_q": 1, "parts": splits}
             combine(space.part, space.lse, out, sinks=sight.sinks, pdl=True, **bounds)
         return out
+
+    def _beginnings(self, batch: DeviceBatch, heads: int) -> tuple[list[tuple[int, int, int]], bool] | None:
+        """Long prompts that cuDNN is to attend, if this step is made of those and decode rows."""
+        kv = self.kv
+        if batch.longest < library.LONG or self.key_scales:
+            return None
+        if not library.usable(self.device, self.dtype, heads, kv.kv_heads, kv.head_dim):
+            return None
+        return batch.once("beginnings", lambda: library.beginnings(batch))
 
     def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
         tokens, heads, _ = q.shape

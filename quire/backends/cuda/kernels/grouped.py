@@ -66,7 +66,7 @@ def _dense(
             values = tl.load(x_row[:, None] + inner[None, :], mask=(inner < k)[None, :], other=0.0)
             weights = tl.load(w_row[:, None] + inner[None, :], mask=(inner < k)[None, :], other=0.0)
         if HALF:  # e4m3 becomes fp16 in one instruction, bf16 in many
-            values = (values.to(tl.float32) * 0.0625).to(tl.float16)
+            values = (values * 0.0625).to(tl.float16)  # exact; in float32 LLVM would convert first and overflow
         values = tl.trans(values)
         if IEEE:
             acc = tl.dot(weights, values, acc, input_precision="ieee")
