@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quire.cache.groups import Full, Group
 from quire.cache.pool import Pool
@@ -278,7 +279,7 @@ class PrefixTree:
             node = next(iter(idle))
             if whole and (node.kids or node.pins):
                 raise RuntimeError("a page was about to go before one that continues it")
-            for other in self._all if whole else (g,):  # where a prefix must be whole, the node's other pages go as well
+            for other in self._all if whole else (g,):  # a prefix that is whole no more is of no use to any group
                 self._drop(node, other)
             self._prune(node)
             done += 1
@@ -339,7 +340,7 @@ class PrefixTree:
             ends[lease.node] = ends.get(lease.node, 0) + 1
             above = [lease.root, *lease.path]
             if lease.root is not self._roots.get(lease.namespace) or any(
-                kid.parent is not parent for parent, kid in zip(above, above[1:], strict=False)
+                kid.parent is not parent for parent, kid in pairwise(above)
             ):
                 raise RuntimeError("a lease's shared pages are not the path to its node")
             if len({len(row) for row in lease.rows}) > 1 or lease.room != len(lease.rows[0]) * self.page_size:

@@ -16,11 +16,12 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Layout
+from quire.models.places import Places
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened
 from quire.weights.gguf import GGUF
@@ -49,6 +50,13 @@ class Model(Protocol):
     def notes(self) -> list[str]:
         """Decisions worth telling, such as tensors that were not used."""
         ...
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """A model whose layers keep K and V for different lengths of time."""
+
+    places: Places
 
 
 def families() -> list[ModuleType]:

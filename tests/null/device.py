@@ -118,7 +118,7 @@ class Device:
                 row[work.page_from : work.page_from + len(pages)] = pages
         if slot.failed or self.rng.random() < self.fail:
             slot.failed = True
-            start = max(slot.length, work.start)
+            start = slot.length = max(slot.length, work.start)
             self._write(slot, start, min(work.n, len(slot.tokens) - start))
             return Row(0, error="this row failed")
         return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)

@@ -67,7 +67,7 @@ class Report:
     hits: int = 0
     stale: int = 0  # rows that came back for a sequence gone or preempted
     rewritten: int = 0  # page rows changed below their end
-    forgotten: int = 0  # pages that running sequences let go
+    forgotten: int = 0  # times that a running sequence was seen to have let pages go
     hollow: int = 0  # hits on prefixes with pages missing in front
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
@@ -215,8 +215,10 @@ class Run:
                 plan, result = flight.popleft()
                 self.report.stale += sum(1 for w in plan.work if self.stale(w.key, w.epoch))
                 self.take(scheduler.commit(plan, result))
+            leases = [seq.lease for seq in scheduler._keys.values() if seq.lease is not None]
             if self.check:
-                self.tree.check(seq.lease for seq in scheduler._keys.values() if seq.lease is not None)
+                self.tree.check(leases)
+                self.bounded(leases)
             steps += 1
             expect(steps < 5000, "livelock")
         self.finish(steps)
@@ -253,8 +255,19 @@ class Run:
             expect(leader is None or leader.prompt_done, "a follower ran before its leader's prompt was done", name)
         for w in plan.work:
             slot = self.device.slots[w.slot]
+            self.report.hollow += w.page_from == 0 and bool(w.pages) and min(map(min, [w.pages, *w.more])) < 0
             if w.pages and slot is not None and w.slot not in plan.closed and w.page_from < len(slot.rows[0]):
                 self.report.rewritten += 1
+
+    def bounded(self, leases: list[Any]) -> None:
+        """No sequence holds more of a group than what it sees and what it may have in flight."""
+        for g, (_, window) in enumerate(self.pools):
+            if window:
+                most = -(-(window + (self.depth + 1) * self.budget) // PAGE) + 1
+                for lease in leases:
+                    held = sum(page >= 0 for page in lease.rows[g])
+                    expect(held <= most, "more of a window than is seen", held, window)
+                    self.report.forgotten += lease.low[g] > 0
 
     def take(self, events: list[Event]) -> None:
         for event in events:

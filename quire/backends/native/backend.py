@@ -7,7 +7,7 @@ Results are bitwise the same whatever the batch, the chunking, the thread count 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -73,6 +73,7 @@ class NativeBackend:
 
     name = "native"
     kv_dtypes: tuple[str, ...] = ("f16", "int8")
+    kv_groups = False
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class NativeBackend:
 
     def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
         """The program laid out; taken over from an estimate of the same program when there is one."""
-        key = (forward, replace(kv, pages=0), max_tokens, max_rows, tuple(inputs.items()))
+        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()))
         if key in self._drafts:
             return self._drafts[key]
 

@@ -92,7 +92,7 @@ def kv(pages: int) -> KV:
 
 def program(pages: int) -> ReferenceProgram:
     ops = RowExact(ReferenceBackend(), kv(pages))
-    for cache in (ops._keys, ops._values):
+    for cache in (*ops._keys, *ops._values):
         cache._data[:] = np.nan  # whatever was never written must never be read
     return ReferenceProgram(MODEL.forward, ops)
 
