@@ -5,8 +5,8 @@
 
 A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
 The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
-so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, all
-others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
+so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, short ones
+with prompts through prompts.Prompter, all others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
 
 The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
 the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read: its slot then
@@ -32,6 +32,7 @@ from quire.runner.capture import Decoder, DeviceState
 from quire.runner.device_wishes import Asked, SlotWishes
 from quire.runner.intake import Intake, Pending, Works, reason
 from quire.runner.plan import Logprob, Plan, Result, Row, Work
+from quire.runner.prompts import Prompter
 from quire.runner.sampler import Masks
 from quire.runner.sharing import LEAST, Sharing, find
 from quire.runner.staging import Arrival, Staging
@@ -103,7 +104,7 @@ class DeviceRunner:
         max_rows: int,
         padded: bool | None = None,
     ):
-        """`padded` sends decode steps through the ladder even without graphs; None: only where there are graphs."""
+        """`padded` sends steps through the captured sizes even without graphs; None: only where there are graphs."""
         self._program = program
         self._sampler = program.sampler
         self._device = program.device
@@ -124,8 +125,13 @@ class DeviceRunner:
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._late = Staging(self._device)
         self._decoder: Decoder | None = None
+        self._prompter: Prompter | None = None
         if program.graphs if padded is None else padded:
             self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
+            self._prompter = Prompter(
+                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context,
+                vocab=vocab_size, graphs=program.graphs,
+            )  # fmt: skip
         if program.graphs:
             self._practise(max_seqs, max_tokens, max_context)
         self._turns = [0] * max_seqs
@@ -228,6 +234,9 @@ class DeviceRunner:
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             sharing = self._sharing
             pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
+        elif self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
+            more = self._more(pending)
+            pending.logits, pending.sent = self._prompter.run(size, batch, own, where, pages, more)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
         self._slots.length[own] = batch.kv_len

@@ -145,23 +145,26 @@ def test_exact_engines(shape: str, kind: str):
 
 @pytest.mark.parametrize(("kind", "kept"), [("fp8", "auto"), ("fp8", "fp8"), ("int8", "int8"), ("int4", "auto")])
 def test_bf16_engines(shape: str, kind: str, kept: str):
-    """Greedy tokens of a loaded engine, each nearly the oracle's best; depth and graphs change none of them."""
+    """Greedy tokens of a loaded engine, each nearly the oracle's best, at either depth.
+
+    Depths are not compared token by token: they put other rows together, and a batch's shape decides how its sums are rounded.
+    """
     requests = list(traffic(random.Random(4), 24, greedy=True))
     options = {"dtype": "bfloat16", "quantize": kind, "kv_dtype": kept}
     made = engine(shape, **options)
     assert made[1].weight_bytes < 0.8 * engine(shape, dtype="bfloat16")[1].weight_bytes
-    heard = serve(made, requests)
-    assert differing(serve(engine(shape, depth=0, **options), requests), heard) == []
     model: Any = load_shape(shape)[0]
     oracle = open_backend("torch", device="cuda", dtype="bfloat16", random=True, quantize=kind).compile(
         model.forward, kv=model.kv(16, 16), max_tokens=256, max_rows=256
     )
     noise = {"fp8": 0.1, "int8": 0.03, "int4": 0.03}[kind] + (0.0 if kept == "auto" else 0.05)
-    for request in requests:
-        tokens = request.tokens + heard[request.id]
-        seen = oracle.run(ragged([(0, len(tokens), list(range(16)))], np.array(tokens)))[len(request.tokens) - 1 : -1]
-        for row, token in zip(seen, heard[request.id], strict=True):
-            assert row.max() - row[token] <= 6 * noise * np.linalg.norm(row) / np.sqrt(row.size)
+    for heard in (serve(made, requests), serve(engine(shape, depth=0, **options), requests)):
+        for request in requests:
+            tokens = request.tokens + heard[request.id]
+            batch = ragged([(0, len(tokens), list(range(16)))], np.array(tokens))
+            seen = oracle.run(batch)[len(request.tokens) - 1 : -1]
+            for row, token in zip(seen, heard[request.id], strict=True):
+                assert row.max() - row[token] <= 6 * noise * np.linalg.norm(row) / np.sqrt(row.size)
 
 
 @pytest.mark.parametrize("kept", ["fp8", "int8"])

@@ -74,12 +74,12 @@ class ReferenceOps:
         return self._backend.dense(table)[ids]
 
     def rms_norm(self, x: Floats, weight: Dense, eps: float, heads: int = 1) -> Floats:
-        parts = x.reshape(x.shape[0], heads, -1)
+        parts = by_head(x, heads)
         mean = np.mean(np.square(parts, dtype=np.float64), axis=-1, keepdims=True)
         return self._weighted(parts / np.sqrt(mean + eps), weight).reshape(x.shape)
 
     def layer_norm(self, x: Floats, weight: Dense, bias: Dense | None, eps: float, heads: int = 1) -> Floats:
-        parts = x.reshape(x.shape[0], heads, -1).astype(np.float64)
+        parts = by_head(x, heads).astype(np.float64)
         centred = parts - parts.mean(axis=-1, keepdims=True)
         variance = np.mean(np.square(centred), axis=-1, keepdims=True)
         y = self._weighted(centred / np.sqrt(variance + eps), weight).reshape(x.shape)
@@ -156,7 +156,7 @@ class ReferenceOps:
             hidden = np.arange(int(batch.kv_len[b]))[None, :] > batch.pos[rows][:, None]
             weights = softmax(np.where(hidden[None], -np.inf, scores))
             out[rows] = np.einsum("hts,sd->thd", weights, past[:, : kv.latent])
-        return out.reshape(q.shape[0], -1)
+        return out.reshape(q.shape[0], heads * kv.latent)
 
     def _pasts(
         self, batch: Batch, window: int | None, table: Table
@@ -171,7 +171,7 @@ class ReferenceOps:
 
     def encode(self, q: Floats, k: Floats, v: Floats, batch: Batch, *, heads: int, scale: float) -> Floats:
         dim = q.shape[1] // heads
-        queries, keys, values = (x.reshape(x.shape[0], -1, dim) for x in (q, k, v))
+        queries, keys, values = (by_head(x, x.shape[1] // dim) for x in (q, k, v))
         share = heads // keys.shape[1]
         out = np.empty_like(queries)
         for b in range(batch.sequences):
@@ -199,12 +199,12 @@ class ReferenceOps:
         return (cap * np.tanh(x.astype(np.float64) / cap)).astype(np.float32)
 
     def join(self, a: Floats, b: Floats, heads: int) -> Floats:
-        parts = [x.reshape(x.shape[0], heads, -1) for x in (a, b)]
-        return np.concatenate(parts, axis=-1).reshape(a.shape[0], -1)
+        joined = np.concatenate([by_head(a, heads), by_head(b, heads)], axis=-1)
+        return joined.reshape(a.shape[0], a.shape[1] + b.shape[1])
 
     def head_linear(self, x: Floats, weight: Layout, heads: int) -> Floats:
         own = self._backend.dense(weight).reshape(heads, -1, weight.shape[1])  # [H, n, k]
-        return np.einsum("thk,hnk->thn", x.reshape(x.shape[0], heads, -1), own).reshape(x.shape[0], -1)
+        return np.einsum("thk,hnk->thn", by_head(x, heads), own).reshape(x.shape[0], weight.shape[0])
 
     def moe(self, x: Floats, logits: Floats, experts: Experts, routing: Routing) -> Floats:
         bias = None if routing.bias is None else self._backend.dense(routing.bias)
@@ -228,6 +228,11 @@ class ReferenceOps:
 
     def take(self, x: Floats, rows: I32) -> Floats:
         return x[rows]
+
+
+def by_head(x: Floats, heads: int) -> Floats:
+    """[T, H * D] -> [T, H, D]; there may be no rows."""
+    return x.reshape(x.shape[0], heads, x.shape[1] // heads)
 
 
 def silu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

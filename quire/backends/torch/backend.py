@@ -43,7 +43,7 @@ class DeviceProgram(Protocol):
     device: torch.device
     kv: KV
     shares: bool  # whether it is worth telling a launch which rows share a prefix
-    graphs: bool  # whether a launch with one row a sequence may be captured and replayed
+    graphs: bool  # whether a launch may be captured and replayed
     sampler: DeviceSampler  # who chooses from its logits
 
     def launch(self, batch: DeviceBatch) -> torch.Tensor:

@@ -14,8 +14,8 @@ from quire.backends.batch import Batch
 from quire.backends.choose import open_backend
 from quire.backends.native import arena, available, fuse, isa
 from quire.backends.native.backend import NativeBackend
-from quire.backends.recorder import Instruction, Segment, Value, record
 from quire.backends.ops import KV
+from quire.backends.recorder import Instruction, Segment, Value, record
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
 from tests.unit.backends.native_kit import TinyModel, affine, dense, i32, ragged

@@ -38,6 +38,12 @@ def padded(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Steps with prompts are padded here too, but not to sizes that only a GPU computes at once."""
+    monkeypatch.setattr("quire.runner.prompts.SIZES", ((6, 3), (12, 5)))
+
+
 @pytest.fixture
 def runner(padded):
     """Takes the place of the host's in the tests imported above."""
@@ -153,7 +159,34 @@ def test_decode_steps_are_padded_to_the_ladder():
     rows = go(*(decode(i) for i in range(3)))
     assert [r.tokens for r in rows] == [generate(PROMPT, GREEDY, 7, 2)[1:]] * 3
     assert all(_fine(row).tokens for row in go(*(decode(i) for i in range(2))))
-    assert bad.sizes == [3, 4, 2]
+    assert bad.sizes == [3, 4, 2]  # three prompts are more tokens than any of small_sizes
+
+
+def test_short_prompts_are_padded_and_long_ones_are_not(monkeypatch):
+    """A step that a size fits is padded to it, rows and sequences; any other is launched as it is. The tokens are the same."""
+    monkeypatch.setattr("quire.runner.prompts.SIZES", ((16, 4), (16, 6)))
+    seen = OnDevice(64)
+    runner = make_device_runner(run=seen, padded=True, max_seqs=7)
+    go = Steps(runner)
+    lengths = {0: len(PROMPT), 1: 3, 2: 1, 3: 2, 4: 1}
+    whole = {i: (PROMPT * 2)[:n] for i, n in lengths.items()}
+
+    def start(*slots: int):
+        return go(
+            *(known(i, whole[i], 0, sample=True, pages=[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3]) for i in slots),
+            opened=[opening(i, whole[i], GREEDY) for i in slots],
+        )
+
+    for row, i in zip([*start(0), *start(1, 2, 3, 4)], range(5), strict=True):
+        assert row.tokens == generate(whole[i], GREEDY, 7, 1)
+    assert seen.sizes == [4 if len(PROMPT) < 16 else 1, 6]
+    seen.sizes.clear()
+    long = (PROMPT * 9)[:17]
+    runner2 = make_device_runner(run=seen, padded=True, max_seqs=7)
+    (row,) = Steps(runner2)(
+        known(0, long, 0, sample=True, pages=[40, 41, 42, 43, 44]), opened=[opening(0, long, GREEDY)]
+    )
+    assert row.tokens == generate(long, GREEDY, 7, 1) and seen.sizes == [1]
 
 
 def test_many_page_changes_in_one_decode_step():

@@ -107,7 +107,7 @@ def _dot(
             inside = (row < m)[:, None] & (inner < last)[None, :]
             values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
         if HALF:
-            values = (values.to(tl.float32) * 0.0625).to(tl.float16)
+            values = (values * 0.0625).to(tl.float16)  # exact; in float32 LLVM would convert first and overflow
         tile = _tile(w_row, inner, last, EVEN)
         if not EIGHT:
             tile = tile.to(values.dtype)

@@ -1,0 +1,168 @@
+"""Short steps with prompts in them, as CUDA graphs: launching their kernels one by one would take longer than running them.
+
+A step of any mix of prompt rows and decode rows is padded to a number of tokens and of sequences that was captured. The rows
+that are too many belong to one sequence of their own, which reads and writes the spare page; sequences that are too many have no
+rows. Longer steps are launched as they come: the device is busy with one kernel while the host launches the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.backends.batch import I32, Batch
+from quire.backends.torch.backend import DeviceProgram
+from quire.backends.torch.batch import DeviceBatch
+from quire.runner.capture import MORE, DeviceState
+from quire.runner.staging import Staging
+
+# (tokens, sequences): alone or nearly so in fine steps, among many others in coarse ones.
+SIZES = (
+    *((tokens, 16) for tokens in (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)),
+    *((tokens, 256) for tokens in (288, 384, 512, 768, 1024)),
+)
+CHANGES = 2  # page-table entries that a captured step can change, per sequence and per page of new tokens
+
+
+class Prompter:
+    """The sizes. The logits of a step are valid until the next one."""
+
+    def __init__(
+        self,
+        program: DeviceProgram,
+        state: DeviceState,
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
+        vocab: int,
+        graphs: bool,
+    ):
+        self._program = program
+        self._state = state
+        self._reach = max_context
+        within = {(tokens, min(seqs, max_seqs + 1)) for tokens, seqs in SIZES if tokens <= max_tokens}
+        self.sizes = sorted(within)
+        capacity = max((self._numbers(*size) + MORE * size[1] for size in self.sizes), default=0)
+        self._staging = Staging(program.device, capacity, fixed=True)
+        self._spill = Staging(program.device)  # for what does not fit, which is rare
+        most = max((seqs for _, seqs in self.sizes), default=0)
+        self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        if graphs:
+            self._capture()
+
+    def size_for(self, batch: Batch) -> tuple[int, int] | None:
+        """The smallest size that the step fits, if any does."""
+        wanted = max(batch.sequences, batch.logit_rows.size)
+        for tokens, seqs in self.sizes:
+            # Rows that are too many need a sequence to belong to.
+            if batch.tokens <= tokens and wanted + (batch.tokens < tokens) <= seqs:
+                return tokens, seqs
+        return None
+
+    def run(
+        self, size: tuple[int, int], batch: Batch, slots: I32, where: I32, pages: I32, more: Sequence[np.ndarray]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """One step: the logits of batch.logit_rows, and `more`, sent along for later."""
+        room = self._changes(*size)
+        if where.size > room:  # a long prefix that was found: its pages are placed ahead of the step
+            self._state.place(*self._spill.send([where, pages]))
+            where, pages = where[:0], pages[:0]
+        arrays = self._padded(size, batch, slots)
+        spare = self._state.spare * self._state.max_pages
+        arrays += [_fill(where, room, spare), _fill(pages, room, self._spare_page)]
+        needed = self._numbers(*size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
+        fits = needed <= self._staging.capacity
+        told = self._staging.send([*arrays, *more])[len(arrays) :] if fits else []
+        if not fits:
+            self._staging.send(arrays)
+            told = self._spill.send(more)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.replay()
+        else:
+            ids, pos, write, q_start, kv_len, _, rows = arrays[:7]
+            self._body(size, Batch(ids, pos, q_start, kv_len, np.zeros((size[1], 1), np.int32), write, rows))
+        return self._logits[: batch.logit_rows.size], told
+
+    @property
+    def _spare_page(self) -> int:
+        return self._state.spare_write // self._program.kv.page_size
+
+    def _changes(self, tokens: int, seqs: int) -> int:
+        return CHANGES * (seqs + tokens // self._program.kv.page_size)
+
+    def _numbers(self, tokens: int, seqs: int) -> int:
+        """int32s that a step of that size is given."""
+        return 3 * tokens + 4 * seqs + 1 + 2 * self._changes(tokens, seqs)
+
+    def _padded(self, size: tuple[int, int], batch: Batch, slots: I32) -> list[I32]:
+        tokens, seqs = size
+        state = self._state
+        return [
+            _fill(batch.ids, tokens, 0),
+            _fill(batch.pos, tokens, 0),
+            _fill(batch.write, tokens, state.spare_write),
+            _fill(batch.q_start, seqs + 1, tokens),
+            _fill(batch.kv_len, seqs, 1),
+            _fill(slots, seqs, state.spare),
+            _fill(batch.logit_rows, seqs, 0),
+        ]
+
+    @torch.inference_mode()
+    def _body(self, size: tuple[int, int], host: Batch | None = None) -> None:
+        tokens, seqs = size
+        state, room = self._state, self._changes(tokens, seqs)
+        views, at = [], 0
+        for count in (tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs, room, room):
+            views.append(self._staging.view(at, count))
+            at += count
+        ids, pos, write, q_start, kv_len, slots, rows, where, pages = views
+        state.place(where, pages)
+        self._program.launch(
+            DeviceBatch(
+                ids=state.tokens(ids),
+                pos=pos,
+                q_start=q_start,
+                kv_len=kv_len,
+                pages=state.table.index_select(0, slots.long()),
+                write=write,
+                logit_rows=rows,
+                longest=tokens,
+                reach=self._reach,
+                host=host,
+                into=self._logits,
+            )
+        )
+
+    def _capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
+        device, pool = self._program.device, torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
+        none = np.zeros(0, np.int32)
+        blank = Batch(none, none, np.zeros(1, np.int32), none, np.zeros((0, 1), np.int32), none, none)
+        for size in reversed(self.sizes):
+            room = self._changes(*size)
+            spare = self._state.spare * self._state.max_pages
+            self._staging.send(
+                [*self._padded(size, blank, none), _fill(none, room, spare), _fill(none, room, self._spare_page)]
+            )
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                self._body(size)  # whatever is set up at a first run must not be captured
+            torch.cuda.current_stream(device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._body(size)
+            self._graphs[size] = graph
+        torch.cuda.synchronize(device)
+
+
+def _fill(array: I32, size: int, value: int) -> I32:
+    """The array, and `value` after it up to that size."""
+    out = np.full(size, value, np.int32)
+    out[: array.size] = array
+    return out
