@@ -8,7 +8,7 @@ import random
 from collections import deque
 
 import pytest
-from tiny_llama import CONTEXT, PAGE, V, TinyLlama, generate, known, kv, make_runner, opening
+from tiny_llama import CONTEXT, PAGE, TinyLlama, V, generate, known, kv, make_runner, opening
 
 from quire.cache.groups import Full, Window
 from quire.cache.pool import Pool
@@ -104,7 +104,10 @@ def test_memory_for_a_long_context_is_bounded_by_the_window():
     request = Request(id="a", tokens=list(range(40)), sampling=SamplingParams(max_tokens=23, seed=1))
     heard, _, peak, _ = _serve([request], model, (16, 5), budget=4, slots=1)
     assert len(heard["a"]) == 23
-    assert peak == [16, 4]  # 62 tokens of K and V in one; 5 before and 4 in the step, anywhere in pages of 4, in the other
+    assert peak == [
+        16,
+        4,
+    ]  # 62 tokens of K and V in one; 5 before and 4 in the step, anywhere in pages of 4, in the other
 
 
 def test_a_hit_needs_what_the_window_sees_and_no_more():
@@ -115,7 +118,9 @@ def test_a_hit_needs_what_the_window_sees_and_no_more():
     heard, scheduler, _, cached = _serve(again, model, (16, 6), budget=8, slots=1)
     assert cached == {"0": 0, "1": 28, "2": 28}
     assert scheduler.tree.cached(1) <= 6 < scheduler.tree.cached(0)
-    assert heard["0"] == heard["1"] == heard["2"] == generate(prompt, params, mix_seed(1, 0), 2, model=_whole((6, None)))
+    assert (
+        heard["0"] == heard["1"] == heard["2"] == generate(prompt, params, mix_seed(1, 0), 2, model=_whole((6, None)))
+    )
 
 
 def test_a_prefix_whose_window_was_evicted_is_computed_again():
@@ -134,7 +139,9 @@ def test_a_prefix_whose_window_was_evicted_is_computed_again():
 def test_preemption_changes_no_token():
     model = TinyLlama(windows=(6, None))
     requests = [
-        Request(id=str(i), tokens=[i, i + 1, 40 + i, 9], sampling=SamplingParams(temperature=1.2, seed=i, max_tokens=20))
+        Request(
+            id=str(i), tokens=[i, i + 1, 40 + i, 9], sampling=SamplingParams(temperature=1.2, seed=i, max_tokens=20)
+        )
         for i in range(5)
     ]
     want, scheduler, *_ = _serve(requests, model, (64, 64), budget=16, slots=5)
