@@ -111,6 +111,21 @@ def test_holes_are_stepped_over() -> None:
     assert [n.pages[1] >= 0 for n in tree.match("", ids).path] == [False, False, True, True]
 
 
+def test_groups_agree_before_a_prefix_is_resumed() -> None:
+    """What one shortens, another may have to shorten further, and then the first again."""
+    tree = PrefixTree(Pool(16), P, Window(5), [(Window(9), Pool(16))])
+    lease = tree.match("", [])
+    assert tree.extend(lease, 24)
+    tree.publish(lease, tokens(24))
+    path = list(lease.path)
+    tree.release(lease)
+    tree._drop(path[5], 1)
+    tree._drop(path[4], 0)
+    lease = tree.match("", tokens(24))
+    assert lease.shared == 4 == resumable(tree, "", tokens(24))
+    tree.check([lease])
+
+
 def test_what_nobody_asked_for_goes_first() -> None:
     """Pages that a sequence leaves behind go before the end of an older one; pages that were found there do not."""
     tree = make(64, 6, 8)
