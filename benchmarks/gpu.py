@@ -1,7 +1,8 @@
 """The engine on a GPU, end to end: scheduler, cache and sampler on, random weights of a known shape, token-id prompts.
 
     python -m benchmarks.gpu [--shape llama-3.1-8b] [--dtype bfloat16] [--quantize fp8] [--kv-dtype fp8]
-                             [--rows start one ttft 64 256 many shared]
+                             [--rows one ttft 64 256 many shared]
+    python -m benchmarks.gpu --rows 50 100 long:32768    any number of sequences, and a prompt of that many tokens
     python -m benchmarks.gpu --also-deterministic    what the same bits in any batch cost, beside the usual figures
 
 Prints one table and writes a JSON record. Greedy, no end-of-sequence token. Each figure is told beside its floor: bytes
@@ -24,7 +25,7 @@ from typing import Any
 
 from benchmarks.record import median, save
 
-ROWS = ("start", "one", "ttft", "64", "256", "many", "shared")
+ROWS = ("one", "ttft", "64", "256", "many", "shared")
 
 
 @dataclass
@@ -204,6 +205,26 @@ def decode(b: Bench, n: int) -> Line:
     )
 
 
+def long(b: Bench, n: int) -> Line:
+    """One prompt of n tokens, then 64 more: the time to the first, and of each step after it."""
+    first, steps = [], []
+    for _ in range(b.args.repeat):
+        b.ask(b.prompt(n), 64)
+        began = time.perf_counter()
+        times = [when for when, came, _ in b.run() if came]
+        first.append(times[0] - began)
+        steps.append((times[-1] - times[0]) / (len(times) - 1))
+    floors = prompt_ops(b, n) / b.matmul_rate, (read_bytes(b) + kv_bytes(b, n + 32)) / b.copy_rate
+    got = median(first), median(steps)
+    return Line(
+        f"a prompt of {n:,}: first token, then a decode step",
+        f"{got[0]:.2f} s, {1e3 * got[1]:.2f} ms",
+        f"{floors[0]:.2f} s: {100 * floors[0] / got[0]:.0f}%, {1e3 * floors[1]:.2f} ms: {100 * floors[1] / got[1]:.0f}%",
+        {"first_seconds": first, "step_seconds": steps},
+        list(got),
+    )
+
+
 def many(b: Bench) -> Line:
     count = b.args.requests
     for _ in range(count):
@@ -289,6 +310,21 @@ def told(line: Line) -> str:
     return ", ".join(parts)
 
 
+def row(text: str) -> str:
+    """The name of a row, checked."""
+    if text in ROWS or text.removeprefix("long:").isdigit():
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not {', '.join(ROWS)}, a number of sequences, or long:TOKENS")
+
+
+def measure(name: str, b: Bench) -> Line:
+    """One row of the table."""
+    named: dict[str, Callable[[Bench], Line]] = {"one": one, "ttft": ttft, "many": many, "shared": shared}
+    if name in named:
+        return named[name](b)
+    return long(b, int(name.removeprefix("long:"))) if name.startswith("long:") else decode(b, int(name))
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """What is measured: also for gpu_profile."""
     parser.add_argument("--shape", default="llama-3.1-8b")
@@ -334,7 +370,9 @@ def main() -> None:
     add_engine_options(parser)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
+    parser.add_argument(
+        "--rows", nargs="*", default=list(ROWS), type=row, metavar="ROW", help=f"{', '.join(ROWS)}, a number, or long:N"
+    )
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--also-deterministic", action="store_true", help="measure that mode too, and tell its price")
     parser.add_argument("--record", type=Path, help="write the record here as well")
@@ -349,23 +387,14 @@ def main() -> None:
     print(
         f"copy {bench.copy_rate / 1e12:.2f} TB/s, {'fp8' if args.quantize == 'fp8' else 'bf16'} product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n"
     )
-    rows: dict[str, Callable[[Bench], Line]] = {
-        "one": one,
-        "ttft": ttft,
-        "64": lambda b: decode(b, 64),
-        "256": lambda b: decode(b, 256),
-        "many": many,
-        "shared": shared,
-    }
     compiled = compilations()
     for name in args.rows:
-        if name in rows:
-            lines.append(rows[name](bench))
-            if compiled:
-                print(f"compiled while it ran: {len(compiled)} kernels: {', '.join(sorted(set(compiled)))}")
-                lines[-1].numbers["compiled"] = len(compiled)
-                compiled.clear()
-            print(f"{lines[-1].name}: {lines[-1].value}   {told(lines[-1])}", flush=True)
+        lines.append(measure(name, bench))
+        if compiled:
+            print(f"compiled while it ran: {len(compiled)} kernels: {', '.join(sorted(set(compiled)))}")
+            lines[-1].numbers["compiled"] = len(compiled)
+            compiled.clear()
+        print(f"{lines[-1].name}: {lines[-1].value}   {told(lines[-1])}", flush=True)
     print_table(lines, other)
     body = {
         "shape": args.shape,

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch", reason="needs the cuda extra")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from quire.backends.cases import ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.torch.backend import largest  # noqa: E402
 from quire.config import EngineConfig, Environment  # noqa: E402
@@ -195,10 +196,41 @@ def test_out_of_memory_fails_a_step_and_nothing_else(shape: str):
         torch.empty(1 << 50, device="cuda")
 
     running._runner._program.launch = greedy_for_memory
+    running._runner._prompter = None  # a captured step allocates nothing
     running.add(Request(id="big", tokens=[1] * 20, sampling=SamplingParams(max_tokens=4)))
     events = [event for _ in range(4) for event in running.step()]
     assert any(e.error and "out of memory" in e.error for e in events)
     assert serve(made, list(traffic(random.Random(3), 4))) == want
+
+
+def test_long_prompts_through_the_library_see_what_the_paged_kernel_sees(shape: str, monkeypatch: pytest.MonkeyPatch):
+    """A long prompt alone, and beside decode rows; with another kind of sequence among them nothing goes that way."""
+    from quire.backends.cuda import library
+    from tests.unit.backends.cuda.paged import error
+
+    calls: list[int] = []
+    attend = library.attend_beginnings
+    monkeypatch.setattr(library, "attend_beginnings", lambda *args: (calls.append(len(args[5])), attend(*args))[1])
+    model: Any = load_shape(shape)[0]
+    backend: Any = open_backend("cuda", device="cuda", dtype="bfloat16", random=True)
+    program = backend.compile(model.forward, kv=model.kv(64, 16), max_tokens=1024, max_rows=64)
+    pages = list(range(64))
+    rng = np.random.default_rng(1)
+    mixes = {
+        "alone": [(0, 700, pages[:48])],
+        "beside": [(40, 1, pages[48:52]), (0, 700, pages[:48]), (3, 1, pages[52:53])],
+        "chunk": [(0, 700, pages[:48]), (0, 20, pages[48:52])],
+    }
+    for name, rows in mixes.items():
+        batch = ragged(rows, rng.integers(0, 1000, sum(n for _, n, _ in rows)))
+        batch.logit_rows = batch.q_start[1:] - 1
+        told = {}
+        for long in (512, 1 << 30):
+            monkeypatch.setattr(library, "LONG", long)
+            calls.clear()
+            told[long] = torch.tensor(program.run(batch)), bool(calls)
+        assert told[512][1] == (name != "chunk") and not told[1 << 30][1]
+        assert error(told[512][0], told[1 << 30][0]) < 2e-2
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("bfloat16", 3e-2), ("float16", 5e-3)])

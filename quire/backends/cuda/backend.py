@@ -14,6 +14,7 @@ import torch
 import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
+from quire.backends.cuda import library
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.combine import combine
@@ -202,6 +203,14 @@ class CudaKernels(TorchKernels):
         out = torch.empty_like(q)
         if batch.shared is not None and batch.longest == 1:
             return self._attend_shared(q, batch, batch.shared, layer, scale, out)
+        longest, shortest = batch.longest, batch.shortest
+        found = self._beginnings(batch, heads)
+        if found is not None:
+            prompts, decode = found
+            library.attend_beginnings(q, self.keys[layer], self.values[layer], out, batch.pages, prompts, scale)
+            if not decode:
+                return out
+            longest = shortest = 1
         splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
         space = None
@@ -215,8 +224,8 @@ class CudaKernels(TorchKernels):
             **self._kv_scales(layer),
         }
         keys, values = self.keys[layer], self.values[layer]
-        if batch.longest > 1 or not self._chain:
-            bounds = {"max_q": batch.longest, "min_q": batch.shortest}
+        if longest > 1 or not self._chain:
+            bounds = {"max_q": longest, "min_q": shortest}
             paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
         tile = paged.decode_tile(batch.sequences * self.kv.kv_heads, heads // self.kv.kv_heads)
@@ -232,6 +241,15 @@ class CudaKernels(TorchKernels):
         if space is not None:
             combine(space.part, space.lse, out, q_start=batch.q_start, max_q=1, parts=splits, pdl=True)
         return out
+
+    def _beginnings(self, batch: DeviceBatch, heads: int) -> tuple[list[tuple[int, int, int]], bool] | None:
+        """Long prompts that cuDNN is to attend, if this step is made of those and decode rows."""
+        kv = self.kv
+        if batch.longest < library.LONG or self.key_scales:
+            return None
+        if not library.usable(self.device, self.dtype, heads, kv.kv_heads, kv.head_dim):
+            return None
+        return batch.once("beginnings", lambda: library.beginnings(batch))
 
     def _kv_scales(self, layer: int) -> dict[str, Any]:
         """What the cached codes of a layer are multiplied with, where they are codes."""
