@@ -35,12 +35,12 @@ def _tree(pages: tuple[int, ...], model: TinyLlama) -> PrefixTree:
     return PrefixTree(first[1], PAGE, first[0], more)
 
 
-def _serve(requests, model, pages, *, budget: int, slots: int, depth: int = 0, overlap: bool = False):
+def _serve(requests, model, pages, *, budget: int, slots: int, depth: int = 0, overlap: bool = False, runner=None):
     """The tokens of each request, and the scheduler and the most pages that were held in each group."""
     tree = _tree(pages, model)
     limits = standard(MAX_ROWS, PAGE)
     scheduler = Scheduler(tree, slots=slots, budget=budget, context=CONTEXT, draw=lambda: 0, limits=limits)
-    runner = make_runner(pages=pages, model=model, overlap=overlap, max_rows=MAX_ROWS)
+    runner = runner or make_runner(pages=pages, model=model, overlap=overlap, max_rows=MAX_ROWS)
     heard, flight, todo = {r.id: [] for r in requests}, deque(), deque(requests)
     peak, cached = [0] * len(pages), {}
     while todo or flight or scheduler.has_work:
@@ -168,3 +168,19 @@ def test_a_row_that_lacks_what_is_read_is_refused(work, text: str):
     tokens = list(range(10))
     row = runner.step(Plan(step=0, work=[work], opened=[opening(0, tokens, SamplingParams())])).rows[0]
     assert row.error is not None and text in row.error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_device_has_the_same_tokens(kind: str, padded: bool):
+    pytest.importorskip("torch", reason="needs torch: the torch extra")
+    from device_kit import make_device_runner
+
+    rng = random.Random(len(kind))
+    model, requests = TinyLlama(windows=KINDS[kind]), _requests(rng)
+    pools = tuple(12 if k.window else 20 for k in kv(1, model).groups)
+    want, *_ = _serve(requests, model, pools, budget=9, slots=3)
+    for depth in (0, 1):
+        runner = make_device_runner(pages=pools, model=model, max_rows=MAX_ROWS, padded=padded)
+        have, *_ = _serve(requests, model, pools, budget=9, slots=3, depth=depth, runner=runner)
+        assert have == want
