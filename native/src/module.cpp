@@ -156,10 +156,10 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
 void bind_plan(nb::module_& m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
-             [](Plan* self, Machine& machine, std::tuple<int, int, int, int, bool> kv, int max_tokens, int max_rows,
+             [](Plan* self, Machine& machine, std::tuple<int, int, int, int, bool, int> kv, int max_tokens, int max_rows,
                 size_t arena) {
-                 auto [layers, pages, kv_heads, head_dim, bytes] = kv;
-                 const KvShape shape{layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half};
+                 auto [layers, pages, kv_heads, head_dim, bytes, latent] = kv;
+                 const KvShape shape{layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent};
                  new (self) Plan(machine.pool, machine.kernels, shape, max_tokens, max_rows, arena);
              })
         .def("slot", &Plan::slot)
@@ -183,7 +183,15 @@ void bind_plan(nb::module_& m) {
         .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, int out,
                          int quant) { p.gated(to_segment(gate), to_segment(up), out, quant); })
         .def("store", &Plan::store)
-        .def("attend", &Plan::attend)
+        .def("attend", [](Plan& p, int q, int layer, int heads, float scale, int window, float cap, const nb::object& sinks, int out,
+                          int quant) {
+            AttendOptions options{window, cap, nullptr};
+            if (!sinks.is_none()) options.sinks = nb::cast<std::shared_ptr<Vector>>(sinks);
+            p.attend(q, layer, heads, scale, out, quant, options);
+        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+        .def("store_latent", &Plan::store_latent)
+        .def("attend_latent", &Plan::attend_latent)
+        .def("encode", &Plan::encode)
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)

@@ -25,8 +25,9 @@ struct Vector {  // a float32 vector weight, padded to 16
 struct KvShape {
     int layers = 0, pages = 0, kv_heads = 0, head_dim = 0;
     KvType type = KvType::Half;
+    int latent = 0;  // not 0: one key per token, whose first columns are the value
 
-    KvCell cell() const { return {type, head_dim}; }
+    KvCell cell() const { return {type, head_dim, latent}; }
     size_t layer_bytes() const { return (size_t)kv_heads * cell().bytes(); }
     size_t page_bytes() const { return (size_t)layers * layer_bytes(); }
 };
@@ -70,6 +71,13 @@ struct Segment {
     int in = -1, out = -1, residual = -1;
 };
 
+// What attention may have beside its scale.
+struct AttendOptions {
+    int window = 0;                       // tokens that a row sees, its own among them; 0: all
+    float cap = 0;                        // 0: none
+    std::shared_ptr<const Vector> sinks;  // a score per head that has no value
+};
+
 class Plan {
 public:
     Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
@@ -91,7 +99,11 @@ public:
     void gated(Segment gate, Segment up, int out, int quant_out);  // swiglu of two linears
     // Stores k and v; with a table (not -1) rotates k, and q into q_out, on the way.
     void store(int k, int v, int table, int q, int q_out, int layer);
-    void attend(int q, int layer, int heads, float scale, int out, int quant_out);
+    void attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options = {});
+    void store_latent(int k, int layer);
+    void attend_latent(int q, int layer, int heads, float scale, int out);
+    // Every row of a sequence sees every row of it that is in the step.
+    void encode(int q, int k, int v, int heads, float scale, int out);
     void output(int slot);
     void input(int slot);
 
@@ -122,6 +134,7 @@ public:
 
 private:
     friend struct RopeTable;
+    std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, bool& first);
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;
@@ -135,7 +148,8 @@ private:
     std::vector<Slot> slots_;
     std::vector<std::unique_ptr<Step>> steps_;
     std::vector<struct RopeTable*> tables_;  // owned by steps_
-    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads
+    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads and window
+    std::shared_ptr<struct EncodePages> encode_pages_;
     std::vector<int> inputs_;
     int output_ = -1;
     Mapping arena_memory_, kv_memory_, scratch_memory_;

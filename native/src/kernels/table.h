@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "latent.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -9,7 +10,7 @@ namespace {
 
 constexpr quire::Kernels make_table(const char* name) {
     return {name, quantize, rms_norm, add,      swiglu, rope,    dequantize_row, linear_affine,
-            linear_dense, store_kv, attend, merge, finish, exp_rows};
+            linear_dense, store_kv, attend, merge, finish, store_latent, attend_latent, exp_rows};
 }
 
 }  // namespace

@@ -19,10 +19,11 @@ from quire.backends.recorder import Instruction, Recording, Segment, Value, reco
 from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
-OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
+OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "take")
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
+MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 
@@ -109,6 +110,7 @@ class NativeBackend:
         packed: Callable[[Layout, int, int], None] | None = None,
     ) -> NativeProgram:
         check_kv(kv, self)
+        _check_latent(kv)
         draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
         self._drafts.clear()
         self._pack(draft.program, packed)
@@ -128,7 +130,10 @@ class NativeBackend:
             weights += sizes[key]
         ropes = {id(i.rope): i.rope for i in draft.program if i.rope is not None}
         tables = sum(4 * max_tokens * r.dim for r in ropes.values())
-        return Needs(weights, draft.arena + tables + self.threads * SCRATCH)
+        # Keys and values of encoders are laid out anew in each step, in one piece of memory per shape of heads.
+        laid = {(v[1].width, v[0].width // i.heads) for i in draft.program if i.op == "encode" for v in [i.inputs]}
+        pages = sum(8 * (max_tokens + 15) * width for width, _ in laid)
+        return Needs(weights, draft.arena + tables + pages + self.threads * SCRATCH)
 
     def adopt(self, layout: Layout, matrix: Any) -> None:
         """Use a matrix of the extension for a layout, whatever numbers that holds: how the machine is measured."""
@@ -204,7 +209,7 @@ class NativeBackend:
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
         program, recording = draft.program, draft.recording
-        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8")
+        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8", kv.latent)
         plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, draft.arena)
         assert plan.page_bytes == kv.page_bytes  # two languages, one account of memory
         slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in draft.offsets.items()}
@@ -238,7 +243,14 @@ class NativeBackend:
             q, q_out = (ins[2], outs[0]) if outs else (-1, -1)
             plan.store(ins[0], ins[1], table, q, q_out, i.layer)
         elif i.op == "attend":
-            plan.attend(ins[0], i.layer, i.heads, i.scale, whole, rounded)
+            sinks = None if i.weight is None else self._vectors[id(i.weight)][1]
+            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded)
+        elif i.op == "store_latent":
+            plan.store_latent(ins[0], i.layer)
+        elif i.op == "attend_latent":
+            plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole)
+        elif i.op == "encode":
+            plan.encode(*ins, i.heads, i.scale, whole)
         else:  # add, swiglu, take and quantize have the plan's own names
             getattr(plan, i.op)(*ins, *outs)
 
@@ -246,6 +258,17 @@ class NativeBackend:
         bias = None if s.bias is None else self._vectors[id(s.bias)][1]
         residual = -1 if s.residual is None else slots[s.residual]
         return self._packed[id(s.weight)][1], bias, slots[s.x], slots.get(s.out, -1), residual
+
+
+def _check_latent(kv: KV) -> None:
+    """Raises Unsupported for a latent pool that the kernels do not have."""
+    if kv.latent and kv.dtype != "f16":
+        raise Unsupported(
+            f"the native backend keeps the keys of latent attention as f16, not as {kv.dtype}",
+            cure="leave --kv-dtype out",
+        )
+    if kv.latent and kv.head_dim > MAX_LATENT_DIM:
+        raise Unsupported(f"latent attention: keys of {kv.head_dim} columns; up to {MAX_LATENT_DIM} are supported")
 
 
 def _is_vector(w: Layout) -> TypeGuard[Dense]:
