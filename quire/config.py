@@ -32,6 +32,7 @@ class Environment:
     hf_token: str | None = None  # HF_TOKEN
     hf_cache: Path | None = None  # HF_HUB_CACHE, or under HF_HOME: where the hub's own tools keep what they downloaded
     pypi_index: str | None = None  # PIP_INDEX_URL
+    npm_registry: str | None = None  # NPM_CONFIG_REGISTRY
 
     @classmethod
     def read(cls) -> Environment:
@@ -48,6 +49,7 @@ class Environment:
             hf_token=get("HF_TOKEN") or None,
             hf_cache=_hub_cache(get),
             pypi_index=get("PIP_INDEX_URL") or None,
+            npm_registry=get("NPM_CONFIG_REGISTRY") or get("npm_config_registry") or None,
         )
 
 

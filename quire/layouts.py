@@ -67,20 +67,28 @@ class Ints:
 
 @dataclass(frozen=True)
 class Scale:
-    """Per-group factors of a block: a float16 at byte `at`, times a small integer per group when `codes` is given."""
+    """Per-group factors of a block: a float16 at byte `at`, times a small integer per group when `codes` is given.
+
+    A wide one is a float32: for factors that a float16 cannot hold. All factors of a codec are as wide as its scale.
+    """
 
     at: int
     codes: Ints | None = None
     negate: bool = False
+    wide: bool = False
 
     def unpack(self, blocks: Bytes, groups: int) -> Floats:
-        """blocks [..., nbytes] -> float32 [..., groups]; the product is exact (11 bits times at most 8)."""
-        half = np.ascontiguousarray(blocks[..., self.at : self.at + 2]).view("<f2").astype(np.float32)  # [..., 1]
+        """blocks [..., nbytes] -> float32 [..., groups]; the product is exact (11 bits times at most 8).
+
+        A wide one's is rounded once, if it has more bits than a float16.
+        """
+        size, kind = (4, "<f4") if self.wide else (2, "<f2")
+        factor = np.ascontiguousarray(blocks[..., self.at : self.at + size]).view(kind).astype(np.float32)  # [..., 1]
         if self.negate:
-            half = -half
+            factor = -factor
         if self.codes is None:
-            return np.repeat(half, groups, axis=-1)
-        return half * self.codes.unpack(blocks).astype(np.float32)
+            return np.repeat(factor, groups, axis=-1)
+        return factor * self.codes.unpack(blocks).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,9 @@ class Dense:
 class Affine:
     """A matrix of codes with per-group scales (and biases), in its blocks; a stack of matrices has more axes."""
 
-    data: Bytes  # [N, K / block * nbytes], often a view of the mapped file
+    data: (
+        Bytes  # [N, K / block * nbytes], often a view of the mapped file; or what becomes such an array when it is read
+    )
     codec: Codec
 
     @classmethod
@@ -177,7 +187,7 @@ class Affine:
     def _floats(self, rows: slice) -> Floats:
         codes, scale, bias = self.parts(rows)
         grouped = codes.reshape(*scale.shape, self.codec.group).astype(np.float32)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             grouped *= scale[..., None]
             if bias is not None:
                 grouped += bias[..., None]

@@ -104,6 +104,13 @@ struct Kernels {
     void (*store_latent)(const float* k, const KvCell& cell, uint8_t* to, int slot);
     void (*attend_latent)(const AttendArgs& args);  // as attend, over latent cells, with latent_scratch() bytes; no window, no cap
     void (*exp)(const float* x, int n, float* out);  // for tests
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);  // bias or nullptr
+    void (*geglu)(const float* gate, const float* up, int n, float* out);
+    void (*gelu)(const float* x, int n, float* out);
+    void (*scale)(const float* x, float factor, int n, float* out);
+    void (*softcap)(const float* x, float cap, int n, float* out);
+    void (*clamped)(const float* gate, const float* up, float limit, int n, float* out);
+    void (*accumulate)(const float* x, float factor, int n, float* sum);  // sum += factor * x
 };
 
 const Kernels* scalar_kernels();

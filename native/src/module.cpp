@@ -26,7 +26,7 @@ using Array2 = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 // (byte, shift, mask, lift, flip) and so on, as backend.py writes them down.
 using PlaneTuple = std::tuple<std::vector<uint16_t>, std::vector<uint8_t>, int, int, int>;
 using IntsTuple = std::tuple<std::vector<PlaneTuple>, int>;
-using FactorTuple = std::tuple<int, bool, IntsTuple>;
+using FactorTuple = std::tuple<int, bool, bool, IntsTuple>;
 
 Ints to_ints(const IntsTuple& t) {
     Ints ints;
@@ -34,7 +34,7 @@ Ints to_ints(const IntsTuple& t) {
     ints.offset = std::get<1>(t);
     return ints;
 }
-Factor to_factor(const FactorTuple& t) { return {std::get<0>(t), std::get<1>(t), to_ints(std::get<2>(t))}; }
+Factor to_factor(const FactorTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t), to_ints(std::get<3>(t))}; }
 
 // Threads and kernels: what weights are packed with and plans run on.
 struct Machine {
@@ -126,6 +126,30 @@ KvShape to_shape(const PoolTuple& t) {
     return {layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent};
 }
 
+using Matrices = std::vector<std::shared_ptr<Matrix>>;
+using Vectors = std::vector<std::shared_ptr<Vector>>;
+
+// (gate, up, down), their biases (each empty, or one per expert), and the limit of the clamped activation, if it is that.
+using ExpertsTuple = std::tuple<Matrices, Matrices, Matrices, Vectors, Vectors, Vectors, std::vector<float>>;
+// top, sigmoid, renormalize, scale, groups, top_groups, pair
+using RoutingTuple = std::tuple<int, bool, bool, double, int, int, bool>;
+
+Experts to_experts(const ExpertsTuple& t) {
+    Experts x;
+    auto fill = [](auto& to, const auto& from) { to.assign(from.begin(), from.end()); };
+    fill(x.gate, std::get<0>(t)), fill(x.up, std::get<1>(t)), fill(x.down, std::get<2>(t));
+    fill(x.gate_bias, std::get<3>(t)), fill(x.up_bias, std::get<4>(t)), fill(x.down_bias, std::get<5>(t));
+    if ((x.clamped = !std::get<6>(t).empty())) x.limit = std::get<6>(t)[0];
+    return x;
+}
+
+Routing to_routing(const RoutingTuple& t, const nb::object& bias) {
+    Routing r;
+    std::tie(r.top, r.sigmoid, r.renormalize, r.scale, r.groups, r.top_groups, r.pair) = t;
+    if (!bias.is_none()) r.bias = nb::cast<std::shared_ptr<Vector>>(bias);
+    return r;
+}
+
 nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Ints1& q_start, const Ints1& kv_len,
                   const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs,
                   const std::vector<std::tuple<Ints2, Ints1>>& more) {
@@ -175,11 +199,20 @@ void bind_plan(nb::module_& m) {
         .def("pool", [](Plan& p, const PoolTuple& kv) { return p.pool(to_shape(kv)); })
         .def("slot", &Plan::slot)
         .def("embed", [](Plan& p, std::shared_ptr<Matrix> table, int out) { p.embed(std::move(table), out); })
-        .def("norm", [](Plan& p, int x, std::shared_ptr<Vector> w, float eps, int out,
-                        int quant) { p.norm(x, std::move(w), eps, out, quant); })
+        .def("norm", [](Plan& p, int x, std::shared_ptr<Vector> w, float eps, int heads, int out,
+                        int quant) { p.norm(x, std::move(w), eps, heads, out, quant); })
+        .def("layer_norm", [](Plan& p, int x, std::shared_ptr<Vector> w, nb::object bias, float eps, int heads, int out, int quant) {
+            std::shared_ptr<Vector> b = bias.is_none() ? nullptr : nb::cast<std::shared_ptr<Vector>>(bias);
+            p.layer_norm(x, std::move(w), std::move(b), eps, heads, out, quant);
+        }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("quantize", &Plan::quantize)
         .def("add", &Plan::add)
         .def("swiglu", &Plan::swiglu)
+        .def("geglu", &Plan::geglu)
+        .def("gelu", &Plan::gelu)
+        .def("scale", &Plan::scale)
+        .def("softcap", &Plan::softcap)
+        .def("join", &Plan::join)
         .def("take", &Plan::take)
         .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude) {
             if (dim < 0 || f.shape(0) != (size_t)dim / 2) throw std::invalid_argument("rope: frequencies must have dim / 2 entries");
@@ -191,8 +224,13 @@ void bind_plan(nb::module_& m) {
             for (const auto& s : segments) list.push_back(to_segment(s));
             p.linear(std::move(list));
         })
-        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, int out,
-                         int quant) { p.gated(to_segment(gate), to_segment(up), out, quant); })
+        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, bool geglu, int out, int quant) {
+            p.gated(to_segment(gate), to_segment(up), geglu ? Act::Geglu : Act::Swiglu, out, quant);
+        })
+        .def("head_linear", [](Plan& p, int x, std::shared_ptr<Matrix> w, int heads, int out) { p.head_linear(x, std::move(w), heads, out); })
+        .def("moe", [](Plan& p, int x, int quant, int logits, const ExpertsTuple& experts, const RoutingTuple& routing, nb::object bias,
+                       int out, size_t room) { p.moe(x, quant, logits, to_experts(experts), to_routing(routing, bias), out, room); },
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
         .def("store", &Plan::store)
         .def("attend", [](Plan& p, int q, int layer, int heads, float scale, int window, float cap, const nb::object& sinks, int out,
                           int quant, int group) {
@@ -220,6 +258,9 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
+    m.def("moe_bytes", [](int rows, int experts, int top, int width, int inner, std::pair<bool, bool> x, std::pair<bool, bool> y) {
+        return moe_bytes(rows, experts, top, width, inner, {x.first, x.second}, {y.first, y.second});
+    });
     nb::class_<Machine>(m, "Machine")
         .def(nb::init<int, const std::string&, const std::vector<int>&>(), nb::arg(), nb::arg(), nb::arg() = std::vector<int>{})
         .def_prop_ro("threads", [](const Machine& x) { return x.pool->threads(); });

@@ -121,9 +121,10 @@ StoreTile tile_of(int bits) {
     }
 }
 
-uint16_t read_half(const uint8_t* p, bool negate) {
-    uint16_t h = (uint16_t)(p[0] | p[1] << 8);
-    return negate ? h ^ 0x8000 : h;
+// Copies a little-endian float of 2 or 4 bytes, or its negative.
+void copy_float(const uint8_t* from, uint8_t* to, size_t bytes, bool negate) {
+    memcpy(to, from, bytes);
+    if (negate) to[bytes - 1] ^= 0x80;
 }
 
 struct Packer {
@@ -136,11 +137,13 @@ struct Packer {
     void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int index, int lane,
                      size_t region, size_t supers) const {
         const int tiles = codec.block / 32, per_tile = 32 / codec.group;
-        const uint16_t h = read_half(block + f.at, f.negate);
+        const size_t width = w.wide ? 4 : 2;
+        uint8_t factor[4];
+        copy_float(block + f.at, factor, width, f.negate);
         uint8_t* to = out + region + (size_t)(index * tiles) * w.scale_bytes;
         if (w.scales == Scales::Half) {
             for (int t = 0; t < tiles; t++, to += w.scale_bytes)
-                for (int g = 0; g < per_tile; g++) memcpy(to + 2 * (16 * g + lane), &h, 2);
+                for (int g = 0; g < per_tile; g++) memcpy(to + width * (size_t)(16 * g + lane), factor, width);
             return;
         }
         uint8_t values[32];
@@ -153,7 +156,7 @@ struct Packer {
                 uint8_t value = (uint8_t)(*v++ - reader.offset), &lanes = to[16 * g + lane];
                 lanes = high ? (uint8_t)(lanes | value << 4) : value;
             }
-        memcpy(out + supers + 2 * (size_t)(16 * index + lane), &h, 2);
+        memcpy(out + supers + width * (size_t)(16 * index + lane), factor, width);
     }
 
     void pack_block(int b) const {
@@ -187,10 +190,10 @@ void Matrix::measure() {
         block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
     } else {
         tiles = k / 32;
-        const size_t t = (size_t)tiles, parts = 32 / (size_t)group;
+        const size_t t = (size_t)tiles, parts = 32 / (size_t)group, floats = wide ? 64 : 32;  // bytes of 16 factors
         code_bytes = 64 * (size_t)bits;
-        scale_bytes = parts * (scales == Scales::Half ? 32 : 16);
-        const size_t supers = scales == Scales::Half ? 0 : align64(t / 8 * 32);
+        scale_bytes = parts * (scales == Scales::Half ? floats : 16);
+        const size_t supers = scales == Scales::Half ? 0 : align64(t / 8 * floats);
         scale_at = align64(t * code_bytes);
         bias_at = scale_at + align64(t * scale_bytes);
         super_at = bias_at + (bias && scales != Scales::Nibble ? align64(t * scale_bytes) : 0);
@@ -214,8 +217,9 @@ Matrix shape_affine(const Codec& c, int64_t n, int64_t row_bytes, Reader& codes,
     if (c.nbytes < 1 || c.nbytes > 65535 || row_bytes % c.nbytes) refuse("a row is not a whole number of blocks");
     const int64_t k = row_bytes / c.nbytes * c.block;
     if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) refuse("the matrix is empty or too large");
-    auto inside = [&](const Factor& f) { return f.at >= 0 && f.at + 2 <= c.nbytes; };
+    auto inside = [&](const Factor& f) { return f.at >= 0 && f.at + (f.wide ? 4 : 2) <= c.nbytes; };
     if (!inside(c.scale) || (c.has_bias && !inside(c.bias))) refuse("a scale lies outside its block");
+    if (c.has_bias && c.bias.wide != c.scale.wide) refuse("its factors are not of one width");
 
     codes = Reader(c.codes, c.block, c.nbytes);
     if (codes.parts.empty() || codes.most >= 1 << c.bits) refuse("the codes do not fit their bits");
@@ -234,6 +238,7 @@ Matrix shape_affine(const Codec& c, int64_t n, int64_t row_bytes, Reader& codes,
     w.group = c.group;
     w.offset = c.codes.offset;
     w.bias = c.has_bias;
+    w.wide = c.scale.wide;
     w.scales = !two_level                                                          ? Scales::Half
                : c.has_bias && fits_nibble(scale) && fits_nibble(bias) ? Scales::Nibble
                                                                                    : Scales::Byte;

@@ -26,6 +26,7 @@ struct Ints {  // `count` numbers of a block; empty planes: none
 struct Factor {
     int at = 0;
     bool negate = false;
+    bool wide = false;  // a float32, not a float16
     Ints codes;
 };
 

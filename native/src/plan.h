@@ -10,6 +10,8 @@
 
 #include "batch.h"
 #include "kernels.h"
+#include "operand.h"
+#include "routing.h"
 #include "thread_pool.h"
 #include "weight.h"
 
@@ -86,6 +88,16 @@ struct AttendOptions {
     int group = 0;                        // whose pool it reads; layers count inside it
 };
 
+enum class Act { Swiglu, Geglu };
+
+// The weights of a mixture: one matrix per expert; biases are empty, or one vector per expert.
+struct Experts {
+    std::vector<std::shared_ptr<const Matrix>> gate, up, down;
+    std::vector<std::shared_ptr<const Vector>> gate_bias, up_bias, down_bias;
+    bool clamped = false;  // the activation of gpt-oss, with this limit
+    float limit = 0;
+};
+
 class Plan {
 public:
     Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
@@ -97,15 +109,27 @@ public:
 
     // Each checks its shapes, and throws std::invalid_argument. See steps_*.cpp.
     void embed(std::shared_ptr<const Matrix> table, int out);
-    void norm(int x, std::shared_ptr<const Vector> weight, float eps, int out, int quant_out);
+    // Over each of a row's `heads` parts; the weight is one part wide, or has one for each.
+    void norm(int x, std::shared_ptr<const Vector> weight, float eps, int heads, int out, int quant_out);
+    void layer_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, float eps, int heads, int out,
+                    int quant_out);
     void quantize(int x, int out);
     void add(int a, int b, int out);
     void swiglu(int gate, int up, int out);
+    void geglu(int gate, int up, int out);
+    void gelu(int x, int out);
+    void scale(int x, float factor, int out);
+    void softcap(int x, float cap, int out);
+    void join(int a, int b, int heads, int out);
     void take(int x, int out);
     int rope_table(const float* frequencies, int dim, bool pairs, double magnitude);
     void rope(int x, int table, int heads, int out);
     void linear(std::vector<Segment> segments);
-    void gated(Segment gate, Segment up, int out, int quant_out);  // swiglu of two linears
+    void gated(Segment gate, Segment up, Act act, int out, int quant_out);  // an activation of two linears
+    void head_linear(int x, std::shared_ptr<const Matrix> weight, int heads, int out);
+    // Experts read x where they are dense, and quant where they are affine; -1 where none is. `room` is where in the arena
+    // moe_bytes() lie that nobody else uses meanwhile.
+    void moe(int x, int quant, int logits, Experts experts, Routing routing, int out, size_t room);
     // Stores k and v; with a table (not -1) rotates k, and q into q_out, on the way.
     void store(int k, int v, int table, int q, int q_out, int layer, int group = 0);
     void attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options = {});
@@ -125,6 +149,13 @@ public:
 
     // For steps.
     float* floats(const Slot& s, int r) const { return (float*)(arena_ + s.offset + (size_t)r * s.stride); }
+    Operand operand(const Slot& s, int r) const {  // from row r on; r a multiple of 16
+        Operand o;
+        if (s.quant) o.panel = panel(s, r), o.shape = s.shape;
+        else o.rows = floats(s, r), o.stride = s.stride / sizeof(float);
+        return o;
+    }
+    uint8_t* arena(size_t offset) const { return arena_ + offset; }
     uint8_t* panel(const Slot& s, int r) const { return arena_ + s.offset + (size_t)(r / 16) * s.stride; }  // that holds row r
     void quantize_row(const Slot& s, int r, const float* x, int first_group, int groups) const {
         kernels_->quantize(x, first_group, groups, panel(s, r), r % 16, s.shape);
@@ -149,6 +180,8 @@ private:
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;
+    void add_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, bool centred, float eps, int heads,
+                  int out, int quant_out);
     void need_scratch(size_t bytes);
     BatchView own(const BatchView& given);
 
@@ -171,5 +204,11 @@ private:
     std::vector<int32_t> staging_;  // this run's batch
     std::mutex running_;
 };
+
+// What moe needs between its steps, for so many rows. gathered, inner: the forms (int8 or not) that gate and up, and down, read.
+struct Forms {
+    bool rounded = false, whole = false;
+};
+size_t moe_bytes(int rows, int experts, int top, int width, int inner_width, Forms gathered, Forms inner);
 
 }  // namespace quire

@@ -10,6 +10,7 @@
 //   scales  per 32 columns and group: 16 float16 (Half), 16 int8 (Byte), or 16 bytes of scale | bias << 4 (Nibble)
 //   biases  as the scales, where there are any (and not in Nibble)
 //   supers  for Byte and Nibble, per 256 columns: 16 float16 that multiply the scales, then (with a bias) 16 for the biases
+// In a wide block every float16 above is a float32.
 // A dense block is [columns][16 rows] in its own type. Rows past n are zeros.
 #pragma once
 
@@ -36,6 +37,7 @@ struct Matrix {
     int bits = 0, group = 0, offset = 0;
     Scales scales = Scales::Half;
     bool bias = false;
+    bool wide = false;       // factors are float32, not float16
     int tiles = 0;           // k / 32
     size_t code_bytes = 0;   // per tile
     size_t scale_bytes = 0;  // per tile
@@ -43,7 +45,7 @@ struct Matrix {
 
     const uint8_t* block(int b) const { return memory.data() + (size_t)b * block_bytes; }
     uint8_t* block(int b) { return memory.data() + (size_t)b * block_bytes; }
-    void measure();  // sets the sizes from type, n, k, bits, group, scales and bias
+    void measure();  // sets the sizes from type, n, k, bits, group, scales, bias and wide
     void lay_out();  // that, and maps the memory
     size_t bytes() const { return block_bytes * (size_t)blocks; }
 };
@@ -65,6 +67,16 @@ struct QuantShape {
         sx = 512 * g;
         sum = sx + 64 * g;
         bytes = sum + 128 * g;
+    }
+
+    // The same panels, seen from column 32 * g on, or with lane `lane` as the first: where such a view begins, and its shape.
+    static size_t at(int g, int lane) { return 512 * (size_t)g + 32 * (size_t)lane; }
+    QuantShape from(int g, int lane) const {
+        QuantShape s = *this;
+        s.k -= 32 * g;
+        s.sx += 64 * (size_t)g + 4 * (size_t)lane - at(g, lane);
+        s.sum += 128 * (size_t)g + 4 * (size_t)lane - at(g, lane);
+        return s;
     }
 };
 

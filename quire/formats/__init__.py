@@ -32,7 +32,10 @@ class Format(Protocol):
     NBYTES: int  # bytes that they take
 
     def read(self, data: Bytes, shape: tuple[int, ...]) -> Layout:
-        """The bytes of a tensor as a layout, without a copy. The caller has checked that the sizes agree."""
+        """The bytes of a tensor as a layout, without a copy; a codebook's are expanded where the layout is read.
+
+        The caller has checked that the sizes agree.
+        """
         ...
 
 

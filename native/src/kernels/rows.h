@@ -1,4 +1,4 @@
-// Kernels over rows of float32: exp, norm, activation quantization, rope, SwiGLU, add, and one row out of a packed matrix.
+// Kernels over rows of float32: exp, norms, activation quantization, rope, SwiGLU, sums, and one row out of a packed matrix.
 // Included by each isa_*.cpp after its simd header; everything is private to that file, so that no two builds of one
 // inline function can be mixed up by the linker.
 #pragma once
@@ -68,6 +68,36 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
         fstore_n(out + i, fmul(fmul(fload_n(x + i, n - i), fset(inverse)), fload_n(weight + i, n - i)), n - i);
 }
 
+// The mean is taken twice: what the first sum lost to rounding, the sum of the differences finds again.
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+    F sum = fzero();
+    for (int i = 0; i < n; i += 16) sum = fadd(sum, fload_n(x + i, n - i));
+    const F near = fset(hsum(sum) / (float)n);
+    F rest = fzero(), squares = fzero();
+    for (int i = 0; i < n; i += 16) {
+        F v = fkeep(fsub(fload_n(x + i, n - i), near), n - i, fzero());
+        rest = fadd(rest, v);
+        squares = ffma(v, v, squares);
+    }
+    const float left = hsum(rest) / (float)n, square = hsum(squares) / (float)n - left * left;
+    const float variance = square < 0.0f ? 0.0f : square;
+    const F more = fset(left), inverse = fset(1.0f / __builtin_sqrtf(variance + eps));
+    for (int i = 0; i < n; i += 16) {
+        F v = fmul(fsub(fsub(fload_n(x + i, n - i), near), more), inverse);
+        v = fmul(v, fload_n(weight + i, n - i));
+        if (bias) v = fadd(v, fload_n(bias + i, n - i));
+        fstore_n(out + i, v, n - i);
+    }
+}
+
+void scale(const float* x, float factor, int n, float* out) {
+    for (int i = 0; i < n; i += 16) fstore_n(out + i, fmul(fload_n(x + i, n - i), fset(factor)), n - i);
+}
+
+void accumulate(const float* x, float factor, int n, float* sum) {
+    for (int i = 0; i < n; i += 16) fstore_n(sum + i, ffma(fset(factor), fload_n(x + i, n - i), fload_n(sum + i, n - i)), n - i);
+}
+
 void add(const float* a, const float* b, int n, float* out) {
     for (int i = 0; i < n; i += 16) fstore_n(out + i, fadd(fload_n(a + i, n - i), fload_n(b + i, n - i)), n - i);
 }
@@ -116,18 +146,21 @@ inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
     return code;
 }
 
-// Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact.
+// Factors `index` of 16 rows in a region, as float32.
+inline F factors(const Matrix& w, const uint8_t* region, int index) {
+    return w.wide ? fload((const float*)region + 16 * index) : fload_half((const uint16_t*)region + 16 * index);
+}
+
+// Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact, as long as a wide factor is a short one.
 inline F scale_of(const Matrix& w, const uint8_t* block, int t, int part) {
-    if (w.scales == Scales::Half)
-        return fload_half((const uint16_t*)(block + w.scale_at + (size_t)t * w.scale_bytes) + 16 * part);
+    if (w.scales == Scales::Half) return factors(w, block + w.scale_at + (size_t)t * w.scale_bytes, part);
     const uint8_t* codes = block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part;
-    F super = fload_half((const uint16_t*)(block + w.super_at) + 16 * (t / 8));
+    F super = factors(w, block + w.super_at, t / 8);
     return fmul(super, w.scales == Scales::Byte ? fload_i8((const int8_t*)codes) : fload_u4(codes, 0));
 }
 inline F bias_of(const Matrix& w, const uint8_t* block, int t, int part) {
-    if (w.scales == Scales::Half)
-        return fload_half((const uint16_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part);
-    F super = fload_half((const uint16_t*)(block + w.bias_super_at) + 16 * (t / 8));
+    if (w.scales == Scales::Half) return factors(w, block + w.bias_at + (size_t)t * w.scale_bytes, part);
+    F super = factors(w, block + w.bias_super_at, t / 8);
     if (w.scales == Scales::Byte)
         return fmul(super, fload_i8((const int8_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part));
     return fmul(super, fload_u4(block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part, 4));

@@ -19,7 +19,10 @@ from quire.backends.recorder import Instruction, Recording, Segment, Value, reco
 from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
-OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "take")
+OPS = (
+    "embed", "rms_norm", "layer_norm", "linear", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
+    "gelu", "scale", "softcap", "join", "head_linear", "moe", "take",
+)  # fmt: skip
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
@@ -163,13 +166,31 @@ class NativeBackend:
             return self._drafts[key]
 
         def size(v: Value) -> int:
+            if isinstance(v, arena.Room):
+                return v.nbytes
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
         recording = record(forward, kv, inputs)
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
+        for i in program:
+            if i.op == "moe":
+                i.outputs.append(self._room(i, max_tokens, max_rows))
         offsets, arena_bytes = arena.lay_out(program, recording.inputs.values(), recording.output, size)
         self._drafts = {key: _Draft(recording, program, offsets, arena_bytes)}
         return self._drafts[key]
+
+    def _room(self, i: Instruction, max_tokens: int, max_rows: int) -> arena.Room:
+        """What a mixture of experts needs between its steps."""
+        assert i.experts is not None and i.routing is not None
+        w, out = i.experts, i.outputs[0]
+
+        def forms(*weights: Layout) -> tuple[bool, bool]:  # int8, float32
+            return any(isinstance(x, Affine) for x in weights), any(isinstance(x, Dense) for x in weights)
+
+        rows = max_tokens if out.per_token else max_rows
+        widths = out.width, w.gate[0].shape[0]
+        room = self._native.moe_bytes(rows, w.count, i.routing.top, *widths, forms(*w.gate, *w.up), forms(*w.down))
+        return arena.Room(1, out.per_token, nbytes=room)
 
     def _new(self, program: list[Instruction]) -> list[Layout]:
         """Weights that no earlier program brought here, each once."""
@@ -215,7 +236,10 @@ class NativeBackend:
         for pool in more:
             plan.pool(pool)
         assert plan.page_bytes == kv.page_bytes  # two languages, one account of memory
-        slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in draft.offsets.items()}
+        slots = {
+            v: at if isinstance(v, arena.Room) else plan.slot(at, v.width, v.quant, v.per_token)
+            for v, at in draft.offsets.items()
+        }
         ropes: dict[int, int] = {}
         for i in program:
             if i.rope is not None and id(i.rope) not in ropes:
@@ -234,11 +258,24 @@ class NativeBackend:
         if i.op == "embed":
             plan.embed(self._packed[id(i.weight)][1], whole)
         elif i.op == "norm":
-            plan.norm(ins[0], self._vectors[id(i.weight)][1], i.eps, whole, rounded)
+            plan.norm(ins[0], self._vector(i.weight), i.eps, i.heads, whole, rounded)
+        elif i.op == "layer_norm":
+            plan.layer_norm(ins[0], self._vector(i.weight), self._vector(i.bias), i.eps, i.heads, whole, rounded)
         elif i.op == "linear":
             plan.linear([self._segment(s, slots) for s in i.segments])
-        elif i.op == "gated":
-            plan.gated(self._segment(i.segments[0], slots), self._segment(i.segments[1], slots), whole, rounded)
+        elif i.op in ("gated", "gated_gelu"):
+            gate, up = (self._segment(s, slots) for s in i.segments)
+            plan.gated(gate, up, i.op == "gated_gelu", whole, rounded)
+        elif i.op == "scale":
+            plan.scale(ins[0], i.scale, whole)
+        elif i.op == "softcap":
+            plan.softcap(ins[0], i.cap, whole)
+        elif i.op == "join":
+            plan.join(*ins, i.heads, whole)
+        elif i.op == "head_linear":
+            plan.head_linear(ins[0], self._packed[id(i.weight)][1], i.heads, whole)
+        elif i.op == "moe":
+            self._emit_moe(plan, i, slots)
         elif i.op == "rope":
             plan.rope(ins[0], ropes[id(i.rope)], i.heads, whole)
         elif i.op == "store":
@@ -254,13 +291,29 @@ class NativeBackend:
             plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole, i.group)
         elif i.op == "encode":
             plan.encode(*ins, i.heads, i.scale, whole)
-        else:  # add, swiglu, take and quantize have the plan's own names
+        else:  # add, swiglu, geglu, gelu, take and quantize have the plan's own names
             getattr(plan, i.op)(*ins, *outs)
 
+    def _emit_moe(self, plan: Any, i: Instruction, slots: dict[Value, int]) -> None:
+        assert i.experts is not None and i.routing is not None
+        w, how = i.experts, i.routing
+        logits, *forms = i.inputs
+        x = next((slots[v] for v in forms if not v.quant), -1)
+        rounded = next((slots[v] for v in forms if v.quant), -1)
+        matrices = [[self._packed[id(m)][1] for m in part] for part in (w.gate, w.up, w.down)]
+        biases = [[self._vector(b) for b in part] for part in (w.gate_bias, w.up_bias, w.down_bias)]
+        experts = (*matrices, *biases, [] if w.limit is None else [w.limit])
+        routing = (how.top, how.sigmoid, how.renormalize, how.scale, how.groups, how.top_groups, how.pair)
+        out, room = (slots[v] for v in i.outputs)
+        plan.moe(x, rounded, slots[logits], experts, routing, self._vector(how.bias), out, room)
+
     def _segment(self, s: Segment, slots: dict[Value, int]) -> tuple[Any, Any, int, int, int]:
-        bias = None if s.bias is None else self._vectors[id(s.bias)][1]
         residual = -1 if s.residual is None else slots[s.residual]
-        return self._packed[id(s.weight)][1], bias, slots[s.x], slots.get(s.out, -1), residual
+        return self._packed[id(s.weight)][1], self._vector(s.bias), slots[s.x], slots.get(s.out, -1), residual
+
+    def _vector(self, w: Layout | None) -> Any:
+        """The handle of a vector; None for none."""
+        return None if w is None else self._vectors[id(w)][1]
 
 
 def _check_latent(kv: KV) -> None:
@@ -314,5 +367,5 @@ def _ints(ints: Ints | None) -> tuple[list[Any], int]:
     return [(p.byte.tolist(), p.shift.tolist(), p.mask, p.lift, p.flip) for p in ints.planes], ints.offset
 
 
-def _factor(scale: Scale) -> tuple[int, bool, tuple[list[Any], int]]:
-    return scale.at, scale.negate, _ints(scale.codes)
+def _factor(scale: Scale) -> tuple[int, bool, bool, tuple[list[Any], int]]:
+    return scale.at, scale.negate, scale.wide, _ints(scale.codes)

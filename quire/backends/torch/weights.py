@@ -261,9 +261,10 @@ def _ints(ints: Ints, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(scale: Scale, blocks: torch.Tensor, groups: int) -> torch.Tensor:
-    half = blocks[..., scale.at : scale.at + 2].contiguous().view(torch.float16).to(torch.float32)  # [n, blocks, 1]
+    size, kind = (4, torch.float32) if scale.wide else (2, torch.float16)
+    factor = blocks[..., scale.at : scale.at + size].contiguous().view(kind).to(torch.float32)  # [n, blocks, 1]
     if scale.negate:
-        half = -half
+        factor = -factor
     if scale.codes is None:
-        return half.expand(*half.shape[:-1], groups)
-    return half * _ints(scale.codes, blocks).to(torch.float32)
+        return factor.expand(*factor.shape[:-1], groups)
+    return factor * _ints(scale.codes, blocks).to(torch.float32)

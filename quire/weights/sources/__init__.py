@@ -1,8 +1,8 @@
 """The places models come from, one file each; this directory listing is the registry.
 
-A source module holds `parse(rest) -> Target` (shape only, no I/O) and `locate(target, env, http) -> Local | Remote`
+A source module holds `parse(rest, part) -> Target` (shape only, no I/O) and `locate(target, env, http) -> Local | Remote`
 (may ask the network where the bytes are and what their digest is). Moving the bytes is weights/fetch.py's work,
-keeping them weights/store.py's; a source knows neither.
+keeping them weights/pull.py's; a source knows neither.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Several files that are one after another: what a name with {1..4} in it means."""
+
+    text: str  # the name, with its scheme
+    targets: tuple[Target, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """A file to use where it lies."""
 
@@ -43,15 +54,21 @@ class Remote:
     size: int | None = None
     auth: str | None = None  # an Authorization header, for this URL's host only
     cafile: str | None = None  # certificates to trust besides the system's
-    member: str | None = None  # the bytes are a zip, and this member of it is the model
+    member: str | None = (
+        None  # the bytes are an archive, and this member of it is the model; a folder ends with a slash
+    )
+    sha512: str | None = None  # in hex; a second promise
     notes: tuple[str, ...] = ()  # what the user should be told about how this was found
 
 
 class Source(Protocol):
     """What a module of this folder offers."""
 
-    def parse(self, rest: str) -> Target:
-        """The target that `rest` (the name without its scheme) means. Raises BadRequest or Unsupported."""
+    def parse(self, rest: str, part: bool = False) -> Target:
+        """The target that `rest` (the name without its scheme) means; a part may have any suffix.
+
+        Raises BadRequest or Unsupported.
+        """
         ...
 
     def locate(self, target: Any, env: Environment, http: Http) -> Local | Remote:

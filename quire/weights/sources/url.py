@@ -26,7 +26,7 @@ class UrlTarget:
         return self.url
 
 
-def parse(rest: str) -> UrlTarget:
+def parse(rest: str, part: bool = False) -> UrlTarget:
     """`rest` as an address."""
     try:
         parts = urlsplit(rest)
@@ -37,7 +37,7 @@ def parse(rest: str) -> UrlTarget:
         raise BadRequest(f"{rest!r} is not an http or https URL with a host", param="model")
     if any(c.isspace() for c in rest):
         raise BadRequest(f"{rest!r} holds a space", cure="write it as %20", param="model")
-    if not parts.path.lower().endswith(".gguf"):
+    if not part and not parts.path.lower().endswith(".gguf"):
         raise Unsupported(
             f"{rest!r} does not name a .gguf file", cure="this version reads GGUF files; give the address of one"
         )

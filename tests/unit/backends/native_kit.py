@@ -12,6 +12,8 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Affine, Codec, Dense, Layout, Rope
 
+# What blocks of codebooks are expanded to, by the bits of their codes and the width of their groups; and ternary ones.
+EXPANDED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ4_XS", "TQ2_0")
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -20,16 +22,15 @@ def codec(name: str) -> Codec:
 
 
 def affine(name: str, n: int, k: int, seed: int = 0) -> Affine:
-    """Random codes and scale codes, with float16 factors of a sensible size."""
+    """Random codes and scale codes, with factors of a sensible size."""
     c = codec(name)
     rng = np.random.default_rng([seed, n, k, *name.encode()])
     blocks = rng.integers(0, 256, (n, k // c.block, c.nbytes), np.uint8)
     for factor in (c.scale, c.bias):
         if factor is not None:
-            values = (rng.standard_normal((n, k // c.block, 1)) * 0.01 / (1 if factor.codes is None else 32)).astype(
-                "<f2"
-            )
-            blocks[..., factor.at : factor.at + 2] = values.view(np.uint8)
+            values = rng.standard_normal((n, k // c.block, 1)) * 0.01 / (1 if factor.codes is None else 32)
+            bits = values.astype("<f4" if factor.wide else "<f2").view(np.uint8)
+            blocks[..., factor.at : factor.at + bits.shape[-1]] = bits
     return Affine(blocks.reshape(n, -1), c)
 
 
@@ -42,7 +43,7 @@ def dense(dtype: str, *shape: int, seed: int = 0, scale: float = 0.1) -> Dense:
 
 def weight(name: str, n: int, k: int, seed: int = 0) -> Layout:
     """A matrix of that format: a quantized one, or F32, F16 or BF16."""
-    return affine(name, n, k, seed) if name in QUANTIZED else dense(name.lower(), n, k, seed=seed)
+    return affine(name, n, k, seed) if name in (*QUANTIZED, *EXPANDED) else dense(name.lower(), n, k, seed=seed)
 
 
 def i32(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

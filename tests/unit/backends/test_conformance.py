@@ -13,6 +13,7 @@ from quire.backends.ops import TABLE
 from quire.layouts import Affine, Dense, Layout
 
 BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+BLOCK_FORMATS += ("iq1_m", "iq2_xxs", "iq3_xxs", "iq4_xs", "tq2_0")  # what codebooks are expanded to, and ternary
 
 
 def blocks(name: str):
@@ -23,8 +24,9 @@ def blocks(name: str):
         data = rng.integers(0, 256, (n, k // codec.block, codec.nbytes), dtype=np.uint8)
         for scale in (codec.scale, codec.bias):
             if scale is not None:
-                half = rng.uniform(-0.02, 0.02, (n, k // codec.block)).astype("<f2")
-                data[..., scale.at : scale.at + 2] = half[..., None].view(np.uint8)
+                factor = rng.uniform(-0.02, 0.02, (n, k // codec.block)).astype("<f4" if scale.wide else "<f2")
+                bits = factor[..., None].view(np.uint8)
+                data[..., scale.at : scale.at + bits.shape[-1]] = bits
         return Affine(data.reshape(n, -1), codec)
 
     return make

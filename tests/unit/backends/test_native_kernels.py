@@ -8,11 +8,12 @@ import time
 import numpy as np
 import pytest
 
+from quire import formats
 from quire.backends.choose import open_backend
 from quire.backends.native.backend import NativeBackend, extension
 from quire.backends.ops import KV
 from quire.layouts import Affine, Dense, Layout
-from tests.unit.backends.native_kit import QUANTIZED, affine, codec, dense, ragged, rows_batch
+from tests.unit.backends.native_kit import EXPANDED, QUANTIZED, affine, codec, dense, ragged, rows_batch
 
 NO_KV = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
 
@@ -37,7 +38,7 @@ def run_linear(backend: NativeBackend, x: np.ndarray, weight: Layout, bias: Dens
     return program.run(_no_logits(len(x)), {"x": x}).copy()
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", [*QUANTIZED, *EXPANDED])
 def test_packing_loses_nothing(name: str) -> None:
     backend = NativeBackend()
     for n, k in ((33, 512), (16, 256), (1, 768)):
@@ -59,6 +60,23 @@ def test_packed_size_is_the_files_size(name: str) -> None:
     assert backend.packed_bytes <= 1.05 * table.nbytes
 
 
+@pytest.mark.parametrize("name", [n for n in EXPANDED if n != "TQ2_0"])
+def test_a_codebook_is_expanded_one_batch_at_a_time_and_counted_beforehand(name: str) -> None:
+    """From the file's blocks to packed ones: the numbers are the file's, the size is the estimate's, nothing is kept."""
+    form = formats.load(name)
+    raw = np.random.default_rng(3).integers(0, 256, (64, 4 * form.NBYTES), np.uint8)
+    if name == "IQ1_M":
+        raw.reshape(64, 4, -1)[..., 49::2] &= 0x3F  # the upper bits of d, in the last of four pieces
+    else:
+        raw.reshape(64, 4, -1)[..., 1] = 0x21  # d is about 0.01
+    table = form.read(raw.reshape(-1), (64, 4 * form.BLOCK))
+    backend = NativeBackend()
+    needs = backend.estimate(lambda ops, batch, _: ops.embed(batch.ids, table), kv=NO_KV, max_tokens=64, max_rows=1)
+    np.testing.assert_array_equal(embed_all(backend, table), table.dequantize())
+    assert needs.weights == backend.packed_bytes <= table.nbytes
+    assert not isinstance(table.data, np.ndarray)
+
+
 def round_to_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[M, K] as [M, G, 32] integers and [M, G] scales: the rounding that the backend documents."""
     groups = x.reshape(len(x), -1, 32).astype(np.float32)
@@ -77,7 +95,7 @@ def activations(m: int, k: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", [*QUANTIZED, *EXPANDED])
 def test_linear_is_its_int8_arithmetic(name: str) -> None:
     weight, x = affine(name, 48, 512), activations(5, 512)
     got = run_linear(NativeBackend(), x, weight)
@@ -93,7 +111,7 @@ def test_linear_is_its_int8_arithmetic(name: str) -> None:
     assert (np.abs(got - want) <= 2e-6 * spread + 1e-30).all()  # float32 sums of 32 terms, nothing else
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", [*QUANTIZED, *EXPANDED])
 def test_linear_is_within_the_bound_of_its_rounding(name: str) -> None:
     weight, x = affine(name, 48, 512), activations(5, 512)
     got, exact = run_linear(NativeBackend(), x, weight), weight.dequantize().astype(np.float64)

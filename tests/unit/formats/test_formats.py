@@ -11,9 +11,13 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quire import formats
+from quire.formats._codebook import Expanded
 from quire.layouts import Affine, Dense
 
-SUPPORTED = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()  # noqa: SIM905
+# Formats whose blocks are looked up in a codebook: their layouts are made when they are read.
+CODEBOOKS = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 MXFP4".split()  # noqa: SIM905
+PLAIN = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ2_0".split()  # noqa: SIM905
+SUPPORTED = [*PLAIN, *CODEBOOKS]
 # Zeros, subnormals (smallest, largest), smallest normal, one, largest, infinities, quiet and signalling NaNs.
 HALVES = [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x3C00, 0xBC00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00]
 HALVES += [0x7E00, 0xFE00, 0x7C01, 0xFDFF, 0x7FFF, 0xFFFF]
@@ -29,6 +33,16 @@ SCALE_BYTES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "IQ1_S": [0],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
+    "IQ3_S": [0],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
 }
 
 
@@ -79,12 +93,12 @@ def test_a_format_declares_what_ggml_says(name: str) -> None:
 
 
 def test_types_without_a_format_have_names() -> None:
-    assert formats.by_ggml_type(GGMLQuantizationType.IQ2_XXS.value) is None
-    assert formats.ggml_name(GGMLQuantizationType.MXFP4.value) == "MXFP4 (39)"
+    assert formats.by_ggml_type(GGMLQuantizationType.Q8_K.value) is None
+    assert formats.ggml_name(GGMLQuantizationType.NVFP4.value) == "NVFP4 (40)"
     assert "no known GGML type" in formats.ggml_name(4242)
     assert formats.by_ggml_type(4242) is None
     with pytest.raises(KeyError):
-        formats.load("IQ2_XXS")
+        formats.load("Q8_K")
     with pytest.raises(KeyError):
         formats.load("_K_SCALES")
 
@@ -150,8 +164,9 @@ def test_shapes_rows_and_odd_addresses(name: str) -> None:
     want = expected(raw.copy().reshape(6, -1), name)
     matrix = f.read(raw, (6, k))
     assert isinstance(matrix, Affine | Dense)
-    assert matrix.nbytes == raw.size
-    assert np.shares_memory(matrix.data, raw)
+    if name in PLAIN:
+        assert matrix.nbytes == raw.size
+        assert np.shares_memory(matrix.data, raw)
     for rows in (slice(2, 5), slice(None, None, 2), slice(5, 2), slice(-1, None), slice(4, 99)):
         same_bits(matrix.dequantize(rows), want[rows])
     same_bits(f.read(raw, (3, 2, k)).dequantize(), want.reshape(3, 2, k))
@@ -197,3 +212,43 @@ def test_parts_rebuild_the_matrix(name: str) -> None:
     if bias is not None:
         exact += np.repeat(bias, layout.codec.group, axis=1)
     np.testing.assert_allclose(layout.dequantize(), exact, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_a_codebook_is_expanded_when_it_is_read_and_not_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    f = formats.load(name)
+    raw = np.random.default_rng(13).integers(0, 256, 3 * 4 * 2 * f.NBYTES, np.uint8)
+    made: list[int] = []
+    real = f.expand  # type: ignore[attr-defined]
+    monkeypatch.setattr(f, "expand", lambda blocks: made.append(len(blocks)) or real(blocks))
+    stack = f.read(raw, (3, 4, 2 * f.BLOCK))
+    assert isinstance(stack, Affine)
+    row = 2 * stack.codec.nbytes
+    assert stack.shape == (3, 4, 2 * f.BLOCK) and stack.data.shape == (3, 4, row)
+    assert stack.nbytes == stack.data.size == 3 * 4 * row and len(stack.data) == 3
+    one = Affine(stack.data[1], stack.codec)  # as a mixture cuts its experts out of a stack
+    some = Affine(one.data[1:3], one.codec)
+    assert one.shape == (4, 2 * f.BLOCK) and some.shape == (2, 2 * f.BLOCK) and not made
+    blocks = np.ascontiguousarray(some.data)  # as a backend takes a matrix over
+    assert made == [4] and blocks.dtype == np.uint8 and blocks.shape == (2, row) == some.data.shape
+    same_bits(Affine(blocks, some.codec).dequantize(), stack.dequantize()[1, 1:3])
+    with pytest.raises(ValueError, match="no array to share"):
+        np.asarray(some.data, copy=False)
+    assert isinstance(some.data, Expanded)
+
+
+def test_many_blocks_are_expanded_in_pieces() -> None:
+    """More than are expanded at a time, and not a whole number of times."""
+    check(np.random.default_rng(17).integers(0, 256, (700, 3 * 66), np.uint8), "IQ2_XXS")
+
+
+def test_every_pattern_of_every_codebook() -> None:
+    """The tables here against those of the gguf package, one entry at a time."""
+    from quire.formats._grids import grid
+
+    for name, times, plus in (
+        ("IQ2_XXS", 1, 0), ("IQ2_XS", 1, 0), ("IQ2_S", 1, 0), ("IQ3_XXS", 2, 0), ("IQ3_S", 1, 0), ("IQ1_S", 1, -1)
+    ):  # fmt: skip
+        theirs = getattr(gguf.quants, name)
+        theirs.init_grid()
+        assert np.array_equal(grid(name).astype(int) * times + plus, theirs.grid.reshape(theirs.grid_shape)), name

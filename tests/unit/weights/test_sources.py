@@ -109,7 +109,7 @@ def test_any_text_is_a_reference_or_a_clear_error(text: str):
 
 
 def test_the_registry_is_the_folder():
-    assert sources.names() == ("file", "hf", "pypi", "url")
+    assert sources.names() == ("file", "hf", "npm", "pypi", "url")
     with pytest.raises(BadRequest):
         sources.load("__init__")
     with pytest.raises(BadRequest):
@@ -422,8 +422,6 @@ def test_what_the_hubs_tools_downloaded_is_found(tmp_path: Path, tmp_environment
     store = Store(env)
     with pytest.raises(NotFound, match="not on this machine"):
         store.resolve("hf:org/repo")
-    with pytest.raises(Unsupported, match=r"whole repository.*hf download org/repo"):
-        store.pull("hf:org/repo")
     commit, other = "a" * 40, "b" * 40
     repository = tmp_path / "hub" / "models--org--repo"
     for folder in ("blobs", "refs/release", f"snapshots/{commit}", f"snapshots/{other}"):
@@ -432,7 +430,7 @@ def test_what_the_hubs_tools_downloaded_is_found(tmp_path: Path, tmp_environment
     (repository / "blobs" / "2").write_bytes(MODEL)
     (repository / "refs" / "main").write_text(commit)
     (repository / "refs" / "release" / "v1").write_text(other)
-    for name, blob in (("config.json", "1"), ("x.gguf", "2")):
+    for name, blob in (("config.json", "1"), ("model.safetensors", "2"), ("x.gguf", "2")):
         (repository / "snapshots" / commit / name).symlink_to(repository / "blobs" / blob)
     snapshot = repository / "snapshots" / commit
     assert (

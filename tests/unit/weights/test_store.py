@@ -194,7 +194,7 @@ def test_no_name_reads_outside_the_store(store: Store, hostile: str):
     "odd", ["https://h/%2e%2e/%2e%2e/x.gguf", "https://h/../../x.gguf", f"https://h/{'a' * 900}.gguf"]
 )
 def test_manifests_stay_in_their_folder(store: Store, odd: str):
-    path = store._manifest_path(odd)
+    path = store.place.manifest(odd)
     assert path.parent == store.home / "manifests" and len(path.name) < 255
     assert path.resolve().parent == (store.home / "manifests").resolve()
 
