@@ -83,7 +83,7 @@ def build_engine(
             f"there {'is' if len(backend.kv_dtypes) == 1 else 'are'} {', '.join(backend.kv_dtypes)}",
             cure="leave --kv-dtype out, or use another backend",
         )
-    together = _join(model, backend)
+    together = _split(model, backend)
     watch.lap("backend")
 
     def packed(layout: Layout, done: int, total: int) -> None:
@@ -303,12 +303,14 @@ def _share_out(
     return tuple(own.get(g, pages) for g in range(len(page.groups))), [line, *lines]
 
 
-def _join(model: Model, backend: Backend) -> list[str]:
-    """One group of layers where the backend has a single pool, and the line that says what that costs."""
-    if not isinstance(model, Grouped) or not model.places.several or backend.kv_groups:
+def _split(model: Model, backend: Backend) -> list[str]:
+    """A pool for each kind of layer where the backend has several, or the line that says that it has not."""
+    if not isinstance(model, Grouped) or not model.places.forgets:
         return []
-    model.places.join()
-    return [f"layers with a window keep their whole context: the {backend.name} backend has one KV pool"]
+    if not backend.kv_groups:
+        return [f"layers with a window keep their whole context: the {backend.name} backend has one KV pool"]
+    model.places.split()
+    return []
 
 
 def _pool(config: EngineConfig, model: Model) -> KV:

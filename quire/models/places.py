@@ -1,8 +1,8 @@
 """Where each layer's K and V are kept: layers that keep them equally long share a group, with a pool of its own.
 
-A family with sliding windows on some layers makes a `Places` of them, gives `places.kv(…)` for its pools, and names
-places[i] and windows[i] when it attends. An engine whose backend has a single pool calls `join()` before anything is recorded:
-all layers are one group then, kept for the whole context. The answers are the same; the memory is not.
+A family with sliding windows makes a `Places` of them, gives `places.kv(…)` for its pools, and names places[i] when it
+attends. All layers are one group, kept for the whole context, until `split()` is called: before anything is recorded, by an
+engine whose backend has several pools. The answers are the same; the memory is not.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ class Places:
         if not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(f"windows of {list(windows)} tokens: at least one layer, and each sees at least itself")
         self.windows = tuple(w if w is not None and w < context else None for w in windows)
-        kinds = dict.fromkeys(self.windows)
-        self._groups = sorted(kinds, key=lambda w: (w is not None, w))  # what sees everything comes first
-        self._places = _count(self._groups, self.windows)
+        self._groups: list[int | None] = [None]
+        self._places = _count(self._groups, [None] * len(self.windows))
 
     @property
-    def several(self) -> bool:
-        """Whether some layer may forget: a single group that keeps everything needs nothing of a backend."""
-        return self._groups != [None]
+    def forgets(self) -> bool:
+        """Whether some layer need not keep everything."""
+        return any(w is not None for w in self.windows)
 
-    def join(self) -> None:
-        """All layers into one group, which keeps everything."""
-        self._groups = [None]
-        self._places = _count([None], [None] * len(self.windows))
+    def split(self) -> None:
+        """A group for each window, and one for the layers that see everything, which comes first."""
+        self._groups = sorted(dict.fromkeys(self.windows), key=lambda w: (w is not None, w or 0))
+        self._places = _count(self._groups, self.windows)
 
     def __getitem__(self, layer: int) -> tuple[int, int]:
         """The group of a layer, and its number there."""

@@ -56,6 +56,7 @@ class RowExact(ReferenceOps):
 class TinyLlama:
     def __init__(self, seed: int = 0, windows: tuple[int | None, ...] = (None,) * LAYERS):
         self.places = Places(windows, CONTEXT)
+        self.places.split()
         rng = np.random.default_rng(seed)
 
         def weight(*shape: int) -> Dense:
