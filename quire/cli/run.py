@@ -123,9 +123,10 @@ def _no_collections() -> Iterator[None]:
 
 def load(model: str, **options: Unpack[Options]) -> LLM:
     """Find the model, fetching it with a bar if it is not here, and load it."""
+    from quire.cli.pull import supported
     from quire.weights.store import Store
 
-    store = Store()
+    store = Store(accepts=supported)
     try:
         store.resolve(model)
     except NotFound as missing:

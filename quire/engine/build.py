@@ -39,7 +39,7 @@ from quire.models import Grouped, Model, Stretches, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
-from quire.weights.gguf import GGUF
+from quire.weights.gguf import GGUF, expanded
 
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
@@ -178,12 +178,15 @@ def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
         model, nbytes = load_shape(config.path)
         return _Source(model, config.name or config.path, nbytes, ["weights: random numbers, not a trained model"])
     checkpoint = checkpoint or open_checkpoint(config.path)
+    notes: list[str] = []
     if isinstance(checkpoint, GGUF):
         own = checkpoint.metadata.get_str("general.name", "")
+        if config.backend == "native":  # the others say themselves what they keep
+            notes = expanded(checkpoint)
     else:
         own = checkpoint.name
     model = load(checkpoint)
-    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), [])
+    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes)
 
 
 def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
