@@ -5,7 +5,8 @@ with
   Model.from_gguf(gguf)            reads the configuration and takes its tensors, all checked
   Model.from_hf(folder)            the same from Hugging Face's layout
   model.config                     what the engine must know: see Facts
-  model.kv(pages, page_size)       the KV pool it needs
+  model.kv(pages, page_size)       the KV pools it needs, with so many pages each
+  model.places                     where layers have windows: which pool each layer is in (places.py)
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows
   model.release(layout)            a backend has taken that weight over
 Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.

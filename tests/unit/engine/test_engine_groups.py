@@ -34,13 +34,13 @@ def requests() -> list[Request]:
     return [
         Request(
             id=str(i),
-            tokens=shared[: rng.choice([70, 50, 20])] + [rng.randrange(3, 160) for _ in range(rng.randint(1, 130))],
+            tokens=shared[: rng.choice([70, 50, 20])] + [rng.randrange(3, 160) for _ in range(rng.randint(1, 90))],
             sampling=SamplingParams(
-                temperature=rng.choice([0.0, 0.9]), seed=i, max_tokens=rng.randint(5, 60), logprobs=2, ignore_eos=True
+                temperature=rng.choice([0.0, 0.9]), seed=i, max_tokens=rng.randint(5, 30), logprobs=2, ignore_eos=True
             ),
             follows=str(i - 1) if i % 3 == 2 else None,
         )
-        for i in range(10)
+        for i in range(7)
     ]
 
 
@@ -78,7 +78,7 @@ def test_several_pools_give_what_one_gives(path: Path, backend: str, monkeypatch
         patch.setattr(kind, "kv_groups", False)
         want, _, info = serve(path, backend)
         assert any(f"keep their whole context: the {backend} backend has one KV pool" in x for x in info.decisions)
-    for options in ({}, {"depth": 1}, {"kv_memory": 1 << 17, "context": 256}, {"prefix_cache": False}):
+    for options in ({}, {"depth": 1}, {"kv_memory": 1 << 18, "context": 256}, {"prefix_cache": False}):
         have, engine, info = serve(path, backend, **options)
         assert same(have, want, backend)
         assert any(f"layers that see {WINDOW} tokens" in line for line in info.decisions)
