@@ -27,6 +27,7 @@ TITLES = {
     "streams": "Streams decoding together",
     "served": "Over HTTP: 32 requests, a shared prefix of 512 tokens, 128 out",
     "start": "Process start to the first token",
+    "load": "Process start to the first token of a 1.1 GB model",
     "memory": "Resident memory",
     "context": "Cost of a token against context",
     "threads": "A second thread",

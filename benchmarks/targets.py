@@ -58,6 +58,7 @@ TARGETS = (
     Target("served", tuple(f"first token {p} at {c}" for p in ("p50", "p99") for c in (8, 32)), 1.0, least=False),
     # Around it.
     Target("start", ("to the first token",), 1.2, least=False),
+    Target("load", ("to the first token",), 1.5, least=False),
     Target("memory", ("steady resident", "peak resident"), 1.1, least=False),
     # "As the KV bytes say and not faster": the last point may lie at most a tenth above the line through the others.
     Target("context", ("longest against the line",), 1.1, least=False, of="value"),

@@ -12,6 +12,7 @@ NAMES = (
     "streams",
     "served",
     "start",
+    "load",
     "memory",
     "context",
     "threads",

@@ -40,11 +40,12 @@ def llama(path: Path, threads: int) -> Sample:
 
 
 def groups(world: World) -> list[Group]:
-    return [group(world, name) for _, name in world.pairs((DEFAULT_FORMAT,), (SMALL,))]
+    pairs = world.pairs((DEFAULT_FORMAT,), (SMALL,))
+    return [start_group(world, "start", world.path(SMALL, name), SMALL, name, rounds=9) for _, name in pairs]
 
 
-def group(world: World, name: str) -> Group:
-    path = world.path(SMALL, name)
+def start_group(world: World, section: str, path: Path, shape: str, name: str, rounds: int) -> Group:
+    """The figure of one file, in the section that asks."""
     warmed: set[str] = set()
 
     def warm(who: str, measure: Callable[[Path, int], Sample]) -> Sample:
@@ -59,5 +60,5 @@ def group(world: World, name: str) -> Group:
         sides.append(Side(peers.NAME, lambda: warm(peers.NAME, llama), 2))
     else:
         notes.append(peers.missing("llama-cli"))
-    figures = [figure("start", SMALL, name, WHAT, unit="s", more=False)]
-    return Group(f"start, {SMALL} {name}", figures, sides, world.turns(9), notes)
+    figures = [figure(section, shape, name, WHAT, unit="s", more=False)]
+    return Group(f"{section}, {shape} {name}", figures, sides, world.turns(rounds), notes)

@@ -20,7 +20,8 @@ def command(
     """Remove models from the store.
 
     On a terminal it asks first. A file that two names share stays until both are gone; an unfinished download of a
-    name goes with it. Files outside the store are never touched.
+    name goes with it. A repository (hf:org/repo) goes from the hub's cache, which other tools share. Files named by path
+    are never touched.
     """
     store = Store()
     wanted = [store.look_up(name).name for name in names]  # every name is judged before anything is removed

@@ -99,6 +99,11 @@ def command(
     try:
         if stats:
             decisions(llm.info)
+        if not raw and not llm.chats:
+            if system is not None:
+                raise BadRequest("the model has no chat template, which --system needs", param="system")
+            say("this model has no chat template: it continues the text as it is (as with --raw)")
+            raw = True
         if text is None:
             from quire.cli.talk import Talk
 
@@ -123,9 +128,10 @@ def _no_collections() -> Iterator[None]:
 
 def load(model: str, **options: Unpack[Options]) -> LLM:
     """Find the model, fetching it with a bar if it is not here, and load it."""
+    from quire.cli.pull import supported
     from quire.weights.store import Store
 
-    store = Store()
+    store = Store(accepts=supported)
     try:
         store.resolve(model)
     except NotFound as missing:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from quire.cli import ui
+from quire.cli.pull import supported
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
 from quire.weights.store import Store, look_up
@@ -80,7 +81,7 @@ def command(
     model if it is not here. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
     """
     env = Environment.read()
-    store = Store(env)
+    store = Store(env, accepts=supported)
     wanted = look_up(model)
     is_file = wanted.references[0].scheme == "file"
     # A path is nobody's business but this machine's.

@@ -101,9 +101,9 @@ def assemble(d: npt.NDArray[np.float32], scales: Bytes, codes: Bytes) -> Bytes:
     return out
 
 
-def half(blocks: Bytes, at: int) -> npt.NDArray[np.float32]:
-    """The float16 at a byte of each block, as float32 [n, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+def half(blocks: Bytes, at: int, over: int = 1) -> npt.NDArray[np.float32]:
+    """The float16 at a byte of each block, divided by a power of two, as float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32) * np.float32(1 / over)
 
 
 def words(blocks: Bytes, first: int, end: int, kind: str) -> npt.NDArray[np.unsignedinteger[Any]]:
@@ -113,7 +113,7 @@ def words(blocks: Bytes, first: int, end: int, kind: str) -> npt.NDArray[np.unsi
 
 def nibbles(data: Bytes) -> Bytes:
     """[n, count] -> [n, 2 count]: low nibble, high nibble, of one byte after another."""
-    return np.stack((data & 15, data >> 4), axis=-1).reshape(len(data), -1)
+    return np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1).reshape(len(data), -1)
 
 
 def eights(grid: Bytes) -> npt.NDArray[np.uint64]:

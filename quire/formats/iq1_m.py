@@ -30,7 +30,7 @@ def expand(blocks: Bytes) -> Bytes:
     scales = (2 * (packed[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7) + 1).astype(np.uint8)
     pieces = (packed >> 12) << np.array([0, 4, 8, 12], np.uint16)
     d = np.bitwise_or.reduce(pieces, axis=1).astype("<u2").view("<f2").astype(np.float32)
-    return book.assemble(d / 8, scales.reshape(-1, 16), codes.reshape(-1, 256))
+    return book.assemble(d * np.float32(0.125), scales.reshape(-1, 16), codes.reshape(-1, 256))
 
 
 def read(data: Bytes, shape: tuple[int, ...]) -> Affine:

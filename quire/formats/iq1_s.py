@@ -27,7 +27,7 @@ def expand(blocks: Bytes) -> Bytes:
     numbers = book.eights(grid(NAME))[blocks[:, 2:34] | upper << 8].view(np.uint8).reshape(-1, 8, 32)
     codes = 8 * numbers + np.where(packed >> 15, 0, 2).astype(np.uint8)[..., None]  # 8 (number + 1) + 1 -+ 1
     scales = (2 * (packed >> 12 & 7) + 1).astype(np.uint8)
-    return book.assemble(book.half(blocks, 0) / 8, scales, codes.reshape(-1, 256))
+    return book.assemble(book.half(blocks, 0, 8), scales, codes.reshape(-1, 256))
 
 
 def read(data: Bytes, shape: tuple[int, ...]) -> Affine:

@@ -25,7 +25,7 @@ def expand(blocks: Bytes) -> Bytes:
     patterns = blocks[:, 2:34] | upper.astype(np.uint16) << 8
     codes = book.apply_signs(book.eights(grid(NAME))[patterns], blocks[:, 34:66], 128)
     scales = 2 * book.nibbles(blocks[:, 74:]) + np.uint8(1)
-    return book.assemble(book.half(blocks, 0) / 8, scales, codes)
+    return book.assemble(book.half(blocks, 0, 8), scales, codes)
 
 
 def read(data: Bytes, shape: tuple[int, ...]) -> Affine:

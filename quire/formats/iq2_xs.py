@@ -24,7 +24,7 @@ def expand(blocks: Bytes) -> Bytes:
     packed = book.words(blocks, 2, 66, "<u2")
     codes = book.apply_signs(book.eights(grid(NAME))[packed & 511], book.EVEN[packed >> 9], 128)
     scales = 2 * book.nibbles(blocks[:, 66:]) + np.uint8(1)
-    return book.assemble(book.half(blocks, 0) / 8, scales, codes)
+    return book.assemble(book.half(blocks, 0, 8), scales, codes)
 
 
 def read(data: Bytes, shape: tuple[int, ...]) -> Affine:

@@ -26,7 +26,7 @@ def expand(blocks: Bytes) -> Bytes:
     signs = (packed[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127).reshape(-1, 32)
     codes = book.apply_signs(magnitudes, book.EVEN[signs], 31)
     scales = (2 * (packed >> 28) + 1).astype(np.uint8)
-    return book.assemble(book.half(blocks, 0) / 2, scales, codes)
+    return book.assemble(book.half(blocks, 0, 2), scales, codes)
 
 
 def read(data: Bytes, shape: tuple[int, ...]) -> Affine:

@@ -21,11 +21,11 @@ CODEC = book.codec_of(NAME, group=32, bits=8, offset=128, signed_scales=True)
 
 def expand(blocks: Bytes) -> Bytes:
     """Blocks of the file as blocks of plain codes."""
-    numbers = TABLE.view(np.uint8) ^ 0x80  # 128 too high
+    numbers = TABLE.view(np.uint8) ^ np.uint8(0x80)  # 128 too high
     packed = blocks[:, 8:].reshape(-1, 8, 1, 16)
     codes = numbers[np.concatenate((packed & 15, packed >> 4), axis=2)].reshape(-1, 256)
     upper = book.words(blocks, 2, 4, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = (book.nibbles(blocks[:, 4:8]) | upper.astype(np.uint8) << 4) - np.uint8(32)
+    scales = (book.nibbles(blocks[:, 4:8]) | upper.astype(np.uint8) << np.uint8(4)) - np.uint8(32)
     return book.assemble(book.half(blocks, 0), scales, codes)
 
 

@@ -88,7 +88,7 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
 def _find(model: str, env: Environment, progress: bool) -> str:
     from quire.weights.store import Store
 
-    store = Store(env)
+    store = Store(env, accepts=family_of)
     try:
         return str(store.resolve(model))
     except NotFound as missing:

@@ -21,7 +21,7 @@ from quire.weights.gguf_metadata import Metadata
 from quire.weights.gguf_strings import Strings
 from quire.weights.mapped import MappedFile
 
-__all__ = ["GGUF", "Metadata", "Strings", "TensorInfo", "describe"]
+__all__ = ["GGUF", "Metadata", "Strings", "TensorInfo", "describe", "expanded"]
 
 MAX_ARCHITECTURE = 128  # characters; the name is a part of other keys
 MAX_TEXT = 400  # characters of a text that describe() passes on
@@ -90,6 +90,25 @@ class GGUF(MappedFile):
                 f"{self.path} is part {number} of {parts} (key 'split.count'): split models are not supported",
                 cure="merge the parts into one file",
             )
+
+
+def expanded(gguf: GGUF) -> list[str]:
+    """The types that are kept as plain codes because kernels know no codebooks, and what that costs: a line for each."""
+    in_file: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    bits: dict[str, int] = {}
+    for info in gguf.tensors.values():
+        codec = getattr(formats.load(info.type), "CODEC", None)
+        if codec is not None and codec.nbytes != formats.load(info.type).NBYTES:
+            in_file[info.type] += info.nbytes
+            factors = codec.groups + 4 if codec.scale.wide else 2 * codec.groups
+            kept[info.type] += info.elements // codec.block * (codec.block * codec.bits // 8 + factors)
+            bits[info.type] = codec.bits
+    return [
+        f"{kind} weights are kept as {bits[kind]}-bit codes: {in_file[kind] / 2**20:.0f} MiB in the file, "
+        f"{kept[kind] / 2**20:.0f} MiB in memory"
+        for kind in in_file
+    ]
 
 
 def describe(gguf: GGUF) -> dict[str, object]:

@@ -15,7 +15,7 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from quire.observe.errors import QuireError
 from quire.weights.manifest import Manifest, decode
+from quire.weights.names import Reference
 from quire.weights.progress import Progress
 
 
@@ -45,6 +46,11 @@ class Home:
     def part(self, reference: object) -> Path:
         """Where a reference's bytes gather. Its state, and what is made of it, differ in the suffix."""
         return self.root / "partial" / f"{key(str(reference))}.part"
+
+    def parts(self, references: Iterable[Reference]) -> list[Path]:
+        """Where the bytes of a pull gather, from whichever of its sources."""
+        each = [(r, *(r.parts if len(r.parts) > 1 else ())) for r in references]
+        return [self.part(r) for group in each for r in group]
 
     def manifest(self, name: str) -> Path:
         safe = quote(name, safe=":@=+,")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.weights.repository import CONFIG, INDEX, PICKLES, is_plain
+from quire.weights.repository import CONFIG, INDEX, PICKLES, WEIGHTS, is_plain
 from quire.weights.sources.hf import HubTarget
 
 if TYPE_CHECKING:
@@ -48,15 +48,13 @@ def find(target: HubTarget, env: Environment, sha256: str | None = None) -> Path
     snapshot = _snapshot(target, env)
     if snapshot is None:
         return None
-    if not target.file:
-        return snapshot if is_whole(snapshot) else None
-    path = snapshot / target.file
-    if not path.is_file():
+    here = (snapshot / target.file).is_file() if target.file else is_whole(snapshot)
+    if not here:
         return None
-    content = os.path.basename(os.path.realpath(path))
+    content = os.path.basename(os.path.realpath(snapshot / (target.file or WEIGHTS)))
     if sha256 is not None and _SHA256.fullmatch(content) and content != sha256:
-        return None  # another version of the file: a short name means one
-    return path
+        return None  # other weights: a short name means one version
+    return snapshot / target.file if target.file else snapshot
 
 
 def is_whole(snapshot: Path) -> bool:

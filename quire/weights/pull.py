@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,9 +27,11 @@ from quire.weights.progress import Progress, mb
 from quire.weights.sources import Local, Remote
 
 if TYPE_CHECKING:
+    from quire.config import Environment
     from quire.weights.catalogue import Wanted
+    from quire.weights.checkpoint import Opened
+    from quire.weights.home import Home
     from quire.weights.sources.hf import HubTarget
-    from quire.weights.store import Store
     from quire.weights.web import Http
 
 MAGIC = b"GGUF"
@@ -37,10 +40,19 @@ MAGIC = b"GGUF"
 class Pull:
     """`run` once. Raises NotFound, Unsupported, DownloadFailed."""
 
-    def __init__(self, store: Store, wanted: Wanted, progress: Progress, force: bool):
-        self.store, self.place = store, store.place
+    def __init__(
+        self,
+        place: Home,
+        env: Environment,
+        http: Http,
+        wanted: Wanted,
+        progress: Progress,
+        force: bool,
+        accepts: Callable[[Opened], object] | None = None,
+    ):
+        self.place, self.env, self.accepts = place, env, accepts
         self.wanted, self.progress, self.force = wanted, progress, force
-        self.http: Http = replace(store.http, note=progress.note)
+        self.http = replace(http, note=progress.note)
 
     def run(self) -> Path:
         wanted = self.wanted
@@ -57,7 +69,7 @@ class Pull:
                 if len(failures) < len(wanted.references):
                     self.progress.note(f"{reference} failed: {e}; trying the next source")
             except KeyboardInterrupt:
-                self._say_kept(sum(p.stat().st_size for p in self.store.place_parts(wanted) if p.exists()))
+                self._say_kept(sum(p.stat().st_size for p in self.place.parts(wanted.references) if p.exists()))
                 raise
         if len(failures) == 1:
             raise failures[0]
@@ -93,7 +105,7 @@ class Pull:
         return self._commit(reference, done, digest, [part])
 
     def _locate(self, reference: Reference) -> Remote:
-        remote = sources.load(reference.scheme).locate(reference.target, self.store.env, self.http)
+        remote = sources.load(reference.scheme).locate(reference.target, self.env, self.http)
         if isinstance(remote, Local):
             raise DownloadFailed(f"{reference} is a local file: nothing to pull")
         for note in remote.notes:
@@ -151,9 +163,7 @@ class Pull:
         from quire.weights.hub import RepositoryPull
 
         target = cast("HubTarget", reference.target)
-        pull = RepositoryPull(
-            target, self.store.env, self.http, self.progress, self.store.accepts, self.wanted.sha256, self.force
-        )
+        pull = RepositoryPull(target, self.env, self.http, self.progress, self.accepts, self.wanted.sha256, self.force)
         try:
             return pull.run()
         except KeyboardInterrupt:

@@ -176,7 +176,7 @@ class Store:
             if (waited or not force) and (manifest := self.get(wanted.name)):
                 return self.checked(manifest)
             try:
-                return Pull(self, wanted, progress, force).run()
+                return Pull(self.place, self.env, self.http, wanted, progress, force, self.accepts).run()
             finally:
                 progress.finish()
 
@@ -228,17 +228,12 @@ class Store:
     def _drop_partials(self, wanted: Wanted) -> int:
         freed = 0
         with self.place.lock(wanted.key):  # never under a running pull
-            for part in self.place_parts(wanted):
+            for part in self.place.parts(wanted.references):
                 for path in (part, part.with_suffix(".json"), part.with_suffix(".member")):
                     if path.exists():
                         freed += path.stat().st_size
                         path.unlink()
         return freed
-
-    def place_parts(self, wanted: Wanted) -> list[Path]:
-        """Where the bytes of a pull gather, from whichever of its sources."""
-        found = [self.place.part(r) for r in wanted.references]
-        return found + [self.place.part(p) for r in wanted.references if len(r.parts) > 1 for p in r.parts]
 
     # Names
 

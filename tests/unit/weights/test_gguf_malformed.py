@@ -192,8 +192,8 @@ TENSORS: dict[str, Case] = {
         ["byte 37", "entry of tensor 't'", "takes 28 bytes", "after 23"],
     ),
     "no type 4 any more": (lambda: one(kind=4), ["tensor 't' has type Q4_2 (4)", "not supported"]),
-    "IQ2_XXS": (lambda: one(kind=16), ["byte 24", "tensor 't' has type IQ2_XXS (16)", "supported types: BF16, F16"]),
-    "TQ1_0": (lambda: one(kind=34), ["tensor 't' has type TQ1_0 (34)"]),
+    "Q8_K": (lambda: one(kind=15), ["byte 24", "tensor 't' has type Q8_K (15)", "supported types: BF16, F16"]),
+    "NVFP4": (lambda: one(kind=40), ["tensor 't' has type NVFP4 (40)"]),
     "MXFP4 and others": (
         lambda: Maker().tensor("t", [32], 39).tensor("u", [32], 39).tensor("v", [32], 26),
         ["tensor 't' has type MXFP4 (39)", "1 more of type MXFP4", "1 more of type I32"],

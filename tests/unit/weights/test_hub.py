@@ -376,6 +376,9 @@ def test_a_short_name_for_a_repository_checks_its_weights(
     assert hub.fetched() == ["config.json"]
     monkeypatch.setattr(catalogue, "ENTRIES", (dataclasses.replace(entry, sha256=sha256(weights)),))
     assert store.pull("tiny:1m") == store.resolve("tiny:1m") == folder(store) / "snapshots" / COMMIT
+    monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
+    with pytest.raises(NotFound):  # what is in the cache is another version
+        store.resolve("tiny:1m")
 
 
 def test_a_file_in_the_hubs_cache_must_be_the_one_a_short_name_means(

@@ -301,7 +301,7 @@ def test_a_broken_package_leaves_nothing(index: Store, origin: Origin, cut: int)
 
 def test_npm_configuration(tmp_path: Path):
     rc = tmp_path / ".npmrc"
-    rc.write_text("; registry=https://no\nregistry = https://r/\ncafile=\"/x.pem\"\n//r/:_authToken=secret\n")
+    rc.write_text('; registry=https://no\nregistry = https://r/\ncafile="/x.pem"\n//r/:_authToken=secret\n')
     assert npm.NpmConfig.read(rc) == npm.NpmConfig("https://r/", "/x.pem")
     assert npm.NpmConfig.read(tmp_path / "none") == npm.NpmConfig()
 
@@ -323,7 +323,7 @@ def test_a_folder_in_a_wheel_becomes_a_model(index: Store, origin: Origin, recor
     index.verify(FOLDER)
     assert index.problems() == []
     (path / "tokenizer.json").write_bytes(b"{}")
-    with pytest.raises(BadModelFile, match="tokenizer.json has sha256"):
+    with pytest.raises(BadModelFile, match=r"tokenizer\.json has sha256"):
         index.verify(FOLDER)
     (path / "tokenizer.json").unlink()
     assert index.problems()[0].fatal
@@ -338,7 +338,7 @@ def test_a_folder_whose_weights_are_others(index: Store, origin: Origin, monkeyp
     serve_wheel(origin, "my-model", "1.0", {f"my_model/model/{n}": d for n, d in CONFIG.items()})
     entry = Entry("tiny:1m", (FOLDER,), "4" * 64, 7000, "MIT", "for tests", folder=True)
     monkeypatch.setattr(catalogue, "ENTRIES", (entry,))
-    with pytest.raises(DownloadFailed, match="model.safetensors does not verify"):
+    with pytest.raises(DownloadFailed, match=r"model\.safetensors does not verify"):
         index.pull("tiny:1m")
     assert index.list() == [] and not list((index.home / "partial").iterdir())
     right = hashlib.sha256(CONFIG["model.safetensors"]).hexdigest()
