@@ -187,7 +187,7 @@ class Affine:
     def _floats(self, rows: slice) -> Floats:
         codes, scale, bias = self.parts(rows)
         grouped = codes.reshape(*scale.shape, self.codec.group).astype(np.float32)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             grouped *= scale[..., None]
             if bias is not None:
                 grouped += bias[..., None]

@@ -1,6 +1,7 @@
 // See batch.h.
 #include "batch.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -28,21 +29,25 @@ void check(const BatchView& b, const BatchLimits& l) {
         if (b.q_start[s + 1] < b.q_start[s]) refuse(at("q_start", s + 1, b.q_start[s + 1]) + " goes back");
     for (int s = 0; s < b.sequences; s++) {
         const int length = b.kv_len[s];
-        if (length < 0 || length > (int64_t)b.table * kPage)
+        if (length < 0 || (l.reach && length > (int64_t)b.table * kPage))
             refuse(at("kv_len", s, length) + ", but its page table holds " + std::to_string((int64_t)b.table * kPage) + " tokens");
+        int first = length;  // position of the first row
+        for (int t = b.q_start[s]; t < b.q_start[s + 1]; t++) {
+            if (b.pos[t] < 0 || b.pos[t] >= length)
+                refuse(at("pos", t, b.pos[t]) + " lies outside its sequence of " + std::to_string(length) + " tokens");
+            first = std::min(first, b.pos[t]);
+        }
+        if (!l.reach) continue;
         const int32_t* pages = b.pages + (int64_t)s * b.table;
-        for (int i = 0; i < (length + kPage - 1) / kPage; i++)
+        for (int i = first >= l.reach ? (first - l.reach + 1) / kPage : 0; i < (length + kPage - 1) / kPage; i++)
             if (pages[i] < 0 || pages[i] >= l.pages)
                 refuse("pages[" + std::to_string(s) + ", " + std::to_string(i) + "] = " + std::to_string(pages[i]) +
                        " is not a page of the pool (" + std::to_string(l.pages) + ")");
-        for (int t = b.q_start[s]; t < b.q_start[s + 1]; t++)
-            if (b.pos[t] < 0 || b.pos[t] >= length)
-                refuse(at("pos", t, b.pos[t]) + " lies outside its sequence of " + std::to_string(length) + " tokens");
     }
     for (int t = 0; t < b.tokens; t++) {
         if (l.vocabulary && (b.ids[t] < 0 || b.ids[t] >= l.vocabulary))
             refuse(at("ids", t, b.ids[t]) + " is not in the vocabulary of " + std::to_string(l.vocabulary));
-        if (b.write[t] < 0 || b.write[t] >= (int64_t)l.pages * kPage)
+        if (l.reach && (b.write[t] < 0 || b.write[t] >= (int64_t)l.pages * kPage))
             refuse(at("write", t, b.write[t]) + " is not a slot of the pool (" + std::to_string((int64_t)l.pages * kPage) + ")");
     }
     for (int i = 0; i < b.rows; i++)

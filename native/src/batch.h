@@ -21,6 +21,9 @@ struct BatchLimits {
     int max_tokens = 0, max_rows = 0;
     int vocabulary = 0;  // 0: ids are not looked up
     int pages = 0;
+    // How far back a row looks, its own token counted: page tables are not followed before that. 0: the program has no
+    // cache, and neither page tables nor write are looked at.
+    int reach = 0;
 };
 
 // Throws std::invalid_argument that names the first thing wrong.

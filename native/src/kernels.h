@@ -27,21 +27,26 @@ struct RopeArgs {
 constexpr int kPage = 16;    // tokens in a KV page: the lane count
 constexpr int kChunk = 256;  // tokens whose softmax is one sum; a query's past is cut at multiples of this, always
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxAttend = 64;  // queries in one call
+constexpr int kMaxLatentDim = 576;  // of a key whose front is the value
+constexpr int kMaxAttend = 64;      // queries in one call
 
-enum class KvType { Half, Byte };
+enum class KvType { Half, Byte, Float };  // floats are never cached: encoders lay out their keys like that for a step
 
 // What one head keeps of a page: keys [head_dim][16], then values [16][head_dim]. Bytes have a float32 scale per token,
-// 16 for the keys and 16 for the values, after both.
+// 16 for the keys and 16 for the values, after both. A latent cell is halves [16][head_dim], and the first `latent` columns
+// of a key are its value.
 struct KvCell {
     KvType type = KvType::Half;
     int head_dim = 0;
+    int latent = 0;
 
     size_t numbers() const { return (size_t)head_dim * kPage; }
-    size_t width() const { return type == KvType::Half ? 2 : 1; }
+    size_t width() const { return type == KvType::Float ? 4 : type == KvType::Half ? 2 : 1; }
     size_t values_at() const { return numbers() * width(); }
     size_t scales_at() const { return 2 * values_at(); }
-    size_t bytes() const { return scales_at() + (type == KvType::Half ? 0 : 2 * kPage * sizeof(float)); }
+    size_t bytes() const {
+        return latent ? values_at() : scales_at() + (type == KvType::Byte ? 2 * kPage * sizeof(float) : 0);
+    }
 };
 
 // What a query has of a chunk, or of several: its weighted values [head_dim, padded to 16], their largest score, and the
@@ -55,15 +60,18 @@ struct PartShape {
 struct AttendArgs {
     const uint8_t* cells;  // of this layer and head: page p at cells + p * page_stride
     size_t page_stride;
-    const int32_t* pages;  // of the chunk, the first one first
+    const int32_t* pages;  // of the chunk, the first one first; those before every query's `from` are not looked at
     int ahead;             // entries after the last one used that name pages to be wanted soon
     KvCell cell;
     float scale;
+    float cap = 0;         // a score s becomes cap * tanh(s / cap); 0: it stays
+    bool windowed = false;  // some query's `from` is not 0
     uint8_t* scratch;                // attend_scratch() bytes
     int count;                       // queries, at most kMaxAttend
     const float* query[kMaxAttend];  // [head_dim]
     float* part[kMaxAttend];         // PartShape
-    int32_t seen[kMaxAttend];        // tokens of the chunk that query i may look at: 1 to kChunk
+    int32_t from[kMaxAttend];        // tokens [from, seen) of the chunk are what query i looks at, never none
+    int32_t seen[kMaxAttend];        // 1 to kChunk
 };
 
 constexpr int kAttendBlock = 64;                    // tokens widened to float32 at a time
@@ -71,6 +79,10 @@ constexpr int kAttendStride = kMaxHeadDim + 16;     // floats from one query to 
 static_assert(kChunk <= kMaxHeadDim, "scores and queries use one stride");
 constexpr size_t attend_scratch() {
     return sizeof(float) * (size_t)(2 * kMaxAttend * kAttendStride + kAttendBlock * kMaxHeadDim);
+}
+constexpr int kLatentBlock = 32;
+constexpr size_t latent_scratch() {
+    return sizeof(float) * (size_t)(kMaxAttend * (kMaxLatentDim + kAttendStride) + kLatentBlock * kMaxLatentDim);
 }
 
 struct Kernels {
@@ -89,7 +101,16 @@ struct Kernels {
     void (*attend)(const AttendArgs& args);  // fills every part
     void (*merge)(const float* part, int head_dim, float* sum);  // a later chunk's part into those before it
     void (*finish)(const float* sum, int head_dim, float* out);  // the answer: values over weights
+    void (*store_latent)(const float* k, const KvCell& cell, uint8_t* to, int slot);
+    void (*attend_latent)(const AttendArgs& args);  // as attend, over latent cells, with latent_scratch() bytes; no window, no cap
     void (*exp)(const float* x, int n, float* out);  // for tests
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);  // bias or nullptr
+    void (*geglu)(const float* gate, const float* up, int n, float* out);
+    void (*gelu)(const float* x, int n, float* out);
+    void (*scale)(const float* x, float factor, int n, float* out);
+    void (*softcap)(const float* x, float cap, int n, float* out);
+    void (*clamped)(const float* gate, const float* up, float limit, int n, float* out);
+    void (*accumulate)(const float* x, float factor, int n, float* sum);  // sum += factor * x
 };
 
 const Kernels* scalar_kernels();

@@ -119,6 +119,30 @@ Segment to_segment(const SegmentTuple& t) {
     return s;
 }
 
+using Matrices = std::vector<std::shared_ptr<Matrix>>;
+using Vectors = std::vector<std::shared_ptr<Vector>>;
+
+// (gate, up, down), their biases (each empty, or one per expert), and the limit of the clamped activation, if it is that.
+using ExpertsTuple = std::tuple<Matrices, Matrices, Matrices, Vectors, Vectors, Vectors, std::vector<float>>;
+// top, sigmoid, renormalize, scale, groups, top_groups, pair
+using RoutingTuple = std::tuple<int, bool, bool, double, int, int, bool>;
+
+Experts to_experts(const ExpertsTuple& t) {
+    Experts x;
+    auto fill = [](auto& to, const auto& from) { to.assign(from.begin(), from.end()); };
+    fill(x.gate, std::get<0>(t)), fill(x.up, std::get<1>(t)), fill(x.down, std::get<2>(t));
+    fill(x.gate_bias, std::get<3>(t)), fill(x.up_bias, std::get<4>(t)), fill(x.down_bias, std::get<5>(t));
+    if ((x.clamped = !std::get<6>(t).empty())) x.limit = std::get<6>(t)[0];
+    return x;
+}
+
+Routing to_routing(const RoutingTuple& t, const nb::object& bias) {
+    Routing r;
+    std::tie(r.top, r.sigmoid, r.renormalize, r.scale, r.groups, r.top_groups, r.pair) = t;
+    if (!bias.is_none()) r.bias = nb::cast<std::shared_ptr<Vector>>(bias);
+    return r;
+}
+
 nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Ints1& q_start, const Ints1& kv_len,
                   const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs) {
     Plan& plan = nb::cast<Plan&>(self);
@@ -156,19 +180,28 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
 void bind_plan(nb::module_& m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
-             [](Plan* self, Machine& machine, std::tuple<int, int, int, int, bool> kv, int max_tokens, int max_rows,
+             [](Plan* self, Machine& machine, std::tuple<int, int, int, int, bool, int> kv, int max_tokens, int max_rows,
                 size_t arena) {
-                 auto [layers, pages, kv_heads, head_dim, bytes] = kv;
-                 const KvShape shape{layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half};
+                 auto [layers, pages, kv_heads, head_dim, bytes, latent] = kv;
+                 const KvShape shape{layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent};
                  new (self) Plan(machine.pool, machine.kernels, shape, max_tokens, max_rows, arena);
              })
         .def("slot", &Plan::slot)
         .def("embed", [](Plan& p, std::shared_ptr<Matrix> table, int out) { p.embed(std::move(table), out); })
-        .def("norm", [](Plan& p, int x, std::shared_ptr<Vector> w, float eps, int out,
-                        int quant) { p.norm(x, std::move(w), eps, out, quant); })
+        .def("norm", [](Plan& p, int x, std::shared_ptr<Vector> w, float eps, int heads, int out,
+                        int quant) { p.norm(x, std::move(w), eps, heads, out, quant); })
+        .def("layer_norm", [](Plan& p, int x, std::shared_ptr<Vector> w, nb::object bias, float eps, int heads, int out, int quant) {
+            std::shared_ptr<Vector> b = bias.is_none() ? nullptr : nb::cast<std::shared_ptr<Vector>>(bias);
+            p.layer_norm(x, std::move(w), std::move(b), eps, heads, out, quant);
+        }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("quantize", &Plan::quantize)
         .def("add", &Plan::add)
         .def("swiglu", &Plan::swiglu)
+        .def("geglu", &Plan::geglu)
+        .def("gelu", &Plan::gelu)
+        .def("scale", &Plan::scale)
+        .def("softcap", &Plan::softcap)
+        .def("join", &Plan::join)
         .def("take", &Plan::take)
         .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude) {
             if (dim < 0 || f.shape(0) != (size_t)dim / 2) throw std::invalid_argument("rope: frequencies must have dim / 2 entries");
@@ -180,10 +213,23 @@ void bind_plan(nb::module_& m) {
             for (const auto& s : segments) list.push_back(to_segment(s));
             p.linear(std::move(list));
         })
-        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, int out,
-                         int quant) { p.gated(to_segment(gate), to_segment(up), out, quant); })
+        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, bool geglu, int out, int quant) {
+            p.gated(to_segment(gate), to_segment(up), geglu ? Act::Geglu : Act::Swiglu, out, quant);
+        })
+        .def("head_linear", [](Plan& p, int x, std::shared_ptr<Matrix> w, int heads, int out) { p.head_linear(x, std::move(w), heads, out); })
+        .def("moe", [](Plan& p, int x, int quant, int logits, const ExpertsTuple& experts, const RoutingTuple& routing, nb::object bias,
+                       int out, size_t room) { p.moe(x, quant, logits, to_experts(experts), to_routing(routing, bias), out, room); },
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
         .def("store", &Plan::store)
-        .def("attend", &Plan::attend)
+        .def("attend", [](Plan& p, int q, int layer, int heads, float scale, int window, float cap, const nb::object& sinks, int out,
+                          int quant) {
+            AttendOptions options{window, cap, nullptr};
+            if (!sinks.is_none()) options.sinks = nb::cast<std::shared_ptr<Vector>>(sinks);
+            p.attend(q, layer, heads, scale, out, quant, options);
+        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+        .def("store_latent", &Plan::store_latent)
+        .def("attend_latent", &Plan::attend_latent)
+        .def("encode", &Plan::encode)
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)
@@ -201,6 +247,9 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
+    m.def("moe_bytes", [](int rows, int experts, int top, int width, int inner, std::pair<bool, bool> x, std::pair<bool, bool> y) {
+        return moe_bytes(rows, experts, top, width, inner, {x.first, x.second}, {y.first, y.second});
+    });
     nb::class_<Machine>(m, "Machine")
         .def(nb::init<int, const std::string&, const std::vector<int>&>(), nb::arg(), nb::arg(), nb::arg() = std::vector<int>{})
         .def_prop_ro("threads", [](const Machine& x) { return x.pool->threads(); });

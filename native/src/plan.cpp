@@ -20,10 +20,13 @@ Plan::Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv,
            size_t arena_bytes)
     : pool_(std::move(pool)), kernels_(kernels), shape_(kv), arena_memory_(arena_bytes) {
     if (kv.layers < 0 || kv.pages < 0 || kv.pages > (1 << 26)) refuse("the KV pool has no sensible size");
-    if (kv.layers && (kv.head_dim < 8 || kv.head_dim > kMaxHeadDim || kv.head_dim % 8 || kv.kv_heads < 1))
-        refuse("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) + ", not " + std::to_string(kv.head_dim));
+    const int most = kv.latent ? kMaxLatentDim : kMaxHeadDim;
+    if (kv.layers && (kv.head_dim < 8 || kv.head_dim > most || kv.head_dim % 8 || kv.kv_heads < 1))
+        refuse("head_dim must be a multiple of 8 up to " + std::to_string(most) + ", not " + std::to_string(kv.head_dim));
+    if (kv.latent < 0 || kv.latent > kv.head_dim || (kv.latent && (kv.kv_heads != 1 || kv.type != KvType::Half)))
+        refuse("a latent pool keeps one key per token, in halves, with the value inside it");
     if (max_tokens < 1 || max_rows < 0) refuse("a step must hold at least one token");
-    limits_ = {max_tokens, max_rows, 0, kv.pages};
+    limits_ = {max_tokens, max_rows, 0, kv.pages, 0};
     arena_ = arena_memory_.data();
     kv_memory_ = Mapping((size_t)kv.pages * kv.page_bytes(), false);
     kv_ = kv_memory_.data();

@@ -10,6 +10,8 @@
 
 #include "batch.h"
 #include "kernels.h"
+#include "operand.h"
+#include "routing.h"
 #include "thread_pool.h"
 #include "weight.h"
 
@@ -25,8 +27,9 @@ struct Vector {  // a float32 vector weight, padded to 16
 struct KvShape {
     int layers = 0, pages = 0, kv_heads = 0, head_dim = 0;
     KvType type = KvType::Half;
+    int latent = 0;  // not 0: one key per token, whose first columns are the value
 
-    KvCell cell() const { return {type, head_dim}; }
+    KvCell cell() const { return {type, head_dim, latent}; }
     size_t layer_bytes() const { return (size_t)kv_heads * cell().bytes(); }
     size_t page_bytes() const { return (size_t)layers * layer_bytes(); }
 };
@@ -70,6 +73,23 @@ struct Segment {
     int in = -1, out = -1, residual = -1;
 };
 
+// What attention may have beside its scale.
+struct AttendOptions {
+    int window = 0;                       // tokens that a row sees, its own among them; 0: all
+    float cap = 0;                        // 0: none
+    std::shared_ptr<const Vector> sinks;  // a score per head that has no value
+};
+
+enum class Act { Swiglu, Geglu };
+
+// The weights of a mixture: one matrix per expert; biases are empty, or one vector per expert.
+struct Experts {
+    std::vector<std::shared_ptr<const Matrix>> gate, up, down;
+    std::vector<std::shared_ptr<const Vector>> gate_bias, up_bias, down_bias;
+    bool clamped = false;  // the activation of gpt-oss, with this limit
+    float limit = 0;
+};
+
 class Plan {
 public:
     Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
@@ -80,18 +100,34 @@ public:
 
     // Each checks its shapes, and throws std::invalid_argument. See steps_*.cpp.
     void embed(std::shared_ptr<const Matrix> table, int out);
-    void norm(int x, std::shared_ptr<const Vector> weight, float eps, int out, int quant_out);
+    // Over each of a row's `heads` parts; the weight is one part wide, or has one for each.
+    void norm(int x, std::shared_ptr<const Vector> weight, float eps, int heads, int out, int quant_out);
+    void layer_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, float eps, int heads, int out,
+                    int quant_out);
     void quantize(int x, int out);
     void add(int a, int b, int out);
     void swiglu(int gate, int up, int out);
+    void geglu(int gate, int up, int out);
+    void gelu(int x, int out);
+    void scale(int x, float factor, int out);
+    void softcap(int x, float cap, int out);
+    void join(int a, int b, int heads, int out);
     void take(int x, int out);
     int rope_table(const float* frequencies, int dim, bool pairs, double magnitude);
     void rope(int x, int table, int heads, int out);
     void linear(std::vector<Segment> segments);
-    void gated(Segment gate, Segment up, int out, int quant_out);  // swiglu of two linears
+    void gated(Segment gate, Segment up, Act act, int out, int quant_out);  // an activation of two linears
+    void head_linear(int x, std::shared_ptr<const Matrix> weight, int heads, int out);
+    // Experts read x where they are dense, and quant where they are affine; -1 where none is. `room` is where in the arena
+    // moe_bytes() lie that nobody else uses meanwhile.
+    void moe(int x, int quant, int logits, Experts experts, Routing routing, int out, size_t room);
     // Stores k and v; with a table (not -1) rotates k, and q into q_out, on the way.
     void store(int k, int v, int table, int q, int q_out, int layer);
-    void attend(int q, int layer, int heads, float scale, int out, int quant_out);
+    void attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options = {});
+    void store_latent(int k, int layer);
+    void attend_latent(int q, int layer, int heads, float scale, int out);
+    // Every row of a sequence sees every row of it that is in the step.
+    void encode(int q, int k, int v, int heads, float scale, int out);
     void output(int slot);
     void input(int slot);
 
@@ -104,6 +140,13 @@ public:
 
     // For steps.
     float* floats(const Slot& s, int r) const { return (float*)(arena_ + s.offset + (size_t)r * s.stride); }
+    Operand operand(const Slot& s, int r) const {  // from row r on; r a multiple of 16
+        Operand o;
+        if (s.quant) o.panel = panel(s, r), o.shape = s.shape;
+        else o.rows = floats(s, r), o.stride = s.stride / sizeof(float);
+        return o;
+    }
+    uint8_t* arena(size_t offset) const { return arena_ + offset; }
     uint8_t* panel(const Slot& s, int r) const { return arena_ + s.offset + (size_t)(r / 16) * s.stride; }  // that holds row r
     void quantize_row(const Slot& s, int r, const float* x, int first_group, int groups) const {
         kernels_->quantize(x, first_group, groups, panel(s, r), r % 16, s.shape);
@@ -122,9 +165,12 @@ public:
 
 private:
     friend struct RopeTable;
+    std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, bool& first);
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;
+    void add_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, bool centred, float eps, int heads,
+                  int out, int quant_out);
     void need_scratch(size_t bytes);
     BatchView own(const BatchView& given);
 
@@ -135,7 +181,8 @@ private:
     std::vector<Slot> slots_;
     std::vector<std::unique_ptr<Step>> steps_;
     std::vector<struct RopeTable*> tables_;  // owned by steps_
-    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads
+    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads and window
+    std::shared_ptr<struct EncodePages> encode_pages_;
     std::vector<int> inputs_;
     int output_ = -1;
     Mapping arena_memory_, kv_memory_, scratch_memory_;
@@ -146,5 +193,11 @@ private:
     std::vector<int32_t> staging_;  // this run's batch
     std::mutex running_;
 };
+
+// What moe needs between its steps, for so many rows. gathered, inner: the forms (int8 or not) that gate and up, and down, read.
+struct Forms {
+    bool rounded = false, whole = false;
+};
+size_t moe_bytes(int rows, int experts, int top, int width, int inner_width, Forms gathered, Forms inner);
 
 }  // namespace quire

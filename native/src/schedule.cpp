@@ -24,8 +24,8 @@ int rows_of(int group) {
 
 }  // namespace
 
-Schedule::Schedule(int heads, int kv_heads, int head_dim)
-    : group_(heads / kv_heads), kv_heads_(kv_heads), shape_(head_dim), parts_(kPartBytes, false) {}
+Schedule::Schedule(int heads, int kv_heads, int head_dim, int window)
+    : group_(heads / kv_heads), kv_heads_(kv_heads), window_(window), shape_(head_dim), parts_(kPartBytes, false) {}
 
 bool Schedule::last(const Tile& tile, int head) const {
     std::atomic<int>& pending = pending_[(size_t)((&tile - tiles_.data()) * kv_heads_ + head)];
@@ -35,7 +35,7 @@ bool Schedule::last(const Tile& tile, int head) const {
 }
 
 bool Schedule::room(Tile& tile) {
-    const size_t floats = (size_t)kv_heads_ * (size_t)tile.chunks * (size_t)(tile.rows * group_) * shape_.floats;
+    const size_t floats = (size_t)kv_heads_ * (size_t)(tile.chunks - tile.begin) * (size_t)(tile.rows * group_) * shape_.floats;
     if ((used_ + floats) * sizeof(float) > parts_.size()) return false;
     tile.parts = used_;
     used_ += floats;
@@ -46,10 +46,18 @@ bool Schedule::room(Tile& tile) {
 int64_t Schedule::tokens(const Tile& tile, int chunk, int chunks) const {
     int64_t sum = 0;
     for (int r = tile.row; r < tile.row + tile.rows; r++) {
-        const int64_t from = (int64_t)chunk * kChunk, to = std::min<int64_t>(batch_->pos[r] + 1, from + (int64_t)chunks * kChunk);
+        const int64_t start = (int64_t)chunk * kChunk, to = std::min<int64_t>(batch_->pos[r] + 1, start + (int64_t)chunks * kChunk);
+        const int64_t from = std::max<int64_t>(start, first(batch_->pos[r]));
         if (to > from) sum += to - from;
     }
     return sum * group_;
+}
+
+// Whether a row of it no longer sees the first token.
+bool Schedule::past(const Tile& tile) const {
+    for (int r = tile.row; window_ && r < tile.row + tile.rows; r++)
+        if (first(batch_->pos[r])) return true;
+    return false;
 }
 
 void Schedule::add(const std::vector<int>& tiles, int chunk, int chunks, bool whole) {
@@ -83,7 +91,8 @@ void Schedule::meet(std::vector<int> tiles, int chunk, std::vector<int>& next) {
 }
 
 // Small tiles whose tables agree on the first chunk are read together there; those that still agree on the second, too; and
-// so on. A chunk that two sequences hold in different pages is not looked at further on.
+// so on. A chunk that two sequences hold in different pages is not looked at further on. Rows whose window has left their
+// first token behind share nothing: what they see is short, and seldom the front of anything.
 void Schedule::share(const BatchView& b) {
     auto table = [&](int t, int chunk) {
         return b.pages + (int64_t)tiles_[(size_t)t].sequence * b.table + (int64_t)chunk * (kChunk / kPage);
@@ -91,7 +100,7 @@ void Schedule::share(const BatchView& b) {
     constexpr size_t kRow = kChunk / kPage * sizeof(int32_t);
     std::vector<int> left;
     for (int t = 0; t < (int)tiles_.size(); t++)
-        if (tiles_[(size_t)t].rows * group_ < kSmall) left.push_back(t);
+        if (tiles_[(size_t)t].rows * group_ < kSmall && !past(tiles_[(size_t)t])) left.push_back(t);
     for (int chunk = 0; left.size() > 1; chunk++) {
         left.erase(std::remove_if(left.begin(), left.end(), [&](int t) {
             const Tile& tile = tiles_[(size_t)t];
@@ -115,8 +124,11 @@ void Schedule::divide(const BatchView& b, int threads) {
     int64_t all = 0;
     for (int s = 0; s < b.sequences; s++)
         for (int t = b.q_start[s]; t < b.q_start[s + 1]; t += most) {
-            Tile tile{s, t, std::min(most, b.q_start[s + 1] - t), 0, 0, 0};
-            for (int r = t; r < t + tile.rows; r++) tile.chunks = std::max(tile.chunks, b.pos[r] / kChunk + 1);
+            Tile tile{s, t, std::min(most, b.q_start[s + 1] - t), INT32_MAX, 0, 0, 0};
+            for (int r = t; r < t + tile.rows; r++) {
+                tile.begin = std::min(tile.begin, first(b.pos[r]) / kChunk);
+                tile.chunks = std::max(tile.chunks, b.pos[r] / kChunk + 1);
+            }
             all += tokens(tile, 0, tile.chunks);
             tiles_.push_back(tile);
         }
@@ -127,10 +139,10 @@ void Schedule::divide(const BatchView& b, int threads) {
         Tile& tile = tiles_[(size_t)t];
         if (shared_[(size_t)t]) {
             cut(t, shared_[(size_t)t], threads > 1 ? target : INT64_MAX);
-        } else if (threads > 1 && tile.chunks > 1 && tokens(tile, 0, tile.chunks) > target && room(tile)) {
-            cut(t, 0, target);
+        } else if (threads > 1 && tile.chunks - tile.begin > 1 && tokens(tile, 0, tile.chunks) > target && room(tile)) {
+            cut(t, tile.begin, target);
         } else {
-            add({t}, 0, tile.chunks, true);
+            add({t}, tile.begin, tile.chunks - tile.begin, true);
         }
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });

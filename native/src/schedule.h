@@ -4,6 +4,8 @@
 // other threads have to do is cut at chunks, and tiles whose page tables name the same pages for a chunk meet in one item
 // there, so that the pages are read once for all of them. Items of such tiles leave parts behind, one per chunk and query;
 // who comes last merges them, in order. None of this can be seen in a result: see kernels/attention.h.
+//
+// With a window a tile begins at the first chunk that one of its rows sees; what lies before costs nothing and is not named.
 #pragma once
 
 #include <atomic>
@@ -19,9 +21,10 @@ namespace quire {
 struct Schedule {
     struct Tile {
         int sequence, row, rows;
-        int chunks;    // of its longest row
+        int begin;     // the first chunk that a row of it sees
+        int chunks;    // of its longest row, those before `begin` among them
         int pieces;    // items of one head that it takes part in; 0: it is one item, whole
-        size_t parts;  // floats before its parts: [kv_head][chunk][query]
+        size_t parts;  // floats before its parts: [kv_head][chunk from begin on][query]
     };
     struct Item {           // for each KV head
         int first, members;  // tiles, in `members`
@@ -30,7 +33,7 @@ struct Schedule {
         int64_t cost;
     };
 
-    Schedule(int heads, int kv_heads, int head_dim);
+    Schedule(int heads, int kv_heads, int head_dim, int window);  // head_dim: of the values; window: 0 for none
 
     void divide(const BatchView& batch, int threads);
 
@@ -40,8 +43,10 @@ struct Schedule {
     const Tile& tile(const Item& item, int i) const { return tiles_[(size_t)members_[(size_t)(item.first + i)]]; }
     int group() const { return group_; }
     int heads() const { return group_ * kv_heads_; }
+    int window() const { return window_; }
+    int first(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }  // that it sees
     float* part(const Tile& tile, int head, int chunk, int query) const {
-        const size_t at = (size_t)((head * tile.chunks + chunk) * tile.rows * group_ + query);
+        const size_t at = (size_t)((head * (tile.chunks - tile.begin) + chunk - tile.begin) * tile.rows * group_ + query);
         return (float*)parts_.data() + tile.parts + at * shape_.floats;
     }
     // One item of this tile and head is done. True for the last of them, who finds all the others' parts in place.
@@ -54,8 +59,9 @@ private:
     void cut(int tile, int from, int64_t target);
     void add(const std::vector<int>& tiles, int chunk, int chunks, bool whole);
     int64_t tokens(const Tile& tile, int chunk, int chunks) const;
+    bool past(const Tile& tile) const;
 
-    int group_, kv_heads_;
+    int group_, kv_heads_, window_;
     PartShape shape_;
     const BatchView* batch_ = nullptr;
     std::vector<Tile> tiles_;

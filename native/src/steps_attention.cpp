@@ -1,5 +1,7 @@
 // Attention in two steps: store this step's keys and values (rotating on the way), then let every query look at its past,
-// in the items that the schedule made.
+// in the items that the schedule made. Over a latent pool it is the same: there a KV head is a share of the heads, all of
+// them with one key.
+#include <algorithm>
 #include <stdexcept>
 
 #include "plan.h"
@@ -43,15 +45,35 @@ struct Store : Step {
     }
 };
 
+struct StoreLatent : Step {
+    const char* name() const override { return "store"; }
+    Slot k;
+    int layer = 0;
+
+    int items(const Run& run) const override { return (run.batch.tokens + kPage - 1) / kPage; }
+    void work(const Run& run, int item, int) const override {
+        const int end = std::min(run.batch.tokens, (item + 1) * kPage);
+        for (int t = item * kPage; t < end; t++) {
+            const int page = run.batch.write[t] / kPage, slot = run.batch.write[t] % kPage;
+            run.plan.kernels().store_latent(run.plan.floats(k, t), run.plan.kv().cell(), run.plan.cells(layer, page), slot);
+        }
+    }
+};
+
 struct Attend : Step {
     const char* name() const override { return "attend"; }
     Slot q, out, quant;
     bool quantized = false, divides = false;
     int layer = 0;
-    float scale = 1;
+    int width = 0;  // columns of a head's values
+    float scale = 1, cap = 0;
+    std::vector<float> sinks;  // [heads] of parts without values
     std::shared_ptr<Schedule> schedule;
 
-    static size_t scratch(int head_dim) { return attend_scratch() + 2 * kMaxAttend * PartShape(head_dim).floats * sizeof(float); }
+    static size_t own_scratch(const KvShape& kv) { return kv.latent ? latent_scratch() : attend_scratch(); }
+    static size_t scratch(const KvShape& kv, int width) {
+        return own_scratch(kv) + 2 * kMaxAttend * PartShape(width).floats * sizeof(float);
+    }
 
     void prepare(const Run& run) override {
         if (divides) schedule->divide(run.batch, run.threads);
@@ -67,10 +89,11 @@ struct Attend : Step {
             const Schedule::Tile& tile = schedule->tile(item, m);
             if (!schedule->last(tile, head)) continue;
             for (int j = 0; j < tile.rows * schedule->group(); j++) {
-                float* sum = schedule->part(tile, head, 0, j);
-                for (int c = 1; c <= position(run, tile, j) / kChunk; c++)
-                    run.plan.kernels().merge(schedule->part(tile, head, c, j), run.plan.kv().head_dim, sum);
-                run.plan.kernels().finish(sum, run.plan.kv().head_dim, output(run, tile, head, j));
+                const int begin = first(run, tile, j) / kChunk;
+                float* sum = schedule->part(tile, head, begin, j);
+                for (int c = begin + 1; c <= position(run, tile, j) / kChunk; c++)
+                    run.plan.kernels().merge(schedule->part(tile, head, c, j), width, sum);
+                finish(run, tile, head, j, sum);
             }
             round(run, tile, head);
         }
@@ -80,23 +103,23 @@ struct Attend : Step {
     void whole(const Run& run, const Schedule::Item& item, int head, int thread) const {
         const Plan& plan = run.plan;
         const Schedule::Tile& tile = schedule->tile(item, 0);
-        const int queries = tile.rows * schedule->group(), D = plan.kv().head_dim;
-        const size_t stride = PartShape(D).floats;
-        float* sums = (float*)(plan.scratch(thread) + attend_scratch());
+        const int queries = tile.rows * schedule->group();
+        const size_t stride = PartShape(width).floats;
+        float* sums = (float*)(plan.scratch(thread) + own_scratch(plan.kv()));
         float* parts = sums + kMaxAttend * stride;
         AttendArgs a = view(run, head, thread);
-        for (int first = 0; first < queries; first += kMaxAttend) {
-            const int end = first + kMaxAttend < queries ? first + kMaxAttend : queries;
-            for (int c = 0; c < tile.chunks; c++) {
+        for (int start = 0; start < queries; start += kMaxAttend) {
+            const int end = start + kMaxAttend < queries ? start + kMaxAttend : queries;
+            for (int c = tile.begin; c < tile.chunks; c++) {
                 look(run, a, tile, c, tile.chunks);
-                for (int j = first; j < end; j++) put(run, a, tile, head, j, c, (c ? parts : sums) + (size_t)(j - first) * stride);
-                if (a.count) plan.kernels().attend(a);
-                for (int j = first; c && j < end; j++)
-                    if (position(run, tile, j) >= c * kChunk)
-                        plan.kernels().merge(parts + (size_t)(j - first) * stride, D, sums + (size_t)(j - first) * stride);
+                for (int j = start; j < end; j++)
+                    put(run, a, tile, head, j, c, (first(run, tile, j) / kChunk == c ? sums : parts) + (size_t)(j - start) * stride);
+                if (a.count) attend(run, a);
+                for (int j = start; j < end; j++)
+                    if (position(run, tile, j) >= c * kChunk && first(run, tile, j) < c * kChunk)
+                        plan.kernels().merge(parts + (size_t)(j - start) * stride, width, sums + (size_t)(j - start) * stride);
             }
-            for (int j = first; j < end; j++)
-                plan.kernels().finish(sums + (size_t)(j - first) * stride, D, output(run, tile, head, j));
+            for (int j = start; j < end; j++) finish(run, tile, head, j, sums + (size_t)(j - start) * stride);
         }
         round(run, tile, head);
     }
@@ -109,19 +132,30 @@ struct Attend : Step {
             const Schedule::Tile& tile = schedule->tile(item, m);
             for (int j = 0; j < tile.rows * schedule->group(); j++) {
                 put(run, a, tile, head, j, chunk, schedule->part(tile, head, chunk, j));
-                if (a.count == kMaxAttend) run.plan.kernels().attend(a), a.count = 0;
+                if (a.count == kMaxAttend) attend(run, a), a.count = 0;
             }
         }
-        if (a.count) run.plan.kernels().attend(a);
+        if (a.count) attend(run, a);
+    }
+
+    void attend(const Run& run, const AttendArgs& a) const {
+        run.plan.kv().latent ? run.plan.kernels().attend_latent(a) : run.plan.kernels().attend(a);
+    }
+    void finish(const Run& run, const Schedule::Tile& tile, int head, int j, float* sum) const {
+        const int group = schedule->group();
+        if (!sinks.empty())
+            run.plan.kernels().merge(sinks.data() + (size_t)(head * group + j % group) * PartShape(width).floats, width, sum);
+        run.plan.kernels().finish(sum, width, output(run, tile, head, j));
     }
 
     AttendArgs view(const Run& run, int head, int thread) const {
         const KvShape& kv = run.plan.kv();
         AttendArgs a;
-        a.cells = run.plan.cells(layer, 0) + (size_t)head * kv.cell().bytes();
+        a.cells = run.plan.cells(layer, 0) + (kv.latent ? 0 : (size_t)head * kv.cell().bytes());
         a.page_stride = kv.page_bytes();
         a.cell = kv.cell();
         a.scale = scale;
+        a.cap = cap;
         a.scratch = run.plan.scratch(thread);
         return a;
     }
@@ -133,12 +167,15 @@ struct Attend : Step {
         a.pages = run.batch.pages + (int64_t)tile.sequence * run.batch.table + chunk * kPages;
         a.ahead = chunk + 1 < end && known > 0 ? known : 0;
         a.count = 0;
+        a.windowed = false;
     }
 
     // Adds a query, if it sees something of the chunk.
     void put(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int j, int chunk, float* part) const {
-        const int seen = position(run, tile, j) + 1 - chunk * kChunk;
-        if (seen <= 0) return;
+        const int from = first(run, tile, j) - chunk * kChunk, seen = position(run, tile, j) + 1 - chunk * kChunk;
+        if (seen <= 0 || from >= kChunk) return;
+        a.windowed |= from > 0;
+        a.from[a.count] = from > 0 ? from : 0;
         const int D = run.plan.kv().head_dim;
         a.query[a.count] = run.plan.floats(q, tile.row + j / schedule->group()) + (head * schedule->group() + j % schedule->group()) * D;
         a.part[a.count] = part;
@@ -146,17 +183,25 @@ struct Attend : Step {
     }
 
     int position(const Run& run, const Schedule::Tile& tile, int j) const { return run.batch.pos[tile.row + j / schedule->group()]; }
+    int first(const Run& run, const Schedule::Tile& tile, int j) const { return schedule->first(position(run, tile, j)); }
     float* output(const Run& run, const Schedule::Tile& tile, int head, int j) const {
         const int group = schedule->group();
-        return run.plan.floats(out, tile.row + j / group) + (head * group + j % group) * run.plan.kv().head_dim;
+        return run.plan.floats(out, tile.row + j / group) + (head * group + j % group) * width;
     }
     void round(const Run& run, const Schedule::Tile& tile, int head) const {
         if (!quantized) return;
-        const int columns = schedule->group() * run.plan.kv().head_dim;
+        const int columns = schedule->group() * width;
         for (int r = tile.row; r < tile.row + tile.rows; r++)
             run.plan.quantize_row(quant, r, run.plan.floats(out, r) + head * columns, head * columns / 32, columns / 32);
     }
 };
+
+// How many shares the heads of latent attention are dealt out in. Heads of a share load a key together; shares give the
+// threads something to do where there is one sequence. Invisible in a result.
+int latent_shares(int heads, int threads) {
+    for (int shares = 1;; shares++)
+        if (heads % shares == 0 && heads / shares <= 16 && (shares >= threads || heads / shares <= 4)) return shares;
+}
 
 }  // namespace
 
@@ -165,10 +210,11 @@ void Plan::store(int k, int v, int table, int q, int q_out, int layer) {
     step->k = floats_slot(k, "attention's keys");
     step->v = floats_slot(v, "attention's values");
     const int width = shape_.kv_heads * shape_.head_dim;
-    if (layer < 0 || layer >= shape_.layers) refuse("attention: the pool has no layer " + std::to_string(layer));
+    if (layer < 0 || layer >= shape_.layers || shape_.latent) refuse("attention: the pool has no layer " + std::to_string(layer));
     if (step->k.width != width || step->v.width != width || !step->k.per_token || !step->v.per_token)
         refuse("attention: keys and values must have kv_heads * head_dim columns");
     step->layer = layer;
+    limits_.reach = std::max(limits_.reach, 1);
     if (table >= 0) {
         if (table >= (int)tables_.size()) refuse("attention: no such rope table");
         step->table = tables_[(size_t)table];
@@ -184,11 +230,22 @@ void Plan::store(int k, int v, int table, int q, int q_out, int layer) {
     steps_.push_back(std::move(step));
 }
 
-void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_out) {
+std::shared_ptr<Schedule> Plan::schedule(int heads, int kv_heads, int width, int window, bool& first) {
+    limits_.reach = std::max(limits_.reach, window ? window : INT32_MAX);
+    for (const auto& s : schedules_)
+        if (s->heads() == heads && s->window() == window) return s;
+    first = true;  // the first step of its kind comes first in a run, too: it divides for the others
+    schedules_.push_back(std::make_shared<Schedule>(heads, kv_heads, width, window));
+    return schedules_.back();
+}
+
+void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options) {
     auto step = std::make_unique<Attend>();
     step->q = floats_slot(q, "attention's queries");
     step->out = floats_slot(out, "attention's output");
-    if (layer < 0 || layer >= shape_.layers) refuse("attention: the pool has no layer " + std::to_string(layer));
+    if (layer < 0 || layer >= shape_.layers || shape_.latent) refuse("attention: the pool has no layer " + std::to_string(layer));
+    if (options.window < 0 || !(options.cap >= 0)) refuse("attention: a window and a cap must be positive");
+    if (options.sinks && options.sinks->n != heads) refuse("attention: there must be a sink for each head");
     if (heads < 1 || heads % shape_.kv_heads || step->q.width != heads * shape_.head_dim || step->out.width != step->q.width ||
         !step->q.per_token || !step->out.per_token)
         refuse("attention: shapes differ");
@@ -198,14 +255,45 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
             refuse("attention: shapes differ");
     }
     step->layer = layer;
+    step->width = shape_.head_dim;
     step->scale = scale;
-    for (const auto& s : schedules_)
-        if (s->heads() == heads) step->schedule = s;
-    if ((step->divides = !step->schedule)) {  // the first step of its kind comes first in a run, too
-        step->schedule = std::make_shared<Schedule>(heads, shape_.kv_heads, shape_.head_dim);
-        schedules_.push_back(step->schedule);
+    step->cap = options.cap;
+    if (options.sinks) {  // a part that has a weight of 1 and values of 0, merged after the last chunk
+        const PartShape part(step->width);
+        step->sinks.assign((size_t)heads * part.floats, 0);
+        for (int h = 0; h < heads; h++) {
+            step->sinks[(size_t)h * part.floats + part.high] = options.sinks->data()[h] * 1.44269504f;
+            step->sinks[(size_t)h * part.floats + part.total] = 1;
+        }
     }
-    need_scratch(Attend::scratch(shape_.head_dim));
+    step->schedule = schedule(heads, shape_.kv_heads, step->width, options.window, step->divides);
+    need_scratch(Attend::scratch(shape_, step->width));
+    steps_.push_back(std::move(step));
+}
+
+void Plan::store_latent(int k, int layer) {
+    auto step = std::make_unique<StoreLatent>();
+    step->k = floats_slot(k, "latent attention's keys");
+    if (layer < 0 || layer >= shape_.layers || !shape_.latent) refuse("latent attention: the pool has no layer " + std::to_string(layer));
+    if (step->k.width != shape_.head_dim || !step->k.per_token) refuse("latent attention: a key must have head_dim columns");
+    step->layer = layer;
+    limits_.reach = std::max(limits_.reach, 1);
+    steps_.push_back(std::move(step));
+}
+
+void Plan::attend_latent(int q, int layer, int heads, float scale, int out) {
+    auto step = std::make_unique<Attend>();
+    step->q = floats_slot(q, "latent attention's queries");
+    step->out = floats_slot(out, "latent attention's output");
+    if (layer < 0 || layer >= shape_.layers || !shape_.latent) refuse("latent attention: the pool has no layer " + std::to_string(layer));
+    if (heads < 1 || step->q.width != heads * shape_.head_dim || step->out.width != heads * shape_.latent || !step->q.per_token ||
+        !step->out.per_token)
+        refuse("latent attention: shapes differ");
+    step->layer = layer;
+    step->width = shape_.latent;
+    step->scale = scale;
+    step->schedule = schedule(heads, latent_shares(heads, pool_->threads()), step->width, 0, step->divides);
+    need_scratch(Attend::scratch(shape_, step->width));
     steps_.push_back(std::move(step));
 }
 

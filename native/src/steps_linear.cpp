@@ -1,6 +1,10 @@
-// Linear steps: several weights over one input in one step, and the gated pair with SwiGLU (and int8) in its tail.
+// Linear steps: several weights over one input in one step, the gated pair with SwiGLU or GeGLU (and int8) in its tail, and
+// one matrix whose heads each read columns of their own.
+#include <string.h>
+
 #include <stdexcept>
 
+#include "operand.h"
 #include "plan.h"
 
 namespace quire {
@@ -19,11 +23,8 @@ struct Part {
 
 // Blocks [b0, b1) of a weight, rows [m0, m0 + m) of x, into `e` (whose pointers are at row m0, column 0 of the run).
 void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epilogue e) {
-    const Kernels& k = run.plan.kernels();
-    const Matrix& w = *p.segment.weight;
     if (p.segment.bias) e.bias = p.segment.bias->data() + 16 * b0;
-    if (w.type == Type::Affine) k.linear_affine(w, b0, b1, run.plan.panel(p.in, m0), p.in.shape, m, e);
-    else k.linear_dense(w, b0, b1, run.plan.floats(p.in, m0), p.in.stride / sizeof(float), m, e);
+    multiply(run.plan.kernels(), *p.segment.weight, b0, b1, run.plan.operand(p.in, m0), m, e);
 }
 
 struct Linear : Step {
@@ -59,12 +60,13 @@ struct Linear : Step {
     }
 };
 
-// swiglu(x @ gate, x @ up), 32 columns at a time, so that an int8 group is whole within an item.
+// act(x @ gate, x @ up), 32 columns at a time, so that an int8 group is whole within an item.
 struct Gated : Step {
     const char* name() const override { return "gated"; }
     Part gate, up;
     Slot out, quant;
     bool keep = false, quantized = false;
+    Act act = Act::Swiglu;
 
     int columns = 1, size = 1;  // of this run: items in a pass over the weights, and groups of 32 columns in an item
 
@@ -96,9 +98,52 @@ struct Gated : Step {
         const int count = width - 32 * column < 32 ? width - 32 * column : 32;
         for (int r = 0; r < m; r++, g += 32, u += 32) {
             float* to = keep ? run.plan.floats(out, m0 + r) + 32 * column : g;
-            k.swiglu(g, u, count, to);
+            (act == Act::Swiglu ? k.swiglu : k.geglu)(g, u, count, to);
             if (quantized) run.plan.quantize_row(quant, m0 + r, to, column, 1);
         }
+    }
+};
+
+// Head h: columns [h * k, h * k + k) of x against rows [h * n, h * n + n) of the weight, which are also its columns of the
+// result. A block that holds rows of two heads is computed for each of them, and each keeps its own.
+struct HeadLinear : Step {
+    const char* name() const override { return "head_linear"; }
+    std::shared_ptr<const Matrix> weight;
+    Slot in, out;
+    int heads = 1, n = 0, k = 0;  // n, k: of a head
+
+    int size = 1, chunks = 1;  // of this run: blocks in an item, items of a head
+
+    void prepare(const Run& run) override {
+        const int blocks = n % 16 ? n / 16 + 2 : n / 16;  // that a head may touch
+        size = heads * blocks / (8 * run.threads);
+        size = size < 1 ? 1 : size > 8 ? 8 : size;
+        if (size > blocks) size = blocks;
+        chunks = (blocks + size - 1) / size;
+    }
+    int items(const Run& run) const override { return (run.rows(out) + kRows - 1) / kRows * heads * chunks; }
+    void work(const Run& run, int item, int thread) const override {
+        const int m0 = item / (heads * chunks) * kRows, index = item % (heads * chunks), h = index / chunks;
+        const int rows = run.rows(out), m = rows - m0 < kRows ? rows - m0 : kRows;
+        const int low = h * n, high = low + n, end = (high + 15) / 16;
+        int b0 = low / 16 + index % chunks * size, b1 = b0 + size < end ? b0 + size : end;
+        const Operand x = run.plan.operand(in, m0).columns(h * k);
+        if (b0 < b1 && 16 * b0 < low) shared(run, x, b0++, m0, m, low, high, thread);
+        if (b0 < b1 && 16 * b1 > high && high < weight->n) shared(run, x, --b1, m0, m, low, high, thread);
+        if (b0 >= b1) return;
+        Epilogue e;
+        e.out = run.plan.floats(out, m0) + 16 * b0;
+        e.out_stride = out.stride / sizeof(float);
+        multiply(run.plan.kernels(), *weight, b0, b1, x, m, e);
+    }
+    void shared(const Run& run, const Operand& x, int b, int m0, int m, int low, int high, int thread) const {
+        Epilogue e;
+        e.out = (float*)run.plan.scratch(thread);
+        e.out_stride = 16;
+        multiply(run.plan.kernels(), *weight, b, b + 1, x, m, e);
+        const int from = 16 * b < low ? low : 16 * b, to = 16 * b + 16 < high ? 16 * b + 16 : high;
+        for (int r = 0; r < m; r++)
+            memcpy(run.plan.floats(out, m0 + r) + from, e.out + 16 * r + from % 16, (size_t)(to - from) * sizeof(float));
     }
 };
 
@@ -127,7 +172,7 @@ void Plan::linear(std::vector<Segment> segments) {
     steps_.push_back(std::move(step));
 }
 
-void Plan::gated(Segment gate, Segment up, int out, int quant_out) {
+void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
     check_segment(gate);
     check_segment(up);
     auto step = std::make_unique<Gated>();
@@ -140,7 +185,22 @@ void Plan::gated(Segment gate, Segment up, int out, int quant_out) {
     if (!step->keep && !step->quantized) refuse("gated: no output");
     for (const Slot* s : {step->keep ? &step->out : &step->quant, step->quantized ? &step->quant : &step->out})
         if (s->width != n || s->per_token != step->gate.in.per_token) refuse("gated: shapes differ");
+    step->act = act;
     need_scratch(2 * 32 * kRows * sizeof(float));
+    steps_.push_back(std::move(step));
+}
+
+void Plan::head_linear(int x, std::shared_ptr<const Matrix> weight, int heads, int out) {
+    auto step = std::make_unique<HeadLinear>();
+    const bool affine = weight->type == Type::Affine;
+    step->in = affine ? quant_slot(x, "head_linear's input") : floats_slot(x, "head_linear's input");
+    step->out = floats_slot(out, "head_linear's output");
+    if (heads < 1 || weight->n % heads || step->in.width != heads * (int64_t)weight->k || step->out.width != weight->n ||
+        step->in.per_token != step->out.per_token)
+        refuse("head_linear: shapes differ");
+    step->heads = heads, step->n = weight->n / heads, step->k = weight->k;
+    step->weight = std::move(weight);
+    need_scratch(16 * kRows * sizeof(float));
     steps_.push_back(std::move(step));
 }
 

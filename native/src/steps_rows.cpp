@@ -1,4 +1,4 @@
-// Steps that treat each row on its own: embed, norm, quantize, add, swiglu, take, rope.
+// Steps that treat each row on its own: embed, norms, quantize, add, activations, join, take, rope.
 #include <math.h>
 #include <string.h>
 
@@ -35,15 +35,22 @@ struct Embed : RowStep {
 };
 
 struct Norm : RowStep {
-    const char* name() const override { return "norm"; }
+    const char* name() const override { return centred ? "layer_norm" : "norm"; }
     Slot x, quant;
-    bool keep = false, quantized = false;
-    std::shared_ptr<const Vector> weight;
+    bool keep = false, quantized = false, centred = false;
+    std::shared_ptr<const Vector> weight, bias;
     float eps = 0;
+    int heads = 1, step = 0;  // step: from one head's weight to the next one's
     void row(const Run& run, int t, int thread) const override {
         const Kernels& k = run.plan.kernels();
+        const int n = x.width / heads;
+        const float* from = run.plan.floats(x, t);
         float* to = keep ? run.plan.floats(out, t) : (float*)run.plan.scratch(thread);
-        k.rms_norm(run.plan.floats(x, t), weight->data(), eps, x.width, to);
+        for (int h = 0; h < heads; h++) {
+            const float* w = weight->data() + h * step;
+            if (centred) k.layer_norm(from + h * n, w, bias ? bias->data() + h * step : nullptr, eps, n, to + h * n);
+            else k.rms_norm(from + h * n, w, eps, n, to + h * n);
+        }
         if (quantized) run.plan.quantize_row(quant, t, to, 0, x.width / 32);
     }
 };
@@ -57,12 +64,42 @@ struct Quantize : RowStep {
 };
 
 struct Pairwise : RowStep {
-    const char* name() const override { return gated ? "swiglu" : "add"; }
+    const char* label = "";
+    const char* name() const override { return label; }
     Slot a, b;
-    bool gated = false;  // swiglu, not add
+    void (*kernel)(const float*, const float*, int, float*) = nullptr;
+    void row(const Run& run, int t, int) const override {
+        kernel(run.plan.floats(a, t), run.plan.floats(b, t), out.width, run.plan.floats(out, t));
+    }
+};
+
+struct Single : RowStep {
+    enum Kind { Gelu, Scale, Softcap };
+    const char* name() const override { return kind == Gelu ? "gelu" : kind == Scale ? "scale" : "softcap"; }
+    Slot x;
+    Kind kind = Gelu;
+    float by = 0;
     void row(const Run& run, int t, int) const override {
         const Kernels& k = run.plan.kernels();
-        (gated ? k.swiglu : k.add)(run.plan.floats(a, t), run.plan.floats(b, t), out.width, run.plan.floats(out, t));
+        const float* from = run.plan.floats(x, t);
+        float* to = run.plan.floats(out, t);
+        if (kind == Gelu) k.gelu(from, x.width, to);
+        else (kind == Scale ? k.scale : k.softcap)(from, by, x.width, to);
+    }
+};
+
+struct Join : RowStep {
+    const char* name() const override { return "join"; }
+    Slot a, b;
+    int heads = 1;
+    void row(const Run& run, int t, int) const override {
+        const size_t m = (size_t)(a.width / heads), n = (size_t)(b.width / heads);
+        const float *first = run.plan.floats(a, t), *second = run.plan.floats(b, t);
+        float* to = run.plan.floats(out, t);
+        for (int h = 0; h < heads; h++, first += m, second += n, to += m + n) {
+            memcpy(to, first, m * sizeof(float));
+            memcpy(to + m, second, n * sizeof(float));
+        }
     }
 };
 
@@ -106,19 +143,35 @@ void Plan::embed(std::shared_ptr<const Matrix> table, int out) {
     steps_.push_back(std::move(step));
 }
 
-void Plan::norm(int x, std::shared_ptr<const Vector> weight, float eps, int out, int quant_out) {
+void Plan::add_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, bool centred, float eps, int heads,
+                    int out, int quant_out) {
     auto step = std::make_unique<Norm>();
     step->x = floats_slot(x, "norm's input");
     step->out = step->x;
-    if (weight->n != step->x.width) refuse("norm: the weight has another width");
+    if (heads < 1 || step->x.width % heads) refuse("norm: the heads do not fit the width");
+    if (weight->n != step->x.width && weight->n != step->x.width / heads) refuse("norm: the weight has another width");
+    if (bias && bias->n != weight->n) refuse("norm: the bias has another width");
     if ((step->keep = out >= 0)) step->out = floats_slot(out, "norm's output");
     if ((step->quantized = quant_out >= 0)) step->quant = quant_slot(quant_out, "norm's int8 output");
     for (const Slot* s : {&step->out, step->quantized ? &step->quant : &step->x})
         if (s->width != step->x.width || s->per_token != step->x.per_token) refuse("norm: shapes differ");
+    step->step = weight->n == step->x.width ? step->x.width / heads : 0;
+    step->heads = heads;
     step->weight = std::move(weight);
+    step->bias = std::move(bias);
+    step->centred = centred;
     step->eps = eps;
     need_scratch(step->x.stride);
     steps_.push_back(std::move(step));
+}
+
+void Plan::norm(int x, std::shared_ptr<const Vector> weight, float eps, int heads, int out, int quant_out) {
+    add_norm(x, std::move(weight), nullptr, false, eps, heads, out, quant_out);
+}
+
+void Plan::layer_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, float eps, int heads, int out,
+                      int quant_out) {
+    add_norm(x, std::move(weight), std::move(bias), true, eps, heads, out, quant_out);
 }
 
 void Plan::quantize(int x, int out) {
@@ -131,17 +184,58 @@ void Plan::quantize(int x, int out) {
 
 void Plan::add(int a, int b, int out) {
     auto step = std::make_unique<Pairwise>();
+    step->label = "add";
+    step->kernel = kernels_->add;
     step->a = floats_slot(a, "add's input");
     step->b = floats_slot(b, "add's input");
     step->out = floats_slot(out, "add's output");
     for (const Slot* s : {&step->a, &step->b})
-        if (s->width != step->out.width || s->per_token != step->out.per_token) refuse("add or swiglu: shapes differ");
+        if (s->width != step->out.width || s->per_token != step->out.per_token) refuse("add, swiglu or geglu: shapes differ");
     steps_.push_back(std::move(step));
 }
 
 void Plan::swiglu(int gate, int up, int out) {
     add(gate, up, out);
-    static_cast<Pairwise&>(*steps_.back()).gated = true;
+    static_cast<Pairwise&>(*steps_.back()).label = "swiglu";
+    static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->swiglu;
+}
+
+void Plan::geglu(int gate, int up, int out) {
+    add(gate, up, out);
+    static_cast<Pairwise&>(*steps_.back()).label = "geglu";
+    static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->geglu;
+}
+
+void Plan::gelu(int x, int out) {
+    auto step = std::make_unique<Single>();
+    step->x = floats_slot(x, "gelu's input");
+    step->out = floats_slot(out, "gelu's output");
+    if (step->x.width != step->out.width || step->x.per_token != step->out.per_token) refuse("gelu, scale or softcap: shapes differ");
+    steps_.push_back(std::move(step));
+}
+
+void Plan::scale(int x, float factor, int out) {
+    gelu(x, out);
+    static_cast<Single&>(*steps_.back()).kind = Single::Scale;
+    static_cast<Single&>(*steps_.back()).by = factor;
+}
+
+void Plan::softcap(int x, float cap, int out) {
+    gelu(x, out);
+    static_cast<Single&>(*steps_.back()).kind = Single::Softcap;
+    static_cast<Single&>(*steps_.back()).by = cap;
+}
+
+void Plan::join(int a, int b, int heads, int out) {
+    auto step = std::make_unique<Join>();
+    step->a = floats_slot(a, "join's input");
+    step->b = floats_slot(b, "join's input");
+    step->out = floats_slot(out, "join's output");
+    if (heads < 1 || step->a.width % heads || step->b.width % heads || step->a.width + step->b.width != step->out.width ||
+        step->a.per_token != step->out.per_token || step->b.per_token != step->out.per_token)
+        refuse("join: shapes differ");
+    step->heads = heads;
+    steps_.push_back(std::move(step));
 }
 
 void Plan::take(int x, int out) {
@@ -153,7 +247,7 @@ void Plan::take(int x, int out) {
 }
 
 int Plan::rope_table(const float* frequencies, int dim, bool pairs, double magnitude) {
-    if (dim < 2 || dim % 2 || dim > kMaxHeadDim) refuse("rope: dim must be even and at most " + std::to_string(kMaxHeadDim));
+    if (dim < 2 || dim % 2 || dim > 1 << 16) refuse("rope: dim must be even, and no more than a head has");
     auto step = std::make_unique<RopeTable>();
     step->frequencies.assign(frequencies, frequencies + dim / 2);
     step->pairs = pairs;

@@ -68,6 +68,16 @@ struct QuantShape {
         sum = sx + 64 * g;
         bytes = sum + 128 * g;
     }
+
+    // The same panels, seen from column 32 * g on, or with lane `lane` as the first: where such a view begins, and its shape.
+    static size_t at(int g, int lane) { return 512 * (size_t)g + 32 * (size_t)lane; }
+    QuantShape from(int g, int lane) const {
+        QuantShape s = *this;
+        s.k -= 32 * g;
+        s.sx += 64 * (size_t)g + 4 * (size_t)lane - at(g, lane);
+        s.sum += 128 * (size_t)g + 4 * (size_t)lane - at(g, lane);
+        return s;
+    }
 };
 
 }  // namespace quire

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <random>
@@ -182,6 +183,46 @@ void test_rows(const Kernels& isa, const Kernels& scalar) {
         }
 }
 
+// The functions between products, over both tails and what is no ordinary number.
+void test_activations(const Kernels& isa, const Kernels& scalar) {
+    std::vector<float> x = floats(1040, 6), y = floats(1040), w = floats(1040), a(1040), b(1040);
+    const float special[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 3e38f, -3e38f, 1e-30f, 9.0f, -9.0f, 20.0f, -20.0f, 88.8f};
+    for (size_t i = 0; i < sizeof special / sizeof *special; i++) x[i] = special[i];
+    for (int n : {1, 15, 16, 17, 64, 1040}) {
+        auto agree = [&](const char* what) {
+            for (int i = 0; i < n; i++)  // any NaN will do
+                if (isnan(a[(size_t)i]) && isnan(b[(size_t)i])) a[(size_t)i] = b[(size_t)i] = 0;
+            same(isa.name, what, a.data(), b.data(), (size_t)n * 4);
+        };
+        isa.geglu(x.data(), y.data(), n, a.data()), scalar.geglu(x.data(), y.data(), n, b.data());
+        agree("geglu");
+        isa.gelu(x.data(), n, a.data()), scalar.gelu(x.data(), n, b.data());
+        for (int i = 0; i < n; i++) {
+            const double v = (double)x[(size_t)i], want = 0.5 * v * erfc(-v / sqrt(2.0));
+            if (isfinite(want) && !(fabs(a[(size_t)i] - want) <= 4e-7 * fabs(v))) failures++, printf("FAILED gelu(%g)\n", v);
+        }
+        agree("gelu");
+        isa.clamped(x.data(), y.data(), 2.5f, n, a.data()), scalar.clamped(x.data(), y.data(), 2.5f, n, b.data());
+        agree("clamped");
+        isa.softcap(x.data(), 3.5f, n, a.data()), scalar.softcap(x.data(), 3.5f, n, b.data());
+        for (int i = 0; i < n; i++) {
+            const double v = (double)x[(size_t)i], want = 3.5 * tanh(v / 3.5);
+            if (!isnan(v) && !(fabs(a[(size_t)i] - want) <= 5e-7 * fabs(want))) failures++, printf("FAILED softcap(%g)\n", v);
+        }
+        agree("softcap");
+        isa.scale(x.data(), 0.3f, n, a.data()), scalar.scale(x.data(), 0.3f, n, b.data());
+        agree("scale");
+        a = b = w;
+        isa.accumulate(y.data(), 0.7f, n, a.data()), scalar.accumulate(y.data(), 0.7f, n, b.data());
+        agree("accumulate");
+        for (const float* bias : {(const float*)nullptr, (const float*)x.data() + 16}) {
+            const int m = n < 1024 ? n : 1024;
+            isa.layer_norm(y.data(), w.data(), bias, 1e-5f, m, a.data()), scalar.layer_norm(y.data(), w.data(), bias, 1e-5f, m, b.data());
+            agree("layer_norm");
+        }
+    }
+}
+
 // Queries with pasts of every length up to three chunks, all together, against the scalar kernels one query at a time.
 void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
     for (int head_dim : {8, 24, 64, 80, 128, 256}) {
@@ -191,6 +232,7 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         const size_t page = kv_heads * cell.bytes();
         std::vector<uint8_t> ca(page * pages), cb;
         for (size_t i = 0; i < ca.size(); i += 2) ca[i] = 0x00, ca[i + 1] = 0x7e;  // NaN where nothing was written
+        if (type == KvType::Float) std::fill(ca.begin(), ca.end(), 0xff);
         if (type == KvType::Byte)
             for (int p = 0; p < pages * kv_heads; p++)
                 for (int i = 0; i < 2 * kPage; i++) ((float*)(&ca[(size_t)p * cell.bytes()] + cell.scales_at()))[i] = NAN;
@@ -209,26 +251,33 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         std::vector<float> q = floats((size_t)(most * head_dim)), a((size_t)(most * head_dim)), b(a);
         std::vector<float> sums(shape.floats * most), parts(sums);
         std::vector<uint8_t> scratch(attend_scratch(), 0xff);
-        // `count` queries of which number i sees seen(i) tokens; in calls of `each`
+        int window = tokens;
+        float cap = 0;
+        // `count` queries of which number i sees seen(i) tokens, the last `window` of them; in calls of `each`
         auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int count, auto&& seen, int each) {
             AttendArgs args{};
             args.cells = cells.data() + cell.bytes(), args.page_stride = page, args.cell = cell, args.scale = 0.3f;
-            args.scratch = scratch.data();
+            args.scratch = scratch.data(), args.cap = cap;
+            int oldest = tokens;  // whatever the table holds before it must not matter
+            for (int i = 0; i < count; i++) oldest = seen(i) - window < oldest ? seen(i) - window : oldest;
+            std::vector<int32_t> named = table;
+            for (int p = 0; p < oldest / kPage; p++) named[(size_t)p] = 1 << 28;
             for (int c = 0; c * kChunk < tokens; c++) {
-                args.pages = table.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
+                args.pages = named.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
                 std::vector<int> there;
                 for (int i = 0; i < count; i++) {
-                    const int n = seen(i) - c * kChunk;
-                    if (n > 0) {
+                    const int n = seen(i) - c * kChunk, from = n - window;
+                    if (n > 0 && from < kChunk) {
                         args.query[args.count] = &q[(size_t)(i * head_dim)];
-                        args.part[args.count] = (c ? parts : sums).data() + (size_t)i * shape.floats;
+                        args.part[args.count] = (from >= 0 || !c ? sums : parts).data() + (size_t)i * shape.floats;
+                        args.windowed |= from > 0;
+                        args.from[args.count] = from > 0 ? from : 0;
                         args.seen[args.count++] = n < kChunk ? n : kChunk;
-                        there.push_back(i);
+                        if (from < 0 && c) there.push_back(i);
                     }
-                    if (args.count == each || (args.count && i == count - 1)) k.attend(args), args.count = 0;
+                    if (args.count == each || (args.count && i == count - 1)) k.attend(args), args.count = 0, args.windowed = false;
                 }
-                for (int i : there)
-                    if (c) k.merge(parts.data() + (size_t)i * shape.floats, head_dim, sums.data() + (size_t)i * shape.floats);
+                for (int i : there) k.merge(parts.data() + (size_t)i * shape.floats, head_dim, sums.data() + (size_t)i * shape.floats);
             }
             for (int i = 0; i < count; i++) k.finish(sums.data() + (size_t)i * shape.floats, head_dim, out + i * head_dim);
         };
@@ -236,8 +285,10 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
             const int start = below(tokens), step = below(3);
             auto near = [&](int i) { return 1 + (start + i / 3) % tokens; };  // rows of three heads, one after the other
             auto far = [&](int i) { return 1 + (start + i * step * 11) % tokens; };
-            for (bool wide : {false, true}) {
-                auto seen = [&](int i) { return wide ? far(i) : near(i); };
+            for (int way = 0; way < (type == KvType::Float ? 2 : 7); way++) {
+                auto seen = [&](int i) { return way % 2 ? far(i) : near(i); };
+                const int windows[] = {tokens, tokens, 1, 1 + below(40), 200, 256, tokens};
+                window = windows[way], cap = way == 3 || way == 6 ? 20.0f : 0.0f;
                 run(isa, ca, a.data(), count, seen, kMaxAttend);
                 run(scalar, cb, b.data(), count, seen, 1);
                 same(isa.name, "attend", a.data(), b.data(), (size_t)(count * head_dim) * sizeof(float));
@@ -251,46 +302,62 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
     }
 }
 
-// A small program under batches with something wrong in them: each is refused, or runs inside its memory (which is for the
-// sanitizers to say). Good batches give the same bits before and after.
-void test_plan(const Kernels* kernels) {
-    const int d = 64, vocabulary = 40, tokens = 24, table = 4, pages = 9;
-    auto pool = std::make_shared<ThreadPool>(2);
-    auto plain = [&](int n, int k) {
-        std::vector<float> w = floats((size_t)(n * k), 0.2f);
-        return std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), n, k));
-    };
-    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
-    auto ones = std::make_shared<Vector>();
-    ones->n = d;
-    ones->memory = Mapping((size_t)d * 4);
-    for (int i = 0; i < d; i++) ((float*)ones->memory.data())[i] = 1;
-    Plan plan(pool, kernels, {1, pages, 2, 16, KvType::Half}, tokens, tokens, (size_t)1 << 20);
-    size_t at = 0;
-    auto slot = [&](int width, bool quant, bool per_token) {
-        int made = plan.slot(at, width, quant, per_token);
-        at += Slot::bytes_of(width, quant, tokens);
-        return made;
-    };
-    const int x = slot(d, false, true), h = slot(d, true, true), q = slot(d, false, true), q2 = slot(d, false, true);
-    const int k = slot(32, false, true), v = slot(32, false, true), a = slot(d, false, true), aq = slot(d, true, true);
-    const int f = slot(96, true, true), y = slot(d, false, true), last = slot(d, false, false), out = slot(vocabulary, false, false);
-    plan.embed(rounded(vocabulary, d), x);
-    plan.norm(x, ones, 1e-5f, -1, h);
-    plan.linear({{rounded(d, d), nullptr, h, q, -1}, {rounded(32, d), nullptr, h, k, -1}, {rounded(32, d), nullptr, h, v, -1}});
-    const std::vector<float> frequencies = floats(8);
-    const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
-    plan.store(k, v, rope, q, q2, 0);
-    plan.attend(q2, 0, 4, 0.25f, a, aq);
-    const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
-    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, -1, f);
-    plan.linear({{rounded(d, 96), nullptr, f, y, x}});
-    plan.take(y, last);
-    plan.linear({{plain(vocabulary, d), nullptr, last, out, -1}});
-    plan.output(out);
+// The same over keys whose front is the value.
+void test_latent(const Kernels& isa, const Kernels& scalar) {
+    const int dims[][2] = {{8, 8}, {48, 32}, {40, 40}, {72, 24}, {576, 512}};
+    for (const auto& dim : dims) {
+        const int head_dim = dim[0], latent = dim[1];
+        const KvCell cell{KvType::Half, head_dim, latent};
+        const PartShape shape(latent);
+        const int pages = 17, tokens = 264;
+        std::vector<uint8_t> ca(cell.bytes() * pages), cb;
+        for (size_t i = 0; i < ca.size(); i += 2) ca[i] = 0x00, ca[i + 1] = 0x7e;
+        cb = ca;
+        std::vector<int32_t> table(pages);
+        for (int i = 0; i < pages; i++) table[(size_t)i] = (i * 7 + 3) % pages;
+        for (int t = 0; t < tokens; t++) {
+            const std::vector<float> k = floats((size_t)head_dim);
+            const size_t at = (size_t)table[(size_t)(t / 16)] * cell.bytes();
+            isa.store_latent(k.data(), cell, &ca[at], t % 16), scalar.store_latent(k.data(), cell, &cb[at], t % 16);
+        }
+        same(isa.name, "store_latent", ca.data(), cb.data(), ca.size());
+        const int most = 61;
+        const std::vector<float> q = floats((size_t)(most * head_dim));
+        std::vector<float> a((size_t)(most * latent)), b(a), sums(shape.floats * most);
+        std::vector<uint8_t> scratch(latent_scratch(), 0xff);
+        auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int chunk, int count, auto&& seen, int each) {
+            AttendArgs args{};
+            args.cells = cells.data(), args.page_stride = cell.bytes(), args.cell = cell, args.scale = 0.2f;
+            args.scratch = scratch.data(), args.pages = table.data() + chunk * (kChunk / kPage);
+            for (int i = 0; i < count; i++) {
+                args.query[args.count] = &q[(size_t)(i * head_dim)];
+                args.part[args.count] = sums.data() + (size_t)i * shape.floats;
+                args.seen[args.count++] = seen(i);
+                if (args.count == each || i == count - 1) k.attend_latent(args), args.count = 0;
+            }
+            for (int i = 0; i < count; i++) k.finish(sums.data() + (size_t)i * shape.floats, latent, out + i * latent);
+        };
+        for (int count : {1, 2, 3, 4, 5, 6, 7, 16, 20, most})
+            for (int chunk : {0, 1}) {
+                const int there = chunk ? tokens - kChunk : kChunk, start = below(there), step = below(3);
+                auto seen = [&](int i) { return 1 + (start + i * step) % there; };
+                run(isa, ca, a.data(), chunk, count, seen, kMaxAttend);
+                run(scalar, cb, b.data(), chunk, count, seen, 1);
+                same(isa.name, "attend_latent", a.data(), b.data(), (size_t)(count * latent) * sizeof(float));
+                for (int i = 0; i < count * latent; i++)
+                    if (!isfinite(a[(size_t)i])) {
+                        failures++, printf("FAILED attend_latent read what was not written\n");
+                        return;
+                    }
+            }
+    }
+}
 
-    std::vector<int32_t> ids(tokens), pos(tokens), write(tokens), pick(tokens), q_start{0, 20, tokens}, kv_len{20, 4};
-    std::vector<int32_t> map{3, 5, -1, -1, 0, 8, 1, -1};
+// A program under batches with something wrong in them: each is refused, or runs inside its memory (which is for the
+// sanitizers to say). Good batches give the same bits before and after.
+void fuzz(const Kernels* kernels, Plan& plan, int tokens, int table) {
+    std::vector<int32_t> ids((size_t)tokens), pos((size_t)tokens), write((size_t)tokens), pick((size_t)tokens);
+    std::vector<int32_t> q_start{0, 20, tokens}, kv_len{20, 4}, map{3, 5, -1, -1, 0, 8, 1, -1};
     for (int t = 0; t < tokens; t++) {
         ids[(size_t)t] = t, pick[(size_t)t] = tokens - 1 - t;
         pos[(size_t)t] = t < 20 ? t : t - 20;  // every token that is read is written by the same run
@@ -321,6 +388,129 @@ void test_plan(const Kernels* kernels) {
     if (refused < rounds / 4 || refused == rounds) failures++, printf("FAILED %s: %d of %d batches refused\n", kernels->name, refused, rounds);
     run();
     same(kernels->name, "plan after bad batches", plan.output_data(), good.data(), bytes);
+}
+
+std::shared_ptr<Vector> ones(int n) {
+    auto made = std::make_shared<Vector>();
+    made->n = n;
+    made->memory = Mapping((size_t)(n + 15) / 16 * 64);
+    for (int i = 0; i < n; i++) ((float*)made->memory.data())[i] = 1;
+    return made;
+}
+
+void test_latent_plan(const Kernels* kernels) {
+    const int vocabulary = 40, tokens = 24, heads = 3, dim = 64, latent = 32;
+    auto pool = std::make_shared<ThreadPool>(2);
+    Plan plan(pool, kernels, {1, 9, 1, dim, KvType::Half, latent}, tokens, tokens, (size_t)1 << 20);
+    size_t at = 0;
+    auto slot = [&](int width, bool quant, bool per_token) {
+        int made = plan.slot(at, width, quant, per_token);
+        at += Slot::bytes_of(width, quant, tokens);
+        return made;
+    };
+    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
+    const int x = slot(dim, false, true), h = slot(dim, true, true), q = slot(heads * dim, false, true);
+    const int a = slot(heads * latent, false, true), out = slot(heads * latent, false, false);
+    plan.embed(rounded(vocabulary, dim), x);
+    plan.quantize(x, h);
+    plan.linear({{rounded(heads * dim, dim), nullptr, h, q, -1}});
+    plan.store_latent(x, 0);
+    plan.attend_latent(q, 0, heads, 0.2f, a);
+    plan.take(a, out);
+    plan.output(out);
+    fuzz(kernels, plan, tokens, 4);
+}
+
+// With `options`, an encoder's attention joins in, too.
+void test_plan(const Kernels* kernels, const AttendOptions& options) {
+    const int d = 64, vocabulary = 40, tokens = 24, table = 4, pages = 9;
+    auto pool = std::make_shared<ThreadPool>(2);
+    auto plain = [&](int n, int k) {
+        std::vector<float> w = floats((size_t)(n * k), 0.2f);
+        return std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), n, k));
+    };
+    auto rounded = [&](int n, int k) { return std::make_shared<Matrix>(random_affine(kForms[1], n, k)); };
+    Plan plan(pool, kernels, {1, pages, 2, 16, KvType::Half}, tokens, tokens, (size_t)1 << 20);
+    size_t at = 0;
+    auto slot = [&](int width, bool quant, bool per_token) {
+        int made = plan.slot(at, width, quant, per_token);
+        at += Slot::bytes_of(width, quant, tokens);
+        return made;
+    };
+    const int x = slot(d, false, true), h = slot(d, true, true), q = slot(d, false, true), q2 = slot(d, false, true);
+    const int k = slot(32, false, true), v = slot(32, false, true), a = slot(d, false, true), aq = slot(d, true, true);
+    const int f = slot(96, true, true), y = slot(d, false, true), last = slot(d, false, false), out = slot(vocabulary, false, false);
+    plan.embed(rounded(vocabulary, d), x);
+    plan.norm(x, ones(d), 1e-5f, 1, -1, h);
+    plan.linear({{rounded(d, d), nullptr, h, q, -1}, {rounded(32, d), nullptr, h, k, -1}, {rounded(32, d), nullptr, h, v, -1}});
+    const std::vector<float> frequencies = floats(8);
+    const int rope = plan.rope_table(frequencies.data(), 16, true, 1.0);
+    plan.store(k, v, rope, q, q2, 0);
+    plan.attend(q2, 0, 4, 0.25f, a, aq, options);
+    const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
+    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, Act::Swiglu, -1, f);
+    if (options.window) {
+        const int e = slot(d, false, true);
+        plan.encode(q2, k, v, 4, 0.25f, e);
+        plan.linear({{rounded(d, 96), nullptr, f, y, e}});
+    } else {
+        plan.linear({{rounded(d, 96), nullptr, f, y, x}});
+    }
+    plan.take(y, last);
+    plan.linear({{plain(vocabulary, d), nullptr, last, out, -1}});
+    plan.output(out);
+
+    fuzz(kernels, plan, tokens, table);
+}
+
+// Rows through a mixture and a product by head, together and one by one, with experts of both kinds.
+void test_mixture(const Kernels* kernels) {
+    const int d = 64, f = 96, count = 6, heads = 2, n = 40, rows = 50;
+    auto pool = std::make_shared<ThreadPool>(2);
+    Experts experts;
+    auto put = [&](std::vector<std::shared_ptr<const Matrix>>& to, bool dense, int height, int width) {
+        const std::vector<float> w = floats((size_t)(height * width), 0.2f);
+        to.push_back(dense ? std::make_shared<Matrix>(pack_dense(*pool, Type::F32, w.data(), height, width))
+                           : std::make_shared<Matrix>(random_affine(kForms[1], height, width)));
+    };
+    for (int e = 0; e < count; e++) put(experts.gate, e % 3 == 0, f, d), put(experts.up, e % 2 == 0, f, d), put(experts.down, e % 2, d, f);
+    for (bool sigmoid : {false, true}) {
+        experts.clamped = sigmoid, experts.limit = 2;
+        Routing routing;
+        routing.top = 3, routing.groups = 3, routing.top_groups = 2, routing.sigmoid = routing.pair = sigmoid, routing.renormalize = true;
+        const size_t room = moe_bytes(rows, count, 3, d, f, {true, true}, {true, true});
+        Plan plan(pool, kernels, {0, 4, 1, 16, KvType::Half}, rows, 0, room + ((size_t)1 << 20));
+        size_t at = room;
+        auto slot = [&](int width, bool quant) {
+            const int made = plan.slot(at, width, quant, true);
+            at += Slot::bytes_of(width, quant, rows);
+            return made;
+        };
+        const int x = slot(d, false), q = slot(d, true), logits = slot(count, false), y = slot(d, false), yq = slot(d, true);
+        const int out = slot(heads * n, false);
+        plan.input(x), plan.input(logits);
+        plan.quantize(x, q);
+        plan.moe(x, q, logits, experts, routing, y, 0);
+        plan.quantize(y, yq);
+        plan.head_linear(yq, std::make_shared<Matrix>(random_affine(kForms[4], heads * n, d / heads)), heads, out);
+        plan.output(out);
+        const std::vector<float> given = floats((size_t)(rows * d)), scores = floats((size_t)(rows * count));
+        std::vector<int32_t> zeros((size_t)rows), ends{0, rows}, one{1}, page{0};
+        const size_t width = (size_t)(heads * n);
+        auto run = [&](int first, int some) {
+            ends[1] = some;
+            BatchView b{zeros.data(), zeros.data(), ends.data(), one.data(), page.data(), zeros.data(), nullptr, some, 1, 1, 0};
+            plan.run(b, {given.data() + first * d, scores.data() + first * count});
+            return std::vector<float>(plan.output_data(), plan.output_data() + (size_t)some * width);
+        };
+        const std::vector<float> all = run(0, rows);
+        for (int r = 0; r < rows; r++) {
+            const std::vector<float> alone = run(r, 1);
+            same(kernels->name, "mixture", alone.data(), all.data() + (size_t)r * width, width * sizeof(float));
+        }
+        for (int first = 0; first + 7 <= rows; first += 7)
+            same(kernels->name, "mixture of seven", run(first, 7).data(), all.data() + (size_t)first * width, 7 * width * sizeof(float));
+    }
 }
 
 void test_half() {
@@ -379,12 +569,18 @@ int main() {
         digest = 14695981039346656037u;
         for (int round = 0; round < 3; round++) {
             test_rows(*sets[i], *scalar_kernels());
+            test_activations(*sets[i], *scalar_kernels());
             test_affine(*sets[i], *scalar_kernels());
             test_dense(*sets[i], *scalar_kernels(), pool);
         }
         test_attention(*sets[i], *scalar_kernels(), KvType::Half);
         test_attention(*sets[i], *scalar_kernels(), KvType::Byte);
-        test_plan(sets[i]);
+        test_attention(*sets[i], *scalar_kernels(), KvType::Float);
+        test_latent(*sets[i], *scalar_kernels());
+        test_plan(sets[i], {});
+        test_plan(sets[i], {5, 10.0f, ones(4)});
+        test_latent_plan(sets[i]);
+        test_mixture(sets[i]);
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);

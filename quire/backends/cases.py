@@ -322,7 +322,8 @@ def moe_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> It
             ) -> Tensor:
                 return ops.moe(inputs["x"], inputs["logits"], experts, routing)
 
-            allowed = 1e-5 if label in ("f32", "bf16") else 3e-2  # int8 activations, twice in a row
+            # int8 activations, twice in a row: 1% of the rms, and the worst of 10,000 values is nine times that
+            allowed = 1e-5 if label in ("f32", "bf16") else 0.15
             steps = []
             for tokens in (1, 3, 16, 40):
                 inputs = {"x": floats(rng, tokens, d), "logits": spread(rng, tokens, count)}

@@ -35,7 +35,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
-from quire.models import Model, load
+from quire.models import Model, Stretches, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
@@ -67,6 +67,8 @@ def build_engine(
     config = dataclasses.replace(config, max_seqs=seqs, max_batch_tokens=tokens)
     source = _source(config, checkpoint)
     model = source.model
+    if config.context is not None and isinstance(model, Stretches):
+        model.stretch(config.context)
     watch.lap("model")
     threads, cores, threads_line = choose_threads(config, env)
     backend = _open(config, env, threads, cores)

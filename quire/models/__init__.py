@@ -8,6 +8,7 @@ with
   model.kv(pages, page_size)       the KV pool it needs
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows
   model.release(layout)            a backend has taken that weight over
+Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
@@ -51,6 +52,15 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class Stretches(Protocol):
+    """A model that rotates otherwise where longer sequences are served."""
+
+    def stretch(self, context: int) -> None:
+        """Be made for sequences of up to so many tokens. Before the model is compiled."""
+        ...
+
+
 def families() -> list[ModuleType]:
     """Every family module of this package."""
     names = [info.name for info in pkgutil.iter_modules(__path__)]
@@ -60,7 +70,7 @@ def families() -> list[ModuleType]:
 
 def supported() -> list[str]:
     """Every architecture name that can be loaded from a GGUF."""
-    return sorted(arch for module in families() for arch in module.ARCHS)
+    return sorted({arch for module in families() for arch in module.ARCHS})
 
 
 def supported_hf() -> list[str]:
@@ -71,11 +81,16 @@ def supported_hf() -> list[str]:
 def family_of(checkpoint: Opened) -> ModuleType:
     """The module for a checkpoint's architecture. Raises Unsupported, naming it and what there is instead; reads no
     weights."""
-    gguf, architecture = isinstance(checkpoint, GGUF), checkpoint.architecture
-    for module in families():
-        if architecture in (module.ARCHS if gguf else module.HF_ARCHS):
-            return module
-    names = supported() if gguf else supported_hf()
+    architecture = checkpoint.architecture
+    if isinstance(checkpoint, GGUF):
+        found = [module for module in families() if architecture in module.ARCHS]
+        choosy = [module for module in found if hasattr(module, "owns")]
+        found = [m for m in choosy if m.owns(checkpoint)] or [m for m in found if m not in choosy]
+    else:
+        found = [module for module in families() if architecture in module.HF_ARCHS]
+    if found:
+        return found[0]
+    names = supported() if isinstance(checkpoint, GGUF) else supported_hf()
     raise Unsupported(
         f"the architecture {architecture[:80]!r} is not supported ({checkpoint.path})",
         cure=f"supported: {', '.join(names)}",

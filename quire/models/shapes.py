@@ -1,7 +1,7 @@
 """Shapes of known models, as data, and a model of such a shape without a file: its numbers are made where it is loaded.
 
 For benchmarks and memory planning. A source is `shape:NAME` or the path of a Hugging Face `config.json`; `SHAPES` uses
-the same keys. Only the Llama family so far.
+the same keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from quire.layouts import Dense, Layout
-from quire.models import Model, llama
+from quire.models import Model, families
 from quire.observe.errors import NotFound, Unsupported
 from quire.weights.tensors import Tensors
 
@@ -80,6 +80,12 @@ class ShapeTensors:
     def leftover(self) -> list[str]:
         return []
 
+    def split(self, name: str, sizes: tuple[int, ...], k: int) -> tuple[Dense, ...]:
+        return tuple(self._make(f"{name}, part {i}", (n, k)) for i, n in enumerate(sizes))
+
+    def stack(self, name: str, count: int, n: int, k: int) -> tuple[Dense, ...]:
+        return tuple(self._make(f"{name}, part {i}", (n, k)) for i in range(count))
+
     def _make(self, name: str, shape: tuple[int, ...]) -> Dense:
         if name not in self._taken:
             self._taken[name] = Dense(np.broadcast_to(np.zeros(1, np.uint16), shape), "bf16")
@@ -93,15 +99,14 @@ def load_shape(source: str) -> tuple[Model, int]:
     values = _read(source)
     named = "architectures" in values or "model_type" in values
     architecture = architecture_of(values) if named else "LlamaForCausalLM"
-    if architecture not in llama.HF_ARCHS:
+    family: Any = next((m for m in families() if architecture in m.HF_ARCHS and hasattr(m.Model, "of")), None)
+    if family is None:
         raise Unsupported(
             f"the architecture {architecture[:80]!r} cannot be made from its shape",
-            cure=f"supported: {', '.join(llama.HF_ARCHS)}",
+            cure=f"supported: {', '.join(n for m in families() if hasattr(m.Model, 'of') for n in m.HF_ARCHS)}",
         )
     tensors = ShapeTensors()
-    config = llama.Config.from_hf(values, architecture)
-    model = llama.Model(config, cast("Tensors", tensors), llama.HF_NAMES)
-    return model, tensors.nbytes
+    return family.Model.of(values, architecture, cast("Tensors", tensors)), tensors.nbytes
 
 
 def _read(source: str) -> Values:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from quire.layouts import Layout
+from quire.layouts import Bytes, Layout
 from quire.weights.gguf import GGUF
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
     def tensor(self, name: str) -> Layout:
         """A view of the mapped file."""
+        ...
+
+    def octets(self, name: str) -> Bytes:
+        """A tensor of unsigned bytes, in its shape: a view of the mapped file."""
         ...
 
     def release(self, name: str) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-from quire.layouts import Layout
+from quire.layouts import Bytes, Layout
 from quire.observe.errors import BadModelFile, NotFound, Unsupported
 from quire.weights.safetensors import Safetensors, TensorInfo
 from quire.weights.values import Values, read_text
@@ -32,6 +32,27 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 
 
@@ -86,6 +107,10 @@ class Folder:
         if name not in self.tensors:
             raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
         return self._shards[self._where[name]].tensor(name)
+
+    def octets(self, name: str) -> Bytes:
+        """A tensor of unsigned bytes, in its shape: a view of the mapped file, no copy."""
+        return self._shards[self._where[name]].octets(name)
 
     def file_of(self, name: str) -> str:
         """The file that holds a tensor, for messages."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from quire import formats
-from quire.layouts import Layout
+from quire.layouts import Bytes, Layout
 from quire.observe.errors import BadModelFile
 from quire.weights.gguf_header import TensorInfo, parse
 from quire.weights.gguf_metadata import Metadata
@@ -65,6 +65,10 @@ class GGUF(MappedFile):
         if info is None:
             raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
         return formats.load(info.type).read(self._data[info.offset : info.offset + info.nbytes], info.shape)
+
+    def octets(self, name: str) -> Bytes:
+        """No format of this file has tensors of bytes that mean nothing by themselves."""
+        raise BadModelFile(f"{self.path}: tensor {name!r} is {self.tensors[name].type}: bytes are needed")
 
     def release(self, name: str) -> None:
         """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from quire.layouts import Dense
+from quire.layouts import Bytes, Dense
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.mapped import MappedFile
 
@@ -65,17 +65,28 @@ class Safetensors(MappedFile):
 
     def tensor(self, name: str) -> Dense:
         """A tensor's bytes as a layout: a view of the mapped file, no copy."""
-        if self._data is None:
-            raise ValueError(f"{self.path} is closed")
-        info = self.tensors.get(name)
-        if info is None:
-            raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
+        info, data = self._find(name)
         if info.type not in DENSE:
             raise Unsupported(
                 f"{self.path}: tensor {name!r} holds {info.type} numbers, which are not supported here",
                 cure=f"supported: {', '.join(DENSE)}; a quantized model can be had as GGUF",
             )
-        return Dense.of(self._data[info.offset : info.offset + info.nbytes], info.shape, DENSE[info.type])
+        return Dense.of(data, info.shape, DENSE[info.type])
+
+    def octets(self, name: str) -> Bytes:
+        """A tensor of unsigned bytes, in its shape: a view of the mapped file, no copy."""
+        info, data = self._find(name)
+        if info.type != "U8":
+            raise BadModelFile(f"{self.path}: tensor {name!r} holds {info.type} numbers: bytes (U8) are needed")
+        return data.reshape(info.shape)
+
+    def _find(self, name: str) -> tuple[TensorInfo, Bytes]:
+        if self._data is None:
+            raise ValueError(f"{self.path} is closed")
+        info = self.tensors.get(name)
+        if info is None:
+            raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
+        return info, self._data[info.offset : info.offset + info.nbytes]
 
     def release(self, name: str) -> None:
         """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""

@@ -4,7 +4,8 @@
 // the chunk: scores (an fma chain over head_dim), their maximum, weights 2^(score - maximum), the weights summed lane by
 // lane over the pages and then by the fixed tree, and the values in token order, one fma each. Parts are merged in order,
 // one after the other. So it does not matter who computes a part, when, or beside which other queries: they share loads
-// and nothing else. Tokens that a query may not see are never multiplied in: stale memory is harmless.
+// and nothing else. Tokens that a query may not see are never multiplied in: stale memory is harmless. A window leaves tokens
+// out at the front of a part and moves no cut: what remains is added in the same order, in the same lanes.
 //
 // Few queries read the cells directly; more first widen 64 tokens to float32, once for all of them.
 #pragma once
@@ -55,9 +56,19 @@ void store_bytes(const float* k, const float* v, const KvCell& cell, uint8_t* to
     memcpy(to + cell.values_at() + slot * D, codes, (size_t)D);
 }
 
+void store_floats(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
+    const int D = cell.head_dim;
+    float* keys = (float*)to;
+    for (int d = 0; d < D; d++) keys[d * kPage + slot] = k[d];
+    memcpy(to + cell.values_at() + (size_t)(slot * D) * sizeof(float), v, (size_t)D * sizeof(float));
+}
+
 void store_kv(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot) {
-    for (int h = 0; h < kv_heads; h++, k += cell.head_dim, v += cell.head_dim, page += cell.bytes())
-        cell.type == KvType::Half ? store_half(k, v, cell, page, slot) : store_bytes(k, v, cell, page, slot);
+    for (int h = 0; h < kv_heads; h++, k += cell.head_dim, v += cell.head_dim, page += cell.bytes()) switch (cell.type) {
+            case KvType::Half: store_half(k, v, cell, page, slot); break;
+            case KvType::Byte: store_bytes(k, v, cell, page, slot); break;
+            case KvType::Float: store_floats(k, v, cell, page, slot); break;
+        }
 }
 
 // 2^x for x <= 0, to about 2 ulp, and exactly 1 for 0. Never below 2^-101: that adds nothing to a sum that has a 1 in it,
@@ -75,9 +86,26 @@ inline F fexp2(F x) {
     return fscale2(p, t);
 }
 
+// height * tanh(x), where t = 2 log2(e) x: tanh(x) is E / (E + 2) with E = e^2x - 1, and E is taken as 2^n (2^r - 1) + (2^n - 1),
+// which loses nothing near 0. NaN stays NaN.
+inline F fcap(F t, F height) {
+    t = fmin(fset(60.0f), fmax(fset(-60.0f), t));
+    const F n = fround(t), r = fsub(t, n), power = fpow2(ito(n));
+    F p = fset(1.52527338e-5f);  // ln(2)^k / k!
+    p = ffma(p, r, fset(1.54035304e-4f));
+    p = ffma(p, r, fset(1.33335581e-3f));
+    p = ffma(p, r, fset(9.61812911e-3f));
+    p = ffma(p, r, fset(5.55041087e-2f));
+    p = ffma(p, r, fset(2.40226507e-1f));
+    p = ffma(p, r, fset(6.93147181e-1f));
+    const F e = ffma(fmul(p, r), power, fsub(power, fset(1.0f)));
+    return fmul(height, fdiv(e, fadd(e, fset(2.0f))));
+}
+
 inline F widen(const float* p) { return fload(p); }
 inline F widen(const uint16_t* p) { return fload_half(p); }
 inline F widen(const int8_t* p) { return fload_i8(p); }
+inline F widen_n(const float* p, int n) { return fload_n(p, n); }
 inline F widen_n(const uint16_t* p, int n) { return fload_half_n(p, n); }
 inline F widen_n(const int8_t* p, int n) { return fkeep(fload_i8(p), n, fzero()); }
 
@@ -183,6 +211,28 @@ inline void add_values(const T* const* segments, const T* const* next, int strid
     }
 }
 
+// The same where windows may begin inside: before the last query's first token, too, they go one at a time.
+template <int Q, int Span, class T>
+inline void add_some_values(const T* const* segments, const T* const* next, int stride, int width, int to, const int32_t* first,
+                            const int32_t* seen, int offset, const float* weights, float* const* out) {
+    int front = 0, shared = to;
+    for (int q = 0; q < Q; q++) {
+        if (first[q] - offset > front) front = first[q] - offset;
+        if (seen[q] - offset < shared) shared = seen[q] - offset;
+    }
+    const bool together = front < shared;
+    auto one = [&](int q, int from, int end) {
+        if (from < end)
+            value_columns<1, vectors_for(1), Span>(segments, next, stride, 0, width, from, end, weights + q * kAttendStride, out + q);
+    };
+    auto begin = [&](int q) { return first[q] - offset > 0 ? first[q] - offset : 0; };
+    auto end = [&](int q) { return seen[q] - offset < to ? seen[q] - offset : to; };
+    for (int q = 0; q < Q; q++) one(q, begin(q), together ? front : end(q));
+    if (!together) return;
+    value_columns<Q, vectors_for(Q), Span>(segments, next, stride, 0, width, front, shared, weights, out);
+    for (int q = 0; q < Q; q++) one(q, shared, end(q));
+}
+
 // Scores become weights in place. Byte cells: the keys' scales come in before, the values' after.
 template <bool Scaled> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
     const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
@@ -211,6 +261,35 @@ template <bool Scaled> inline void weigh(float* scores, int seen, const float* c
     part[shape.total] = hsum(sum);
 }
 
+// The same for tokens [from, seen), with the scores capped where there is a cap.
+template <bool Scaled>
+void weigh_some(float* scores, int from, int seen, float cap, const float* const* scales, const PartShape& shape, float* part) {
+    const int first = from / kPage, last = (seen - 1) / kPage, hidden = from - first * kPage, there = seen - last * kPage;
+    auto keep = [&](F x, int p, F other) {
+        if (p == last) x = fkeep(x, there, other);
+        return p == first ? fkeep(other, hidden, x) : x;
+    };
+    const F height = fset(cap * 1.44269504f);
+    F top = fset(-__builtin_inff());
+    for (int p = first; p <= last; p++) {
+        F s = fload(scores + p * kPage);
+        if constexpr (Scaled) s = fmul(s, fload(scales[p]));
+        if (cap > 0.0f) s = fcap(s, height);
+        fstore(scores + p * kPage, s);
+        top = fmax(keep(s, p, fset(-__builtin_inff())), top);
+    }
+    const float high = hmax(top);
+    F sum = fzero();
+    for (int p = first; p <= last; p++) {
+        F e = keep(fexp2(fsub(fload(scores + p * kPage), fset(high))), p, fzero());
+        sum = fadd(sum, e);
+        if constexpr (Scaled) e = fmul(e, fload(scales[p] + kPage));
+        fstore(scores + p * kPage, e);
+    }
+    part[shape.high] = high;
+    part[shape.total] = hsum(sum);
+}
+
 template <int N> struct Count {
     static constexpr int value = N;
 };
@@ -228,29 +307,31 @@ template <class Body> inline void with_count(int n, Body&& body) {
     }
 }
 
-template <class T> void attend_cells(const AttendArgs& a) {
+// Some: with windows, a cap, or both. Without them every trace of either is gone.
+template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     constexpr bool kScaled = sizeof(T) == 1;
     const int D = a.cell.head_dim, wide = (D + 15) / 16 * 16;
     const PartShape shape(D);
     float* queries = (float*)a.scratch;
     float* scores = queries + kMaxAttend * kAttendStride;
     float* block = scores + kMaxAttend * kAttendStride;
-    int longest = 0;
-    const F scale = fset(a.scale * 1.44269504f);
+    int longest = 0, begin = Some ? kChunk : 0;
+    const F scale = fset(Some && a.cap > 0.0f ? a.scale * (2.88539008f / a.cap) : a.scale * 1.44269504f);
     for (int q = 0; q < a.count; q++) {
         int at = 0;
         for (; at + 16 <= D; at += 16) fstore(queries + q * kAttendStride + at, fmul(fload(a.query[q] + at), scale));
         if (at < D) fstore(queries + q * kAttendStride + at, fmul(fload_n(a.query[q] + at, D - at), scale));
         for (int d = 0; d < wide; d += 16) fstore(a.part[q] + d, fzero());
         if (a.seen[q] > longest) longest = a.seen[q];
+        if (Some && a.from[q] < begin) begin = a.from[q];
     }
 
     // Keys and values of each page, and behind them what is wanted after: the values, then the next chunk.
     constexpr int kPages = kChunk / kPage, kAhead = 4;
-    const int pages = (longest + kPage - 1) / kPage;
+    const int pages = (longest + kPage - 1) / kPage, front = Some ? begin / kPage : 0;
     const T *keys[kPages + kAhead], *values[kPages + kAhead];
     const float* scales[kPages];
-    for (int p = 0; p < pages; p++) {
+    for (int p = front; p < pages; p++) {
         const uint8_t* cell = a.cells + (size_t)a.pages[p] * a.page_stride;
         keys[p] = (const T*)cell;
         values[p] = (const T*)(cell + a.cell.values_at());
@@ -260,16 +341,26 @@ template <class T> void attend_cells(const AttendArgs& a) {
         }
     }
     for (int i = 0; i < kAhead; i++) {
-        keys[pages + i] = values[i < pages ? i : 0];
-        values[pages + i] = i < a.ahead ? (const T*)(a.cells + (size_t)a.pages[pages + i] * a.page_stride) : values[0];
+        keys[pages + i] = values[front + i < pages ? front + i : front];
+        values[pages + i] = i < a.ahead ? (const T*)(a.cells + (size_t)a.pages[pages + i] * a.page_stride) : values[front];
     }
+    auto weigh_one = [&](int q) {
+        float* own = scores + q * kAttendStride;
+        if constexpr (Some)
+            weigh_some<kScaled>(own, a.from[q], a.seen[q], a.cap, scales, shape, a.part[q]);
+        else
+            weigh<kScaled>(own, a.seen[q], scales, shape, a.part[q]);
+    };
 
     if (a.count <= kMaxQueries && D % 16 == 0) {
         with_count(a.count, [&](auto n) {
             constexpr int Q = decltype(n)::value;
-            score_pages<Q, vectors_for(Q)>(keys, keys + kAhead, 0, pages, queries, D, scores);
-            for (int q = 0; q < Q; q++) weigh<kScaled>(scores + q * kAttendStride, a.seen[q], scales, shape, a.part[q]);
-            add_values<Q, kPage>(values, values + kAhead, D, D, 0, longest, a.seen, 0, scores, a.part);
+            score_pages<Q, vectors_for(Q)>(keys, keys + kAhead, front, pages, queries, D, scores);
+            for (int q = 0; q < Q; q++) weigh_one(q);
+            if constexpr (Some)
+                add_some_values<Q, kPage>(values, values + kAhead, D, D, longest, a.from, a.seen, 0, scores, a.part);
+            else
+                add_values<Q, kPage>(values, values + kAhead, D, D, 0, longest, a.seen, 0, scores, a.part);
         });
         return;
     }
@@ -283,7 +374,7 @@ template <class T> void attend_cells(const AttendArgs& a) {
         }
     };
     constexpr int kBlockPages = kAttendBlock / kPage;
-    for (int page = 0; page < pages; page += kBlockPages) {
+    for (int page = front; page < pages; page += kBlockPages) {
         const float* widened[kBlockPages];
         for (int p = 0; p < kBlockPages; p++) {
             widened[p] = block + p * D * kPage;
@@ -292,16 +383,21 @@ template <class T> void attend_cells(const AttendArgs& a) {
         }
         for_tiles([&](auto n, int first) {
             constexpr int Q = decltype(n)::value;
-            int here = 0;
+            int here = 0, before = 0;
             for (int q = 0; q < Q; q++) here = a.seen[first + q] > here ? a.seen[first + q] : here;
             here = (here + kPage - 1) / kPage - page;
+            if constexpr (Some) {
+                before = kChunk;
+                for (int q = 0; q < Q; q++) before = a.from[first + q] < before ? a.from[first + q] : before;
+                before = before / kPage > page ? before / kPage - page : 0;
+            }
             const size_t at = (size_t)(first * kAttendStride);
-            score_pages<Q, vectors_for(Q)>(widened, widened, 0, here < kBlockPages ? here : kBlockPages, queries + at, D,
+            score_pages<Q, vectors_for(Q)>(widened, widened, before, here < kBlockPages ? here : kBlockPages, queries + at, D,
                                            scores + at + page * kPage);
         });
     }
-    for (int q = 0; q < a.count; q++) weigh<kScaled>(scores + q * kAttendStride, a.seen[q], scales, shape, a.part[q]);
-    for (int start = 0; start < longest; start += kAttendBlock) {
+    for (int q = 0; q < a.count; q++) weigh_one(q);
+    for (int start = front * kPage; start < longest; start += kAttendBlock) {
         const int tokens = longest - start < kAttendBlock ? longest - start : kAttendBlock;
         for (int t = 0; t < tokens; t++) {
             const T* row = values[(start + t) / kPage] + (start + t) % kPage * D;
@@ -311,14 +407,25 @@ template <class T> void attend_cells(const AttendArgs& a) {
         }
         const float* segment = block;
         for_tiles([&](auto n, int first) {
-            add_values<decltype(n)::value, kAttendBlock>(&segment, &segment, wide, wide, 0, tokens, a.seen + first, start,
-                                                         scores + first * kAttendStride + start, a.part + first);
+            constexpr int Q = decltype(n)::value;
+            const float* weights = scores + first * kAttendStride + start;
+            if constexpr (Some)
+                add_some_values<Q, kAttendBlock>(&segment, &segment, wide, wide, tokens, a.from + first, a.seen + first, start,
+                                                 weights, a.part + first);
+            else
+                add_values<Q, kAttendBlock>(&segment, &segment, wide, wide, 0, tokens, a.seen + first, start, weights,
+                                            a.part + first);
         });
     }
 }
 
 void attend(const AttendArgs& a) {
-    a.cell.type == KvType::Half ? attend_cells<uint16_t>(a) : attend_cells<int8_t>(a);
+    const bool some = a.windowed || a.cap > 0.0f;
+    switch (a.cell.type) {
+        case KvType::Half: return some ? attend_cells<uint16_t, true>(a) : attend_cells<uint16_t, false>(a);
+        case KvType::Byte: return some ? attend_cells<int8_t, true>(a) : attend_cells<int8_t, false>(a);
+        case KvType::Float: return attend_cells<float, false>(a);
+    }
 }
 
 void merge(const float* part, int head_dim, float* sum) {
@@ -339,5 +446,3 @@ void finish(const float* sum, int head_dim, float* out) {
 }
 
 }  // namespace
-
-#undef QUIRE_NOINLINE

@@ -1,4 +1,4 @@
-// Kernels over rows of float32: exp, norm, activation quantization, rope, SwiGLU, add, and one row out of a packed matrix.
+// Kernels over rows of float32: exp, norms, activation quantization, rope, SwiGLU, sums, and one row out of a packed matrix.
 // Included by each isa_*.cpp after its simd header; everything is private to that file, so that no two builds of one
 // inline function can be mixed up by the linker.
 #pragma once
@@ -66,6 +66,36 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
     float inverse = 1.0f / __builtin_sqrtf(hsum(sum) / (float)n + eps);
     for (int i = 0; i < n; i += 16)
         fstore_n(out + i, fmul(fmul(fload_n(x + i, n - i), fset(inverse)), fload_n(weight + i, n - i)), n - i);
+}
+
+// The mean is taken twice: what the first sum lost to rounding, the sum of the differences finds again.
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+    F sum = fzero();
+    for (int i = 0; i < n; i += 16) sum = fadd(sum, fload_n(x + i, n - i));
+    const F near = fset(hsum(sum) / (float)n);
+    F rest = fzero(), squares = fzero();
+    for (int i = 0; i < n; i += 16) {
+        F v = fkeep(fsub(fload_n(x + i, n - i), near), n - i, fzero());
+        rest = fadd(rest, v);
+        squares = ffma(v, v, squares);
+    }
+    const float left = hsum(rest) / (float)n, square = hsum(squares) / (float)n - left * left;
+    const float variance = square < 0.0f ? 0.0f : square;
+    const F more = fset(left), inverse = fset(1.0f / __builtin_sqrtf(variance + eps));
+    for (int i = 0; i < n; i += 16) {
+        F v = fmul(fsub(fsub(fload_n(x + i, n - i), near), more), inverse);
+        v = fmul(v, fload_n(weight + i, n - i));
+        if (bias) v = fadd(v, fload_n(bias + i, n - i));
+        fstore_n(out + i, v, n - i);
+    }
+}
+
+void scale(const float* x, float factor, int n, float* out) {
+    for (int i = 0; i < n; i += 16) fstore_n(out + i, fmul(fload_n(x + i, n - i), fset(factor)), n - i);
+}
+
+void accumulate(const float* x, float factor, int n, float* sum) {
+    for (int i = 0; i < n; i += 16) fstore_n(sum + i, ffma(fset(factor), fload_n(x + i, n - i), fload_n(sum + i, n - i)), n - i);
 }
 
 void add(const float* a, const float* b, int n, float* out) {

@@ -1,7 +1,9 @@
 // Fills a kernel table. The last include of each isa_*.cpp.
 #pragma once
 
+#include "activations.h"
 #include "attention.h"
+#include "latent.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -9,7 +11,8 @@ namespace {
 
 constexpr quire::Kernels make_table(const char* name) {
     return {name, quantize, rms_norm, add,      swiglu, rope,    dequantize_row, linear_affine,
-            linear_dense, store_kv, attend, merge, finish, exp_rows};
+            linear_dense, store_kv, attend, merge, finish, store_latent, attend_latent, exp_rows,
+            layer_norm, geglu, gelu, scale, softcap, clamped, accumulate};
 }
 
 }  // namespace

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from quire.backends.recorder import Instruction, Value
 
 
+@dataclass(slots=True, eq=False)
+class Room(Value):
+    """Memory that one instruction uses while it runs, and nobody else meanwhile: written among its results, never read."""
+
+    nbytes: int = 0
+
+
 @dataclass(slots=True)
 class _Life:
     value: Value

@@ -19,10 +19,14 @@ from quire.backends.recorder import Instruction, Recording, Segment, Value, reco
 from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
-OPS = ("embed", "rms_norm", "linear", "add", "rope", "attention", "swiglu", "take")
+OPS = (
+    "embed", "rms_norm", "layer_norm", "linear", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
+    "gelu", "scale", "softcap", "join", "head_linear", "moe", "take",
+)  # fmt: skip
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
+MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 
@@ -108,6 +112,7 @@ class NativeBackend:
         packed: Callable[[Layout, int, int], None] | None = None,
     ) -> NativeProgram:
         check_kv(kv, self)
+        _check_latent(kv)
         draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
         self._drafts.clear()
         self._pack(draft.program, packed)
@@ -127,7 +132,10 @@ class NativeBackend:
             weights += sizes[key]
         ropes = {id(i.rope): i.rope for i in draft.program if i.rope is not None}
         tables = sum(4 * max_tokens * r.dim for r in ropes.values())
-        return Needs(weights, draft.arena + tables + self.threads * SCRATCH)
+        # Keys and values of encoders are laid out anew in each step, in one piece of memory per shape of heads.
+        laid = {(v[1].width, v[0].width // i.heads) for i in draft.program if i.op == "encode" for v in [i.inputs]}
+        pages = sum(8 * (max_tokens + 15) * width for width, _ in laid)
+        return Needs(weights, draft.arena + tables + pages + self.threads * SCRATCH)
 
     def adopt(self, layout: Layout, matrix: Any) -> None:
         """Use a matrix of the extension for a layout, whatever numbers that holds: how the machine is measured."""
@@ -156,13 +164,31 @@ class NativeBackend:
             return self._drafts[key]
 
         def size(v: Value) -> int:
+            if isinstance(v, arena.Room):
+                return v.nbytes
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
         recording = record(forward, kv, inputs)
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
+        for i in program:
+            if i.op == "moe":
+                i.outputs.append(self._room(i, max_tokens, max_rows))
         offsets, arena_bytes = arena.lay_out(program, recording.inputs.values(), recording.output, size)
         self._drafts = {key: _Draft(recording, program, offsets, arena_bytes)}
         return self._drafts[key]
+
+    def _room(self, i: Instruction, max_tokens: int, max_rows: int) -> arena.Room:
+        """What a mixture of experts needs between its steps."""
+        assert i.experts is not None and i.routing is not None
+        w, out = i.experts, i.outputs[0]
+
+        def forms(*weights: Layout) -> tuple[bool, bool]:  # int8, float32
+            return any(isinstance(x, Affine) for x in weights), any(isinstance(x, Dense) for x in weights)
+
+        rows = max_tokens if out.per_token else max_rows
+        widths = out.width, w.gate[0].shape[0]
+        room = self._native.moe_bytes(rows, w.count, i.routing.top, *widths, forms(*w.gate, *w.up), forms(*w.down))
+        return arena.Room(1, out.per_token, nbytes=room)
 
     def _new(self, program: list[Instruction]) -> list[Layout]:
         """Weights that no earlier program brought here, each once."""
@@ -203,10 +229,13 @@ class NativeBackend:
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
         program, recording = draft.program, draft.recording
-        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8")
+        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8", kv.latent)
         plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, draft.arena)
         assert plan.page_bytes == kv.page_bytes  # two languages, one account of memory
-        slots = {v: plan.slot(at, v.width, v.quant, v.per_token) for v, at in draft.offsets.items()}
+        slots = {
+            v: at if isinstance(v, arena.Room) else plan.slot(at, v.width, v.quant, v.per_token)
+            for v, at in draft.offsets.items()
+        }
         ropes: dict[int, int] = {}
         for i in program:
             if i.rope is not None and id(i.rope) not in ropes:
@@ -225,11 +254,24 @@ class NativeBackend:
         if i.op == "embed":
             plan.embed(self._packed[id(i.weight)][1], whole)
         elif i.op == "norm":
-            plan.norm(ins[0], self._vectors[id(i.weight)][1], i.eps, whole, rounded)
+            plan.norm(ins[0], self._vector(i.weight), i.eps, i.heads, whole, rounded)
+        elif i.op == "layer_norm":
+            plan.layer_norm(ins[0], self._vector(i.weight), self._vector(i.bias), i.eps, i.heads, whole, rounded)
         elif i.op == "linear":
             plan.linear([self._segment(s, slots) for s in i.segments])
-        elif i.op == "gated":
-            plan.gated(self._segment(i.segments[0], slots), self._segment(i.segments[1], slots), whole, rounded)
+        elif i.op in ("gated", "gated_gelu"):
+            gate, up = (self._segment(s, slots) for s in i.segments)
+            plan.gated(gate, up, i.op == "gated_gelu", whole, rounded)
+        elif i.op == "scale":
+            plan.scale(ins[0], i.scale, whole)
+        elif i.op == "softcap":
+            plan.softcap(ins[0], i.cap, whole)
+        elif i.op == "join":
+            plan.join(*ins, i.heads, whole)
+        elif i.op == "head_linear":
+            plan.head_linear(ins[0], self._packed[id(i.weight)][1], i.heads, whole)
+        elif i.op == "moe":
+            self._emit_moe(plan, i, slots)
         elif i.op == "rope":
             plan.rope(ins[0], ropes[id(i.rope)], i.heads, whole)
         elif i.op == "store":
@@ -237,14 +279,48 @@ class NativeBackend:
             q, q_out = (ins[2], outs[0]) if outs else (-1, -1)
             plan.store(ins[0], ins[1], table, q, q_out, i.layer)
         elif i.op == "attend":
-            plan.attend(ins[0], i.layer, i.heads, i.scale, whole, rounded)
-        else:  # add, swiglu, take and quantize have the plan's own names
+            sinks = None if i.weight is None else self._vectors[id(i.weight)][1]
+            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded)
+        elif i.op == "store_latent":
+            plan.store_latent(ins[0], i.layer)
+        elif i.op == "attend_latent":
+            plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole)
+        elif i.op == "encode":
+            plan.encode(*ins, i.heads, i.scale, whole)
+        else:  # add, swiglu, geglu, gelu, take and quantize have the plan's own names
             getattr(plan, i.op)(*ins, *outs)
 
+    def _emit_moe(self, plan: Any, i: Instruction, slots: dict[Value, int]) -> None:
+        assert i.experts is not None and i.routing is not None
+        w, how = i.experts, i.routing
+        logits, *forms = i.inputs
+        x = next((slots[v] for v in forms if not v.quant), -1)
+        rounded = next((slots[v] for v in forms if v.quant), -1)
+        matrices = [[self._packed[id(m)][1] for m in part] for part in (w.gate, w.up, w.down)]
+        biases = [[self._vector(b) for b in part] for part in (w.gate_bias, w.up_bias, w.down_bias)]
+        experts = (*matrices, *biases, [] if w.limit is None else [w.limit])
+        routing = (how.top, how.sigmoid, how.renormalize, how.scale, how.groups, how.top_groups, how.pair)
+        out, room = (slots[v] for v in i.outputs)
+        plan.moe(x, rounded, slots[logits], experts, routing, self._vector(how.bias), out, room)
+
     def _segment(self, s: Segment, slots: dict[Value, int]) -> tuple[Any, Any, int, int, int]:
-        bias = None if s.bias is None else self._vectors[id(s.bias)][1]
         residual = -1 if s.residual is None else slots[s.residual]
-        return self._packed[id(s.weight)][1], bias, slots[s.x], slots.get(s.out, -1), residual
+        return self._packed[id(s.weight)][1], self._vector(s.bias), slots[s.x], slots.get(s.out, -1), residual
+
+    def _vector(self, w: Layout | None) -> Any:
+        """The handle of a vector; None for none."""
+        return None if w is None else self._vectors[id(w)][1]
+
+
+def _check_latent(kv: KV) -> None:
+    """Raises Unsupported for a latent pool that the kernels do not have."""
+    if kv.latent and kv.dtype != "f16":
+        raise Unsupported(
+            f"the native backend keeps the keys of latent attention as f16, not as {kv.dtype}",
+            cure="leave --kv-dtype out",
+        )
+    if kv.latent and kv.head_dim > MAX_LATENT_DIM:
+        raise Unsupported(f"latent attention: keys of {kv.head_dim} columns; up to {MAX_LATENT_DIM} are supported")
 
 
 def _is_vector(w: Layout) -> TypeGuard[Dense]:

@@ -18,20 +18,34 @@ Pass: TypeAlias = Callable[[Program, Value], Program]
 
 
 def lower(program: Program) -> Program:
-    """Linears over quantized weights get their input as int8, each from an instruction of its own."""
+    """Products over quantized weights get their input as int8, each from an instruction of its own.
+
+    A mixture of experts reads [logits, x where some experts are dense, x as int8 where some are quantized].
+    """
     out: Program = []
+
+    def rounded(x: Value) -> Value:
+        made = Value(x.width, x.per_token, quant=True)
+        out.append(Instruction("quantize", [x], [made]))
+        return made
+
     for i in program:
         for s in i.segments:
             if isinstance(s.weight, Affine) and not s.x.quant:
-                rounded = Value(s.x.width, s.x.per_token, quant=True)
-                out.append(Instruction("quantize", [s.x], [rounded]))
-                s.x = rounded
+                s.x = rounded(s.x)
+        if i.op == "head_linear" and isinstance(i.weight, Affine):
+            i.inputs = [rounded(i.inputs[0])]
+        elif i.op == "moe":
+            assert i.experts is not None
+            x, logits = i.inputs
+            kinds = {isinstance(w, Affine) for w in (*i.experts.gate, *i.experts.up)}
+            i.inputs = [logits, *([x] if False in kinds else []), *([rounded(x)] if True in kinds else [])]
         out.append(i)
     return out
 
 
 def share_quantize(program: Program, output: Value) -> Program:
-    """One int8 form of each tensor, for all linears that read it."""
+    """One int8 form of each tensor, for all products that read it."""
     first: dict[Value, Value] = {}
     same: dict[Value, Value] = {}
     out: Program = []
@@ -42,19 +56,23 @@ def share_quantize(program: Program, output: Value) -> Program:
                 same[rounded] = first[x]
                 continue
             first[x] = rounded
+        i.inputs = [same.get(v, v) for v in i.inputs]
         for s in i.segments:
             s.x = same.get(s.x, s.x)
         out.append(i)
     return out
 
 
+GATED = {"swiglu": "gated", "geglu": "gated_gelu"}  # an activation, and what it becomes with its two linears
+
+
 def gate_up(program: Program, output: Value) -> Program:
-    """swiglu of two linears becomes one instruction that never stores what lies between."""
+    """swiglu or geglu of two linears becomes one instruction that never stores what lies between."""
     used, maker = _uses(program, output), _makers(program)
     gone: set[int] = set()
     out: Program = []
     for i in program:
-        if i.op == "swiglu":
+        if i.op in GATED:
             pair = [maker.get(v) for v in i.inputs]
             gate, up = pair
             if gate is not up and all(
@@ -62,7 +80,7 @@ def gate_up(program: Program, output: Value) -> Program:
             ):
                 assert gate is not None and up is not None
                 gone |= {id(gate), id(up)}
-                out.append(Instruction("gated", [], i.outputs, [gate.segments[0], up.segments[0]]))
+                out.append(Instruction(GATED[i.op], [], i.outputs, [gate.segments[0], up.segments[0]]))
                 continue
         out.append(i)
     return [i for i in out if id(i) not in gone]
@@ -102,7 +120,7 @@ def merge_linears(program: Program, output: Value) -> Program:
 
 
 def quantize_tail(program: Program, output: Value) -> Program:
-    """norm, gated and attend hand on int8 themselves, and keep the float32 form only where something else reads it."""
+    """Norms, gated ones and attend hand on int8 themselves, and keep the float32 form only where something else reads it."""
     used, maker = _uses(program, output), _makers(program)
     out: Program = []
     for i in program:
@@ -149,7 +167,7 @@ def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> 
 
 def _can_round(i: Instruction) -> bool:
     """Whether C++ can store its result as int8: no group of 32 may lie in two of attend's items."""
-    return i.op in ("norm", "gated") or (i.op == "attend" and i.span % 32 == 0)
+    return i.op in ("norm", "layer_norm", "gated", "gated_gelu") or (i.op == "attend" and i.span % 32 == 0)
 
 
 def _plain_linear(i: Instruction) -> bool:

@@ -15,7 +15,7 @@ from quire.formats._codebook import Expanded
 from quire.layouts import Affine, Dense
 
 # Formats whose blocks are looked up in a codebook: their layouts are made when they are read.
-CODEBOOKS = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0".split()  # noqa: SIM905
+CODEBOOKS = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 MXFP4".split()  # noqa: SIM905
 PLAIN = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ2_0".split()  # noqa: SIM905
 SUPPORTED = [*PLAIN, *CODEBOOKS]
 # Zeros, subnormals (smallest, largest), smallest normal, one, largest, infinities, quiet and signalling NaNs.

@@ -1,0 +1,147 @@
+"""OLMo 2: no norms before attention and MLP, only after them, and a norm over the whole row of queries and of keys.
+
+In a GGUF as in a folder rows lie for rotation of halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.backends.batch import Batch
+from quire.backends.ops import KV, Ops, Tensor
+from quire.layouts import Dense, Layout, Rope
+from quire.models import hf, metadata
+from quire.models.parts import (
+    GGUF_NAMES,
+    HF_NAMES,
+    Attention,
+    Dims,
+    Mlp,
+    Weights,
+    attention_of,
+    mlp_of,
+    own_code_line,
+    refuse_strangers,
+    rotation,
+)
+from quire.observe.errors import Unsupported
+from quire.weights.gguf import GGUF
+from quire.weights.tensors import Tensors
+
+if TYPE_CHECKING:
+    from quire.weights.folder import Folder
+    from quire.weights.values import Values
+
+ARCHS = ("olmo2",)
+HF_ARCHS = ("Olmo2ForCausalLM",)
+NAMES = {
+    **HF_NAMES,
+    "attn_post_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_post_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one block."""
+
+    attn: Attention
+    q_norm: Dense  # [heads * head_dim]
+    k_norm: Dense
+    attn_post_norm: Dense
+    mlp: Mlp
+    ffn_post_norm: Dense
+
+
+class Model:
+    """An OLMo 2 model: its configuration, its weights and its forward."""
+
+    def __init__(
+        self,
+        dims: Dims,
+        weights: Weights,
+        rope: Rope,
+        *,
+        biased: Collection[str] | None = None,
+        tied: bool | None = None,
+    ):
+        self.config = d = dims
+        self.notes: list[str] = []
+        self._tensors = weights.tensors
+        self.rope = rope
+        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
+        self.layers = [
+            Layer(
+                attn=attention_of(weights, i, d, biased),
+                q_norm=weights.norm("q_norm", d.q_width, i),
+                k_norm=weights.norm("k_norm", d.kv_width, i),
+                attn_post_norm=weights.norm("attn_post_norm", d.width, i),
+                mlp=mlp_of(weights, i, d, ()),
+                ffn_post_norm=weights.norm("ffn_post_norm", d.width, i),
+            )
+            for i in range(d.layers)
+        ]
+        self.norm = weights.norm("norm", d.width)
+        self.head = weights.head(d, self.embedding, tied)
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF) -> Model:
+        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+        d = metadata.dims_of(keys)
+        if any(metadata.windows_of(keys, d, period=4)):
+            raise Unsupported(f"metadata {keys.arch}.attention.sliding_window is set: OLMo 3 is not supported yet")
+        dim = metadata.rope_dim_of(keys, d)
+        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
+        rope = rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=False)
+        model = cls(d, Weights(tensors, GGUF_NAMES), rope)
+        model.notes += refuse_strangers(gguf, tensors, d)
+        return model
+
+    @classmethod
+    def from_hf(cls, folder: Folder) -> Model:
+        tensors = Tensors(folder)
+        model = cls.of(folder.config, folder.architecture, tensors)
+        tied = model.head is model.embedding
+        model.notes += refuse_strangers(folder, tensors, model.config, tied=tied)
+        model.notes += own_code_line(folder, model.config)
+        return model
+
+    @classmethod
+    def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
+        """The model that a config.json describes."""
+        hf.check_activation(config, "hidden_act", hf.SILU)
+        hf.refuse(config, clip_qkv=None)
+        base, scaling = hf.rope_of(config, 10000.0)
+        d = hf.dims_of(config, architecture, context=hf.context_of(config, scaling), eps=("rms_norm_eps", 1e-5))
+        return cls(
+            d,
+            Weights(tensors, NAMES),
+            rotation(base, d.head_dim, scaling, pairs=False),
+            biased=("q", "k", "v", "o") if config.flag("attention_bias", False) else (),
+            tied=config.flag("tie_word_embeddings", False),
+        )
+
+    def kv(self, pages: int, page_size: int) -> KV:
+        return self.config.kv(pages, page_size)
+
+    def release(self, layout: Layout) -> None:
+        self._tensors.release(layout)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        c = self.config
+        x = ops.embed(batch.ids, self.embedding)  # [T, d]
+        for i, w in enumerate(self.layers):
+            a, m = w.attn, w.mlp
+            q = ops.rms_norm(ops.linear(x, a.q, a.q_bias), w.q_norm, c.eps)
+            k = ops.rms_norm(ops.linear(x, a.k, a.k_bias), w.k_norm, c.eps)
+            q = ops.rope(q, batch.pos, self.rope, c.heads)
+            k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
+            v = ops.linear(x, a.v, a.v_bias)
+            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale)
+            x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
+            h = ops.linear(ops.swiglu(ops.linear(x, m.gate), ops.linear(x, m.up)), m.down)
+            x = ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
+        return ops.linear(ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps), self.head)

@@ -1,0 +1,147 @@
+"""Qwen3: the Llama shape with a norm over each head of queries and keys, before they are rotated.
+
+The dense models; mixtures of experts are another family. In a GGUF as in a folder rows lie for rotation of halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.backends.batch import Batch
+from quire.backends.ops import KV, Ops, Tensor
+from quire.layouts import Dense, Layout, Rope
+from quire.models import hf, metadata
+from quire.models.parts import (
+    GGUF_NAMES,
+    HF_NAMES,
+    Attention,
+    Dims,
+    Mlp,
+    Weights,
+    attention_of,
+    mlp_of,
+    own_code_line,
+    refuse_strangers,
+    rotation,
+    seen,
+    windows_line,
+)
+from quire.weights.gguf import GGUF
+from quire.weights.tensors import Tensors
+
+if TYPE_CHECKING:
+    from quire.weights.folder import Folder
+    from quire.weights.values import Values
+
+ARCHS = ("qwen3",)
+HF_ARCHS = ("Qwen3ForCausalLM",)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one block, and what it sees."""
+
+    attn_norm: Dense
+    attn: Attention
+    q_norm: Dense  # [head_dim]
+    k_norm: Dense
+    ffn_norm: Dense
+    mlp: Mlp
+    window: int | None
+
+
+class Model:
+    """A Qwen3 model: its configuration, its weights and its forward."""
+
+    def __init__(
+        self,
+        dims: Dims,
+        weights: Weights,
+        rope: Rope,
+        *,
+        windows: tuple[int | None, ...],
+        biased: Collection[str] | None = None,
+        tied: bool | None = None,
+    ):
+        self.config = d = dims
+        self.notes = windows_line(windows)
+        self._tensors = weights.tensors
+        self.rope = rope
+        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
+        self.layers = [
+            Layer(
+                attn_norm=weights.norm("attn_norm", d.width, i),
+                attn=attention_of(weights, i, d, biased),
+                q_norm=weights.norm("q_norm", d.head_dim, i),
+                k_norm=weights.norm("k_norm", d.head_dim, i),
+                ffn_norm=weights.norm("ffn_norm", d.width, i),
+                mlp=mlp_of(weights, i, d, ()),
+                window=windows[i],
+            )
+            for i in range(d.layers)
+        ]
+        self.norm = weights.norm("norm", d.width)
+        self.head = weights.head(d, self.embedding, tied)
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF) -> Model:
+        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+        d = metadata.dims_of(keys)
+        scaling = metadata.scaling_of(keys, tensors, d.head_dim, d.context)
+        model = cls(
+            d,
+            Weights(tensors, GGUF_NAMES),
+            rotation(keys.number("rope.freq_base", 10000.0), metadata.rope_dim_of(keys, d), scaling, pairs=False),
+            windows=seen(metadata.windows_of(keys, d, period=0), d.context),
+        )
+        model.notes += refuse_strangers(gguf, tensors, d)
+        return model
+
+    @classmethod
+    def from_hf(cls, folder: Folder) -> Model:
+        tensors = Tensors(folder)
+        model = cls.of(folder.config, folder.architecture, tensors)
+        tied = model.head is model.embedding
+        model.notes += refuse_strangers(folder, tensors, model.config, tied=tied)
+        model.notes += own_code_line(folder, model.config)
+        return model
+
+    @classmethod
+    def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
+        """The model that a config.json describes."""
+        hf.check_activation(config, "hidden_act", hf.SILU)
+        base, scaling = hf.rope_of(config, 10000.0)
+        d = hf.dims_of(config, architecture, context=hf.context_of(config, scaling), head_dim=128)
+        return cls(
+            d,
+            Weights(tensors, HF_NAMES),
+            rotation(base, d.head_dim, scaling, pairs=False),
+            windows=seen(hf.late_windows_of(config, d.layers), d.context),
+            biased=("q", "k", "v", "o") if config.flag("attention_bias", False) else (),
+            tied=config.flag("tie_word_embeddings", False),
+        )
+
+    def kv(self, pages: int, page_size: int) -> KV:
+        return self.config.kv(pages, page_size)
+
+    def release(self, layout: Layout) -> None:
+        self._tensors.release(layout)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        c = self.config
+        x = ops.embed(batch.ids, self.embedding)  # [T, d]
+        for i, w in enumerate(self.layers):
+            h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
+            q = ops.rms_norm(ops.linear(h, a.q, a.q_bias), w.q_norm, c.eps, heads=c.heads)
+            k = ops.rms_norm(ops.linear(h, a.k, a.k_bias), w.k_norm, c.eps, heads=c.kv_heads)
+            q = ops.rope(q, batch.pos, self.rope, c.heads)
+            k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
+            v = ops.linear(h, a.v, a.v_bias)
+            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale, window=w.window)
+            x = ops.add(x, ops.linear(h, a.o, a.o_bias))
+            h = ops.rms_norm(x, w.ffn_norm, c.eps)
+            x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
+        return ops.linear(ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps), self.head)
