@@ -43,13 +43,21 @@ def test_dense_families(name: str, dtype: str, tmp_path: Path):
     check(loaded.after_hit(tokens, shared, 23), want[shared:], dtype)
 
 
+def check_rows(got: np.ndarray, want: np.ndarray) -> None:
+    """Row by row. A row in twenty may be off: where two experts score alike, rounding decides who is chosen."""
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert np.median(error) <= BOUNDS["float32"] / 3
+    off = error > BOUNDS["float32"]
+    assert off.mean() <= 0.05, f"{np.flatnonzero(off).tolist()}: {error[off].round(4).tolist()}"
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_mixtures(name: str, tmp_path: Path):
-    """In float32 alone: a router whose scores are rounded may choose others."""
+    """In float32 alone: a router whose scores are rounded to less would choose others everywhere."""
     kind, changes = VARIANTS[name]
     model = mixtures.build(kind, **changes)
     loaded = Loaded(folders.save(model, tmp_path / "m"), "cuda", most=256, device="cuda", dtype="float32")
     tokens = np.random.default_rng(1).integers(0, 160, 110).tolist()
     want = mixtures.exact_logits(model, tokens)
-    check(loaded.logits(tokens, 33), want, "float32")
-    check(loaded.after_hit(tokens, 48, 23), want[48:], "float32")
+    check_rows(loaded.logits(tokens, 33), want)
+    check_rows(loaded.after_hit(tokens, 48, 23), want[48:])

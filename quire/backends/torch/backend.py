@@ -89,6 +89,7 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
+    kv_groups = False
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(
