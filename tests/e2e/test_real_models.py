@@ -170,7 +170,9 @@ def gaps(path: Path, ids: list[int], made: list[int]) -> list[float]:
     return behind.tolist()
 
 
-@pytest.mark.parametrize("real", MODELS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "real", [pytest.param(m, id=m.name, marks=[] if m is MODELS[0] else pytest.mark.large) for m in MODELS]
+)
 def test_greedy_continuations_are_those_of_transformers(real: Real) -> None:
     path = found(real.name)
     options = {"dtype": "float32", "device": "cpu"} if real.backend == "torch" else {}
