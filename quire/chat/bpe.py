@@ -46,8 +46,10 @@ class BytePieces:
         self._have = bytes(sorted(have))
         self._lacking = bool(set(range(256)) - have - _NEVER_IN_UTF8)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text."""
+    unbounded = False
+
+    def encode(self, text: str, first: bool, last: bool) -> list[int]:
+        """Ids of plain text; spaces are part of its words wherever it lies."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def missing(self, data: bytes) -> bytes:

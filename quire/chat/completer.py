@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quire.chat import protect
 from quire.chat.choice import ChoiceStream
 from quire.chat.template import ChatTemplate
 from quire.chat.tokenizer import Tokenizer
@@ -33,6 +34,10 @@ class Completer:
         if info.vocab_size > tokenizer.vocab_size:
             raise BadModelFile(
                 f"the model chooses among {info.vocab_size} tokens, but its tokenizer has {tokenizer.vocab_size}"
+            )
+        if tokenizer.ordinary_size > info.vocab_size:  # added tokens may lie beyond: a request for one is refused
+            raise BadModelFile(
+                f"the tokenizer has {tokenizer.ordinary_size} tokens, but the model has {info.vocab_size} of them"
             )
         self.client = client
         self.tokenizer = tokenizer
@@ -67,12 +72,16 @@ class Completer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Ids of a conversation, as the model's own template writes it. The begin token comes once."""
+        """Ids of a conversation, as the model's own template writes it. The begin token comes once, and control tokens
+        are those that the template writes: the same text in a message stays text."""
         if self.template is None:
             raise BadRequest("this model has no chat template; use completions", param="messages")
-        text = self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
-        self._check_size(text)
-        ids = self.tokenizer.encode(text, add_special=False, parse_special=True)
+        conversation = self.template.conversation(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+        )
+        prompt = protect.write(conversation, self.tokenizer)
+        self._check_size(prompt.text)
+        ids = prompt.ids()
         bos = self.tokenizer.bos_id
         if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)

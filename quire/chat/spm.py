@@ -1,20 +1,23 @@
 """SentencePiece BPE ("llama" vocabularies): pieces carry scores, a space is written as U+2581, bytes are the last resort.
 
-Owns how scores become merges: SentencePiece joins the neighbours whose union is the best-scored piece, so every way to
-cut a piece into two pieces is a merge, ranked by the score of the whole. Only ordinary pieces take part: plain text can
-never become a control token or a byte token. Merges are derived once, without a Python step per character.
+SentencePiece joins the neighbours whose union is the best-scored piece. A compiled encoder (native/src/words.cpp) does that;
+where it was not built, the `tokenizers` library does, from merges: every way to cut a piece into two pieces is one, ranked
+by the score of the whole. Only ordinary pieces take part: plain text can never become a control token or a byte token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
-from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, not_text, raw, where
+from quire.chat.sentences import SPACE, Sentences
+from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
 
-SPACE = "\u2581"
+Encode = Callable[[str], list[int]]
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd: every power is invertible modulo 2**64
 
 
@@ -23,24 +26,23 @@ class ScoredPieces:
 
     def __init__(self, vocab: Vocabulary, space_prefix: bool):
         self._vocab = vocab
-        self._prefix = SPACE if space_prefix else ""
-        self._bytes = _byte_tokens(vocab)
-        kept = _pieces(vocab)
-        unk = vocab.tokens[vocab.unk_id] if vocab.unk_id is not None else None
-        if unk is None and len(self._bytes) < 256:
+        self._sentences = Sentences(vocab, space_prefix)
+        self._bytes = byte_tokens(vocab)
+        if vocab.unk_id is None and len(self._bytes) < 256:
             raise BadModelFile(
                 f"tokenizer.ggml.tokens has {len(self._bytes)} of 256 byte tokens and no unknown token: "
                 "some texts could not be expressed"
             )
-        try:
-            model = models.BPE(kept, _merges(vocab, kept), unk_token=unk, fuse_unk=True, byte_fallback=True)
-        except Exception as error:
-            raise BadModelFile(f"tokenizer.ggml.tokens cannot be used: {error}") from error
-        self._tokenizer = Tokenizer(model)
+        self._ids = _compiled(vocab, self._bytes) or _by_library(vocab)
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def unbounded(self) -> bool:
+        """Whether characters without a token are gathered into one unknown token, or spaces are dropped."""
+        return len(self._bytes) < 256 or self._sentences.shrinks
+
+    def encode(self, text: str, first: bool, last: bool) -> list[int]:
         """Ids of plain text; a space goes before it when the vocabulary asks for that."""
-        return self._tokenizer.encode(self._prefix + text.replace(" ", SPACE), add_special_tokens=False).ids
+        return self._ids(self._sentences.write(text, first, last))
 
     def missing(self, data: bytes) -> bytes:
         """Bytes that cannot be expressed: none, a byte or unknown token stands for every character."""
@@ -57,7 +59,52 @@ class ScoredPieces:
         return raw(text)
 
 
-def _byte_tokens(vocab: Vocabulary) -> dict[int, int]:
+def _compiled(vocab: Vocabulary, known: dict[int, int]) -> Encode | None:
+    """The compiled encoder, or None where it was not built. It needs no merges, so a large vocabulary is ready at once."""
+    try:
+        from quire.chat._words import ScoredWords  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    texts = [raw(text) for text in vocab.tokens]
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
+    if offsets[-1] >= 1 << 32:
+        raise BadModelFile(f"tokenizer.ggml.tokens has {offsets[-1]} bytes of text: less than {1 << 32} is allowed")
+    types = vocab.types
+    uses = np.where((types == NORMAL) | (types == USER_DEFINED), 2, np.where(types == UNUSED, 1, 0)).astype(np.uint8)
+    uses[not_text(vocab.tokens)] = 0
+    if vocab.unk_id is not None:
+        uses[vocab.unk_id] = 0
+    byte_ids = np.full(256, -1, np.int32)
+    byte_ids[list(known.values())] = list(known)
+    scores = vocab.scores if vocab.scores is not None else np.zeros(len(texts), np.float32)
+    unknown = -1 if vocab.unk_id is None else vocab.unk_id
+    try:
+        words = ScoredWords(b"".join(texts), offsets.astype(np.uint32), scores, uses, byte_ids, unknown)
+    except ValueError as e:
+        twice, first = map(int, str(e).split())
+        raise _again(vocab, twice, first) from None
+    return lambda text: words.encode(text.encode())
+
+
+def _by_library(vocab: Vocabulary) -> Encode:
+    """The same by the `tokenizers` library, from merges."""
+    kept = _pieces(vocab)
+    unk = vocab.tokens[vocab.unk_id] if vocab.unk_id is not None else None
+    try:
+        model = models.BPE(kept, _merges(vocab, kept), unk_token=unk, fuse_unk=True, byte_fallback=True)
+    except Exception as error:
+        raise BadModelFile(f"tokenizer.ggml.tokens cannot be used: {error}") from error
+    library = Tokenizer(model)
+    return lambda text: library.encode(text, add_special_tokens=False).ids
+
+
+def _again(vocab: Vocabulary, twice: int, first: int) -> BadModelFile:
+    text = vocab.tokens[twice][:80]
+    return BadModelFile(f"tokenizer.ggml.tokens[{twice}] is {text!r} again: token {first} has that text")
+
+
+def byte_tokens(vocab: Vocabulary) -> dict[int, int]:
     """Token -> byte, for tokens of the byte kind."""
     found: dict[int, int] = {}
     for i in where(vocab.types == BYTE):
@@ -81,7 +128,7 @@ def _pieces(vocab: Vocabulary) -> dict[str, int]:
     for i in where((vocab.types != CONTROL) & (vocab.types != UNKNOWN)):
         text = vocab.tokens[i]
         if text in kept and text:
-            raise BadModelFile(f"tokenizer.ggml.tokens[{i}] is {text[:80]!r} again: token {kept[text]} has that text")
+            raise _again(vocab, i, kept[text])
         kept[text] = i
     for i in not_text(vocab.tokens):
         kept.pop(vocab.tokens[i], None)
@@ -92,17 +139,22 @@ def _pieces(vocab: Vocabulary) -> dict[str, int]:
 
 
 def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
-    """Every (left, right) whose union is a piece, best-scored union first.
+    """The merges of what plain text may become."""
+    ordinary = (vocab.types == NORMAL) | (vocab.types == USER_DEFINED)
+    scores = vocab.scores if vocab.scores is not None else np.zeros(len(vocab.tokens), np.float32)
+    return merges_of([(t, i) for t, i in kept.items() if ordinary[i] and i != vocab.unk_id], scores)
+
+
+def merges_of(listed: list[tuple[str, int]], scored: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
+    """Every (left, right) whose union is one of the pieces, best-scored union first.
 
     The candidates come from rolling hashes of all prefixes and suffixes at once; each is then checked as text, so a
     vocabulary built to collide gains nothing.
     """
-    tokens = vocab.tokens
-    ordinary = (vocab.types == NORMAL) | (vocab.types == USER_DEFINED)
-    pieces = np.array([i for t, i in kept.items() if ordinary[i] and i != vocab.unk_id], np.int64)
+    texts = [text for text, _ in listed]
+    pieces = np.array([i for _, i in listed], np.int64)
     if not pieces.size:
         return []
-    texts = [tokens[int(i)] for i in pieces]
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     chars = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32).astype(np.uint64) + np.uint64(1)
     ends = np.cumsum(lengths)
@@ -122,7 +174,7 @@ def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
     left_at = _lookup(ranked, left)
     right_at = _lookup(ranked, right)
     hit = np.flatnonzero((left_at >= 0) & (right_at >= 0))
-    scores = vocab.scores[pieces] if vocab.scores is not None else np.zeros(pieces.size, np.float32)
+    scores = scored[pieces]
     hit = hit[np.lexsort((pieces[piece[hit]], -scores[piece[hit]]))]
     merges = []
     for p, a, b in zip(piece[hit].tolist(), order[left_at[hit]].tolist(), order[right_at[hit]].tolist(), strict=True):

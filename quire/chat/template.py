@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 
 from quire.chat.sandbox import BoundedEnvironment
@@ -29,7 +30,23 @@ SECONDS = 2.0
 SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
 _NEEDLE = "needle in the message"
 _STOPPED = "template_limit"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template is given, in fresh lists and dicts of plain values."""
+
+    template: ChatTemplate  # the one that writes it
+    messages: list[dict[str, Any]]
+    tools: Any
+    kwargs: dict[str, Any]
+    add_generation_prompt: bool
+
+    def write(self) -> str:
+        """The prompt."""
+        return self.template._run(self.messages, self.add_generation_prompt, self.tools, self.kwargs)
 
 
 class ChatTemplate:
@@ -85,8 +102,21 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt. Other keywords reach the template as they are (`enable_thinking=False`)."""
+        return self.conversation(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs).write()
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Conversation:
+        """Check what a caller gives, and bring it into the form that the template reads."""
         if tools and self._with_tools is not None:
-            return self._with_tools.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+            return self._with_tools.conversation(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+            )
         taken = _OURS & kwargs.keys()
         if taken:
             raise BadRequest(
@@ -95,7 +125,24 @@ class ChatTemplate:
         if not messages:
             raise BadRequest("messages is empty: at least one is needed", param="messages")
         plain = [self._message(i, message) for i, message in enumerate(messages)]
-        return self._run(plain, add_generation_prompt, None if tools is None else _plain(list(tools)), _plain(kwargs))
+        given = None if tools is None else _plain(list(tools))
+        return Conversation(self, plain, given, _plain(kwargs), add_generation_prompt)
+
+    @cached_property
+    def looked_for(self) -> frozenset[str]:
+        """Texts that the template compares with or hands to a filter, a test or a method: what it may look for in a message is
+        among them, and what it merely prints is not."""
+        found: set[str] = set()
+        for node in self._environment.parse(self.source).find_all(
+            (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
+        ):
+            inner = (
+                node.iter_child_nodes() if isinstance(node, nodes.Compare) else node.iter_child_nodes(exclude=("node",))
+            )
+            for child in inner:
+                constants = [child] if isinstance(child, nodes.Const) else child.find_all(nodes.Const)
+                found.update(c.value for c in constants if isinstance(c.value, str) and c.value)
+        return frozenset(found)
 
     def _run(self, messages: list[Any], add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
         size = measure([messages, tools, kwargs], 1 << 30)
@@ -139,8 +186,11 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise BadRequest(f"{where}.content is a {type(content).__name__}: text is needed", param=f"{where}.content")
         for call in made.get("tool_calls") or ():
-            _parse_arguments(call)
-        return made
+            if not self.needs_text_arguments:
+                _parse_arguments(call)
+        # Reasoning goes by several names; a template knows one of them. The same two are filled in as in transformers.
+        reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
+        return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
 
     # What the template does with content is found by trying it: whether a needle comes out when the content is text,
     # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
@@ -155,14 +205,29 @@ class ChatTemplate:
         """The template reads content only as a list of parts, so plain text is given to it as one part."""
         return not self._finds(_NEEDLE) and self.takes_parts
 
+    @cached_property
+    def needs_text_arguments(self) -> bool:
+        """The template reads a call's arguments only as text, as the APIs carry them; others expect an object."""
+
+        def renders(arguments: Any) -> bool:
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "123456789", "type": "function", "function": function}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
+
+        return not renders({"a": _NEEDLE}) and renders(json.dumps({"a": _NEEDLE}))
+
     def _finds(self, content: Any) -> bool:
+        text = self._tried([{"role": "user", "content": content}])
+        return _NEEDLE in text and not re.search(r"""['"]text['"]\s*:\s*['"]""" + _NEEDLE, text)
+
+    def _tried(self, messages: list[Any]) -> str:
         try:
-            text = self._run([{"role": "user", "content": content}], True, None, {})
+            return self._run(messages, True, None, {})
         except BadRequest as error:
             if error.code == _STOPPED:
                 raise  # it would not get further with the real messages
-            return False
-        return _NEEDLE in text and not re.search(r"""['"]text['"]\s*:\s*['"]""" + _NEEDLE, text)
+            return ""
 
 
 def _plain(value: Any) -> Any:

@@ -1,27 +1,35 @@
 """Text to token ids and back, for the vocabulary inside a GGUF file or a tokenizer.json.
 
 Owns special tokens, the begin and end tokens, and exact token bytes; the merging itself is an Encoder's work: for a GGUF
-`bpe.py` or `spm.py` behind a splitter, for a tokenizer.json `hub.py`, all over the `tokenizers` library. With
+`bpe.py`, `spm.py`, `unigram.py` or `wordpiece.py` behind a splitter, for a tokenizer.json `hub.py`. With
 parse_special=False no text whatever becomes a control token. Immutable after construction and safe to use from several
 threads; the heavy part of `encode` runs without the interpreter lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol
 
 from quire.chat import pretokenizers
 from quire.chat.specials import Splitter
-from quire.chat.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
-from quire.observe.errors import BadModelFile, BadRequest, Unsupported
+from quire.chat.vocab import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
+from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported
 
 
 class Pieces(Protocol):
     """One kind of vocabulary: plain text without special tokens to ids, ids to bytes."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, first: bool, last: bool) -> list[int]:
+        """Ids; `first` and `last` say that the text begins or ends where a vocabulary treats its spaces so."""
+        ...
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether one token may stand for any amount of text."""
+        ...
 
     def missing(self, data: bytes) -> bytes: ...
 
@@ -41,6 +49,19 @@ class Encoder(Protocol):
         """The bytes a token adds to a text."""
         ...
 
+    def controls(self, text: str) -> list[str | int]:
+        """The text cut at its control tokens."""
+        ...
+
+    def encode_parts(self, parts: list[str | int]) -> list[int]:
+        """Ids of such parts, where no text in them becomes a control token whatever it says."""
+        ...
+
+    @property
+    def loose(self) -> bool:
+        """Whether a control token may be found in text that `controls` does not see it in (in other letters, say)."""
+        ...
+
     @property
     def unbounded(self) -> bool:
         """Whether one token may stand for any amount of text."""
@@ -48,28 +69,54 @@ class Encoder(Protocol):
 
 
 class Cut:
-    """An Encoder that cuts special tokens out of the text and leaves what is between to Pieces."""
+    """An Encoder that cuts special tokens out of the text and leaves what is between to Pieces.
 
-    def __init__(self, vocab: Vocabulary, pieces: Pieces):
+    `apart`: what follows a special token is a text of its own, that may get a space in front; except after the tokens in
+    `glued`, which lie inside a text as words do.
+    """
+
+    def __init__(self, vocab: Vocabulary, pieces: Pieces, *, apart: bool = True, glued: frozenset[int] = frozenset()):
         self._vocab = vocab
         self._pieces = pieces
+        self._apart = apart
+        self._glued = glued
         self._control = control_of(vocab)
         self.missing, self.token_bytes = pieces.missing, pieces.token_bytes
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
+        return self._ids((self._all_specials if parse_special else self._user_defined).split(text))
+
+    loose = False
+
+    def controls(self, text: str) -> list[str | int]:
+        return list(self._controls.split(text))
+
+    def encode_parts(self, parts: list[str | int]) -> list[int]:
+        cut = ([part] if isinstance(part, int) else self._user_defined.split(part) for part in parts)
+        return self._ids(chain.from_iterable(cut))
+
+    def _ids(self, parts: Iterable[str | int]) -> list[int]:
+        listed = list(parts)
         ids: list[int] = []
-        splitter = self._all_specials if parse_special else self._user_defined
-        for part in splitter.split(text):
+        first = True
+        for at, part in enumerate(listed):
             if isinstance(part, int):
+                if first and part in self._glued:
+                    ids += self._pieces.encode(
+                        "", True, False
+                    )  # what stands before a text stands before its first word
                 ids.append(part)
+                first = self._apart and part not in self._glued
             else:
-                ids += self._pieces.encode(part)
+                after = listed[at + 1] if at + 1 < len(listed) else None
+                last = after is None or (self._apart and after not in self._glued)
+                ids += self._pieces.encode(part, first, last)
+                first = False
         return ids
 
     @property
     def unbounded(self) -> bool:
-        fuses_unknown = self._vocab.model == "llama" and int((self._vocab.types == BYTE).sum()) < 256
-        return bool(self._swallow) or fuses_unknown
+        return bool(self._swallow) or self._pieces.unbounded
 
     @cached_property
     def _swallow(self) -> frozenset[int]:
@@ -83,6 +130,10 @@ class Cut:
     @cached_property
     def _user_defined(self) -> Splitter:
         return self._splitter(i for i in specials_of(self._vocab) if i not in self._control)
+
+    @cached_property
+    def _controls(self) -> Splitter:
+        return self._splitter(self._control)
 
     @cached_property
     def _all_specials(self) -> Splitter:
@@ -134,14 +185,22 @@ class Tokenizer:
         Raises BadModelFile naming the broken key, or Unsupported for a kind or a pre-tokenizer that is not served.
         """
         vocab = Vocabulary.read(metadata)
+        prefix, begins, ends = False, vocab.bos_id is not None, False  # byte-level words carry their spaces inside
         if vocab.model == "llama":
             from quire.chat.spm import ScoredPieces
 
-            if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
-                raise Unsupported("tokenizer.ggml.remove_extra_whitespaces is set: that normalization is not supported")
-            prefix = True if vocab.add_space_prefix is None else vocab.add_space_prefix
-            default_bos = vocab.bos_id is not None
+            prefix = vocab.add_space_prefix is not False
             pieces: Pieces = ScoredPieces(vocab, prefix)
+        elif vocab.model == "t5":
+            from quire.chat.unigram import UnigramPieces
+
+            prefix, begins, ends = vocab.add_space_prefix is not False, False, vocab.eos_id is not None
+            pieces = UnigramPieces(vocab, prefix)
+        elif vocab.model == "bert":
+            from quire.chat.wordpiece import WordPieces
+
+            prefix, ends = True, vocab.eos_id is not None
+            pieces = WordPieces(vocab)
         else:
             from quire.chat.bpe import BytePieces
 
@@ -152,14 +211,13 @@ class Tokenizer:
                     cure="convert the model again with a current converter",
                 )
             split = pretokenizers.find(name)
-            prefix = False  # byte-level vocabularies carry their spaces inside the words
-            default_bos = split.add_bos and vocab.bos_id is not None
+            begins = begins and split.add_bos
             pieces = BytePieces(vocab, split)
         return cls(
             vocab,
             Cut(vocab, pieces),
-            add_bos=default_bos if vocab.add_bos is None else vocab.add_bos,
-            add_eos=bool(vocab.add_eos),
+            add_bos=begins if vocab.add_bos is None else vocab.add_bos,
+            add_eos=ends if vocab.add_eos is None else vocab.add_eos,
             space_prefix=prefix,
         )
 
@@ -167,14 +225,33 @@ class Tokenizer:
         """Token ids of `text`.
 
         add_special puts the begin and end tokens the file asks for around it. parse_special reads the text of a special
-        token as that token; without it, "<|im_start|>" is eleven characters like any others.
+        token as that token; without it, "<|im_start|>" is twelve characters like any others.
         """
         self._check(text)
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
-        ids += self._encode(text, parse_special)
+        ids += self._guarded(lambda: self._encoder.encode(text, parse_special))
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
+
+    def controls(self, text: str) -> list[str | int]:
+        """The text cut at its control tokens: pieces of text, and ids."""
+        return self._encoder.controls(text)
+
+    def encode_parts(self, parts: list[str | int]) -> list[int]:
+        """Ids of text and control tokens in turn. Unlike `encode`, it reads no control token out of the text."""
+        self._check("".join(part for part in parts if isinstance(part, str)))
+        return self._guarded(lambda: self._encoder.encode_parts(parts))
+
+    @property
+    def loose_controls(self) -> bool:
+        """Whether `encode` may find a control token where `controls` does not."""
+        return self._encoder.loose
+
+    @cached_property
+    def control_texts(self) -> frozenset[str]:
+        """The texts of the control tokens."""
+        return frozenset(text for i in self._special if (text := self._vocab.tokens[i]))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False, at_start: bool = True) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD.
@@ -206,6 +283,11 @@ class Tokenizer:
         return self._known(token) in self._special
 
     @cached_property
+    def ordinary_size(self) -> int:
+        """One more than the last token that ordinary text may become; control and added tokens may lie beyond it."""
+        return max(where(self._vocab.types == NORMAL), default=-1) + 1
+
+    @cached_property
     def max_token_bytes(self) -> int | None:
         """The most bytes of text one token can stand for; None when some token may stand for any amount."""
         return None if self._encoder.unbounded else max(len(raw(text)) for text in self._vocab.tokens)
@@ -231,9 +313,11 @@ class Tokenizer:
                 f"the model's vocabulary has no token for byte 0x{missing[0]:02x} of the text", param="prompt"
             )
 
-    def _encode(self, text: str, parse_special: bool) -> list[int]:
+    def _guarded(self, encode: Callable[[], list[int]]) -> list[int]:
         try:
-            return self._encoder.encode(text, parse_special)
+            return encode()
+        except QuireError:
+            raise
         except Exception as error:
             raise BadRequest(f"the text cannot be tokenized: {error}", param="prompt") from error
         except BaseException as error:

@@ -18,7 +18,9 @@ from quire.observe.errors import BadModelFile, Unsupported
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-MODELS = ("gpt2", "llama")  # tokenizer.ggml.model: byte-level BPE, and SentencePiece BPE with scores
+# tokenizer.ggml.model: byte-level BPE, SentencePiece BPE with scores, WordPiece, SentencePiece unigram
+MODELS = ("gpt2", "llama", "bert", "t5")
+SCORED = ("llama", "t5")
 MAX_TOKENS = 1 << 22
 MAX_TOKEN_LENGTH = 4096  # characters; the longest in public vocabularies are a few hundred
 _KEY = "tokenizer.ggml."
@@ -36,7 +38,7 @@ END_TEXTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Checked metadata. `types` holds the kinds above; `scores` is there for model "llama" alone."""
+    """Checked metadata. `types` holds the kinds above; `scores` is there for the models in SCORED alone."""
 
     model: str
     pre: str  # "" when the file does not name one
@@ -52,6 +54,9 @@ class Vocabulary:
     add_eos: bool | None
     add_space_prefix: bool | None
     architecture: str
+    collapse_spaces: bool = False  # runs of spaces become one, and those around a text go
+    charsmap: bytes = b""  # how characters are normalized first, as SentencePiece compiles it
+    lowercase: bool | None = None  # WordPiece; None: the file does not say
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Vocabulary:
@@ -73,7 +78,7 @@ class Vocabulary:
         count = len(tokens)
         types = _types(metadata, count)
         scores = None
-        if model == "llama":
+        if model in SCORED:
             scores = _numbers(metadata, "scores", count, np.float32)
             if scores is None:
                 raise BadModelFile(f"{_KEY}scores is missing: a tokenizer of model {model!r} needs one for each token")
@@ -85,6 +90,11 @@ class Vocabulary:
             if len(merges) > 4 * MAX_TOKENS:
                 raise BadModelFile(f"{_KEY}merges has {len(merges)} entries: at most {4 * MAX_TOKENS} are allowed")
         ids = {name: _id(metadata, f"{name}_token_id", count) for name in ("bos", "eos", "eot", "eom", "unknown")}
+        if model == "bert":  # its texts lie between these two; "seperator" is how the files spell it
+            for name, keys in (("bos", ["cls"]), ("eos", ["seperator", "separator"])):
+                for key in keys:
+                    if ids[name] is None:
+                        ids[name] = _id(metadata, f"{key}_token_id", count)
         if model == "llama":  # what SentencePiece assumes when a file is silent, if the tokens are what they should be
             for name, default, text in (("bos", 1, "<s>"), ("eos", 2, "</s>"), ("unknown", 0, "<unk>")):
                 if ids[name] is None and count > default and tokens[default] == text:
@@ -104,12 +114,15 @@ class Vocabulary:
             add_eos=_optional(metadata, "add_eos_token", bool),
             add_space_prefix=_optional(metadata, "add_space_prefix", bool),
             architecture=str(metadata.get("general.architecture", "")),
+            collapse_spaces=bool(_optional(metadata, "remove_extra_whitespaces", bool)),
+            charsmap=_bytes(metadata, "precompiled_charsmap"),
+            lowercase=_optional(metadata, "normalizer.lowercase", bool),
         )
 
 
 def where(mask: npt.NDArray[np.bool_]) -> list[int]:
     """Ids at which the mask holds."""
-    return [int(i) for i in np.flatnonzero(mask)]
+    return np.flatnonzero(mask).tolist()
 
 
 def raw(text: str) -> bytes:
@@ -190,6 +203,20 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int, dtype: type) ->
     if dtype is np.int32 and array.size and (int(array.max()) > 2**31 - 1 or int(array.min()) < -(2**31)):
         raise BadModelFile(f"{_KEY}{name} has a value that does not fit 32 bits")
     return array.astype(dtype)
+
+
+def _bytes(metadata: Mapping[str, Any], name: str) -> bytes:
+    value = metadata.get(_KEY + name)
+    if value is None:
+        return b""
+    array = np.asarray(value)
+    if (
+        array.ndim != 1
+        or array.dtype.kind not in "iu"
+        or (array.size and not -128 <= int(array.min()) <= int(array.max()) <= 255)
+    ):
+        raise BadModelFile(f"{_KEY}{name} is not an array of bytes")
+    return array.astype(np.uint8).tobytes()
 
 
 def _id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:

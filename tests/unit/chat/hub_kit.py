@@ -70,6 +70,55 @@ def sentencepiece(path: Path, *, old: bool = False, **settings: Any) -> Any:
     return save(made, path, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings)
 
 
+def unigram(path: Path, *, byte_fallback: bool = False, **settings: Any) -> Any:
+    """T5's kind: pieces with scores, </s> after a text. With byte fallback, no character is unknown."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    learner = Tokenizer(models.Unigram())
+    learner.normalizer = normalizers.NFKC()
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    learner.train_from_iterator(CORPUS, trainer)
+    pieces = [tuple(p) for p in json.loads(learner.to_str())["model"]["vocab"]]
+    if byte_fallback:
+        pieces += [(f"<0x{b:02X}>", -30.0) for b in range(256)]
+    made = Tokenizer(models.Unigram(pieces, 2, byte_fallback))
+    made.normalizer, made.pre_tokenizer = learner.normalizer, learner.pre_tokenizer
+    space = "\u2581"
+    made.decoder = decoders.Metaspace()
+    if byte_fallback:
+        made.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Replace(space, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<pad>", "</s>", "<unk>")])
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return save(made, path, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", **settings)
+
+
+def wordpiece(path: Path, **settings: Any) -> Any:
+    """BERT's kind: lower case, words cut at punctuation, [CLS] and [SEP] around a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    )
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    named = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    return save(made, path, **named, **settings)
+
+
 def save(made: Any, path: Path, **settings: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 

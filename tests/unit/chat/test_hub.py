@@ -169,8 +169,11 @@ def change(path: Path, **parts: Any) -> Folder:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[QuireError], str]] = {
-    "unigram": ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}}, Unsupported, "Unigram"),
-    "wordpiece": ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, Unsupported, "WordPiece"),
+    "word level": ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, Unsupported, "WordLevel"),
+    "a decoder of another kind": ({"decoder": {"type": "CTC"}}, Unsupported, "decoder is CTC"),
+    "a text blown up": (
+        {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}}, Unsupported, "1000 times longer"
+    ),
     "no decoder": ({"decoder": None}, Unsupported, "decoder is none"),
     "no model": ({"model": None}, BadModelFile, "model"),
     "a model that is none": ({"model": [1]}, BadModelFile, "model"),
@@ -209,8 +212,11 @@ def test_no_tokenizer_and_other_kinds_of_file(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"vocab_size": 10, "architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(NotFound, match=r"no tokenizer.json"):
         read_tokenizer(hub_kit.folder(tmp_path))
+    (tmp_path / "vocab.txt").write_bytes(b"a")
+    with pytest.raises(Unsupported, match=r"has vocab.txt and no tokenizer.json.*save_pretrained"):
+        read_tokenizer(hub_kit.folder(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
-    with pytest.raises(Unsupported, match=r"has tokenizer.model and no tokenizer.json.*save_pretrained"):
+    with pytest.raises(BadModelFile, match=r"tokenizer.model is not a SentencePiece model"):
         read_tokenizer(hub_kit.folder(tmp_path))
 
 

@@ -47,9 +47,24 @@ def test_vectors_without_vocabulary(shared_data: Path, name: str):
         assert tokenizer.encode(text, add_special=False, parse_special=False) == expected
 
 
+def test_wordpiece_agrees_with_the_vectors(shared_data: Path):
+    """Its text does not come back as it was (no case, no accents), so ids alone are compared."""
+    tokenizer = Tokenizer.from_gguf(metadata(shared_data, "bert-bge"))
+    pairs = vectors(shared_data, "bert-bge")
+    assert len(pairs) > 40
+    for text, expected in pairs:
+        assert tokenizer.encode(text, add_special=False, parse_special=False) == expected, text
+    around = tokenizer.encode("Hello, World! It is unaffable.", add_special=True, parse_special=True)
+    assert around[0] == 101 and around[-1] == 102  # [CLS] and [SEP]
+    assert tokenizer.decode(around, skip_special=True) == "hello, world! it is unaffable."
+    assert tokenizer.decode(around).startswith("[CLS] hello, world!")
+    assert not {101, 102} & set(tokenizer.encode("[CLS] [SEP]", add_special=False, parse_special=False))
+
+
 def test_a_vocabulary_of_another_kind_is_refused(shared_data: Path):
-    with pytest.raises(Unsupported, match=r"'bert'.*supported: gpt2, llama"):
-        Tokenizer.from_gguf(metadata(shared_data, "bert-bge"))
+    other = {**metadata(shared_data, "gpt-2"), "tokenizer.ggml.model": "rwkv"}
+    with pytest.raises(Unsupported, match=r"'rwkv'.*supported: gpt2, llama, bert, t5"):
+        Tokenizer.from_gguf(other)
 
 
 def test_a_file_that_names_no_pre_tokenizer_is_refused(shared_data: Path):
