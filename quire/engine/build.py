@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
 from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
@@ -28,6 +30,7 @@ from quire.config import (
     resolve_pool,
     resolve_step,
 )
+from quire.engine.build_pooled import TASKS, Parts, build_pooled, task_of
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
 from quire.engine.memory import Budget
@@ -85,6 +88,22 @@ def build_engine(
         if progress is not None:
             progress(done, total)
 
+    about = [
+        f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
+        *source.notes,
+        *model.notes,
+        f"backend: {backend.describe()}",
+        *device_lines,
+        threads_line,
+    ]
+    task = task_of(config.task, model, source.checkpoint)
+    if task != "generate":
+        parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
+        engine, info = build_pooled(config, env, parts, task, watch.lap)
+        told = backend.told() if isinstance(backend, Holds) else []
+        lines = [*about, f"task: {task}", *told, *info.decisions, watch.line()]
+        return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
+
     max_rows = config.max_seqs + EXTRA_ROWS
     budget = _budget(config, env, backend, model, max_rows, packed)
     sizes = resolve_sizes(config, env, model, budget)
@@ -122,13 +141,8 @@ def build_engine(
     )
     watch.lap("engine")
     lines = [
-        f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
-        *source.notes,
-        *model.notes,
-        f"backend: {backend.describe()}",
-        *device_lines,
+        *about,
         *(backend.told() if isinstance(backend, Holds) else []),
-        threads_line,
         *sizes.lines,
         *_kv_line(config, kv, backend),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
@@ -161,6 +175,7 @@ class _Source:
     name: str
     nbytes: int
     notes: list[str]
+    checkpoint: Opened | None = None
 
 
 def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
@@ -178,7 +193,7 @@ def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
     else:
         own = checkpoint.name
     model = load(checkpoint)
-    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes)
+    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes, checkpoint)
 
 
 def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
@@ -295,6 +310,8 @@ def _check(config: EngineConfig) -> None:
         raise BadRequest(
             f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
         )
+    if config.task not in TASKS:
+        raise BadRequest(f"task is {config.task!r}: it must be {', '.join(TASKS[:-1])} or {TASKS[-1]}", param="task")
     if config.quantize not in QUANTIZE:
         raise BadRequest(
             f"quantize is {config.quantize!r}: it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}",

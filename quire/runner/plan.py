@@ -43,6 +43,7 @@ class Work(msgspec.Struct, kw_only=True):
     prompt_logits: int = 0  # that many of the leading rows want prompt logprobs (of the token after each)
     page_from: int = 0  # the page-table row changes from this index on ...
     pages: list[int] = []  # ... to these pages
+    second: int = 0  # where the second of two texts begins, for models that tell them apart; 0: there is one
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -75,6 +76,7 @@ class Row(msgspec.Struct):
     tokens: list[int] = []
     logprobs: list[Logprob] = []  # one per token, when the request asked
     prompt_logprobs: list[Logprob] = []  # one per prompt_logits row
+    vector: bytes = b""  # float32: the embedding or score of a whole sequence, where that is what a runner makes
     error: str | None = None  # this row alone failed (for instance, logits that are not numbers)
 
 
