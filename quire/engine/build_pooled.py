@@ -80,9 +80,15 @@ def build_pooled(
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
     lines = [*pooling.lines, context_line]
     kv = model.kv(1, PAGE_SIZE)
+    inputs = {} if encoder is None else encoder.inputs
     if encoder is None:
         kv, context, more = _scratch(config, env, parts, kv, context, budget, rows)
         lines += more
+    elif isinstance(parts.backend, Estimator):
+        needs = parts.backend.estimate(model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=inputs)
+        memory = Budget(look_at_memory(), needs)
+        memory.check(kv.nbytes, kv.page_bytes)
+        lines.append(memory.line(kv.nbytes))
     lap("sizes")
     try:
         program = parts.backend.compile(
@@ -90,12 +96,13 @@ def build_pooled(
             kv=kv,
             max_tokens=budget,
             max_rows=rows,
-            inputs={} if encoder is None else encoder.inputs,
+            inputs=inputs,
             packed=parts.packed,
         )
     except MemoryError:
         raise NotEnoughMemory(
-            "the system refused memory while the model was loaded", cure="free some memory, or ask for a shorter context"
+            "the system refused memory while the model was loaded",
+            cure="free some memory, or ask for a shorter context",
         ) from None
     lap("weights")
     scheduler = PooledScheduler(
@@ -108,7 +115,9 @@ def build_pooled(
         page_size=PAGE_SIZE,
     )
     runner = PooledRunner(program, kv=kv, pooling=pooling, encoder=encoder, head=head)
-    lines.append(f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole")
+    lines.append(
+        f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole"
+    )
     info = EngineInfo(
         model=parts.name,
         architecture=model.config.architecture,
@@ -124,6 +133,7 @@ def build_pooled(
         decisions=lines,
         task=task,
         dimensions=0 if head else _width(model),
+        cuts=pooling.cuts,
         prompts=pooling.prompts,
         separators=encoder.separators if encoder else 1,
     )

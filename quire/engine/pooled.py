@@ -35,7 +35,15 @@ class PooledScheduler:
     """Texts in order of priority, then arrival. `whole`: a text must be computed in one step."""
 
     def __init__(
-        self, *, budget: int, max_seqs: int, context: int, vocab_size: int, whole: bool, pool: Pool | None, page_size: int
+        self,
+        *,
+        budget: int,
+        max_seqs: int,
+        context: int,
+        vocab_size: int,
+        whole: bool,
+        pool: Pool | None,
+        page_size: int,
     ):
         if whole and budget < context:
             raise ValueError(f"a step of {budget} tokens cannot hold a text of {context}")

@@ -95,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load_seconds: float = 0.0
     task: str = "generate"  # or "embed", or "score": what a request gets
     dimensions: int = 0  # numbers in an embedding
+    cuts: list[int] | None = None  # how many of them may be kept: none but all, or any (an empty list), or these
     prompts: dict[str, str] = {}  # what goes before a text to embed, by name; "" is the default
     separators: int = 1  # end tokens between the two texts of a pair to score
     decisions: list[str] = []  # human-readable lines, printed at start

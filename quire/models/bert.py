@@ -217,7 +217,8 @@ def _head(folder: Folder, tensors: Tensors, prefix: str, d: Dims, roberta: bool)
     count = len(labels.raw) if labels is not None else config.count("num_labels", 2, most=1 << 16)
     if count != 1:
         raise Unsupported(
-            f"{config.where}: a classifier of {count} labels is not served", cure="one with a single label is a reranker"
+            f"{config.where}: a classifier of {count} labels is not served",
+            cure="one with a single label is a reranker",
         )
     dense, out = ("classifier.dense", "classifier.out_proj") if roberta else (f"{prefix}pooler.dense", "classifier")
     return ScoreHead(

@@ -40,6 +40,7 @@ class Pooling:
     normalize: bool  # to length 1
     context: int | None = None  # the longest text it is meant for, where the checkpoint says
     prompts: dict[str, str] = field(default_factory=dict)  # what goes before a text, by name; "" is the default
+    cuts: list[int] | None = None  # how many numbers may be kept: None: all; an empty list: any; else these
     lines: tuple[str, ...] = ()
 
 
@@ -78,7 +79,9 @@ def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
         kind = _GGUF_KINDS.get(number, kind)
         return Pooling(kind, True, lines=(f"pooling: {kind} ({why}), normalized (a GGUF cannot say)",))
     if checkpoint is None or checkpoint.text(MODULES, 1 << 20) is None:
-        return Pooling(kind, True, lines=(f"pooling: {kind}, normalized (there is no {MODULES} that says)",))
+        cuts = None if checkpoint is None else _cuts(checkpoint.config)
+        lines = (f"pooling: {kind}, normalized (there is no {MODULES} that says)",)
+        return Pooling(kind, True, cuts=cuts, lines=lines)
     return _read(checkpoint)
 
 
@@ -110,7 +113,7 @@ def _read(folder: Folder) -> Pooling:
         before = f"; before every text: {prompts['']!r}" if prompts.get("") else ""
         lines.append(f"prompts: {named or 'none by name'}{before}")
     context = None if limits is None else limits.count("max_seq_length", None)
-    return Pooling(kind, normalize, context, prompts, tuple(lines))
+    return Pooling(kind, normalize, context, prompts, _cuts(folder.config), tuple(lines))
 
 
 def _modules(folder: Folder, where: str) -> list[dict[str, str]]:
@@ -127,7 +130,9 @@ def _modules(folder: Folder, where: str) -> list[dict[str, str]]:
 
 
 def _kind(config: Values) -> str:
-    modes = [key.removeprefix("pooling_mode_") for key, on in config.raw.items() if on is True and "pooling_mode_" in key]
+    modes = [
+        key.removeprefix("pooling_mode_") for key, on in config.raw.items() if on is True and "pooling_mode_" in key
+    ]
     if not modes and "pooling_mode" in config:
         modes = [config.text("pooling_mode")]
     known = {**_MODES, **{name: name for name in KINDS}}
@@ -139,6 +144,14 @@ def _kind(config: Values) -> str:
     if "include_prompt" in config and not config.flag("include_prompt", True):
         raise Unsupported(f"{config.where}: include_prompt is false: pooling around a prompt is not supported")
     return known[modes[0]]
+
+
+def _cuts(config: Values) -> list[int] | None:
+    """The shorter embeddings that a model was trained to have, by its config.json."""
+    listed = config.get("matryoshka_dimensions")
+    if isinstance(listed, list) and all(type(n) is int and n > 0 for n in listed):
+        return sorted(listed)
+    return [] if config.get("is_matryoshka") is True else None
 
 
 def _prompts(config: Values) -> dict[str, str]:
