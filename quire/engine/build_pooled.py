@@ -21,7 +21,7 @@ from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Encoder, Model
-from quire.models.pooling import Pooling, declared, pooling_of
+from quire.models.pooling import Pooling, declared, headless, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
@@ -47,9 +47,12 @@ def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
     """generate, embed or score: what was asked, if the model can, else what it is made for."""
     encoder = isinstance(model, Encoder)
     own = "score" if encoder and model.head is not None else "embed"
+    bare = not encoder and checkpoint is not None and headless(checkpoint)
     if asked == "auto":
-        made = encoder or (checkpoint is not None and declared(checkpoint))
-        return own if made else "generate"
+        named = checkpoint is not None and (declared(checkpoint) or checkpoint.architecture.endswith("Model"))
+        return own if encoder or bare or named else "generate"
+    if asked == "generate" and bare:
+        raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
     if asked == "generate" and encoder:
         raise Unsupported(
             f"a {model.config.architecture} cannot generate text: it is for {own}", cure="leave --task out"

@@ -17,7 +17,7 @@ from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense, Floats, Layout
 from quire.models import hf, metadata
-from quire.models.parts import MAX_CONTEXT, Attention, Dims, Weights, own_code_line, refuse_strangers
+from quire.models.parts import MAX_CONTEXT, Attention, Dims, Weights, attention_of, own_code_line, refuse_strangers
 from quire.models.pooling import ScoreHead, activation_of
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
@@ -188,12 +188,8 @@ def _layer(weights: Weights, i: int, d: Dims) -> Layer:
     def bias(role: str, n: int) -> Dense:
         return weights.tensors.vector(weights.name(role, i, "bias"), n)
 
-    attn = Attention(
-        *(weights.matrix(role, d.width, d.width, i) for role in ("q", "k", "v", "o")),
-        *(bias(role, d.width) for role in ("q", "k", "v", "o")),
-    )
     return Layer(
-        attn=attn,
+        attn=attention_of(weights, i, d, ("q", "k", "v", "o")),
         attn_norm=_norm(weights, "attn_norm", d.width, i),
         up=weights.matrix("up", d.ffn, d.width, i),
         up_bias=bias("up", d.ffn),

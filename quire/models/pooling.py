@@ -68,6 +68,13 @@ def declared(checkpoint: Opened) -> bool:
     return os.path.exists(os.path.join(checkpoint.path, MODULES))
 
 
+def headless(checkpoint: Opened) -> bool:
+    """Whether a decoder was saved without the matrix that makes logits."""
+    if isinstance(checkpoint, GGUF) or "embed_tokens.weight" not in checkpoint.tensors:
+        return False
+    return "lm_head.weight" not in checkpoint.tensors and not checkpoint.config.flag("tie_word_embeddings", False)
+
+
 def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
     """What the checkpoint says; without a word the mean for an encoder and the last token for a decoder, normalized."""
     kind = "mean" if encoder else "last"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quire.weights.values import Values
 
 ARCHS = ("qwen3",)
-HF_ARCHS = ("Qwen3ForCausalLM",)
+HF_ARCHS = ("Qwen3ForCausalLM", "Qwen3Model")
 
 
 @dataclass(frozen=True, slots=True)
