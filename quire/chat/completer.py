@@ -76,7 +76,11 @@ class Completer:
         are those that the template writes: the same text in a message stays text."""
         self.generates()
         if self.template is None:
-            raise BadRequest("this model has no chat template; use completions", param="messages")
+            raise BadRequest(
+                "this model has no chat template: it continues text, and does not chat",
+                param="messages",
+                cure="use completions (POST /v1/completions, LLM.generate, quire run --raw)",
+            )
         conversation = self.template.conversation(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
         )

@@ -38,12 +38,24 @@ def added_tokens(config: Values | None) -> list[Added]:
     found: list[Added] = []
     for key, entry in decoder.raw.items() if decoder else ():
         try:
-            found.append(msgspec.convert({**entry, "id": int(key)}, Added))
+            token = msgspec.convert({**entry, "id": int(key)}, Added)
         except (msgspec.ValidationError, TypeError, ValueError) as e:
             raise BadModelFile(f"{decoder and decoder.where}[{str(key)[:40]!r}]: {e}") from None
+        checked(str(decoder and decoder.where), token.content)
+        found.append(token)
     found.sort(key=lambda token: token.id)
     first = {token.content: token for token in reversed(found)}
     return [token for token in found if first[token.content] is token]
+
+
+def checked(where: str, text: str) -> str:
+    """The text of a token. JSON can write what is no text: half a surrogate pair."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadModelFile(f"{where}: the token {ascii(text)[:80]} is not text") from None
+    return text
 
 
 def named_tokens(folder: Folder, config: Values | None) -> dict[str, str]:
@@ -59,7 +71,7 @@ def named_tokens(folder: Folder, config: Values | None) -> dict[str, str]:
             if value is not None and not isinstance(value, str):
                 raise BadModelFile(f"{values.where}: {name} is {repr(value)[:60]}: a string is needed")
             if value is not None:
-                found[name] = value
+                found[name] = checked(values.where, value)
     return found
 
 

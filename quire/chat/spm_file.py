@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.chat.hub_names import MAX_BEYOND, Added, added_tokens, end_tokens, named_tokens, vocab_size
+from quire.chat.hub_names import MAX_BEYOND, Added, added_tokens, checked, end_tokens, named_tokens, vocab_size
 from quire.chat.sentences import MAX_CHARSMAP
 from quire.chat.tokenizer import Cut, Pieces, Tokenizer
 from quire.chat.vocab import (
@@ -252,9 +252,9 @@ def _added(folder: Folder, config: Values | None) -> list[Added]:
     listed = folder.values("added_tokens.json")
     for text, i in listed.raw.items() if listed else ():
         if type(i) is not int:
-            raise BadModelFile(f"{listed and listed.where}: {text[:40]!r} is {repr(i)[:40]}: an id is needed")
+            raise BadModelFile(f"{listed and listed.where}: {text[:40]!a} is {repr(i)[:40]}: an id is needed")
         if text not in texts and i not in ids:
-            found.append(Added(i, text))
+            found.append(Added(i, checked(str(listed and listed.where), text)))
     return found
 
 

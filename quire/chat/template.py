@@ -30,6 +30,12 @@ SECONDS = 2.0
 SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
 _NEEDLE = "needle in the message"
 _STOPPED = "template_limit"
+_SEARCHING = frozenset(
+    [
+        *("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex"),
+        *("count", "replace", "removeprefix", "removesuffix"),
+    ]
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 
@@ -130,18 +136,20 @@ class ChatTemplate:
 
     @cached_property
     def looked_for(self) -> frozenset[str]:
-        """Texts that the template compares with or hands to a filter, a test or a method: what it may look for in a message is
+        """Texts that the template compares with, or searches, cuts or replaces in another: what it may look for in a message is
         among them, and what it merely prints is not."""
         found: set[str] = set()
         for node in self._environment.parse(self.source).find_all(
             (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
         ):
-            inner = (
-                node.iter_child_nodes() if isinstance(node, nodes.Compare) else node.iter_child_nodes(exclude=("node",))
-            )
-            for child in inner:
-                constants = [child] if isinstance(child, nodes.Const) else child.find_all(nodes.Const)
-                found.update(c.value for c in constants if isinstance(c.value, str) and c.value)
+            if isinstance(node, nodes.Compare):
+                looked = [node.expr, *(operand.expr for operand in node.ops)]
+            elif isinstance(node, nodes.Call):
+                method = node.node.attr if isinstance(node.node, nodes.Getattr) else ""
+                looked = node.args if method in _SEARCHING else []
+            else:
+                looked = node.args if isinstance(node, nodes.Test) or node.name == "replace" else []
+            found.update(c.value for c in looked if isinstance(c, nodes.Const) and isinstance(c.value, str) and c.value)
         return frozenset(found)
 
     def _run(self, messages: list[Any], add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:

@@ -99,6 +99,11 @@ def command(
     try:
         if stats:
             decisions(llm.info)
+        if not raw and not llm.chats:
+            if system is not None:
+                raise BadRequest("the model has no chat template, which --system needs", param="system")
+            say("this model has no chat template: it continues the text as it is (as with --raw)")
+            raw = True
         if text is None:
             from quire.cli.talk import Talk
 

@@ -95,6 +95,11 @@ class AsyncLLM:
         return self._have().info
 
     @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template; without one it can only continue text."""
+        return self._have().completer.template is not None
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises Unavailable before the model is loaded."""
         return self._have().tokenizer

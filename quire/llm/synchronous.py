@@ -60,6 +60,11 @@ class LLM:
         return self._async.info
 
     @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template; without one it can only continue text."""
+        return self._async.chats
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._async.tokenizer

@@ -214,6 +214,22 @@ def test_a_large_sink_takes_everything() -> None:
     assert np.abs(got[:, ::2]).max() < 1e-20 < 1e-3 < np.abs(got[:, 1::2]).max()
 
 
+@pytest.mark.parametrize("isa", available())
+def test_a_cap_holds_far_beyond_it(isa: str) -> None:
+    """Scores of a millionth to a million, and infinite ones where a number of a key was too large for a half."""
+    kind = Kind("plain")
+    kind.options = {"softcap": 5.0}
+    given = {name: x[:40].copy() for name, x in kind.given.items()}
+    given["q"] *= np.float32(10.0) ** np.linspace(-6, 6, 40, dtype=np.float32)[:, None]
+    given["k"][7, 0] = 1e6
+    got, want = (
+        feed(kind.compile(b), given, 0, 40, PAGES[:38]) for b in (NativeBackend(isa=isa), open_backend("reference"))
+    )
+    there = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), there)
+    np.testing.assert_allclose(got[there], want[there], rtol=2e-4, atol=2e-5)
+
+
 def test_fusions_carry_the_options() -> None:
     """Rotation on the way into the cache and int8 on the way out, with everything that attention may have."""
     rope = Rope((1.0 / 10000 ** (np.arange(0, DIM, 2) / DIM)).astype(np.float32), DIM, True)

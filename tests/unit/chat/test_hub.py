@@ -220,6 +220,14 @@ def test_no_tokenizer_and_other_kinds_of_file(tmp_path: Path):
         read_tokenizer(hub_kit.folder(tmp_path))
 
 
+@pytest.mark.parametrize("changes", [{"eos_token": "\ud800"}, {"added_tokens_decoder": {"5": {"content": "\udc80"}}}])
+def test_names_that_are_no_text(changes: dict[str, Any], tmp_path: Path):
+    hub_kit.byte_level(tmp_path)
+    hub_kit.edit(tmp_path / "tokenizer_config.json", **changes)
+    with pytest.raises(BadModelFile, match=r"tokenizer_config.json.*is not text"):
+        read_tokenizer(hub_kit.folder(tmp_path))
+
+
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 

@@ -83,6 +83,7 @@ class Parrot:
         self.params: list[SamplingParams] = []
         self.closed = False
         self.info = INFO
+        self.chats = True
 
     def stream_chat(self, messages: Any, params: SamplingParams) -> Stream:
         self.asked.append([dict(m) for m in messages])
@@ -180,6 +181,15 @@ def test_raw_leaves_the_template_out(parrot: Parrot) -> None:
     refused = invoke("m", "Once upon", "--raw", "--system", "x")
     assert refused.exit_code == 1
     assert "--raw" in refused.stderr
+
+
+def test_a_model_without_a_template_continues_the_text_and_says_so(parrot: Parrot) -> None:
+    parrot.chats = False
+    told = invoke("m", "Once upon")
+    assert told.exit_code == 0 and "no chat template" in told.stderr
+    assert parrot.asked == ["Once upon"]
+    refused = invoke("m", "Once upon", "--system", "x")
+    assert refused.exit_code == 1 and "--system" in refused.stderr
 
 
 def test_stats_and_cuts_go_to_stderr(parrot: Parrot) -> None:
