@@ -17,6 +17,7 @@ from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine.engine import Engine
 from quire.engine.memory import Budget
 from quire.engine.pooled import PooledScheduler
+from quire.engine.sizes import resolve_sizes
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_memory
@@ -81,13 +82,16 @@ def build_pooled(
     context, context_line = _context(config, model, pooling)
     budget = max(config.max_batch_tokens, context) if encoder else config.max_batch_tokens
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
-    lines = [*pooling.lines, context_line]
+    lines = [*pooling.lines]
     kv = model.kv(1, PAGE_SIZE)
     inputs = {} if encoder is None else encoder.inputs
     if encoder is None:
-        kv, context, more = _scratch(config, env, parts, kv, context, budget, rows)
-        lines += more
-    elif isinstance(parts.backend, Estimator):
+        kv, held, more = _scratch(config, env, parts, kv, budget, rows)
+        lines += more if held <= context else [context_line, *more[:1], *more[2:]]  # the second is of a longer one
+        context = min(held, context)
+    else:
+        lines.append(context_line)
+    if encoder is not None and isinstance(parts.backend, Estimator):
         needs = parts.backend.estimate(model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=inputs)
         memory = Budget(look_at_memory(), needs)
         memory.check(kv.nbytes, kv.page_bytes)
@@ -165,15 +169,14 @@ def _context(config: EngineConfig, model: Model, pooling: Pooling) -> tuple[int,
 
 
 def _scratch(
-    config: EngineConfig, env: Environment, parts: Parts, page: KV, context: int, budget: int, rows: int
+    config: EngineConfig, env: Environment, parts: Parts, page: KV, budget: int, rows: int
 ) -> tuple[KV, int, list[str]]:
-    """Pages for the texts of a step: of one text of full length, or of as many tokens as there is memory for."""
-    from quire.engine.build import resolve_sizes
-
+    """Pages for the texts of a step: of one text of full length, or of as many tokens as there is memory for. And how long
+    a text they hold, and the lines that say why."""
     model, backend = parts.model, parts.backend
     if config.kv_dtype != "auto":
         page = dataclasses.replace(page, dtype=config.kv_dtype)
-    asked = dataclasses.replace(config, max_seqs=1, context=config.context or context)
+    asked = dataclasses.replace(config, max_seqs=1)
     if isinstance(backend, Measures) and backend.owns_memory:
         resolve_sizes(asked, env, model, Budget(Memory(NO_LIMIT, "")))
         free = backend.measure(model.hidden, page, max_tokens=budget, max_rows=rows, packed=parts.packed)
@@ -182,6 +185,5 @@ def _scratch(
         memory = Budget(look_at_memory(), backend.estimate(model.hidden, kv=page, max_tokens=budget, max_rows=rows))
     else:
         memory = Budget(look_at_memory())
-    sizes = resolve_sizes(asked if config.context else dataclasses.replace(asked, context=None), env, model, memory)
-    context = min(context, sizes.context)
-    return dataclasses.replace(page, pages=sizes.pages), context, sizes.lines
+    sizes = resolve_sizes(asked, env, model, memory)
+    return dataclasses.replace(page, pages=sizes.pages), sizes.context, sizes.lines
