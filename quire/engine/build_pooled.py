@@ -139,16 +139,12 @@ def build_pooled(
         kv_bytes=0 if encoder else kv.nbytes,
         decisions=lines,
         task=task,
-        dimensions=0 if head else _width(model),
+        dimensions=0 if head else model.config.width,
         cuts=pooling.cuts,
         prompts=pooling.prompts,
         separators=encoder.separators if encoder else 1,
     )
     return Engine(scheduler, runner, 0), info
-
-
-def _width(model: Model) -> int:
-    return int(getattr(model.config, "width"))  # noqa: B009
 
 
 def _context(config: EngineConfig, model: Model, pooling: Pooling) -> tuple[int, str]:

@@ -41,6 +41,8 @@ class Facts(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def width(self) -> int: ...  # numbers in a row between layers
+    @property
     def context(self) -> int: ...  # the longest sequence it was made for
 
 

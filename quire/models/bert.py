@@ -109,11 +109,10 @@ class Model:
         hf.check_activation(config, "hidden_act", ("gelu",))
         hf.refuse(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
         roberta = "Roberta" in folder.architecture
-        # RoBERTa numbers positions from the padding token's on, which is none.
-        skip = config.raw.get("pad_token_id", 1) + 1 if roberta else 0
-        rows = config.count("max_position_embeddings", most=MAX_CONTEXT)
-        if type(skip) is not int or not 0 <= skip < rows:
-            raise BadModelFile(f"{config.where}: pad_token_id leaves no positions of {rows}")
+        rows, pad = config.count("max_position_embeddings", most=MAX_CONTEXT), config.raw.get("pad_token_id", 1)
+        if roberta and not (type(pad) is int and 0 <= pad < rows - 1):
+            raise BadModelFile(f"{config.where}: pad_token_id is {str(pad)[:40]}: that leaves no positions of {rows}")
+        skip = pad + 1 if roberta else 0  # RoBERTa's first position is the one after its padding token's number
         d = hf.dims_of(config, folder.architecture, context=rows - skip, eps=("layer_norm_eps", 1e-12))
         prefix = next((p for p in ("", "bert.", "roberta.") if tensors.has(f"{p}{NAMES['embedding']}.weight")), "")
         weights = Weights(tensors, {role: prefix + name for role, name in NAMES.items()})

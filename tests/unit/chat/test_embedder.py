@@ -104,6 +104,29 @@ async def test_scores_of_pairs_are_those_of_a_cross_encoder(tmp_path: Path):
             assert one.score == pytest.approx(score, abs=2e-5), (a, b, most)
 
 
+async def test_two_end_tokens_lie_between_the_texts_of_a_roberta(tmp_path: Path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate(["<s>", "<pad>", "</s>", "<unk>", *alphabet])}
+    bpe = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)  # type: ignore[assignment]
+    marks = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", **marks)
+    model = encoders.build("roberta-score", vocab_size=len(vocab))
+    path = encoders.save(model, tmp_path / "m")
+    theirs.save_pretrained(path)
+    given = theirs("the cat", "sits", return_tensors="pt", return_token_type_ids=False)
+    assert given.input_ids[0, 8:10].tolist() == [2, 2]
+    with torch.no_grad():
+        score = float(torch.sigmoid(model(**given).logits[0, 0]))
+    async with opened(path) as embedder:
+        [one] = await embedder.score([("the cat", "sits")])
+    assert (one.tokens, one.score) == (given.input_ids.shape[1], pytest.approx(score, abs=2e-5))
+
+
 async def test_an_embedding_model_scores_by_cosine_and_counts_a_text_once(tmp_path: Path):
     path, model, theirs = folder(tmp_path / "m")
     async with opened(path) as embedder:

@@ -77,6 +77,15 @@ def test_a_decoders_embeddings_are_those_of_transformers_in_any_chunks(how: str,
         assert a.tobytes() == b.tobytes()
 
 
+def test_the_mean_of_a_text_in_chunks_is_not_only_the_right_direction(tmp_path: Path):
+    model = decoder()
+    path = save(model, tmp_path / "m", pooling="mean", normalize=False)
+    with torch.no_grad():
+        rows = model.model(torch.tensor([TEXTS[2]])).last_hidden_state[0].numpy()
+    [vector] = vectors(made(path, max_batch_tokens=48, max_seqs=3)[0], [TEXTS[2]])
+    assert np.linalg.norm(vector) == pytest.approx(float(np.linalg.norm(rows.mean(axis=0))), rel=1e-2)
+
+
 def test_a_model_without_a_head_is_read_and_only_embeds(tmp_path: Path):
     """As Qwen3-Embedding-8B is saved: no `model.` before the names, and no head though none is tied."""
     model = decoder(base=True)

@@ -180,6 +180,15 @@ def test_what_would_change_the_numbers_is_refused(change: dict[str, Any], what: 
         made(path)
 
 
+@pytest.mark.parametrize("pad", ["1", None, -1, 79])
+def test_a_padding_token_that_leaves_no_positions_is_refused(pad: Any, tmp_path: Path):
+    path = encoders.save(encoders.build("roberta"), tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "pad_token_id": pad}))
+    with pytest.raises(BadModelFile, match="pad_token_id"):
+        made(path)
+
+
 def test_modules_that_are_not_understood_are_refused_by_name(tmp_path: Path):
     path = encoders.save(encoders.build("bert"), tmp_path / "m", pooling="mean")
     modules = json.loads((path / "modules.json").read_text())
