@@ -97,10 +97,11 @@ def test_a_model_without_a_head_is_read_and_only_embeds(tmp_path: Path):
         made(path, task="generate")
 
 
-def test_a_decoder_that_generates_embeds_when_asked(tmp_path: Path):
+@pytest.mark.parametrize("backend", ["native", "torch", "reference"])
+def test_a_decoder_that_generates_embeds_when_asked(backend: str, tmp_path: Path):
     path = folders.save(decoder(), tmp_path / "m")
     assert made(path)[1].task == "generate"
-    engine, info = made(path, task="embed")
+    engine, info = made(path, task="embed", backend=backend)
     assert info.task == "embed"
     assert float(vectors(engine, [TEXTS[0]])[0].astype(np.float64) @ wanted(decoder(), TEXTS[0], "last")) > 0.9999
     with pytest.raises(Unsupported, match="cannot score"):
