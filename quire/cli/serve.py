@@ -37,6 +37,9 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
+    task: Annotated[
+        str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
+    ] = ENGINE.task,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
@@ -77,7 +80,7 @@ def command(
 ) -> None:
     """Serve a model over HTTP.
 
-    OpenAI's chat and completions, /tokenize, /health, /ready and /metrics; docs/server.md has the details. Fetches the
+    OpenAI's chat and completions, or embeddings, rerank and score for a model that is for those; /tokenize, /health, /ready and /metrics; docs/server.md has the details. Fetches the
     model if it is not here. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
     """
     env = Environment.read()
@@ -100,6 +103,7 @@ def command(
     engine = EngineConfig(
         path="",
         name=served,
+        task=task,
         backend=backend,
         device=device,
         dtype=dtype,

@@ -15,7 +15,7 @@ from quire.engine.types import EngineInfo, Event, Request, Stats
 from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
 BUILDER = "quire.engine.build:build_engine"
 

@@ -12,14 +12,17 @@ import re
 import time
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from quire.config import VERSION, ServerConfig
 from quire.engine.client import EngineClient
 from quire.engine.types import EngineInfo
-from quire.observe.errors import NotFound, Unavailable
+from quire.observe.errors import BadRequest, NotFound, Unavailable
 from quire.observe.metrics import Metrics, ModelMetrics
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
+    from quire.chat.embedder import Embedder
 
 
 class Running(Protocol):
@@ -103,6 +106,31 @@ class Service:
             again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
             raise Unavailable(what[stage], cure=again)
         return self.completer
+
+    def embedder(self) -> Embedder:
+        """What embeds and scores here; 503 with the stage, 400 where the model was loaded to generate."""
+        from quire.chat.embedder import Embedder
+
+        completer = self.ready()
+        info = msgspec.structs.replace(completer.info, model=self.name)  # a client knows it by this name
+        return Embedder(completer.client, completer.tokenizer, info)
+
+    def generator(self) -> Completer:
+        """The completer; 503 with the stage, 400 where the model makes no text."""
+        completer = self.ready()
+        if completer.info.task != "generate":
+            does, where = (
+                ("embeds texts", "/v1/embeddings")
+                if completer.info.task == "embed"
+                else ("scores pairs of texts", "/v1/rerank")
+            )
+            raise BadRequest(
+                f"{self.name} {does}: it cannot generate text",
+                cure=f"POST {where}",
+                param="model",
+                code="unsupported_task",
+            )
+        return completer
 
     def check_model(self, name: str | None) -> None:
         """404 unless `name` is the served model; no name means that one. The text is the same for every other name."""
