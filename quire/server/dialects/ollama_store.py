@@ -27,6 +27,7 @@ from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
+from quire.weights import names
 from quire.weights.store import Store
 
 MAX_PULLS = 4  # at a time
@@ -74,9 +75,9 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def pull(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), PullRequest, neutral={"insecure": (None, False)})
-        store = _store(service)
-        wanted = store.look_up(_model(asked.model or asked.name))
-        _check_source(wanted.references[0].scheme)
+        store, name = _store(service), _model(asked.model or asked.name)
+        _check_source(name)
+        wanted = store.look_up(name)
         if len(running) >= MAX_PULLS:
             raise Busy(f"{MAX_PULLS} pulls are under way: that is the most at a time", retry_after=30.0)
         pulling = Pulling(service, wanted.name, wanted.sha256, running.discard)
@@ -145,9 +146,10 @@ def _model(name: str | None) -> str:
     return _ollama.bare_name(name)
 
 
-def _check_source(scheme: str) -> None:
+def _check_source(name: str) -> None:
     """No path, and no address of the client's choosing: what this machine can reach is not theirs to ask."""
-    if scheme in ("file", "url"):
+    parsed = names.parse(name)
+    if isinstance(parsed, names.Reference) and parsed.scheme in ("file", "url"):
         raise BadRequest(
             "models are asked for by name here, not by path or address",
             cure="a short name (smollm2:135m), hf:org/repo, pypi:… or npm:…; `quire pull` takes the others",
