@@ -370,3 +370,16 @@ async def test_what_is_not_here_is_named(service: Service, method: str, path: st
     assert r.status_code == 501
     if method != "HEAD":
         assert path.split("/")[2] in r.json()["error"]
+
+
+async def test_a_pull_that_nobody_waits_for_stops_at_the_next_bytes(service: Service):
+    from quire.server.dialects.ollama_store import Gone, Pulling
+
+    pulling = Pulling(service, "tiny:1m", None, lambda _: None)
+    pulling.start(100, "tiny:1m", 10)
+    pulling.advance(5)
+    pulling.fail(Exception("gone"))
+    with pytest.raises(Gone):
+        pulling.advance(5)
+    with pytest.raises(Gone):
+        pulling.start(100, "tiny:1m")
