@@ -18,7 +18,7 @@ from quire.cli import ui
 from quire.cli.pull import supported
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
-from quire.weights.store import Store, look_up
+from quire.weights.store import Store
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
@@ -80,12 +80,13 @@ def command(
 ) -> None:
     """Serve a model over HTTP.
 
-    OpenAI's chat and completions, or embeddings, rerank and score for a model that is for those; /tokenize, /health, /ready and /metrics; docs/server.md has the details. Fetches the
-    model if it is not here. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    OpenAI's, Anthropic's and Ollama's API for a model that chats or continues text; embeddings, rerank and score for one that is
+    for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches the model if it is not here.
+    SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
     """
     env = Environment.read()
     store = Store(env, accepts=supported)
-    wanted = look_up(model)
+    wanted = store.look_up(model)
     is_file = wanted.references[0].scheme == "file"
     # A path is nobody's business but this machine's.
     served = name or (_last_name(Path(model)) if is_file else wanted.name)
@@ -145,6 +146,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
     async def run() -> int:
         service = Service(server, engine.name)
+        service.store = store
 
         def ready() -> None:
             for line in service.info.decisions:

@@ -23,6 +23,7 @@ from quire.observe.metrics import Metrics, ModelMetrics
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
+    from quire.weights.store import Store
 
 
 class Running(Protocol):
@@ -44,12 +45,15 @@ class Service:
         self.completer: Completer | None = None
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
+        self.path: str | None = None  # the model's file or folder, once it is known
+        self.store: Store | None = None  # the models of this machine, where clients may see them
         self.restarted = 0  # times the engine process was started again
         self.feeds: set[Running] = set()
         self.in_flight = 0  # HTTP requests between their first byte in and last byte out, probes not counted
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._loaded = asyncio.Event()  # or never to be
 
     @property
     def stage(self) -> str:
@@ -92,6 +96,11 @@ class Service:
         )
         self.client = client
         self.completer = completer
+        self._loaded.set()
+
+    async def loaded(self) -> None:
+        """Wait for the first load to end, for clients that expect a request to wait for it. Says nothing of what came."""
+        await self._loaded.wait()
 
     def ready(self) -> Completer:
         """The completer, or 503 with the stage."""
@@ -156,6 +165,7 @@ class Service:
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests, wait for those in flight, then fail the rest. True when none had to be failed."""
         self.draining = True
+        self._loaded.set()
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

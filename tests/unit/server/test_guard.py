@@ -40,8 +40,11 @@ async def test_every_route_needs_the_key_but_the_probes():
             else:
                 assert r.status_code == 401, path
                 assert r.headers["www-authenticate"] == "Bearer"
-                assert r.json()["error"]["code"] == "invalid_api_key"
                 assert with_key.status_code != 401
+                if method == "HEAD":
+                    continue  # an answer without a body
+                error = r.json()["error"]
+                assert "needs an API key" in error if path.startswith("/api/") else error["code"] == "invalid_api_key"
 
 
 @pytest.mark.parametrize(
