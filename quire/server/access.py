@@ -45,7 +45,8 @@ class Access:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status, sent = message["status"], True
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+                names = (b"x-request-id", b"request-id")  # OpenAI's clients read the first, Anthropic's the second
+                message["headers"] = [*message.get("headers", []), *((name, request_id) for name in names)]
             await send(message)
 
         probe = scope["path"] in PROBES
@@ -54,16 +55,16 @@ class Access:
         try:
             if self.service.draining and not probe:
                 refusal = Unavailable("the server is shutting down", cure="send the request elsewhere or later")
-                await errors.response(refusal, {"connection": "close"})(scope, receive, numbered)
+                answer = errors.response(refusal, {"connection": "close"}, path=scope["path"])
+                await answer(scope, receive, numbered)
             else:
                 await self.app(scope, receive, numbered)
         except Exception as error:
             errors.log.error("unexpected %s", type(error).__name__, exc_info=error)
             if sent:
                 raise
-            await errors.response(QuireError("the server failed on this request; its log has the cause"))(
-                scope, receive, numbered
-            )
+            failed = QuireError("the server failed on this request; its log has the cause")
+            await errors.response(failed, path=scope["path"])(scope, receive, numbered)
         finally:
             if not probe:
                 self.service.leave()

@@ -1,7 +1,8 @@
-"""Errors as HTTP sees them: OpenAI's shape, one status each, and nothing of the machine inside.
+"""Errors as HTTP sees them: one status each, in the shape of the dialect that owns the path, nothing of the machine inside.
 
-`response(error)` is the only way an error leaves this process as a body. What is not a QuireError becomes a plain 500:
-its text goes to the log, never to a client. Knows HTTP and the catalogue; knows no dialect's requests.
+`response(error)` is the only way an error leaves this process as a body. A dialect that `speaks` for a path words the
+errors there, whichever layer raised them; elsewhere they have OpenAI's shape. What is not a QuireError becomes a plain
+500: its text goes to the log, never to a client. Knows HTTP and the catalogue; knows no dialect's requests.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,6 +21,9 @@ from starlette.responses import Response
 from quire.observe.errors import BadRequest, Busy, EngineDead, QuireError, Unavailable
 
 log = logging.getLogger("quire.server")
+
+Shape: TypeAlias = Callable[[QuireError], dict[str, object]]
+_SHAPES: dict[str, Shape] = {}  # path -> how errors look there and below
 
 MAX_MESSAGE = 600
 # Engine messages are written for people, but an exception's text may slip into one: addresses, files, tracebacks.
@@ -55,14 +61,28 @@ def clean(message: str, instead: str = "the engine could not run the request; th
     return instead if _PRIVATE.search(message) else message
 
 
+def text(error: QuireError) -> str:
+    """What a client is told: a refusal's own words, and of a failure only what is fit for strangers."""
+    return str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
+
+
+def speaks(path: str, shape: Shape) -> None:
+    """Errors at `path` and below it look as `shape` makes them, also those raised before a route is reached."""
+    _SHAPES[path] = shape
+
+
+def shape_at(path: str) -> Shape:
+    """The shape of errors at `path`."""
+    return next((s for p, s in _SHAPES.items() if path == p or path.startswith(p + "/")), body)
+
+
 def body(error: QuireError) -> dict[str, object]:
     """The error object, in OpenAI's shape."""
     if error.status == 429:
         kind = "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-    text = str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
-    return {"error": {"message": text, "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": text(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def headers(error: QuireError) -> dict[str, str]:
@@ -76,10 +96,10 @@ def headers(error: QuireError) -> dict[str, str]:
     return {}
 
 
-def response(error: QuireError, extra: dict[str, str] | None = None) -> Response:
-    """The whole answer."""
+def response(error: QuireError, extra: dict[str, str] | None = None, *, path: str) -> Response:
+    """The whole answer to a request for `path`."""
     return Response(
-        msgspec.json.encode(body(error)),
+        msgspec.json.encode(shape_at(path)(error)),
         status_code=error.status,
         media_type="application/json",
         headers=headers(error) | (extra or {}),
@@ -92,7 +112,7 @@ async def on_quire_error(request: Request, error: Exception) -> Response:
         return await on_exception(request, error)
     if error.status >= 500 and not isinstance(error, Unavailable):
         log.error("%s: %s", error.code, error)
-    return response(error)
+    return response(error, path=request.scope["path"])
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -106,13 +126,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         known = QuireError("the request could not be handled", code="http_error")
     known.status = status
     extra = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return response(known, extra)
+    return response(known, extra, path=request.scope["path"])
 
 
 async def on_exception(request: Request, error: Exception) -> Response:
     """Handler of what nobody expected. The log gets the traceback, the client gets a sentence."""
     log.error("unexpected %s", type(error).__name__, exc_info=error)
-    return response(QuireError("the server failed on this request; its log has the cause"))
+    failed = QuireError("the server failed on this request; its log has the cause")
+    return response(failed, path=request.scope["path"])
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
@@ -122,5 +143,5 @@ async def on_client_gone(request: Request, error: Exception) -> Response:
 
 def engine_error(message: str | None, started: bool) -> QuireError:
     """What an error event means: a request that could not start was bad, one that had started failed."""
-    text = clean(message or "the engine gave no reason")
-    return QuireError(text, code="engine_error") if started else BadRequest(text, code="engine_refused")
+    why = clean(message or "the engine gave no reason")
+    return QuireError(why, code="engine_error") if started else BadRequest(why, code="engine_refused")

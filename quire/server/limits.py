@@ -62,7 +62,9 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = errors.response(
-            TooLarge(f"the body is over {self.limit} bytes, the most this server reads"), {"connection": "close"}
+            TooLarge(f"the body is over {self.limit} bytes, the most this server reads"),
+            {"connection": "close"},
+            path=scope["path"],
         )
         await send({"type": "http.response.start", "status": 413, "headers": refusal.raw_headers})
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})

@@ -6,7 +6,8 @@ status, and only later trouble is an error event. Several events that are ready 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -36,14 +37,28 @@ def event(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How a dialect's stream looks in bytes."""
+
+    frame: Callable[[object], bytes]
+    failure: Callable[[QuireError], object]  # what is framed when trouble comes after the first byte
+    waiting: bytes  # sent in a long silence, so that proxies keep the connection
+    done: bytes  # the last word, after an answer or a failure
+
+
+OPENAI = Wire(event, errors.body, b": waiting\n\n", DONE)
+
+
 class EventStream(Response):
-    """Runs a feed and sends what the encoder makes of it, then `[DONE]`."""
+    """Runs a feed and sends what the encoder makes of it, framed by the wire."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, encoder: Encoder):
+    def __init__(self, feed: Feed, encoder: Encoder, wire: Wire = OPENAI):
         self.feed = feed
         self.encoder = encoder
+        self.wire = wire
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -55,18 +70,19 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         started = False
+        wire = self.wire
         try:
             async with self.feed as feed:
                 await feed.first(FIRST_SECONDS)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 started = True
-                await write(b"".join(map(event, self.encoder.opening())))
+                await write(b"".join(map(wire.frame, self.encoder.opening())))
                 async for items in feed.batches(KEEP_ALIVE_SECONDS):
-                    # An empty batch is silence: a comment keeps proxies from closing the connection.
-                    data = b"".join(map(event, self.encoder.news(items))) if items else b": waiting\n\n"
+                    # An empty batch is silence.
+                    data = b"".join(map(wire.frame, self.encoder.news(items))) if items else wire.waiting
                     if data:
                         await write(data)
-            await write(b"".join(map(event, self.encoder.closing())) + DONE, more=False)
+            await write(b"".join(map(wire.frame, self.encoder.closing())) + wire.done, more=False)
         except ClientGone:
             if not started:
                 raise
@@ -77,4 +93,4 @@ class EventStream(Response):
             if not isinstance(error, QuireError):
                 errors.log.error("unexpected %s in a stream", type(error).__name__, exc_info=error)
                 error = QuireError("the server failed on this request; its log has the cause")
-            await write(event(errors.body(error)) + DONE, more=False)
+            await write(wire.frame(wire.failure(error)) + wire.done, more=False)

@@ -8,6 +8,7 @@ NEUTRAL    would change the answer: accepted only with a value that asks for not
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Set
 from functools import cache
 from typing import TypeVar
 
@@ -75,18 +76,24 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def parse(body: bytes, shape: type[T]) -> T:
-    """The request as `shape`, every field of it accounted for."""
+def parse(
+    body: bytes,
+    shape: type[T],
+    ignored: Set[str] = IGNORED,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    unknown: Callable[[str, list[str]], BadRequest] = limits.unknown_field,
+) -> T:
+    """The request as `shape`, every field of it accounted for. The tables are OpenAI's unless a dialect brings its own."""
     honoured = _honoured(shape)
     given = limits.top_level(body)
     for name, raw in given.items():
-        if name in honoured or name in IGNORED:
+        if name in honoured or name in ignored:
             continue
-        if name not in NEUTRAL:
-            raise limits.unknown_field(name, sorted(honoured))
+        if name not in neutral:
+            raise unknown(name, sorted(honoured))
         value = limits.parse(raw, object)
-        if not any(type(value) is type(n) and value == n for n in NEUTRAL[name]):
-            asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in NEUTRAL[name])
+        if not any(type(value) is type(n) and value == n for n in neutral[name]):
+            asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in neutral[name])
             raise BadRequest(
                 f"{name} is not supported: the only accepted value is {asks_nothing}",
                 param=name,
