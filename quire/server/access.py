@@ -55,16 +55,16 @@ class Access:
         try:
             if self.service.draining and not probe:
                 refusal = Unavailable("the server is shutting down", cure="send the request elsewhere or later")
-                answer = errors.response(refusal, {"connection": "close"}, path=scope["path"])
-                await answer(scope, receive, numbered)
+                await errors.response(refusal, {"connection": "close"})(scope, receive, numbered)
             else:
                 await self.app(scope, receive, numbered)
         except Exception as error:
             errors.log.error("unexpected %s", type(error).__name__, exc_info=error)
             if sent:
                 raise
-            failed = QuireError("the server failed on this request; its log has the cause")
-            await errors.response(failed, path=scope["path"])(scope, receive, numbered)
+            await errors.response(QuireError("the server failed on this request; its log has the cause"))(
+                scope, receive, numbered
+            )
         finally:
             if not probe:
                 self.service.leave()

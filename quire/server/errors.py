@@ -1,8 +1,8 @@
-"""Errors as HTTP sees them: one status each, in the shape of the dialect that owns the path, nothing of the machine inside.
+"""Errors as HTTP sees them: OpenAI's shape, one status each, and nothing of the machine inside.
 
-`response(error)` is the only way an error leaves this process as a body. A dialect that `speaks` for a path words the
-errors there, whichever layer raised them; elsewhere they have OpenAI's shape. What is not a QuireError becomes a plain
-500: its text goes to the log, never to a client. Knows HTTP and the catalogue; knows no dialect's requests.
+`response(error)` is the only way an error leaves this process as a body. What is not a QuireError becomes a plain 500:
+its text goes to the log, never to a client. A dialect with a shape of its own puts it in SHAPES, for the paths it owns:
+every layer's refusals there take it. Knows HTTP and the catalogue; knows no dialect's requests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.observe.errors import BadRequest, Busy, EngineDead, QuireError, Unavailable
 
 log = logging.getLogger("quire.server")
-
-Shape: TypeAlias = Callable[[QuireError], dict[str, object]]
-_SHAPES: dict[str, Shape] = {}  # path -> how errors look there and below
 
 MAX_MESSAGE = 600
 # Engine messages are written for people, but an exception's text may slip into one: addresses, files, tracebacks.
@@ -51,6 +49,13 @@ class UnsupportedMedia(QuireError):
     status = 415
 
 
+class Unimplemented(QuireError):
+    """A part of somebody's API that is not here. The message names it."""
+
+    code = "not_implemented"
+    status = 501
+
+
 class ClientGone(Exception):
     """The client closed its connection; nobody is left to answer."""
 
@@ -64,16 +69,6 @@ def clean(message: str, instead: str = "the engine could not run the request; th
 def text(error: QuireError) -> str:
     """What a client is told: a refusal's own words, and of a failure only what is fit for strangers."""
     return str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
-
-
-def speaks(path: str, shape: Shape) -> None:
-    """Errors at `path` and below it look as `shape` makes them, also those raised before a route is reached."""
-    _SHAPES[path] = shape
-
-
-def shape_at(path: str) -> Shape:
-    """The shape of errors at `path`."""
-    return next((s for p, s in _SHAPES.items() if path == p or path.startswith(p + "/")), body)
 
 
 def body(error: QuireError) -> dict[str, object]:
@@ -96,23 +91,47 @@ def headers(error: QuireError) -> dict[str, str]:
     return {}
 
 
-def response(error: QuireError, extra: dict[str, str] | None = None, *, path: str) -> Response:
-    """The whole answer to a request for `path`."""
-    return Response(
-        msgspec.json.encode(shape_at(path)(error)),
-        status_code=error.status,
-        media_type="application/json",
-        headers=headers(error) | (extra or {}),
-    )
+Shape: TypeAlias = Callable[[QuireError], tuple[int, object]]  # an error's status and body
+SHAPES: dict[str, Shape] = {}  # by the beginning of the path
+
+
+def shaped(path: str, error: QuireError) -> tuple[int, object]:
+    """Status and body of an error on `path`."""
+    shape = next((shape for prefix, shape in SHAPES.items() if path.startswith(prefix)), None)
+    return (error.status, body(error)) if shape is None else shape(error)
+
+
+class ErrorResponse(Response):
+    """An error that takes its shape from the path it is the answer to: the layers in front know no dialect."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: QuireError, extra: dict[str, str]):
+        super().__init__(msgspec.json.encode(body(error)), error.status, extra)
+        self.error = error
+        self.extra = extra
+
+    def on(self, path: str) -> Response:
+        """The answer to a request of that path."""
+        status, value = shaped(path, self.error)
+        return Response(msgspec.json.encode(value), status, self.extra, self.media_type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.on(scope["path"])(scope, receive, send)
+
+
+def response(error: QuireError, extra: dict[str, str] | None = None) -> ErrorResponse:
+    """The whole answer."""
+    return ErrorResponse(error, headers(error) | (extra or {}))
 
 
 async def on_quire_error(request: Request, error: Exception) -> Response:
     """Handler of every QuireError."""
     if not isinstance(error, QuireError):
         return await on_exception(request, error)
-    if error.status >= 500 and not isinstance(error, Unavailable):
+    if error.status >= 500 and not isinstance(error, Unavailable | Unimplemented):
         log.error("%s: %s", error.code, error)
-    return response(error, path=request.scope["path"])
+    return response(error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -126,14 +145,13 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         known = QuireError("the request could not be handled", code="http_error")
     known.status = status
     extra = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return response(known, extra, path=request.scope["path"])
+    return response(known, extra)
 
 
 async def on_exception(request: Request, error: Exception) -> Response:
     """Handler of what nobody expected. The log gets the traceback, the client gets a sentence."""
     log.error("unexpected %s", type(error).__name__, exc_info=error)
-    failed = QuireError("the server failed on this request; its log has the cause")
-    return response(failed, path=request.scope["path"])
+    return response(QuireError("the server failed on this request; its log has the cause"))
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:

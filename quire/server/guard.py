@@ -45,7 +45,7 @@ class HostCheck:
                     "the Host header names another machine; this server is bound to loopback",
                     cure="call it by localhost, or start it with --allowed-host",
                 )
-                return await errors.response(refusal, path=scope["path"])(scope, receive, send)
+                return await errors.response(refusal)(scope, receive, send)
         return await self.app(scope, receive, send)
 
 
@@ -92,7 +92,7 @@ class KeyCheck:
             refusal = Unauthorized(
                 "this server needs an API key", cure="send Authorization: Bearer KEY, or x-api-key: KEY"
             )
-            return await errors.response(refusal, path=scope["path"])(scope, receive, send)
+            return await errors.response(refusal)(scope, receive, send)
         return await self.app(scope, receive, send)
 
     def _holds(self, scope: Scope) -> bool:

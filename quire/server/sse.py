@@ -1,13 +1,13 @@
-"""A server-sent event stream as a pure ASGI response.
+"""A server-sent event stream, or one of JSON lines, as a pure ASGI response.
 
 Nothing is sent until the first news or a few quiet seconds: so a full queue or a refused request is still an HTTP
-status, and only later trouble is an error event. Several events that are ready together leave in one write.
+status, and only later trouble is an error event. Several events that are ready together leave in one write. JSON lines
+have no comments, so a long wait is silent there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -37,28 +37,22 @@ def event(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """How a dialect's stream looks in bytes."""
-
-    frame: Callable[[object], bytes]
-    failure: Callable[[QuireError], object]  # what is framed when trouble comes after the first byte
-    waiting: bytes  # sent in a long silence, so that proxies keep the connection
-    done: bytes  # the last word, after an answer or a failure
-
-
-OPENAI = Wire(event, errors.body, b": waiting\n\n", DONE)
+def line(value: object) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(value) + b"\n"
 
 
 class EventStream(Response):
-    """Runs a feed and sends what the encoder makes of it, framed by the wire."""
+    """Runs a feed and sends what the encoder makes of it, then `[DONE]`."""
 
     media_type = "text/event-stream"
+    frame = staticmethod(event)
+    waiting = b": waiting\n\n"  # a comment keeps proxies from closing the connection
+    done = DONE
 
-    def __init__(self, feed: Feed, encoder: Encoder, wire: Wire = OPENAI):
+    def __init__(self, feed: Feed, encoder: Encoder):
         self.feed = feed
         self.encoder = encoder
-        self.wire = wire
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -70,19 +64,18 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         started = False
-        wire = self.wire
         try:
             async with self.feed as feed:
                 await feed.first(FIRST_SECONDS)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 started = True
-                await write(b"".join(map(wire.frame, self.encoder.opening())))
+                await write(b"".join(map(self.frame, self.encoder.opening())))
                 async for items in feed.batches(KEEP_ALIVE_SECONDS):
                     # An empty batch is silence.
-                    data = b"".join(map(wire.frame, self.encoder.news(items))) if items else wire.waiting
+                    data = b"".join(map(self.frame, self.encoder.news(items))) if items else self.waiting
                     if data:
                         await write(data)
-            await write(b"".join(map(wire.frame, self.encoder.closing())) + wire.done, more=False)
+            await write(b"".join(map(self.frame, self.encoder.closing())) + self.done, more=False)
         except ClientGone:
             if not started:
                 raise
@@ -93,4 +86,13 @@ class EventStream(Response):
             if not isinstance(error, QuireError):
                 errors.log.error("unexpected %s in a stream", type(error).__name__, exc_info=error)
                 error = QuireError("the server failed on this request; its log has the cause")
-            await write(wire.frame(wire.failure(error)) + wire.done, more=False)
+            await write(self.frame(errors.shaped(scope["path"], error)[1]) + self.done, more=False)
+
+
+class LineStream(EventStream):
+    """The same as lines of JSON, which end when the body does."""
+
+    media_type = "application/x-ndjson"
+    frame = staticmethod(line)
+    waiting = b""
+    done = b""

@@ -134,7 +134,7 @@ class MessagesRequest(Prompt, kw_only=True):
 def parse(body: bytes, shape: type[T]) -> T:
     """The request as `shape`, every field of it accounted for."""
     try:
-        return _fields.parse(body, shape, IGNORED, NEUTRAL, _extra)
+        return _fields.parse(body, shape, IGNORED, NEUTRAL)
     except BadRequest as error:
         raise _reworded(error) from None
 
@@ -235,18 +235,13 @@ def _block(where: str, raw: msgspec.Raw) -> str:
     raise BadRequest(f"{where}.type: {what}", param=f"{where}.type", code="unsupported_content")
 
 
-def _extra(name: str, known: list[str]) -> BadRequest:
-    near = limits.unknown_field(name, known)
-    return BadRequest(f"{near.param}: Extra inputs are not permitted", cure=near.cure, param=near.param, code=near.code)
-
-
 def _reworded(error: BadRequest, under: str = "") -> BadRequest:
     """The same refusal with Anthropic's words and the whole place; `under` is where the value that was parsed lies."""
     if error.code == "invalid_json" or not (error.param or under):
         return error
     param = error.param or ""
     where = ".".join(part for part in (under, dotted(param)) if part)
-    if "contains unknown field" in error.message:
+    if error.code == "unknown_parameter" or "contains unknown field" in error.message:
         what, code = "Extra inputs are not permitted", "unknown_parameter"
     elif "missing required field" in error.message:
         what, code = "Field required", error.code

@@ -26,7 +26,7 @@ from quire.server.dialects._openai import Partial, collect
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
 from quire.server.service import Service
-from quire.server.sse import EventStream, Wire
+from quire.server.sse import EventStream
 
 PATH = "/v1/messages"
 KINDS = {
@@ -41,7 +41,7 @@ KINDS = {
 
 def register(app: FastAPI, service: Service) -> None:
     """Add the routes."""
-    errors.speaks(PATH, error_body)
+    errors.SHAPES[PATH] = shape
 
     async def messages(request: Request) -> Response:
         arrived = time.monotonic()
@@ -57,7 +57,7 @@ def register(app: FastAPI, service: Service) -> None:
         generation = Generation(id=secrets.token_hex(12), prompt=prompt, sampling=sampling)
         feed = Feed(service, [generation], request.receive, arrived)
         if asked.stream:
-            return EventStream(feed, _Stream(answer), WIRE)
+            return _NamedEvents(feed, _Stream(answer))
         choices, _ = await collect(feed)
         return _json(answer.whole(choices[0, 0]))
 
@@ -71,14 +71,15 @@ def register(app: FastAPI, service: Service) -> None:
     app.add_api_route(f"{PATH}/count_tokens", count_tokens, methods=["POST"], response_model=None)
 
 
-def error_body(error: QuireError) -> dict[str, object]:
-    """The error object, in Anthropic's shape: the message names the field, `details` has Quire's stable code."""
+def shape(error: QuireError) -> tuple[int, object]:
+    """An error as Anthropic's clients read it: the message names the field, `details` has Quire's stable code."""
     kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     said = errors.text(error)
     if error.param is not None:
         where = dotted(error.param)
         said = said.replace(error.param, where, 1) if error.param in said else f"{where}: {said}"
-    return {"type": "error", "error": {"type": kind, "message": said, "details": {"error_code": error.code}}}
+    what = {"type": kind, "message": said, "details": {"error_code": error.code}}
+    return error.status, {"type": "error", "error": what}
 
 
 def frame(value: Any) -> bytes:
@@ -87,7 +88,14 @@ def frame(value: Any) -> bytes:
 
 
 PING = {"type": "ping"}
-WIRE = Wire(frame, error_body, frame(PING), b"")
+
+
+class _NamedEvents(EventStream):
+    """Anthropic's framing: every event has a name, and the last one has said that it is the last."""
+
+    frame = staticmethod(frame)
+    waiting = frame(PING)
+    done = b""
 
 
 class _Answer:

@@ -231,7 +231,7 @@ async def test_layers_in_front_speak_it_too(caplog: pytest.LogCaptureFixture):
         assert "its log has the cause" in check(r.json(), "api_error")["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messagesx", "/v1/message", "/nope"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/message", "/nope"])
 async def test_other_paths_keep_openais_shape(path: str):
     async with client_for(config=ServerConfig(api_key="k")) as http:
         for headers in ({}, {"x-api-key": "k"}):
