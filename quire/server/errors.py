@@ -161,5 +161,5 @@ async def on_client_gone(request: Request, error: Exception) -> Response:
 
 def engine_error(message: str | None, started: bool) -> QuireError:
     """What an error event means: a request that could not start was bad, one that had started failed."""
-    why = clean(message or "the engine gave no reason")
-    return QuireError(why, code="engine_error") if started else BadRequest(why, code="engine_refused")
+    text = clean(message or "the engine gave no reason")
+    return QuireError(text, code="engine_error") if started else BadRequest(text, code="engine_refused")
