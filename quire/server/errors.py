@@ -66,14 +66,18 @@ def clean(message: str, instead: str = "the engine could not run the request; th
     return instead if _PRIVATE.search(message) else message
 
 
+def text(error: QuireError) -> str:
+    """What a client is told: a refusal's own words, and of a failure only what is fit for strangers."""
+    return str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
+
+
 def body(error: QuireError) -> dict[str, object]:
     """The error object, in OpenAI's shape."""
     if error.status == 429:
         kind = "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-    text = str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
-    return {"error": {"message": text, "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": text(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def headers(error: QuireError) -> dict[str, str]:
