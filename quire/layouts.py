@@ -241,8 +241,8 @@ class Float8:
         for i in range(0, count, step):
             codes, scale = whole.parts(slice(i, i + step))
             with np.errstate(invalid="ignore", over="ignore"):
-                numbers = E4M3[codes].reshape(*scale.shape, self.BLOCK) * scale[..., None]
-            out[i : i + step] = numbers.reshape(codes.shape)
+                numbers = np.take(E4M3, codes).reshape(*scale.shape, self.BLOCK)
+                np.multiply(numbers, scale[..., None], out=out[i : i + step].reshape(numbers.shape))
         return out
 
 

@@ -54,8 +54,15 @@ class Awq:
         words, zeros_of = (parts[name].integers().view(np.uint32) for name in ("qweight", "qzeros"))
 
         def codes(first: int, end: int) -> Bytes:
-            every = _rows(words, first, end)  # [rows, k]
-            return every[:, ::2] | every[:, 1::2] << np.uint8(4)
+            low = first // 8
+            part = np.ascontiguousarray(words[:, low : -(-end // 8)].T)  # [n / 8, k]
+            pairs = part.view(np.uint8).reshape(-1, k // 2, 2, 4)  # neighbours along columns, four bytes each
+            even, odd = pairs[:, :, 0], pairs[:, :, 1]
+            halves = (even & np.uint8(15)) | odd << np.uint8(4), even >> np.uint8(4) | (odd & np.uint8(0xF0))
+            out = np.empty((len(part), 8, k // 2), np.uint8)
+            for i, row in enumerate(ORDER):
+                out[:, row] = halves[i % 2][..., i // 2]
+            return out.reshape(-1, k // 2)[first - 8 * low : end - 8 * low]
 
         def scales(first: int, end: int) -> Floats:
             return parts["scales"].floats(slice(None), slice(first, end)).T
