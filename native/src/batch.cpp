@@ -22,6 +22,9 @@ void check(const BatchView& b, const BatchLimits& l) {
         refuse(std::to_string(b.tokens) + " tokens, but the program was compiled for " + std::to_string(l.max_tokens));
     if (b.rows > l.max_rows)
         refuse(std::to_string(b.rows) + " logit rows, but the program was compiled for " + std::to_string(l.max_rows));
+    if (b.more.size() + 1 != l.pools.size())
+        refuse("page tables of " + std::to_string(b.more.size() + 1) + " groups, but the program has " + std::to_string(l.pools.size()));
+    const bool cached = std::any_of(l.pools.begin(), l.pools.end(), [](const PoolLimits& p) { return p.reach; });
     if (b.q_start[0] != 0) refuse(at("q_start", 0, b.q_start[0]) + ", not 0");
     if (b.q_start[b.sequences] != b.tokens)
         refuse(at("q_start", b.sequences, b.q_start[b.sequences]) + ", not the token count " + std::to_string(b.tokens));
@@ -29,7 +32,7 @@ void check(const BatchView& b, const BatchLimits& l) {
         if (b.q_start[s + 1] < b.q_start[s]) refuse(at("q_start", s + 1, b.q_start[s + 1]) + " goes back");
     for (int s = 0; s < b.sequences; s++) {
         const int length = b.kv_len[s];
-        if (length < 0 || (l.reach && length > (int64_t)b.table * kPage))
+        if (length < 0 || (cached && length > (int64_t)b.table * kPage))
             refuse(at("kv_len", s, length) + ", but its page table holds " + std::to_string((int64_t)b.table * kPage) + " tokens");
         int first = length;  // position of the first row
         for (int t = b.q_start[s]; t < b.q_start[s + 1]; t++) {
@@ -37,18 +40,25 @@ void check(const BatchView& b, const BatchLimits& l) {
                 refuse(at("pos", t, b.pos[t]) + " lies outside its sequence of " + std::to_string(length) + " tokens");
             first = std::min(first, b.pos[t]);
         }
-        if (!l.reach) continue;
-        const int32_t* pages = b.pages + (int64_t)s * b.table;
-        for (int i = first >= l.reach ? (first - l.reach + 1) / kPage : 0; i < (length + kPage - 1) / kPage; i++)
-            if (pages[i] < 0 || pages[i] >= l.pages)
-                refuse("pages[" + std::to_string(s) + ", " + std::to_string(i) + "] = " + std::to_string(pages[i]) +
-                       " is not a page of the pool (" + std::to_string(l.pages) + ")");
+        for (size_t g = 0; g < l.pools.size(); g++) {
+            const PoolLimits& pool = l.pools[g];
+            if (!pool.reach) continue;
+            const int32_t* pages = b.at((int)g).pages + (int64_t)s * b.table;
+            for (int i = first >= pool.reach ? (first - pool.reach + 1) / kPage : 0; i < (length + kPage - 1) / kPage; i++)
+                if (pages[i] < 0 || pages[i] >= pool.pages)
+                    refuse("pages[" + std::to_string(s) + ", " + std::to_string(i) + "] = " + std::to_string(pages[i]) +
+                           " is not a page of the pool (" + std::to_string(pool.pages) + ")");
+        }
     }
     for (int t = 0; t < b.tokens; t++) {
         if (l.vocabulary && (b.ids[t] < 0 || b.ids[t] >= l.vocabulary))
             refuse(at("ids", t, b.ids[t]) + " is not in the vocabulary of " + std::to_string(l.vocabulary));
-        if (l.reach && (b.write[t] < 0 || b.write[t] >= (int64_t)l.pages * kPage))
-            refuse(at("write", t, b.write[t]) + " is not a slot of the pool (" + std::to_string((int64_t)l.pages * kPage) + ")");
+        for (size_t g = 0; g < l.pools.size(); g++) {
+            const int place = l.pools[g].reach ? b.at((int)g).write[t] : 0;
+            const int64_t most = (int64_t)l.pools[g].pages * kPage;
+            if (place < 0 || (l.pools[g].reach && place >= most))
+                refuse(at("write", t, place) + " is not a slot of the pool (" + std::to_string(most) + ")");
+        }
     }
     for (int i = 0; i < b.rows; i++)
         if (b.logit_rows[i] < 0 || b.logit_rows[i] >= b.tokens)

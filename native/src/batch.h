@@ -2,9 +2,17 @@
 // index in it may be followed without looking.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
+#include <vector>
+
 namespace quire {
+
+struct TableView {  // where the keys and values of a group of layers lie
+    const int32_t* pages = nullptr;  // [sequences][table]
+    const int32_t* write = nullptr;  // [tokens]
+};
 
 struct BatchView {
     const int32_t* ids = nullptr;         // [tokens]
@@ -15,15 +23,22 @@ struct BatchView {
     const int32_t* write = nullptr;       // [tokens]
     const int32_t* logit_rows = nullptr;  // [rows]
     int tokens = 0, sequences = 0, table = 0, rows = 0;
+    std::vector<TableView> more;  // of further groups: as wide, each over its own pool
+
+    TableView at(int group) const { return group ? more[(size_t)group - 1] : TableView{pages, write}; }
+};
+
+struct PoolLimits {
+    int pages = 0;
+    // How far back a row looks, its own token counted: page tables are not followed before that. 0: nobody looks, and
+    // neither page tables nor write are looked at.
+    int reach = 0;
 };
 
 struct BatchLimits {
     int max_tokens = 0, max_rows = 0;
     int vocabulary = 0;  // 0: ids are not looked up
-    int pages = 0;
-    // How far back a row looks, its own token counted: page tables are not followed before that. 0: the program has no
-    // cache, and neither page tables nor write are looked at.
-    int reach = 0;
+    std::vector<PoolLimits> pools;  // of each group
 };
 
 // Throws std::invalid_argument that names the first thing wrong.

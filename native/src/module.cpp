@@ -119,6 +119,13 @@ Segment to_segment(const SegmentTuple& t) {
     return s;
 }
 
+using PoolTuple = std::tuple<int, int, int, int, bool, int>;
+
+KvShape to_shape(const PoolTuple& t) {
+    auto [layers, pages, kv_heads, head_dim, bytes, latent] = t;
+    return {layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent};
+}
+
 using Matrices = std::vector<std::shared_ptr<Matrix>>;
 using Vectors = std::vector<std::shared_ptr<Vector>>;
 
@@ -144,7 +151,8 @@ Routing to_routing(const RoutingTuple& t, const nb::object& bias) {
 }
 
 nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Ints1& q_start, const Ints1& kv_len,
-                  const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs) {
+                  const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs,
+                  const std::vector<std::tuple<Ints2, Ints1>>& more) {
     Plan& plan = nb::cast<Plan&>(self);
     BatchView b;
     b.ids = ids.data(), b.pos = pos.data(), b.q_start = q_start.data(), b.kv_len = kv_len.data();
@@ -159,6 +167,11 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
         throw std::invalid_argument("batch: ids, pos and write differ in length");
     if (q_start.shape(0) != kv_len.shape(0) + 1 || pages.shape(0) != kv_len.shape(0))
         throw std::invalid_argument("batch: q_start, kv_len and pages differ in length");
+    for (const auto& [table, places] : more) {
+        if (table.shape(0) != pages.shape(0) || table.shape(1) != pages.shape(1) || places.shape(0) != ids.shape(0))
+            throw std::invalid_argument("batch: the page tables of its groups differ in size");
+        b.more.push_back({table.data(), places.data()});
+    }
     if (inputs.size() != plan.inputs().size()) throw std::invalid_argument("inputs are missing");
     std::vector<const float*> pointers;
     for (size_t i = 0; i < inputs.size(); i++) {
@@ -180,12 +193,10 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
 void bind_plan(nb::module_& m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
-             [](Plan* self, Machine& machine, std::tuple<int, int, int, int, bool, int> kv, int max_tokens, int max_rows,
-                size_t arena) {
-                 auto [layers, pages, kv_heads, head_dim, bytes, latent] = kv;
-                 const KvShape shape{layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent};
-                 new (self) Plan(machine.pool, machine.kernels, shape, max_tokens, max_rows, arena);
+             [](Plan* self, Machine& machine, const PoolTuple& kv, int max_tokens, int max_rows, size_t arena) {
+                 new (self) Plan(machine.pool, machine.kernels, to_shape(kv), max_tokens, max_rows, arena);
              })
+        .def("pool", [](Plan& p, const PoolTuple& kv) { return p.pool(to_shape(kv)); })
         .def("slot", &Plan::slot)
         .def("embed", [](Plan& p, std::shared_ptr<Matrix> table, int out) { p.embed(std::move(table), out); })
         .def("norm", [](Plan& p, int x, std::shared_ptr<Vector> w, float eps, int heads, int out,
@@ -222,11 +233,11 @@ void bind_plan(nb::module_& m) {
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
         .def("store", &Plan::store)
         .def("attend", [](Plan& p, int q, int layer, int heads, float scale, int window, float cap, const nb::object& sinks, int out,
-                          int quant) {
-            AttendOptions options{window, cap, nullptr};
+                          int quant, int group) {
+            AttendOptions options{window, cap, nullptr, group};
             if (!sinks.is_none()) options.sinks = nb::cast<std::shared_ptr<Vector>>(sinks);
             p.attend(q, layer, heads, scale, out, quant, options);
-        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg())
         .def("store_latent", &Plan::store_latent)
         .def("attend_latent", &Plan::attend_latent)
         .def("encode", &Plan::encode)
@@ -235,9 +246,9 @@ void bind_plan(nb::module_& m) {
         .def("describe", &Plan::describe)
         .def("profile", &Plan::profile)
         .def("profiled", &Plan::profiled)
-        .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv().page_bytes(); })
+        .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv(0).page_bytes(); })
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
-             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg());
+             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg());
 }
 
 }  // namespace

@@ -18,18 +18,24 @@ namespace {
 
 Plan::Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv, int max_tokens, int max_rows,
            size_t arena_bytes)
-    : pool_(std::move(pool)), kernels_(kernels), shape_(kv), arena_memory_(arena_bytes) {
+    : pool_(std::move(pool)), kernels_(kernels), arena_memory_(arena_bytes) {
+    if (max_tokens < 1 || max_rows < 0) refuse("a step must hold at least one token");
+    limits_.max_tokens = max_tokens, limits_.max_rows = max_rows;
+    arena_ = arena_memory_.data();
+    this->pool(kv);
+}
+
+int Plan::pool(KvShape kv) {
     if (kv.layers < 0 || kv.pages < 0 || kv.pages > (1 << 26)) refuse("the KV pool has no sensible size");
     const int most = kv.latent ? kMaxLatentDim : kMaxHeadDim;
     if (kv.layers && (kv.head_dim < 8 || kv.head_dim > most || kv.head_dim % 8 || kv.kv_heads < 1))
         refuse("head_dim must be a multiple of 8 up to " + std::to_string(most) + ", not " + std::to_string(kv.head_dim));
     if (kv.latent < 0 || kv.latent > kv.head_dim || (kv.latent && (kv.kv_heads != 1 || kv.type != KvType::Half)))
         refuse("a latent pool keeps one key per token, in halves, with the value inside it");
-    if (max_tokens < 1 || max_rows < 0) refuse("a step must hold at least one token");
-    limits_ = {max_tokens, max_rows, 0, kv.pages, 0};
-    arena_ = arena_memory_.data();
-    kv_memory_ = Mapping((size_t)kv.pages * kv.page_bytes(), false);
-    kv_ = kv_memory_.data();
+    pools_.push_back({kv, Mapping((size_t)kv.pages * kv.page_bytes(), false)});
+    pools_.back().cells = pools_.back().memory.data();
+    limits_.pools.push_back({kv.pages, 0});
+    return (int)pools_.size() - 1;
 }
 
 Plan::~Plan() = default;
@@ -80,7 +86,8 @@ void Plan::input(int slot) {
 // The arrays belong to the caller, who may change them while we run: what was checked must be what is used.
 BatchView Plan::own(const BatchView& given) {
     const size_t tokens = (size_t)given.tokens, sequences = (size_t)given.sequences;
-    staging_.resize(3 * tokens + 2 * sequences + 1 + sequences * (size_t)given.table + (size_t)given.rows);
+    const size_t tables = sequences * (size_t)given.table, groups = 1 + given.more.size();
+    staging_.resize(2 * tokens + 2 * sequences + 1 + groups * (tables + tokens) + (size_t)given.rows);
     BatchView mine = given;
     int32_t* to = staging_.data();
     auto copy = [&](const int32_t*& from, size_t n) {
@@ -89,7 +96,8 @@ BatchView Plan::own(const BatchView& given) {
         to += n;
     };
     copy(mine.ids, tokens), copy(mine.pos, tokens), copy(mine.write, tokens), copy(mine.q_start, sequences + 1);
-    copy(mine.kv_len, sequences), copy(mine.pages, sequences * (size_t)given.table), copy(mine.logit_rows, (size_t)given.rows);
+    copy(mine.kv_len, sequences), copy(mine.pages, tables), copy(mine.logit_rows, (size_t)given.rows);
+    for (TableView& t : mine.more) copy(t.pages, tables), copy(t.write, tokens);
     return mine;
 }
 

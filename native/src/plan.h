@@ -34,6 +34,13 @@ struct KvShape {
     size_t page_bytes() const { return (size_t)layers * layer_bytes(); }
 };
 
+// The pool of a group of layers.
+struct KvPool {
+    KvShape shape;
+    Mapping memory;
+    uint8_t* cells = nullptr;
+};
+
 // A tensor of the program: rows of float32 (padded to 16), or panels of rows in int8 (QuantShape). A row per token, or per
 // logit row.
 struct Slot {
@@ -78,6 +85,7 @@ struct AttendOptions {
     int window = 0;                       // tokens that a row sees, its own among them; 0: all
     float cap = 0;                        // 0: none
     std::shared_ptr<const Vector> sinks;  // a score per head that has no value
+    int group = 0;                        // whose pool it reads; layers count inside it
 };
 
 enum class Act { Swiglu, Geglu };
@@ -97,6 +105,7 @@ public:
     ~Plan();
 
     int slot(size_t offset, int width, bool quant, bool per_token);
+    int pool(KvShape kv);  // a further group of layers; the first is 0
 
     // Each checks its shapes, and throws std::invalid_argument. See steps_*.cpp.
     void embed(std::shared_ptr<const Matrix> table, int out);
@@ -122,10 +131,10 @@ public:
     // moe_bytes() lie that nobody else uses meanwhile.
     void moe(int x, int quant, int logits, Experts experts, Routing routing, int out, size_t room);
     // Stores k and v; with a table (not -1) rotates k, and q into q_out, on the way.
-    void store(int k, int v, int table, int q, int q_out, int layer);
+    void store(int k, int v, int table, int q, int q_out, int layer, int group = 0);
     void attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options = {});
-    void store_latent(int k, int layer);
-    void attend_latent(int q, int layer, int heads, float scale, int out);
+    void store_latent(int k, int layer, int group = 0);
+    void attend_latent(int q, int layer, int heads, float scale, int out, int group = 0);
     // Every row of a sequence sees every row of it that is in the step.
     void encode(int q, int k, int v, int heads, float scale, int out);
     void output(int slot);
@@ -153,9 +162,10 @@ public:
     }
     uint8_t* scratch(int thread) const { return scratch_ + (size_t)thread * scratch_bytes_; }
     const Kernels& kernels() const { return *kernels_; }
-    const KvShape& kv() const { return shape_; }
-    uint8_t* cells(int layer, int page) const {  // of every head
-        return kv_ + (size_t)page * shape_.page_bytes() + (size_t)layer * shape_.layer_bytes();
+    const KvShape& kv(int group) const { return pools_[(size_t)group].shape; }
+    uint8_t* cells(int group, int layer, int page) const {  // of every head
+        const KvPool& p = pools_[(size_t)group];
+        return p.cells + (size_t)page * p.shape.page_bytes() + (size_t)layer * p.shape.layer_bytes();
     }
     std::string describe() const;
 
@@ -165,7 +175,8 @@ public:
 
 private:
     friend struct RopeTable;
-    std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, bool& first);
+    std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, int group, bool& first);
+    const KvShape& layer_of(int group, int layer, bool latent);  // checked; from now on that pool's tables are, too
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;
@@ -176,17 +187,17 @@ private:
 
     std::shared_ptr<ThreadPool> pool_;
     const Kernels* kernels_;
-    KvShape shape_;
+    std::vector<KvPool> pools_;
     BatchLimits limits_;
     std::vector<Slot> slots_;
     std::vector<std::unique_ptr<Step>> steps_;
     std::vector<struct RopeTable*> tables_;  // owned by steps_
-    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads and window
+    std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads, window and group
     std::shared_ptr<struct EncodePages> encode_pages_;
     std::vector<int> inputs_;
     int output_ = -1;
-    Mapping arena_memory_, kv_memory_, scratch_memory_;
-    uint8_t *arena_ = nullptr, *scratch_ = nullptr, *kv_ = nullptr;
+    Mapping arena_memory_, scratch_memory_;
+    uint8_t *arena_ = nullptr, *scratch_ = nullptr;
     size_t scratch_bytes_ = 0;
     std::vector<int> items_;  // per step, of this run
     std::unique_ptr<std::atomic<int64_t>[]> spent_;  // per step, nanoseconds; none: not profiling

@@ -24,8 +24,8 @@ int rows_of(int group) {
 
 }  // namespace
 
-Schedule::Schedule(int heads, int kv_heads, int head_dim, int window)
-    : group_(heads / kv_heads), kv_heads_(kv_heads), window_(window), shape_(head_dim), parts_(kPartBytes, false) {}
+Schedule::Schedule(int heads, int kv_heads, int head_dim, int window, int pool)
+    : group_(heads / kv_heads), kv_heads_(kv_heads), window_(window), pool_(pool), shape_(head_dim), parts_(kPartBytes, false) {}
 
 bool Schedule::last(const Tile& tile, int head) const {
     std::atomic<int>& pending = pending_[(size_t)((&tile - tiles_.data()) * kv_heads_ + head)];
@@ -95,7 +95,7 @@ void Schedule::meet(std::vector<int> tiles, int chunk, std::vector<int>& next) {
 // first token behind share nothing: what they see is short, and seldom the front of anything.
 void Schedule::share(const BatchView& b) {
     auto table = [&](int t, int chunk) {
-        return b.pages + (int64_t)tiles_[(size_t)t].sequence * b.table + (int64_t)chunk * (kChunk / kPage);
+        return b.at(pool_).pages + (int64_t)tiles_[(size_t)t].sequence * b.table + (int64_t)chunk * (kChunk / kPage);
     };
     constexpr size_t kRow = kChunk / kPage * sizeof(int32_t);
     std::vector<int> left;

@@ -33,7 +33,8 @@ struct Schedule {
         int64_t cost;
     };
 
-    Schedule(int heads, int kv_heads, int head_dim, int window);  // head_dim: of the values; window: 0 for none
+    // head_dim: of the values; window: 0 for none; pool: the group of layers whose page tables it looks at
+    Schedule(int heads, int kv_heads, int head_dim, int window, int pool = 0);
 
     void divide(const BatchView& batch, int threads);
 
@@ -44,6 +45,7 @@ struct Schedule {
     int group() const { return group_; }
     int heads() const { return group_ * kv_heads_; }
     int window() const { return window_; }
+    int pool() const { return pool_; }
     int first(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }  // that it sees
     float* part(const Tile& tile, int head, int chunk, int query) const {
         const size_t at = (size_t)((head * (tile.chunks - tile.begin) + chunk - tile.begin) * tile.rows * group_ + query);
@@ -61,7 +63,7 @@ private:
     int64_t tokens(const Tile& tile, int chunk, int chunks) const;
     bool past(const Tile& tile) const;
 
-    int group_, kv_heads_, window_;
+    int group_, kv_heads_, window_, pool_;
     PartShape shape_;
     const BatchView* batch_ = nullptr;
     std::vector<Tile> tiles_;

@@ -19,7 +19,7 @@ struct Store : Step {
     Slot k, v, q, q_out;
     const RopeTable* table = nullptr;
     bool rotate_q = false;
-    int layer = 0;
+    int layer = 0, group = 0;
 
     // Neighbours write to the same lines of a page: where there are many, one thread takes a page of them.
     static int together(const Run& run) { return run.batch.tokens >= 4 * kPage * run.threads ? kPage : 1; }
@@ -31,7 +31,7 @@ struct Store : Step {
     }
     void one(const Run& run, int t, int thread) const {
         const Plan& plan = run.plan;
-        const KvShape& kv = plan.kv();
+        const KvShape& kv = plan.kv(group);
         const float* key = plan.floats(k, t);
         if (table) {
             float* rotated = (float*)plan.scratch(thread);
@@ -40,22 +40,24 @@ struct Store : Step {
             if (rotate_q)
                 plan.kernels().rope(plan.floats(q, t), table->args(t, q.width / kv.head_dim, kv.head_dim), plan.floats(q_out, t));
         }
-        const int page = run.batch.write[t] / kPage, slot = run.batch.write[t] % kPage;
-        plan.kernels().store_kv(key, plan.floats(v, t), kv.kv_heads, kv.cell(), plan.cells(layer, page), slot);
+        const int place = run.batch.at(group).write[t];
+        uint8_t* cells = plan.cells(group, layer, place / kPage);
+        plan.kernels().store_kv(key, plan.floats(v, t), kv.kv_heads, kv.cell(), cells, place % kPage);
     }
 };
 
 struct StoreLatent : Step {
     const char* name() const override { return "store"; }
     Slot k;
-    int layer = 0;
+    int layer = 0, group = 0;
 
     int items(const Run& run) const override { return (run.batch.tokens + kPage - 1) / kPage; }
     void work(const Run& run, int item, int) const override {
         const int end = std::min(run.batch.tokens, (item + 1) * kPage);
         for (int t = item * kPage; t < end; t++) {
-            const int page = run.batch.write[t] / kPage, slot = run.batch.write[t] % kPage;
-            run.plan.kernels().store_latent(run.plan.floats(k, t), run.plan.kv().cell(), run.plan.cells(layer, page), slot);
+            const int place = run.batch.at(group).write[t];
+            uint8_t* cells = run.plan.cells(group, layer, place / kPage);
+            run.plan.kernels().store_latent(run.plan.floats(k, t), run.plan.kv(group).cell(), cells, place % kPage);
         }
     }
 };
@@ -64,7 +66,7 @@ struct Attend : Step {
     const char* name() const override { return "attend"; }
     Slot q, out, quant;
     bool quantized = false, divides = false;
-    int layer = 0;
+    int layer = 0, pool = 0;
     int width = 0;  // columns of a head's values
     float scale = 1, cap = 0;
     std::vector<float> sinks;  // [heads] of parts without values
@@ -105,7 +107,7 @@ struct Attend : Step {
         const Schedule::Tile& tile = schedule->tile(item, 0);
         const int queries = tile.rows * schedule->group();
         const size_t stride = PartShape(width).floats;
-        float* sums = (float*)(plan.scratch(thread) + own_scratch(plan.kv()));
+        float* sums = (float*)(plan.scratch(thread) + own_scratch(plan.kv(pool)));
         float* parts = sums + kMaxAttend * stride;
         AttendArgs a = view(run, head, thread);
         for (int start = 0; start < queries; start += kMaxAttend) {
@@ -139,7 +141,7 @@ struct Attend : Step {
     }
 
     void attend(const Run& run, const AttendArgs& a) const {
-        run.plan.kv().latent ? run.plan.kernels().attend_latent(a) : run.plan.kernels().attend(a);
+        run.plan.kv(pool).latent ? run.plan.kernels().attend_latent(a) : run.plan.kernels().attend(a);
     }
     void finish(const Run& run, const Schedule::Tile& tile, int head, int j, float* sum) const {
         const int group = schedule->group();
@@ -149,9 +151,9 @@ struct Attend : Step {
     }
 
     AttendArgs view(const Run& run, int head, int thread) const {
-        const KvShape& kv = run.plan.kv();
+        const KvShape& kv = run.plan.kv(pool);
         AttendArgs a;
-        a.cells = run.plan.cells(layer, 0) + (kv.latent ? 0 : (size_t)head * kv.cell().bytes());
+        a.cells = run.plan.cells(pool, layer, 0) + (kv.latent ? 0 : (size_t)head * kv.cell().bytes());
         a.page_stride = kv.page_bytes();
         a.cell = kv.cell();
         a.scale = scale;
@@ -161,10 +163,10 @@ struct Attend : Step {
     }
 
     // At a chunk of a tile's sequence, with no query yet. The chunks up to `end` follow.
-    static void look(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int chunk, int end) {
+    void look(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int chunk, int end) const {
         constexpr int kPages = kChunk / kPage;
         const int known = (run.batch.kv_len[tile.sequence] + kPage - 1) / kPage - (chunk + 1) * kPages;
-        a.pages = run.batch.pages + (int64_t)tile.sequence * run.batch.table + chunk * kPages;
+        a.pages = run.batch.at(pool).pages + (int64_t)tile.sequence * run.batch.table + chunk * kPages;
         a.ahead = chunk + 1 < end && known > 0 ? known : 0;
         a.count = 0;
         a.windowed = false;
@@ -176,7 +178,7 @@ struct Attend : Step {
         if (seen <= 0 || from >= kChunk) return;
         a.windowed |= from > 0;
         a.from[a.count] = from > 0 ? from : 0;
-        const int D = run.plan.kv().head_dim;
+        const int D = run.plan.kv(pool).head_dim;
         a.query[a.count] = run.plan.floats(q, tile.row + j / schedule->group()) + (head * schedule->group() + j % schedule->group()) * D;
         a.part[a.count] = part;
         a.seen[a.count++] = seen < kChunk ? seen : kChunk;
@@ -205,57 +207,69 @@ int latent_shares(int heads, int threads) {
 
 }  // namespace
 
-void Plan::store(int k, int v, int table, int q, int q_out, int layer) {
+const KvShape& Plan::layer_of(int group, int layer, bool latent) {
+    if (group < 0 || group >= (int)pools_.size()) refuse("attention: there is no group " + std::to_string(group));
+    const KvShape& kv = pools_[(size_t)group].shape;
+    if (layer < 0 || layer >= kv.layers || !kv.latent == latent)
+        refuse((latent ? "latent attention" : "attention") + std::string(": the pool has no layer ") + std::to_string(layer));
+    int& reach = limits_.pools[(size_t)group].reach;
+    reach = std::max(reach, 1);
+    return kv;
+}
+
+void Plan::store(int k, int v, int table, int q, int q_out, int layer, int group) {
+    const KvShape& kv = layer_of(group, layer, false);
     auto step = std::make_unique<Store>();
     step->k = floats_slot(k, "attention's keys");
     step->v = floats_slot(v, "attention's values");
-    const int width = shape_.kv_heads * shape_.head_dim;
-    if (layer < 0 || layer >= shape_.layers || shape_.latent) refuse("attention: the pool has no layer " + std::to_string(layer));
+    const int width = kv.kv_heads * kv.head_dim;
     if (step->k.width != width || step->v.width != width || !step->k.per_token || !step->v.per_token)
         refuse("attention: keys and values must have kv_heads * head_dim columns");
     step->layer = layer;
-    limits_.reach = std::max(limits_.reach, 1);
+    step->group = group;
     if (table >= 0) {
         if (table >= (int)tables_.size()) refuse("attention: no such rope table");
         step->table = tables_[(size_t)table];
-        if (step->table->dim() > shape_.head_dim) refuse("attention: rope is wider than a head");
+        if (step->table->dim() > kv.head_dim) refuse("attention: rope is wider than a head");
         need_scratch(step->k.stride);
         if ((step->rotate_q = q >= 0)) {
             step->q = floats_slot(q, "attention's queries");
             step->q_out = floats_slot(q_out, "attention's queries");
-            if (step->q.width % shape_.head_dim || step->q.width != step->q_out.width || !step->q.per_token || !step->q_out.per_token)
+            if (step->q.width % kv.head_dim || step->q.width != step->q_out.width || !step->q.per_token || !step->q_out.per_token)
                 refuse("attention: shapes differ");
         }
     }
     steps_.push_back(std::move(step));
 }
 
-std::shared_ptr<Schedule> Plan::schedule(int heads, int kv_heads, int width, int window, bool& first) {
-    limits_.reach = std::max(limits_.reach, window ? window : INT32_MAX);
+std::shared_ptr<Schedule> Plan::schedule(int heads, int kv_heads, int width, int window, int group, bool& first) {
+    int& reach = limits_.pools[(size_t)group].reach;
+    reach = std::max(reach, window ? window : INT32_MAX);
     for (const auto& s : schedules_)
-        if (s->heads() == heads && s->window() == window) return s;
+        if (s->heads() == heads && s->window() == window && s->pool() == group) return s;
     first = true;  // the first step of its kind comes first in a run, too: it divides for the others
-    schedules_.push_back(std::make_shared<Schedule>(heads, kv_heads, width, window));
+    schedules_.push_back(std::make_shared<Schedule>(heads, kv_heads, width, window, group));
     return schedules_.back();
 }
 
 void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options) {
+    const KvShape& kv = layer_of(options.group, layer, false);
     auto step = std::make_unique<Attend>();
     step->q = floats_slot(q, "attention's queries");
     step->out = floats_slot(out, "attention's output");
-    if (layer < 0 || layer >= shape_.layers || shape_.latent) refuse("attention: the pool has no layer " + std::to_string(layer));
     if (options.window < 0 || !(options.cap >= 0)) refuse("attention: a window and a cap must be positive");
     if (options.sinks && options.sinks->n != heads) refuse("attention: there must be a sink for each head");
-    if (heads < 1 || heads % shape_.kv_heads || step->q.width != heads * shape_.head_dim || step->out.width != step->q.width ||
+    if (heads < 1 || heads % kv.kv_heads || step->q.width != heads * kv.head_dim || step->out.width != step->q.width ||
         !step->q.per_token || !step->out.per_token)
         refuse("attention: shapes differ");
     if ((step->quantized = quant_out >= 0)) {
         step->quant = quant_slot(quant_out, "attention's int8 output");
-        if (step->quant.width != step->q.width || !step->quant.per_token || heads / shape_.kv_heads * shape_.head_dim % 32)
+        if (step->quant.width != step->q.width || !step->quant.per_token || heads / kv.kv_heads * kv.head_dim % 32)
             refuse("attention: shapes differ");
     }
     step->layer = layer;
-    step->width = shape_.head_dim;
+    step->pool = options.group;
+    step->width = kv.head_dim;
     step->scale = scale;
     step->cap = options.cap;
     if (options.sinks) {  // a part that has a weight of 1 and values of 0, merged after the last chunk
@@ -266,34 +280,35 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
             step->sinks[(size_t)h * part.floats + part.total] = 1;
         }
     }
-    step->schedule = schedule(heads, shape_.kv_heads, step->width, options.window, step->divides);
-    need_scratch(Attend::scratch(shape_, step->width));
+    step->schedule = schedule(heads, kv.kv_heads, step->width, options.window, options.group, step->divides);
+    need_scratch(Attend::scratch(kv, step->width));
     steps_.push_back(std::move(step));
 }
 
-void Plan::store_latent(int k, int layer) {
+void Plan::store_latent(int k, int layer, int group) {
+    const KvShape& kv = layer_of(group, layer, true);
     auto step = std::make_unique<StoreLatent>();
     step->k = floats_slot(k, "latent attention's keys");
-    if (layer < 0 || layer >= shape_.layers || !shape_.latent) refuse("latent attention: the pool has no layer " + std::to_string(layer));
-    if (step->k.width != shape_.head_dim || !step->k.per_token) refuse("latent attention: a key must have head_dim columns");
+    if (step->k.width != kv.head_dim || !step->k.per_token) refuse("latent attention: a key must have head_dim columns");
     step->layer = layer;
-    limits_.reach = std::max(limits_.reach, 1);
+    step->group = group;
     steps_.push_back(std::move(step));
 }
 
-void Plan::attend_latent(int q, int layer, int heads, float scale, int out) {
+void Plan::attend_latent(int q, int layer, int heads, float scale, int out, int group) {
+    const KvShape& kv = layer_of(group, layer, true);
     auto step = std::make_unique<Attend>();
     step->q = floats_slot(q, "latent attention's queries");
     step->out = floats_slot(out, "latent attention's output");
-    if (layer < 0 || layer >= shape_.layers || !shape_.latent) refuse("latent attention: the pool has no layer " + std::to_string(layer));
-    if (heads < 1 || step->q.width != heads * shape_.head_dim || step->out.width != heads * shape_.latent || !step->q.per_token ||
+    if (heads < 1 || step->q.width != heads * kv.head_dim || step->out.width != heads * kv.latent || !step->q.per_token ||
         !step->out.per_token)
         refuse("latent attention: shapes differ");
     step->layer = layer;
-    step->width = shape_.latent;
+    step->pool = group;
+    step->width = kv.latent;
     step->scale = scale;
-    step->schedule = schedule(heads, latent_shares(heads, pool_->threads()), step->width, 0, step->divides);
-    need_scratch(Attend::scratch(shape_, step->width));
+    step->schedule = schedule(heads, latent_shares(heads, pool_->threads()), step->width, 0, group, step->divides);
+    need_scratch(Attend::scratch(kv, step->width));
     steps_.push_back(std::move(step));
 }
 

@@ -1,7 +1,8 @@
 """The ragged batch: one layout for prefill, chunks, decode and verification, on every backend.
 
 T tokens of B sequences lie one after another; sequence b owns rows q_start[b] to q_start[b + 1], and attends to its
-first kv_len[b] cached tokens (its own new rows included, causally).
+first kv_len[b] cached tokens (its own new rows included, causally). Where layers fall into several groups, each with a pool
+of its own, `pages` and `write` are the first group's, and `more` has those of the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
+class Table:
+    """Where a group's K and V lie."""
+
+    pages: I32  # [B, P] page table rows; -1: nothing there that may be read
+    write: I32  # [T] where each token's K and V go: page * page_size + offset
+
+
+@dataclass(slots=True)
 class Batch:
     """int32 arrays, contiguous. A page holds `page_size` tokens; token i of sequence b lies in pages[b, i // page_size]."""
 
@@ -25,6 +34,11 @@ class Batch:
     pages: I32  # [B, P] page table rows, padded with -1
     write: I32  # [T] where each token's K and V go: page * page_size + offset
     logit_rows: I32  # [L] rows whose logits are wanted
+    more: tuple[Table, ...] = ()  # of further groups, as KV.more
+
+    def table(self, group: int) -> Table:
+        """The pages and the places to write of a group."""
+        return self.more[group - 1] if group else Table(self.pages, self.write)
 
     @property
     def tokens(self) -> int:

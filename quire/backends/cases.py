@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.batch import Batch
+from quire.backends.batch import Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, Forward, Ops, Tensor
 from quire.layouts import Affine, Dense, Experts, Floats, Layout, Rope, Routing
 
@@ -451,6 +451,58 @@ def _long(rng: np.random.Generator) -> list[Batch]:
     rows.append(ragged([(600, 1, a), (552, 1, b), (327, 1, c), (257, 1, d), (0, 1, pages[52:53])]))
     rows.append(ragged([(601, 3, a), (553, 1, b), (328, 30, c), (258, 2, d)]))
     return rows
+
+
+def group_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Attention over several pools, for backends that have them (kv_groups)."""
+    for windows in ((0, 40), (24, 100), (33,), (0, 0, 17)):
+        for dtype in KV_DTYPES:
+            yield _grouped(windows, dtype, rng)
+
+
+def _grouped(windows: tuple[int, ...], dtype: str, rng: np.random.Generator) -> Case:
+    """A layer in each of several groups (window 0: everything is kept), added up. Pages behind a window are gone from the
+    table and soon hold something else; groups have different numbers of pages, and the same page numbers for other tokens."""
+    heads, kv_heads, dim = 4, 2, 64
+    first, *more = [KV(2, 96 if w == 0 else 56, 16, kv_heads, dim, dtype, window=w) for w in windows]
+    kv = KV(2, first.pages, 16, kv_heads, dim, dtype, window=first.window, more=tuple(more))
+    width = kv_heads * dim
+
+    def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        total: Tensor = None
+        for g, window in enumerate(windows):
+            q, k, v = (inputs[f"{name}{g}"] for name in "qkv")
+            a = ops.attention(q, k, v, batch, layer=1, heads=heads, scale=dim**-0.5, window=window or None, group=g)
+            total = a if total is None else ops.add(total, a)
+        return total
+
+    free = [[int(p) for p in rng.permutation(group.pages)] for group in kv.groups]
+    held: list[dict[str, dict[int, int]]] = [{name: {} for name in "abc"} for _ in windows]  # by place in the row
+    lengths = dict.fromkeys("abc", 0)
+    turns: list[dict[str, int]] = [{"a": n} for n in (100, 128, 7)]
+    turns += [{"a": 1, "b": 90}, {"a": 20, "b": 1, "c": 17}, {"c": 30, "b": 64}, *[{"a": 1, "b": 1, "c": 1}] * 5]
+    widths = {f"{name}{g}": heads * dim if name == "q" else width for g in range(len(windows)) for name in "qkv"}
+    steps = []
+    for turn in turns:
+        tables = []
+        for g, window in enumerate(windows):
+            rows = []
+            for name, n in turn.items():
+                start, own = lengths[name], held[g][name]
+                low = max(0, start - window + 1) // 16 if window else 0
+                free[g][:0] = [own.pop(i) for i in sorted(own) if i < low]  # taken again at once
+                own |= {i: free[g].pop(0) for i in range(-(-(start + n) // 16)) if i >= low and i not in own}
+                rows.append((start, n, [own.get(i, -1) for i in range(-(-(start + n) // 16))]))
+            tables.append(ragged(rows))
+        for name, n in turn.items():
+            lengths[name] += n
+        batch = tables[0]
+        batch.more = tuple(Table(t.pages, t.write) for t in tables[1:])
+        inputs = {
+            name: floats(rng, batch.tokens, w, scale=2.0 if name[0] == "q" else 1.0) for name, w in widths.items()
+        }
+        steps.append(Step(batch, inputs, lambda _: 2e-5 * len(windows)))
+    return Case(f"attention-groups-{'-'.join(map(str, windows))}-{dtype}", forward, steps, widths, kv)
 
 
 def _attention(name: str, heads: int, kv: KV, batches: list[Batch], rng: np.random.Generator, **extra: Any) -> Case:

@@ -11,8 +11,8 @@ reference; a new op is not done before its row is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from quire.backends.batch import Batch
@@ -35,7 +35,11 @@ QUANTIZE = ("none", "fp8", "int8", "int4", "keep")
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """The KV pool of one program: K and V of every layer, in pages."""
+    """The KV pool of one program: K and V of every layer, in pages.
+
+    Layers whose KV is kept for different lengths of time fall into groups, each with a pool and a page table of its own:
+    this is the first group, and `more` are the others, which have its page size and dtype.
+    """
 
     layers: int
     pages: int
@@ -44,6 +48,13 @@ class KV:
     head_dim: int
     dtype: str = "f16"  # see KV_DTYPES
     latent: int = 0  # when set, only keys are kept, and a token's values are the first `latent` columns of its key
+    window: int = 0  # when set, no layer looks back further, and what lies before may be missing from the page table
+    more: tuple[KV, ...] = ()  # further groups
+
+    @property
+    def groups(self) -> tuple[KV, ...]:
+        """All of them, this one first."""
+        return (self, *self.more)
 
     @property
     def token_bytes(self) -> int:
@@ -58,7 +69,15 @@ class KV:
 
     @property
     def nbytes(self) -> int:
-        return self.pages * self.page_bytes
+        """Bytes of all pools."""
+        return sum(kv.pages * kv.page_bytes for kv in self.groups)
+
+    def sized(self, pages: Sequence[int], dtype: str | None = None) -> KV:
+        """The same groups with so many pages each."""
+        first, *rest = [
+            replace(kv, pages=n, dtype=dtype or kv.dtype, more=()) for kv, n in zip(self.groups, pages, strict=True)
+        ]
+        return replace(first, more=tuple(rest))
 
 
 class Ops(Protocol):
@@ -102,8 +121,11 @@ class Ops(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Dense | None = None,
+        group: int = 0,
     ) -> Tensor:
         """Write k and v (rounded to the pool's dtype) at batch.write, then softmax(q k^T * scale) v over each row's past.
+
+        `layer` counts inside `group`, whose pool and page table are used.
 
         Row t of sequence b sees the cached tokens 0 .. pos[t] of that sequence, with a window only the last `window` of
         them, its own among these: what lies before is never read. heads / kv_heads queries share a key. A score s becomes
@@ -112,7 +134,9 @@ class Ops(Protocol):
         """
         ...
 
-    def latent_attention(self, q: Tensor, k: Tensor, batch: Batch, *, layer: int, heads: int, scale: float) -> Tensor:
+    def latent_attention(
+        self, q: Tensor, k: Tensor, batch: Batch, *, layer: int, heads: int, scale: float, group: int = 0
+    ) -> Tensor:
         """Attention over a pool that keeps only keys (kv.latent): every head reads the one key of a token, and the first
         `latent` columns of it are the token's value. q [T, H * D], k [T, D] -> [T, H * latent]"""
         ...
@@ -224,6 +248,7 @@ class Backend(Protocol):
 
     name: str
     kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
+    kv_groups: bool  # whether a program may have several pools, and rows of the page table that begin with nothing
 
     def compile(
         self,
@@ -267,6 +292,11 @@ class Holds(Protocol):
 
 def check_kv(kv: KV, backend: Backend) -> None:
     """Raises Unsupported where the backend does not keep K and V that way."""
+    if (kv.more or kv.window) and not backend.kv_groups:
+        raise Unsupported(
+            f"the {backend.name} backend keeps every layer's K and V in one pool and for the whole context",
+            cure="join the model's groups into one",
+        )
     if kv.dtype != "f16" and kv.dtype not in backend.kv_dtypes:
         raise Unsupported(f"the {backend.name} backend cannot keep K and V as {kv.dtype}", cure="leave --kv-dtype out")
 

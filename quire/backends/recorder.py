@@ -51,6 +51,7 @@ class Instruction:
     eps: float = 0.0
     heads: int = 0
     layer: int = 0
+    group: int = 0  # of the KV pools; layers count inside it
     scale: float = 0.0
     span: int = 0  # attend: columns of the queries that share a key
     bias: Dense | None = None  # layer_norm
@@ -247,9 +248,10 @@ class Recorder:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Dense | None = None,
+        group: int = 0,
     ) -> Value:
-        kv, values = self._kv, [_value(t, "attention") for t in (q, k, v)]
-        self._cached(batch, layer, heads, "attention")
+        values = [_value(t, "attention") for t in (q, k, v)]
+        kv = self._cached(batch, layer, heads, "attention", group)
         if kv.head_dim > MAX_HEAD_DIM or kv.latent:
             raise Unsupported(f"attention: head size {kv.head_dim} of {MAX_HEAD_DIM} at most, and V of its own: {kv}")
         widths = [heads * kv.head_dim, kv.kv_heads * kv.head_dim, kv.kv_heads * kv.head_dim]
@@ -258,29 +260,35 @@ class Recorder:
             raise ValueError("attention: q, k and v must have a row per token")
         if (window is not None and window < 1) or (softcap is not None and not softcap > 0.0):
             raise ValueError(f"attention: a window of {window} and a cap of {softcap}: they must be positive")
+        if kv.window and (window is None or window > kv.window):
+            raise ValueError(f"attention: a window of {window} over a group that keeps {kv.window} tokens")
         if sinks is not None:
             _same(sinks.shape, (heads,), "attention: the sinks")
         out = Value(widths[0])
-        self.instructions.append(Instruction("store", values[1:], [], layer=layer))
+        self.instructions.append(Instruction("store", values[1:], [], layer=layer, group=group))
         span = heads // kv.kv_heads * kv.head_dim
         attend = Instruction(
             "attend", values[:1], [out], layer=layer, heads=heads, scale=float(scale), span=span,
-            window=window or 0, cap=softcap or 0.0, weight=sinks,
+            window=window or 0, cap=softcap or 0.0, weight=sinks, group=group,
         )  # fmt: skip
         self.instructions.append(attend)
         return out
 
-    def latent_attention(self, q: Tensor, k: Tensor, batch: Batch, *, layer: int, heads: int, scale: float) -> Value:
-        kv, values = self._kv, [_value(t, "latent_attention") for t in (q, k)]
-        self._cached(batch, layer, heads, "latent_attention")
-        if kv.kv_heads != 1 or not 0 < kv.latent <= kv.head_dim:
+    def latent_attention(
+        self, q: Tensor, k: Tensor, batch: Batch, *, layer: int, heads: int, scale: float, group: int = 0
+    ) -> Value:
+        values = [_value(t, "latent_attention") for t in (q, k)]
+        kv = self._cached(batch, layer, heads, "latent_attention", group)
+        if kv.window or kv.kv_heads != 1 or not 0 < kv.latent <= kv.head_dim:
             raise ValueError(f"latent_attention: one key per token, with values inside it, is needed: {kv}")
         _same(tuple(x.width for x in values), (heads * kv.head_dim, kv.head_dim), "latent_attention: q and k")
         if not all(x.per_token for x in values):
             raise ValueError("latent_attention: q and k must have a row per token")
         out = Value(heads * kv.latent)
-        self.instructions.append(Instruction("store_latent", values[1:], [], layer=layer))
-        attend = Instruction("attend_latent", values[:1], [out], layer=layer, heads=heads, scale=float(scale))
+        self.instructions.append(Instruction("store_latent", values[1:], [], layer=layer, group=group))
+        attend = Instruction(
+            "attend_latent", values[:1], [out], layer=layer, heads=heads, scale=float(scale), group=group
+        )
         self.instructions.append(attend)
         return out
 
@@ -300,9 +308,11 @@ class Recorder:
         self.instructions.append(Instruction("encode", values, [out], heads=heads, scale=float(scale)))
         return out
 
-    def _cached(self, batch: Batch, layer: int, heads: int, op: str) -> None:
-        """What every attention over the pool asks of it."""
-        kv = self._kv
+    def _cached(self, batch: Batch, layer: int, heads: int, op: str, group: int) -> KV:
+        """The pool of a group, which must be what every attention over it asks for."""
+        if not 0 <= group < len(self._kv.groups):
+            raise ValueError(f"{op}: group {group} of {len(self._kv.groups)}")
+        kv = self._kv.groups[group]
         if cast(Any, batch) is not self._batch:
             raise ValueError(f"{op}: the batch must be the one that forward was given")
         if kv.page_size != 16 or kv.head_dim % 8:
@@ -312,6 +322,7 @@ class Recorder:
             )
         if not 0 <= layer < kv.layers or heads < 1 or heads % kv.kv_heads:
             raise ValueError(f"{op}: layer {layer} with {heads} heads does not fit {kv}")
+        return kv
 
     def take(self, x: Tensor, rows: Tensor) -> Value:
         v = _value(x, "take")

@@ -1,15 +1,17 @@
 """The prefix tree: owns all KV that is not being written, and lends it out as leases.
 
-One node per page, found by the page's tokens under its parent; a namespace is a tree of its own. It knows pages and
-token ids, not tensors, requests or features.
+One node per page of tokens, found by those tokens under its parent; a namespace is a tree of its own. A node has a page in
+each group's pool, or none where that was given up: which prefixes can be resumed then is the group's to say (groups.py).
+The tree knows pages and token ids, not tensors, requests or features.
 
-    lease.pages   [ tree ... tree | private ... private ]      a row of the page table
-                    0 .. shared-1 | shared ..                  extend() grows it, publish() moves the bar right
-
-  * every page is in exactly one of {free, tree, one lease's private tail}; their sum is the pool
-  * a lease pins its deepest node; `pins` counts those plus pinned children, so a node with pins == 0 has no lease
-    below it. A walk up stops at the first node that stays pinned: each step is paid for by a matched or published page
-  * only unpinned leaves are evicted, from a list in order of last use, never by a scan
+    lease.rows[g]  [ gone ... | tree ... tree | private ... private ]     a row of group g's page table
+                     0 .. low | .. shared-1   | shared ..                 extend() grows all rows alike, publish() moves
+                                                                          the bar right, forget() what is gone
+  * in each group, every page is in exactly one of {free, tree, one lease's private part}; their sum is the pool
+  * `refs[g]` counts the leases with a node's page in their row. A page without any is idle, in a list in the order in
+    which pages go, never found by a scan. A lease is let go from its end, so in a group that needs prefixes whole a
+    page is always behind those that continue it, and going there means going from the tree
+  * a node without pages stays while it leads somewhere: to children, or to a lease that ends there (`pins`)
   * nothing enters the tree that the caller has not verified
 """
 
@@ -18,93 +20,153 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quire.cache.groups import Full, Group
 from quire.cache.pool import Pool
 
 
 class Node:
-    """One full page of one prefix. `pages[g]` is its page in group g; a root has none, and its namespace for a key."""
+    """One full page of tokens of one prefix. `pages[g]` is its page in group g, or -1; a root has its namespace for a key."""
 
-    __slots__ = ("key", "kids", "pages", "parent", "pins", "tick")
+    __slots__ = ("key", "kids", "pages", "parent", "pins", "refs")
 
-    def __init__(self, key: tuple[int, ...] | str, pages: tuple[int, ...], parent: Node | None) -> None:
+    def __init__(self, key: tuple[int, ...] | str, pages: list[int], parent: Node | None) -> None:
         self.key = key
         self.pages = pages
         self.parent = parent  # None: the root of a namespace
         self.kids: dict[tuple[int, ...] | str, Node] = {}
-        self.pins = 0  # leases that end here, plus children with pins
-        self.tick = 0  # when a lease that ended here was last released
+        self.pins = 0  # leases that end here
+        self.refs = [0] * len(pages)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The right to one row of pages. A second group adds a second row; the node stays one."""
+    """The right to one row of pages in each group. The rows are equally long; -1 stands where a page is gone."""
 
     namespace: str
-    node: Node  # the deepest node it holds
-    shared: int  # pages[:shared] belong to the tree, the rest to this lease alone
-    pages: list[int]
-    dirty: int = 0  # pages[dirty:] may differ from what the runner was last told
+    root: Node
+    path: list[Node]  # a node for each shared page
+    rows: list[list[int]]  # rows[g][: len(path)] are the tree's, the rest is this lease's alone
+    low: list[int]  # rows[g][: low[g]] are gone
+    matched: int  # pages that were found, not computed
+    room: int  # tokens that the rows have pages for
+    due: int  # with that many tokens verified there is a page to publish, and perhaps one to forget
+    dirty: int = 0  # rows[g][dirty:] may differ from what the runner was last told
 
-    def changes(self) -> tuple[list[int], int]:
-        """What to tell the runner now: the row's new end, and where it begins. Empty when nothing changed."""
-        dirty, pages = self.dirty, self.pages
-        if dirty >= len(pages):
-            return [], 0
-        self.dirty = len(pages)
-        return pages[dirty:], dirty
+    @property
+    def shared(self) -> int:
+        """Pages that belong to the tree."""
+        return len(self.path)
+
+    @property
+    def pages(self) -> list[int]:
+        """The row of the first group."""
+        return self.rows[0]
+
+    @property
+    def node(self) -> Node:
+        """The deepest node it has."""
+        return self.path[-1] if self.path else self.root
+
+    def changes(self) -> tuple[int, list[int], list[list[int]]]:
+        """What to tell the runner now: where the rows change, the first group's new end, and those of further groups.
+
+        Empty when nothing changed.
+        """
+        dirty, first = self.dirty, self.rows[0]
+        if dirty >= len(first):
+            return 0, [], []
+        self.dirty = len(first)
+        return dirty, first[dirty:], [row[dirty:] for row in self.rows[1:]]
 
 
 class PrefixTree:
-    """Cached prefixes over a pool. `evictions` counts pages; `queries` and `hits` count tokens."""
+    """Cached prefixes over a pool for each group: `pool` for the first, `more` for others.
 
-    def __init__(self, pool: Pool, page_size: int, group: Group | None = None) -> None:
+    `evictions` counts pages; `queries` and `hits` count tokens.
+    """
+
+    def __init__(
+        self, pool: Pool, page_size: int, group: Group | None = None, more: Sequence[tuple[Group, Pool]] = ()
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"a page of {page_size} tokens: it must hold at least one")
         self.pool = pool
+        self.pools = (pool, *(pool for _, pool in more))
+        self.groups: tuple[Group, ...] = (group or Full(), *(group for group, _ in more))
         self.page_size = page_size
-        self._group: Group = group or Full()
+        self._all = range(len(self.pools))
+        self._partial = [g for g in self._all if not self.groups[g].whole]
         self._roots: dict[str, Node] = {}
-        self._leaves: OrderedDict[Node, None] = OrderedDict()  # unpinned, least recently used first
-        self._clock = 0
-        self._owned = 0  # nodes with a page
-        self._pinned = 0  # of those, with pins
+        self._idle: list[OrderedDict[Node, None]] = [OrderedDict() for _ in self._all]  # the first goes first
+        self._owned = [0] * len(self.pools)  # pages in the tree
         self.evictions = 0
         self.queries = 0
         self.hits = 0
 
-    @property
-    def available(self) -> int:
-        """Pages that can be had now: free, or cached and not pinned."""
-        return self.pool.free_count + self._owned - self._pinned
+    def available(self, g: int = 0) -> int:
+        """Pages of a group that can be had now: free, or cached and in nobody's row."""
+        return self.pools[g].free_count + len(self._idle[g])
 
-    @property
-    def cached(self) -> int:
-        """Pages in the tree."""
-        return self._owned
+    def cached(self, g: int = 0) -> int:
+        """Pages of a group in the tree."""
+        return self._owned[g]
+
+    def longest(self, step: int) -> int | None:
+        """The longest sequence that fits when it is alone and computes `step` tokens at a time. None: any."""
+        size = self.page_size
+        bounds = [
+            pool.size * size
+            for group, pool in zip(self.groups, self.pools, strict=True)
+            if group.most(1 << 60, step, size) > pool.size
+        ]
+        return min(bounds, default=None)
+
+    def short(self, lease: Lease | None, upto: int, step: int) -> list[int]:
+        """Pages that each group must still give before the lease has held all of `upto` tokens."""
+        size = self.page_size
+        if lease is None:
+            return [group.most(upto, step, size) for group in self.groups]
+        held, low = len(lease.rows[0]), lease.low
+        return [max(0, group.most(upto, step, size) - held + low[g]) for g, group in enumerate(self.groups)]
+
+    def fits(self, *needs: Sequence[int]) -> bool:
+        """Whether every group has the pages that these need together."""
+        return all(sum(need[g] for need in needs) <= self.available(g) for g in self._all)
 
     def match(self, namespace: str, tokens: Sequence[int], upto: int | None = None) -> Lease:
-        """A lease on the longest cached prefix of tokens[:upto], in full pages. It is pinned from here on."""
+        """A lease on the longest prefix of tokens[:upto], in full pages, that every group can resume from."""
         size = self.page_size
         last = (len(tokens) if upto is None else min(upto, len(tokens))) - size
-        node = self._roots.get(namespace)
-        if node is None:
-            node = self._roots[namespace] = Node(namespace, (), None)
-        pages: list[int] = []
+        node = root = self._roots.get(namespace)
+        if node is None or root is None:
+            node = root = self._roots[namespace] = Node(namespace, [], None)
+        path: list[Node] = []
         at = 0
         while at <= last:
             kid = node.kids.get(tuple(tokens[at : at + size]))
             if kid is None:
                 break
+            path.append(kid)
             node = kid
-            pages.append(node.pages[0])
             at += size
-        for _ in range(len(pages) - self._group.resumable(len(pages))):
-            pages.pop()
-            node = node.parent or node
-        self._pin(node)
-        return Lease(namespace, node, len(pages), pages)
+        rows = [[n.pages[g] for n in path] for g in self._all]
+        count, before = len(path), -1
+        while count != before:  # until every group agrees
+            before = count
+            for row, group in zip(rows, self.groups, strict=True):
+                count = group.resumable(row, count, size)
+        del path[count:]
+        low = [group.resident(count * size)[0] // size for group in self.groups]
+        for g, (row, first) in enumerate(zip(rows, low, strict=True)):
+            del row[count:]
+            row[:first] = [-1] * first
+            for i in range(first, count):
+                self._hold(path[i], g)
+        lease = Lease(namespace, root, path, rows, low, count, count * size, (count + 1) * size)
+        lease.node.pins += 1
+        return lease
 
     def count(self, queried: int, hit: int) -> None:
         """Note a lookup that was used. The caller says so, since one that finds no room is tried again each step."""
@@ -112,20 +174,23 @@ class PrefixTree:
         self.hits += hit
 
     def extend(self, lease: Lease, upto: int) -> bool:
-        """Private pages until the lease holds `upto` tokens. False: there is no room, and nothing changed."""
-        need = -(-upto // self.page_size) - len(lease.pages)
+        """Private pages in every group until the lease holds `upto` tokens. False: there is no room, and nothing changed."""
+        held = len(lease.rows[0])
+        need = -(-upto // self.page_size) - held
         if need <= 0:
             return True
-        short = need - self.pool.free_count
-        if short > 0:
-            if short > self._owned - self._pinned:
+        for g in self._all:
+            if need > self.available(g):
                 return False
-            self.evict(short)
-        pages = self.pool.alloc(need)
-        if pages is None:
-            raise RuntimeError(f"{need} pages were counted as available, but only {self.pool.free_count} are")
-        lease.dirty = min(lease.dirty, len(lease.pages))
-        lease.pages += pages
+        for g, pool in enumerate(self.pools):
+            if need > pool.free_count:
+                self.evict(need - pool.free_count, g)
+            pages = pool.alloc(need)
+            if pages is None:
+                raise RuntimeError(f"{need} pages were counted as available, but only {pool.free_count} are")
+            lease.rows[g] += pages
+        lease.dirty = min(lease.dirty, held)
+        lease.room = (held + need) * self.page_size
         return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], upto: int | None = None) -> None:
@@ -133,96 +198,129 @@ class PrefixTree:
 
         Where the tree has such a page already, the lease's row is rewritten to it, and then the duplicate is freed.
         """
-        size = self.page_size
+        size, path = self.page_size, lease.path
         full = (len(tokens) if upto is None else min(upto, len(tokens))) // size
-        if full <= lease.shared:
+        if full <= len(path):
             return
-        node = lease.node
-        duplicates: list[int] = []
-        for i in range(lease.shared, full):
+        node = old = lease.node
+        duplicates: list[tuple[Pool, int]] = []
+        for i in range(len(path), full):
             key = tuple(tokens[i * size : (i + 1) * size])
             kid = node.kids.get(key)
             if kid is None:
-                if not node.kids:
-                    self._leaves.pop(node, None)  # an unpinned leaf no longer
-                kid = node.kids[key] = Node(key, (lease.pages[i],), node)
-                self._owned += 1
-            else:
-                duplicates.append(lease.pages[i])
-                lease.pages[i] = kid.pages[0]
-                lease.dirty = min(lease.dirty, i)
+                kid = node.kids[key] = Node(key, [-1] * len(self.pools), node)
+            self._give(lease, i, kid, duplicates)
+            path.append(kid)
             node = kid
-        self._pin(node)  # before the old pin goes: the path is never without one
-        self._unpin(lease.node)
-        lease.node = node
-        lease.shared = full
-        self.pool.free(duplicates)
+        node.pins += 1
+        old.pins -= 1
+        for pool, page in duplicates:
+            pool.free([page])
+
+    def _give(self, lease: Lease, i: int, node: Node, duplicates: list[tuple[Pool, int]]) -> None:
+        """The lease's i-th pages become the node's, or the other way round where it has them."""
+        for g, row in enumerate(lease.rows):
+            page = row[i]
+            if page < 0:
+                continue
+            if node.pages[g] < 0:
+                node.pages[g] = page
+                node.refs[g] = 1
+                self._owned[g] += 1
+                continue
+            duplicates.append((self.pools[g], page))
+            row[i] = node.pages[g]
+            self._hold(node, g)
+            lease.dirty = min(lease.dirty, i)
+
+    def forget(self, lease: Lease, at: int) -> None:
+        """Position `at` is the next to be computed, at the earliest: let go of what no group needs for it or later.
+
+        What this lease computed and leaves behind is the first to go: nobody has asked for it yet. What it found there
+        was asked for, and counts as used now.
+        """
+        size = self.page_size
+        lease.due = (at // size + 1) * size
+        for g in self._partial:
+            row, first = lease.rows[g], lease.low[g]
+            low = min(self.groups[g].resident(at)[0] // size, len(row))
+            for i in range(first, low):
+                page, row[i] = row[i], -1
+                if page < 0:
+                    continue
+                if i >= len(lease.path):
+                    self.pools[g].free([page])
+                elif self._let_go(lease.path[i], g) and i >= lease.matched:
+                    self._idle[g].move_to_end(lease.path[i], last=False)
+            lease.low[g] = max(first, low)
 
     def release(self, lease: Lease) -> None:
         """Let go: private pages are freed, shared ones stay cached. The lease is empty afterwards."""
-        self.pool.free(lease.pages[lease.shared :])
-        self._clock += 1
-        lease.node.tick = self._clock
-        self._unpin(lease.node)
-        lease.pages = []
-        lease.shared = lease.dirty = 0
-        lease.node = Node(lease.namespace, (), None)  # never pinned: a second release is an error
+        path, node = lease.path, lease.node
+        if not node.pins:
+            raise RuntimeError("a lease was released that is not out: twice, perhaps")
+        for g, row in enumerate(lease.rows):
+            self.pools[g].free([page for page in row[len(path) :] if page >= 0])
+            for i in range(len(path) - 1, lease.low[g] - 1, -1):
+                if row[i] >= 0:
+                    self._let_go(path[i], g)
+        node.pins -= 1
+        self._prune(node)
+        lease.root = Node(lease.namespace, [], None)  # never pinned: a second release is an error
+        lease.path, lease.rows, lease.low = [], [[] for _ in self._all], [0] * len(self.pools)
+        lease.dirty = lease.matched = lease.room = 0
 
-    def evict(self, count: int) -> int:
-        """Free up to `count` cached pages, least recently used first; returns how many."""
+    def evict(self, count: int, g: int = 0) -> int:
+        """Free up to `count` cached pages of a group, those that go first; returns how many."""
+        idle = self._idle[g]
+        whole = self.groups[g].whole
         done = 0
-        while done < count and self._leaves:
-            node, _ = self._leaves.popitem(last=False)
-            parent = node.parent
-            if parent is None:
-                raise RuntimeError("a root is in the list of leaves")
-            del parent.kids[node.key]
-            self.pool.free(node.pages)
-            self._owned -= 1
+        while done < count and idle:
+            node = next(iter(idle))
+            if whole and (node.kids or node.pins):
+                raise RuntimeError("a page was about to go before one that continues it")
+            for other in self._all if whole else (g,):  # a prefix that is whole no more is of no use to any group
+                self._drop(node, other)
+            self._prune(node)
             done += 1
-            if parent.kids or parent.pins:
-                continue
-            if parent.parent is None:
-                self._drop(parent)
-                continue
-            # A parent is as recent as its child: next in line. One that was used by itself since gets a new round.
-            self._leaves[parent] = None
-            if parent.tick <= node.tick:
-                parent.tick = node.tick
-                self._leaves.move_to_end(parent, last=False)
-        self.evictions += done
         return done
 
-    def _pin(self, node: Node) -> None:
-        if not node.pins and not node.kids:
-            self._leaves.pop(node, None)
-        while True:
-            node.pins += 1
-            if node.pins > 1 or node.parent is None:
+    def _drop(self, node: Node, g: int) -> None:
+        """Free a node's page in a group, if it has one."""
+        if node.pages[g] < 0:
+            return
+        if node.refs[g]:
+            raise RuntimeError("a page that is in a row was about to be freed")
+        self._idle[g].pop(node, None)
+        self.pools[g].free([node.pages[g]])
+        node.pages[g] = -1
+        self._owned[g] -= 1
+        self.evictions += 1
+
+    def _hold(self, node: Node, g: int) -> None:
+        if not node.refs[g]:
+            del self._idle[g][node]
+        node.refs[g] += 1
+
+    def _let_go(self, node: Node, g: int) -> bool:
+        """One row less. True: it was the last, and the page is idle now."""
+        node.refs[g] -= 1
+        if node.refs[g] < 0:
+            raise RuntimeError("a page was let go more often than it was taken")
+        if node.refs[g]:
+            return False
+        self._idle[g][node] = None
+        return True
+
+    def _prune(self, node: Node) -> None:
+        """Take a node from the tree that has no page and leads nowhere, and its parents likewise."""
+        while not node.kids and not node.pins and max(node.pages, default=-1) < 0:
+            parent = node.parent
+            if parent is None:
+                self._roots.pop(str(node.key), None)
                 return
-            self._pinned += 1
-            node = node.parent
-
-    def _unpin(self, node: Node) -> None:
-        leaf = node
-        while True:
-            node.pins -= 1
-            if node.pins < 0:
-                raise RuntimeError("a node was unpinned more often than it was pinned")
-            if node.pins:
-                break
-            if node.parent is None:
-                self._drop(node)
-                break
-            self._pinned -= 1
-            node = node.parent
-        if not leaf.pins and not leaf.kids and leaf.parent is not None:
-            self._leaves[leaf] = None
-
-    def _drop(self, root: Node) -> None:
-        """Forget a namespace once it holds no page and no lease."""
-        if not root.kids and not root.pins:
-            self._roots.pop(str(root.key), None)
+            del parent.kids[node.key]
+            node = parent
 
     def _walk(self) -> Iterator[Node]:
         stack = list(self._roots.values())
@@ -235,30 +333,49 @@ class PrefixTree:
         """Raise RuntimeError unless every invariant of this file holds. `leases` are all that are out."""
         leases = list(leases)
         nodes = list(self._walk())
-        paged = [n for n in nodes if n.parent is not None]
-        pages = [*self.pool.free_pages]
-        pages += [n.pages[0] for n in paged]
-        for lease in leases:
-            pages += lease.pages[lease.shared :]
-        if sorted(pages) != list(range(self.pool.size)):
-            twice = sorted({p for p in pages if pages.count(p) > 1})
-            lost = sorted(set(range(self.pool.size)) - set(pages))
-            raise RuntimeError(f"page partition broken: held twice {twice}, lost {lost}")
+        for g in self._all:
+            self._check_group(g, [n for n in nodes if n.parent is not None], leases)
         ends: dict[Node, int] = {}
         for lease in leases:
             ends[lease.node] = ends.get(lease.node, 0) + 1
-            node, path = lease.node, []
-            while node.parent is not None:
-                path.append(node.pages[0])
-                node = node.parent
-            if node is not self._roots.get(lease.namespace) or path[::-1] != lease.pages[: lease.shared]:
+            above = [lease.root, *lease.path]
+            if lease.root is not self._roots.get(lease.namespace) or any(
+                kid.parent is not parent for parent, kid in pairwise(above)
+            ):
                 raise RuntimeError("a lease's shared pages are not the path to its node")
+            if len({len(row) for row in lease.rows}) > 1 or lease.room != len(lease.rows[0]) * self.page_size:
+                raise RuntimeError("a lease's rows are not equally long")
         for node in nodes:
-            if node.pins != ends.get(node, 0) + sum(1 for kid in node.kids.values() if kid.pins):
-                raise RuntimeError(f"a node has {node.pins} pins: its leases and children say otherwise")
-        leaves = {n for n in paged if not n.kids and not n.pins}
-        pinned = sum(1 for n in paged if n.pins)
-        if leaves != set(self._leaves) or len(paged) != self._owned or pinned != self._pinned:
-            raise RuntimeError("the list of leaves or the counts do not agree with the tree")
-        if any(not n.kids and not n.pins for n in self._roots.values()):
-            raise RuntimeError("an empty namespace was kept")
+            if node.pins != ends.get(node, 0):
+                raise RuntimeError(f"a node has {node.pins} pins, and {ends.get(node, 0)} leases end there")
+            if not node.kids and not node.pins and max(node.pages, default=-1) < 0:
+                raise RuntimeError("an empty namespace was kept" if node.parent is None else "an empty node was kept")
+
+    def _check_group(self, g: int, nodes: list[Node], leases: list[Lease]) -> None:
+        pool, group = self.pools[g], self.groups[g]
+        have = [n for n in nodes if n.pages[g] >= 0]
+        pages = [*pool.free_pages]
+        pages += [n.pages[g] for n in have]
+        refs: dict[Node, int] = {}
+        for lease in leases:
+            row, shared, low = lease.rows[g], lease.shared, lease.low[g]
+            pages += [page for page in row[shared:] if page >= 0]
+            if max(row[:low], default=-1) >= 0 or min(row[low:], default=0) < 0:
+                raise RuntimeError(f"group {g}: a lease's row does not begin where it says")
+            for node, page in zip(lease.path[low:], row[low:shared], strict=True):
+                refs[node] = refs.get(node, 0) + 1
+                if node.pages[g] != page:
+                    raise RuntimeError(f"group {g}: a lease's shared pages are not those of its nodes")
+        if sorted(pages) != list(range(pool.size)):
+            twice = sorted({p for p in pages if pages.count(p) > 1})
+            lost = sorted(set(range(pool.size)) - set(pages))
+            raise RuntimeError(f"group {g}: page partition broken: held twice {twice}, lost {lost}")
+        if any(n.refs[g] != refs.get(n, 0) for n in nodes):
+            raise RuntimeError(f"group {g}: a page is in more or fewer rows than it says")
+        if {n for n in have if not n.refs[g]} != set(self._idle[g]) or len(have) != self._owned[g]:
+            raise RuntimeError(f"group {g}: the idle pages or the count do not agree with the tree")
+        place = {node: i for i, node in enumerate(self._idle[g])}
+        if group.whole and (
+            len(have) != len(nodes) or any(place.get(k, -1) > at for n, at in place.items() for k in n.kids.values())
+        ):
+            raise RuntimeError(f"group {g}: a page would go before one that continues it")

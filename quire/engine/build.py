@@ -30,12 +30,12 @@ from quire.config import (
 )
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
-from quire.engine.memory import Budget
+from quire.engine.memory import Budget, alone, group_of, holds, window_pools
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
-from quire.models import Model, Stretches, load
+from quire.models import Grouped, Model, Stretches, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
@@ -52,8 +52,13 @@ class Sizes:
     """How much of everything, and the sentences that say why."""
 
     context: int
-    pages: int
+    groups: tuple[int, ...]  # pages of each
     lines: list[str]
+
+    @property
+    def pages(self) -> int:
+        """Of the first group, which keeps the whole context if any does."""
+        return self.groups[0]
 
 
 def build_engine(
@@ -78,6 +83,7 @@ def build_engine(
             f"there {'is' if len(backend.kv_dtypes) == 1 else 'are'} {', '.join(backend.kv_dtypes)}",
             cure="leave --kv-dtype out, or use another backend",
         )
+    together = _split(model, backend)
     watch.lap("backend")
 
     def packed(layout: Layout, done: int, total: int) -> None:
@@ -88,7 +94,7 @@ def build_engine(
     max_rows = config.max_seqs + EXTRA_ROWS
     budget = _budget(config, env, backend, model, max_rows, packed)
     sizes = resolve_sizes(config, env, model, budget)
-    kv = _pool(config, model, sizes.pages)
+    kv = _pool(config, model).sized(sizes.groups)
     watch.lap("sizes")
     try:
         program = backend.compile(
@@ -101,8 +107,9 @@ def build_engine(
         ) from None
     watch.lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
+    first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
     scheduler = Scheduler(
-        PrefixTree(Pool(sizes.pages), PAGE_SIZE),
+        PrefixTree(first[1], PAGE_SIZE, first[0], more),
         slots=config.max_seqs,
         budget=config.max_batch_tokens,
         context=sizes.context,
@@ -130,6 +137,7 @@ def build_engine(
         *(backend.told() if isinstance(backend, Holds) else []),
         threads_line,
         *sizes.lines,
+        *together,
         *_kv_line(config, kv, backend),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
@@ -225,7 +233,7 @@ def _budget(
     config: EngineConfig, env: Environment, backend: Backend, model: Model, max_rows: int, packed: Packed
 ) -> Budget:
     """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
-    page, tokens = _pool(config, model, 1), config.max_batch_tokens
+    page, tokens = _pool(config, model), config.max_batch_tokens
     if isinstance(backend, Measures) and backend.owns_memory:
         # What could never be is refused before any weight is read.
         resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
@@ -253,44 +261,81 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
             asked = parse_size(env.kv_memory)
         except ValueError as e:
             raise BadRequest(f"QUIRE_KV_MEMORY: {e}", param="kv_memory") from None
-    page_bytes = _pool(config, model, 1).page_bytes
-    if asked is not None and asked < page_bytes:
+    page, step = _pool(config, model), config.max_batch_tokens or PAGE_SIZE
+    page_bytes = sum(k.page_bytes for k in page.groups if not k.window)  # of the layers that keep everything
+    windows = alone(page, context, step)
+    if asked is not None and asked < page_bytes + windows:
+        least = f", and the windows of one sequence {windows}" if windows else ""
         raise BadRequest(
-            f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}",
+            f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}{least}",
             param="kv_memory",
         )
-    budget.check(asked if asked is not None else page_bytes, page_bytes)
-    pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
-    holds = pages * PAGE_SIZE
-    if config.context is not None and holds < config.context:
+    budget.check(asked if asked is not None else page_bytes + windows, page_bytes, windows)
+    pages, lines = _share_out(config, page, page_bytes, asked, budget, context, step)
+    nbytes, held = page.sized(pages).nbytes, holds(page, pages, step)
+    if config.context is not None and held is not None and held < config.context:
+        needed = -(-config.context // PAGE_SIZE) * page_bytes + (nbytes - pages[0] * page_bytes)
         raise BadRequest(
-            f"a context of {config.context} was asked for: the KV pool of {pages * page_bytes / 2**20:.0f} MiB "
-            f"holds {holds} tokens",
+            f"a context of {config.context} was asked for: the KV pool of {nbytes / 2**20:.0f} MiB holds {held} tokens",
             param="context",
-            cure=f"give it {-(-config.context // PAGE_SIZE) * page_bytes / 2**20:.0f} MiB of KV memory",
+            cure=f"give it {needed / 2**20:.0f} MiB of KV memory",
         )
+    most = context if held is None else min(context, held)
     if config.context is not None:
         why = f"asked for; the model was made for {trained}"
     else:
-        why = "what the model was made for" if holds >= context else f"what the KV pool holds; the model: {trained}"
-    lines = [line, f"context: {min(context, holds)} tokens ({why})"]
+        why = "what the model was made for" if most == context else f"what the KV pool holds; the model: {trained}"
+    lines.insert(1, f"context: {most} tokens ({why})")
     if budget.needs is not None:
-        lines.append(budget.line(pages * page_bytes))
-    return Sizes(min(context, holds), pages, lines)
+        lines.append(budget.line(nbytes))
+    return Sizes(most, pages, lines)
 
 
-def _pool(config: EngineConfig, model: Model, pages: int) -> KV:
-    kv = model.kv(pages, PAGE_SIZE)
-    return kv if config.kv_dtype == "auto" else dataclasses.replace(kv, dtype=config.kv_dtype)
+def _share_out(
+    config: EngineConfig, page: KV, page_bytes: int, asked: int | None, budget: Budget, context: int, step: int
+) -> tuple[tuple[int, ...], list[str]]:
+    """Pages of every group: first what windows need, then the rest for layers that keep the whole context."""
+    if not any(k.window for k in page.groups):
+        pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
+        return (pages,) * len(page.groups), [line]
+    depth = int(budget.own) if config.depth is None else config.depth
+    room = asked if asked is not None else budget.room if budget.own else budget.room // 2
+    own, lines = window_pools(page, room, context, config.max_seqs, step, step * (depth + 1))
+    if not page_bytes:
+        return tuple(own[g] for g in range(len(page.groups))), lines
+    used = sum(n * page.groups[g].page_bytes for g, n in own.items())
+    rest = None if asked is None else asked - used
+    left = budget.room - (used if budget.own else 2 * used)
+    pages, line = resolve_pool(rest, max(0, left), page_bytes, context, config.max_seqs, own=budget.own)
+    return tuple(own.get(g, pages) for g in range(len(page.groups))), [line, *lines]
+
+
+def _split(model: Model, backend: Backend) -> list[str]:
+    """A pool for each kind of layer where the backend has several, or the line that says that it has not."""
+    if not isinstance(model, Grouped) or not model.places.forgets:
+        return []
+    if not backend.kv_groups:
+        return [f"layers with a window keep their whole context: the {backend.name} backend has one KV pool"]
+    model.places.split()
+    return []
+
+
+def _pool(config: EngineConfig, model: Model) -> KV:
+    """The pools, with one page each."""
+    kv = model.kv(1, PAGE_SIZE)
+    return kv if config.kv_dtype == "auto" else kv.sized([1] * len(kv.groups), config.kv_dtype)
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
     """What was asked for about K and V, and what it costs."""
     if config.kv_dtype == "auto":
         return []
-    others = [dataclasses.replace(kv, dtype=name) for name in backend.kv_dtypes if name != kv.dtype]
-    beside = ", ".join(f"{other.dtype}: {other.token_bytes}" for other in others)
-    return [f"KV cache: {kv.dtype}, {kv.token_bytes} bytes per token ({beside}; asked for)"]
+
+    def each(dtype: str) -> int:
+        return sum(dataclasses.replace(k, dtype=dtype).token_bytes for k in kv.groups)
+
+    beside = ", ".join(f"{name}: {each(name)}" for name in backend.kv_dtypes if name != kv.dtype)
+    return [f"KV cache: {kv.dtype}, {each(kv.dtype)} bytes per token ({beside}; asked for)"]
 
 
 def _check(config: EngineConfig) -> None:

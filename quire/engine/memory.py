@@ -1,15 +1,17 @@
 """Whether a model fits, before anything is allocated: weights, KV pool, working memory and a little, against what there is.
 
-Pure arithmetic over what a backend estimates and the machine says; the sentences carry the numbers. What is counted is
-memory that only we can give back. The model file's own pages are page cache, taken back by the system when it needs
+Pure arithmetic over what a backend estimates and the machine says; the sentences carry the numbers. Pools of layers that
+forget are as large as their windows ask for; what is left goes to those that keep the whole context. What is counted is memory that only we can give back. The model file's own pages are page cache, taken back by the system when it needs
 them: they are not counted as needed, and count as available.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.backends.ops import Needs
+from quire.backends.ops import KV, Needs
+from quire.cache.groups import Full, Group, Window
 from quire.config import PAGE_SIZE
 from quire.machine import Memory
 from quire.observe.errors import NotEnoughMemory
@@ -38,18 +40,27 @@ class Budget:
         """Bytes left for the KV pool."""
         return max(0, self.memory.available - self.fixed)
 
-    def check(self, kv_bytes: int, page_bytes: int) -> None:
-        """Raises NotEnoughMemory, with every number, when the pool does not fit beside the rest."""
+    def check(self, kv_bytes: int, page_bytes: int, windows: int = 0) -> None:
+        """Raises NotEnoughMemory, with every number, when the pools do not fit beside the rest.
+
+        `page_bytes` is what a page of the whole context takes, `windows` what the layers that forget take at least.
+        """
         if kv_bytes <= self.room:
             return
-        if self.room >= page_bytes:
+
+        def tokens(nbytes: int) -> int:
+            return (nbytes - windows) // page_bytes * PAGE_SIZE if page_bytes else 0
+
+        if self.room >= windows + page_bytes:
+            most = windows + tokens(self.room) // PAGE_SIZE * page_bytes
             cure = (
-                f"ask for at most {size(self.room // page_bytes * page_bytes)} of KV memory (--kv-memory), which holds "
-                f"{self.room // page_bytes * PAGE_SIZE} tokens, or free some memory"
+                f"ask for at most {size(most)} of KV memory (--kv-memory), which holds "
+                f"{tokens(self.room)} tokens, or free some memory"
             )
         else:
             cure = "use a smaller model or a smaller quantization of it, free some memory, or lower max_batch_tokens"
-        pool = f"KV pool {size(kv_bytes)} ({kv_bytes // page_bytes * PAGE_SIZE} tokens)"
+        held = f"{tokens(kv_bytes)} tokens" + (f", {size(windows)} of it for windows" if windows else "")
+        pool = f"KV pool {size(kv_bytes)} ({held})"
         raise NotEnoughMemory(
             f"the model needs {size(self.fixed + kv_bytes)}: {self._parts(pool)}; "
             f"{size(self.memory.available)} are available ({self.memory.bound})",
@@ -70,6 +81,56 @@ class Budget:
             f"weights {size(self.needs.weights)}, {pool}, working memory {size(self.needs.working)}, "
             f"{size(OVERHEAD)} for the rest"
         )
+
+
+def group_of(kv: KV) -> Group:
+    """The rule that a pool's pages live by."""
+    return Window(kv.window) if kv.window else Full()
+
+
+def alone(kv: KV, context: int, step: int) -> int:
+    """Bytes that one sequence needs in the pools of layers that forget."""
+    return sum(group_of(k).most(context, step, PAGE_SIZE) * k.page_bytes for k in kv.groups if k.window)
+
+
+def window_pools(
+    kv: KV, room: int, context: int, seqs: int, step: int, flight: int
+) -> tuple[dict[int, int], list[str]]:
+    """Pages for each group that forgets, by its place in kv.groups, and the sentences that say why.
+
+    They hold a window for every sequence, what `flight` tokens in flight need, and a quarter more for cached prefixes; at
+    most half of `room` where other layers keep the whole context, but never less than one sequence alone needs.
+    """
+    forgetful = {g: k for g, k in enumerate(kv.groups) if k.window}
+    most = seqs * -(-context // PAGE_SIZE)
+    wanted = {}
+    for g, k in forgetful.items():
+        every = seqs * group_of(k).most(context, 2, PAGE_SIZE) + -(-flight // PAGE_SIZE)
+        wanted[g] = min(every + every // 4, most)
+    cost, least = sum(n * kv.groups[g].page_bytes for g, n in wanted.items()), alone(kv, context, step)
+    share = room if len(forgetful) == len(kv.groups) else room // 2
+    pages, lines = {}, []
+    for g, k in forgetful.items():
+        pages[g] = n = wanted[g]
+        why = f"a window for each of {seqs} sequences, tokens in flight, and a quarter more for cached prefixes"
+        if n == most:
+            why = f"the whole context of {seqs} sequences"
+        if cost > share:
+            one = group_of(k).most(context, step, PAGE_SIZE)
+            pages[g] = n = one + (wanted[g] - one) * max(0, share - least) // (cost - least)
+            why = f"{wanted[g]} pages would be a window for each of {seqs} sequences: there is no room for more"
+        lines.append(
+            f"KV pool of {k.layers} layers that see {k.window} tokens: {n} pages, {n * k.page_bytes / 2**20:.0f} MiB ({why})"
+        )
+    return pages, lines
+
+
+def holds(kv: KV, pages: Sequence[int], step: int) -> int | None:
+    """Tokens of the longest sequence that fits alone. None: any."""
+    bounds = [
+        n * PAGE_SIZE for k, n in zip(kv.groups, pages, strict=True) if group_of(k).most(1 << 60, step, PAGE_SIZE) > n
+    ]
+    return min(bounds, default=None)
 
 
 def size(n: int) -> str:

@@ -7,7 +7,7 @@ the scheduler an upper bound.
   * running sequences come first: those with one token to compute (nobody waits behind a long prompt), then chunks of
     prompts; then waiting ones are admitted, each group in `order` (policy, then arrival)
   * no pages left: the last running sequence in that order is preempted, which may be the one that asked. So the first
-    always moves, and since one sequence alone fits the pool, all of them finish
+    always moves, and since one sequence alone fits the pools, all of them finish
   * a waiting sequence never preempts a running one, whatever its priority: it is next when a slot or pages come free.
     (Taking them by force can throw work away and still not make enough room.)
   * stale work (sequence gone, or an older epoch) is dropped, never delivered; only verified KV is published
@@ -39,7 +39,7 @@ class Scheduler:
     """Decides for one engine.
 
     `slots`   sequences that can run at once            `budget`  tokens in a step
-    `context` longest sequence; cut to what the pool holds, and told in `self.context`
+    `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
     `limits`  what else bounds a step                   `policy`  sorts requests: what it ranks lowest goes first
     """
@@ -60,7 +60,8 @@ class Scheduler:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least one sequence must be able to run")
         self.tree = tree
-        self.context = min(context, tree.pool.size * tree.page_size)
+        self._fits = tree.longest(budget)  # alone; None: any sequence
+        self.context = context if self._fits is None else min(context, self._fits)
         self.admitted: list[str] = []  # ids that took a slot for the first time in the newest plan
         self._budget = TokenBudget(budget)
         self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
@@ -100,7 +101,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             pages_total=tree.pool.size,
-            pages_used=tree.pool.size - tree.available,
+            pages_used=tree.pool.size - tree.available(),
             page_size=tree.page_size,
             steps=self._planned,
             prompt_tokens=self._prompt_tokens,
@@ -122,8 +123,8 @@ class Scheduler:
         if not prompt:
             raise BadRequest("the prompt has no tokens: there is nothing to continue", param="tokens")
         if prompt + 1 > self.context:
-            pool = self.tree.pool.size * self.tree.page_size
-            why = f", which is all that the KV pool holds ({self.tree.pool.size} pages)" if pool == self.context else ""
+            held = -(-self.context // self.tree.page_size)
+            why = f", which is all that the KV pool holds ({held} pages)" if self._fits == self.context else ""
             raise BadRequest(
                 f"the prompt has {prompt} tokens, and with at least one for the answer that is {prompt + 1}: "
                 f"the context is {self.context}{why}",
@@ -224,15 +225,17 @@ class Scheduler:
                 return
         lease = seq.held
         upto = start + n
-        if upto > len(lease.pages) * self.tree.page_size:
+        if upto > lease.room:
             while not self.tree.extend(lease, upto):
                 victim = self._running[-1]
+                if victim is seq and seq.in_flight:
+                    return  # what it has in flight may let pages go when it comes back; if not, the next plan decides
                 self._preempt(victim)
                 if victim is seq:
                     return
         for limit in self._step_limits:
             limit.charge(seq, start, n)
-        pages, page_from = lease.changes()
+        page_from, pages, more = lease.changes()
         sample = guess or upto == len(seq.tokens)
         seq.in_flight += n
         if sample:
@@ -250,6 +253,7 @@ class Scheduler:
                 prompt_logits=min(upto, seq.prompt_rows) - start if start < seq.prompt_rows else 0,
                 page_from=page_from,
                 pages=pages,
+                more=more,
             )
         )
 
@@ -257,10 +261,12 @@ class Scheduler:
         """Waiting sequences take slots, in order. One that a limit holds back is passed; one without room is not."""
         tree, waiting, running, size = self.tree, self._waiting, self._running, self.tree.page_size
         # Pages that running sequences still need for the tokens they have and the next one: not to be given away.
-        promised = sum(seq.pages_short(size) for seq in running)
+        promised, one = [0] * len(tree.pools), [1] * len(tree.pools)
+        for seq in running:
+            self._promise(seq, promised)
         passed: list[Sequence] = []
         i = 0
-        while i < len(waiting) and self._slots and self._budget.left and tree.available > promised:
+        while i < len(waiting) and self._slots and self._budget.left and tree.fits(promised, one):
             seq = waiting[i]
             if not all(limit.grant(seq, 0, 1) for limit in self._limits):
                 passed.append(seq)
@@ -268,7 +274,7 @@ class Scheduler:
                 continue
             reusable = seq.reusable if self._prefix_cache else 0
             seq.lease = lease = tree.match(seq.request.namespace, seq.tokens, reusable)
-            if seq.pages_short(size) + promised > tree.available:
+            if not tree.fits(promised, self._short(seq)):
                 tree.release(lease)
                 seq.lease = None
                 break
@@ -284,10 +290,19 @@ class Scheduler:
                 seq.lease, seq.slot, seq.computed = None, -1, 0
                 passed.append(seq)
                 continue
-            promised += seq.pages_short(size)
+            self._promise(seq, promised)
             self._opened(seq, reusable, lease.shared * size, opened)
         if i > len(passed):
             waiting[:i] = passed
+
+    def _short(self, seq: Sequence) -> list[int]:
+        """Pages of each group that it still needs for the tokens it has and the next one."""
+        wanted = seq.wanted
+        return self.tree.short(seq.lease, wanted, max(1, min(self._budget.most, wanted - seq.computed)))
+
+    def _promise(self, seq: Sequence, promised: list[int]) -> None:
+        for g, pages in enumerate(self._short(seq)):
+            promised[g] += pages
 
     def _opened(self, seq: Sequence, reusable: int, found: int, opened: list[Open]) -> None:
         """Note a sequence that has just taken a slot."""
@@ -322,7 +337,6 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} has {len(plan.work)} rows of work and {len(result.rows)} of results")
         self._committed += 1
         events: list[Event] = []
-        size = self.tree.page_size
         for work, row in zip(plan.work, result.rows, strict=True):
             seq = self._keys.get(work.key)
             if seq is None or seq.epoch != work.epoch:
@@ -343,8 +357,10 @@ class Scheduler:
                 finish, taken = self._append(seq, row.tokens)
                 self._output_tokens += taken
             lease, verified = seq.held, seq.computed
-            if verified >= (lease.shared + 1) * size and self._prefix_cache:
-                self.tree.publish(lease, seq.tokens, verified)  # no further than the tokens kept
+            if verified >= lease.due:
+                if self._prefix_cache:
+                    self.tree.publish(lease, seq.tokens, verified)  # no further than the tokens kept
+                self.tree.forget(lease, verified)
             if finish is not None or work.prompt_logits:
                 events += self._news(seq, work, row, finish, taken)
             elif taken:

@@ -101,10 +101,10 @@ class Sequence:
             return len(self.prompt_logprobs)
         return len(self.tokens) - 1
 
-    def pages_short(self, page_size: int) -> int:
-        """Pages missing for the tokens it has and the next one; the last token of all needs no KV."""
-        held = 0 if self.lease is None else len(self.lease.pages)
-        return max(0, -(-min(len(self.tokens) + 1, self.max_len - 1) // page_size) - held)
+    @property
+    def wanted(self) -> int:
+        """Tokens to have KV of: those it has and the next one; the last token of all needs none."""
+        return min(len(self.tokens) + 1, self.max_len - 1)
 
     def receipt(self) -> Receipt:
         """What happened so far; the engine loop adds the times."""

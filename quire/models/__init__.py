@@ -5,7 +5,8 @@ with
   Model.from_gguf(gguf)            reads the configuration and takes its tensors, all checked
   Model.from_hf(folder)            the same from Hugging Face's layout
   model.config                     what the engine must know: see Facts
-  model.kv(pages, page_size)       the KV pool it needs
+  model.kv(pages, page_size)       the KV pools it needs, with so many pages each
+  model.places                     where layers have windows: which pool each layer is in (places.py)
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows
   model.release(layout)            a backend has taken that weight over
 Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.
@@ -22,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Layout
+from quire.models.places import Places
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened
 from quire.weights.gguf import GGUF
@@ -50,6 +52,13 @@ class Model(Protocol):
     def notes(self) -> list[str]:
         """Decisions worth telling, such as tensors that were not used."""
         ...
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """A model whose layers keep K and V for different lengths of time."""
+
+    places: Places
 
 
 @runtime_checkable

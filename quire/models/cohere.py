@@ -30,6 +30,7 @@ from quire.models.parts import (
     seen,
     windows_line,
 )
+from quire.models.places import Places
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -72,6 +73,7 @@ class Model:
     ):
         self.config = d = dims
         self.notes = windows_line(windows)
+        self.places = Places(windows, self.config.context)
         self._tensors = weights.tensors
         self.logit_scale = logit_scale
         self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
@@ -148,7 +150,7 @@ class Model:
         )
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
@@ -166,7 +168,8 @@ class Model:
             if w.rope is not None:
                 q = ops.rope(q, batch.pos, w.rope, c.heads)
                 k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
-            seen = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale, window=w.window)
+            group, at = self.places[i]
+            seen = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
             x = ops.add(x, ops.linear(seen, a.o, a.o_bias))
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
         h = ops.layer_norm(ops.take(x, batch.logit_rows), self.norm, None, c.eps)

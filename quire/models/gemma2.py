@@ -31,6 +31,7 @@ from quire.models.parts import (
     seen,
     windows_line,
 )
+from quire.models.places import Places
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -81,6 +82,7 @@ class Model:
     ):
         self.config = d = dims
         self.notes = windows_line(windows)
+        self.places = Places(windows, self.config.context)
         self._tensors = weights.tensors
         self.rope, self.scale, self.score_cap, self.logit_cap = rope, scale, score_cap, logit_cap
         self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
@@ -150,7 +152,7 @@ class Model:
         )
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
@@ -164,8 +166,18 @@ class Model:
             q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
             k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
             v = ops.linear(h, a.v, a.v_bias)
+            group, at = self.places[i]
             h = ops.attention(
-                q, k, v, batch, layer=i, heads=c.heads, scale=self.scale, window=w.window, softcap=self.score_cap
+                q,
+                k,
+                v,
+                batch,
+                layer=at,
+                group=group,
+                heads=c.heads,
+                scale=self.scale,
+                window=w.window,
+                softcap=self.score_cap,
             )
             x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)

@@ -32,6 +32,7 @@ from quire.models.parts import (
     seen,
     windows_line,
 )
+from quire.models.places import Places
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile
 from quire.weights.gguf import GGUF
@@ -88,6 +89,7 @@ class Model:
         self.config = d = dims
         within = seen(windows, d.context)
         self.notes = windows_line(within)
+        self.places = Places(within, self.config.context)
         self._tensors = weights.tensors
         self.scale, self.logit_cap = scale, logit_cap
         self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
@@ -164,7 +166,7 @@ class Model:
         )
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
@@ -180,7 +182,8 @@ class Model:
             q = ops.rope(q, batch.pos, w.rope, c.heads)
             k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
             v = ops.linear(h, a.v, a.v_bias)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=self.scale, window=w.window)
+            group, at = self.places[i]
+            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=self.scale, window=w.window)
             x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.linear(ops.geglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down)

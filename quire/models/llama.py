@@ -30,6 +30,7 @@ from quire.models.parts import (
     seen,
     windows_line,
 )
+from quire.models.places import Places
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
@@ -96,6 +97,7 @@ class Model:
     ):
         self.config = dims
         self.notes = windows_line(windows)
+        self.places = Places(windows, self.config.context)
         self._tensors = weights.tensors
         self.embedding = weights.matrix("embedding", dims.vocab_size, dims.width)
         self.layers = [
@@ -162,7 +164,7 @@ class Model:
         )
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
@@ -177,7 +179,8 @@ class Model:
             if w.rope is not None:
                 q = ops.rope(q, batch.pos, w.rope, c.heads)
                 k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale, window=w.window)
+            group, at = self.places[i]
+            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
             x = ops.add(x, ops.linear(h, a.o, a.o_bias))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))

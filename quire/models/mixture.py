@@ -16,6 +16,7 @@ from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense, Experts, Layout, Rope, Routing
 from quire.models import metadata, parts
 from quire.models.parts import Attention, Dims, Mlp, Weights
+from quire.models.places import Places
 from quire.observe.errors import BadModelFile, Unsupported
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ class Decoder:
     ):
         self.config = dims
         self.notes = parts.windows_line(tuple(b.window for b in blocks))
+        self.places = Places(tuple(b.window for b in blocks), self.config.context)
         self.tensors = weights.tensors
         self.rope = rope
         self.blocks = blocks
@@ -292,7 +294,7 @@ class Decoder:
         return self.head is self.embedding
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self.tensors.release(layout)
@@ -311,7 +313,10 @@ class Decoder:
                 k = ops.rms_norm(k, w.k_norm, c.eps, c.kv_heads if each else 1)
             q = ops.rope(q, batch.pos, self.rope, c.heads)
             k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=scale, window=w.window, sinks=w.sinks)
+            group, at = self.places[i]
+            h = ops.attention(
+                q, k, v, batch, layer=at, group=group, heads=c.heads, scale=scale, window=w.window, sinks=w.sinks
+            )
             x = ops.add(x, _scaled(ops, ops.linear(h, a.o, a.o_bias), times.residual))
             x = ops.add(x, _scaled(ops, feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn), times.residual))
         x = ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)

@@ -31,6 +31,7 @@ from quire.models.parts import (
     seen,
     windows_line,
 )
+from quire.models.places import Places
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile
 from quire.weights.gguf import GGUF
@@ -80,6 +81,7 @@ class Model:
     ):
         self.config = d = dims
         self.told = windows_line(windows)
+        self.places = Places(windows, self.config.context)
         self._tensors = weights.tensors
         self._positions = positions
         self.stretch(d.context)
@@ -169,7 +171,7 @@ class Model:
         ]
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
@@ -183,7 +185,8 @@ class Model:
             q = ops.rope(ops.linear(h, a.q), batch.pos, self.rope, c.heads)
             k = ops.rope(ops.linear(h, a.k), batch.pos, self.rope, c.kv_heads)
             v = ops.linear(h, a.v)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale, window=w.window)
+            group, at = self.places[i]
+            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
             x = ops.add(x, ops.linear(h, a.o))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))

@@ -28,6 +28,7 @@ from quire.models.parts import (
     seen,
     windows_line,
 )
+from quire.models.places import Places
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -67,6 +68,7 @@ class Model:
     ):
         self.config = d = dims
         self.notes = windows_line(windows)
+        self.places = Places(windows, self.config.context)
         self._tensors = weights.tensors
         self.rope = rope
         self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
@@ -124,7 +126,7 @@ class Model:
         )
 
     def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
 
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
@@ -140,7 +142,8 @@ class Model:
             q = ops.rope(q, batch.pos, self.rope, c.heads)
             k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
             v = ops.linear(h, a.v, a.v_bias)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale, window=w.window)
+            group, at = self.places[i]
+            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
             x = ops.add(x, ops.linear(h, a.o, a.o_bias))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.batch import I32, Batch
+from quire.backends.batch import I32, Batch, Table
 from quire.runner.plan import Work
 from quire.runner.slots import Slots
 
@@ -32,7 +32,15 @@ class BatchBuilder:
     """Buffers for the largest step."""
 
     def __init__(
-        self, *, page_size: int, vocab_size: int, max_seqs: int, max_tokens: int, max_context: int, max_rows: int
+        self,
+        *,
+        page_size: int,
+        vocab_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
+        max_rows: int,
+        groups: int = 1,
     ):
         self._page_size = page_size
         self._vocab_size = vocab_size
@@ -40,11 +48,12 @@ class BatchBuilder:
         self._count = np.arange(max_tokens, dtype=np.int32)
         self._ids: I32 = np.zeros(max_tokens, np.int32)
         self._pos: I32 = np.zeros(max_tokens, np.int32)
-        self._write: I32 = np.zeros(max_tokens, np.int32)
+        self._write: list[I32] = [np.zeros(max_tokens, np.int32) for _ in range(groups)]
         self._q_start: I32 = np.zeros(max_seqs + 1, np.int32)
         self._kv_len: I32 = np.zeros(max_seqs, np.int32)
         self._rows: I32 = np.zeros(max_rows, np.int32)
-        self._pages: I32 = np.zeros(max_seqs * -(-max_context // page_size), np.int32)
+        width = -(-max_context // page_size)
+        self._pages: list[I32] = [np.zeros(max_seqs * width, np.int32) for _ in range(groups)]
 
     def build(self, work: Sequence[Work], slots: Slots) -> Batch:
         """One Batch of all the work, whose slots must be open. logit_rows has the sampled rows first, then the prompt_logits rows, work by work.
@@ -58,7 +67,7 @@ class BatchBuilder:
         slot = np.array([w.slot for w in work], np.intp)
         n = np.array([w.n for w in work], np.int32)
         start = np.array([w.start for w in work], np.int32)
-        ids, pos, write = self._ids[:total], self._pos[:total], self._write[:total]
+        ids, pos = self._ids[:total], self._pos[:total]
         q_start, kv_len = self._q_start[: count + 1], self._kv_len[:count]
 
         np.cumsum(n, out=q_start[1:])
@@ -77,13 +86,21 @@ class BatchBuilder:
         owner = np.repeat(np.arange(count), n)
         np.add(self._count[:total], (start - q_start[:-1])[owner], out=pos)
         page, offset = np.divmod(pos, self._page_size)
-        write[:] = slots.table[slot[owner], page]
-        write *= self._page_size
-        write += offset
         width = -(-int(kv_len.max()) // self._page_size)
-        pages = self._pages[: count * width].reshape(count, width)
-        pages[:] = slots.table[slot, :width]
-        return Batch(ids, pos, q_start, kv_len, pages, write, self._logit_rows(work, q_start))
+        tables: list[Table] = []
+        for table, window, all_pages, all_write in zip(
+            slots.tables, slots.windows, self._pages, self._write, strict=True
+        ):
+            pages, write = all_pages[: count * width].reshape(count, width), all_write[:total]
+            pages[:] = table[slot, :width]
+            if window:
+                self._check_window(pages, window, slot, start, kv_len)
+            write[:] = table[slot[owner], page]
+            write *= self._page_size
+            write += offset
+            tables.append(Table(pages, write))
+        first, more = tables[0], tuple(tables[1:])
+        return Batch(ids, pos, q_start, kv_len, first.pages, first.write, self._logit_rows(work, q_start), more)
 
     def _flatten(self, work: Sequence[Work]) -> list[int]:
         """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""
@@ -130,6 +147,17 @@ class BatchBuilder:
             at = int((ids.view(np.uint32) >= self._vocab_size).argmax())
             i = int(np.searchsorted(q_start, at, side="right")) - 1
             raise BadWork(i, f"slot {slot[i]}: token {ids[at]}: the vocabulary has {self._vocab_size}")
+
+    def _check_window(self, pages: I32, window: int, slot: Index, start: I32, kv_len: I32) -> None:
+        """Every page from the window's first on must be there."""
+        low, high = np.maximum(start - window + 1, 0) // self._page_size, -(-kv_len // self._page_size)
+        at = np.arange(pages.shape[1])
+        lost = ((at >= low[:, None]) & (at < high[:, None]) & (pages < 0)).any(axis=1)
+        if lost.any():
+            i = int(lost.argmax())
+            raise BadWork(
+                i, f"slot {slot[i]}: a page is missing of the {window} tokens that position {start[i]} looks back"
+            )
 
     def _logit_rows(self, work: Sequence[Work], q_start: I32) -> I32:
         sampled = np.array([w.sample for w in work], np.bool_)

@@ -16,7 +16,7 @@ import torch
 
 from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
-from quire.backends.torch.batch import DeviceBatch, Shared
+from quire.backends.torch.batch import DeviceBatch, DeviceTable, Shared
 from quire.runner.sharing import GROUPS, Sharing
 from quire.runner.staging import Staging
 
@@ -27,19 +27,32 @@ MORE = 64  # numbers per row that may travel with a step without a copy of their
 
 
 class DeviceState:
-    """What the device knows of every slot: the token sampled last, and the page table. One slot more is for padding."""
+    """What the device knows of every slot: the token sampled last, and its page tables. One slot more is for padding."""
 
-    def __init__(self, max_seqs: int, max_pages: int, pages: int, page_size: int, device: torch.device):
-        self.spare = max_seqs  # its table names one page, which no sequence has
-        self.spare_write = pages * page_size
+    def __init__(self, max_seqs: int, max_pages: int, pages: Sequence[int], page_size: int, device: torch.device):
+        """`pages` of each group's pool."""
+        self.spare = max_seqs  # its tables name one page of each pool, which no sequence has
+        self.spare_pages = list(pages)
+        self.spare_writes = [n * page_size for n in pages]
         self.max_pages = max_pages
         self.last = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
-        self.table = torch.zeros(max_seqs + 1, max_pages, dtype=torch.int32, device=device)
-        self.table[self.spare].fill_(pages)
+        self.tables = [torch.zeros(max_seqs + 1, max_pages, dtype=torch.int32, device=device) for _ in pages]
+        for table, n in zip(self.tables, pages, strict=True):
+            table[self.spare].fill_(n)
 
-    def place(self, where: torch.Tensor, pages: torch.Tensor) -> None:
-        """Write pages at flat places of the table."""
-        self.table.view(-1).index_copy_(0, where.long(), pages)
+    def place(self, where: torch.Tensor, *pages: torch.Tensor) -> None:
+        """Write pages of each group at flat places of its table."""
+        at = where.long()
+        for table, new in zip(self.tables, pages, strict=True):
+            table.view(-1).index_copy_(0, at, new)
+
+    def rows(self, slots: torch.Tensor, writes: Sequence[torch.Tensor], width: int | None = None) -> list[DeviceTable]:
+        """The rows of these slots in each group's table, with the places to write of their tokens."""
+        own = slots.long()
+        return [
+            DeviceTable(table[:, :width].index_select(0, own), write)
+            for table, write in zip(self.tables, writes, strict=True)
+        ]
 
     def tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids: -1 - slot stands for what that slot sampled last."""
@@ -61,7 +74,8 @@ class Decoder:
         self._state = state
         self._reach = max_context
         most = self.sizes[-1]
-        self._staging = Staging(program.device, _numbers(most, True) + MORE * most, fixed=True)
+        self._kinds = len(state.tables)  # groups of layers
+        self._staging = Staging(program.device, self._numbers(most, True) + MORE * most, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         self._count = torch.arange(most + 1, dtype=torch.int32, device=program.device)
         # Graphs of every size leave their results here: each of its own would add up to gigabytes.
@@ -81,10 +95,10 @@ class Decoder:
         self,
         ids: I32,
         pos: I32,
-        write: I32,
+        writes: Sequence[I32],
         slots: I32,
         where: I32,
-        pages: I32,
+        pages: Sequence[I32],
         *,
         sharing: Sharing | None = None,
         more: Sequence[np.ndarray] = (),
@@ -97,31 +111,35 @@ class Decoder:
         sizes = self.sizes if sharing is None else self.shared_sizes
         size = sizes[bisect_left(sizes, n)]
         if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
-            state.place(*self._spill.send([where, pages]))
-            where, pages = where[:0], pages[:0]
-        spare = size - n
+            state.place(*self._spill.send([where, *pages]))
+            where, pages = where[:0], [own[:0] for own in pages]
         groups = [] if sharing is None else self._groups(sharing, slots, size)
-        fixed = _numbers(size, sharing is not None)
+        fixed = self._numbers(size, sharing is not None)
         fits = fixed + sum(2 + a.size * (a.itemsize // 4) for a in more) <= self._staging.capacity
-        sent = self._staging.send(
-            [
-                _pad(ids, spare, 0),
-                _pad(pos, spare, 0),
-                _pad(write, spare, state.spare_write),
-                _pad(slots, spare, state.spare),
-                _pad(where, CHANGES * size - where.size, state.spare * state.max_pages),
-                _pad(pages, CHANGES * size - pages.size, state.spare_write // self._program.kv.page_size),
-                *groups,
-                *(more if fits else ()),
-            ]
-        )
-        told = sent[6 + len(groups) :] if fits else self._spill.send(more)
+        known = self._padded(size, ids, pos, writes, slots, where, pages)
+        sent = self._staging.send([*known, *groups, *(more if fits else ())])
+        told = sent[len(known) + len(groups) :] if fits else self._spill.send(more)
         graph = self._graphs.get((size, sharing is not None))
         if graph is not None:
             graph.replay()
         else:
             self._body(size, sharing is not None)
         return self._logits[:n], self._tokens[:n], told
+
+    def _padded(
+        self, size: int, ids: I32, pos: I32, writes: Sequence[I32], slots: I32, where: I32, pages: Sequence[I32]
+    ) -> list[I32]:
+        state, spare, room = self._state, size - ids.size, CHANGES * size - where.size
+        made = [_pad(ids, spare, 0), _pad(pos, spare, 0), _pad(slots, spare, state.spare)]
+        made.append(_pad(where, room, state.spare * state.max_pages))
+        for g, (write, own) in enumerate(zip(writes, pages, strict=True)):
+            made += [_pad(write, spare, state.spare_writes[g]), _pad(own, room, state.spare_pages[g])]
+        return made
+
+    def _numbers(self, size: int, sharing: bool = False) -> int:
+        """int32s that a step of that size is given."""
+        own = 3 + CHANGES + self._kinds * (1 + CHANGES)
+        return own * size + ((3 * GROUPS + 4 + size) if sharing else 0)
 
     def _groups(self, sharing: Sharing | None, slots: I32, size: int) -> list[I32]:
         """Starts, lengths and leading slots of the groups, and the prefix of every row; rows that share nothing come last."""
@@ -139,22 +157,25 @@ class Decoder:
     @torch.inference_mode()
     def _body(self, size: int, sharing: bool) -> None:
         view, state = self._staging.view, self._state
-        ids, pos, write, slots = (view(i * size, size) for i in range(4))
-        state.place(view(4 * size, CHANGES * size), view((4 + CHANGES) * size, CHANGES * size))
+        ids, pos, slots, where = (view(at * size, n * size) for at, n in ((0, 1), (1, 1), (2, 1), (3, CHANGES)))
+        ends = [3 + CHANGES + g * (1 + CHANGES) for g in range(self._kinds)]
+        state.place(where, *(view((at + 1) * size, CHANGES * size) for at in ends))
         own = slots.long()
+        tables = state.rows(own, [view(at * size, size) for at in ends])
         shared = None
         if sharing:
-            at = _numbers(size)
+            at = self._numbers(size)
             start, length = view(at, GROUPS + 2), view(at + GROUPS + 2, GROUPS + 1)
             leaders, begin = view(at + 2 * GROUPS + 3, GROUPS + 1), view(at + 3 * GROUPS + 4, size)
-            shared = Shared(start, length, state.table.index_select(0, leaders.long()), begin)
+            shared = Shared(start, length, state.tables[0].index_select(0, leaders.long()), begin)
         batch = DeviceBatch(
             ids=state.tokens(ids),
             pos=pos,
             q_start=self._count[: size + 1],
             kv_len=pos + 1,
-            pages=state.table.index_select(0, own),
-            write=write,
+            pages=tables[0].pages,
+            write=tables[0].write,
+            more=tuple(tables[1:]),
             logit_rows=self._count[:size],
             longest=1,
             reach=self._reach,
@@ -167,15 +188,13 @@ class Decoder:
 
     def _capture(self) -> None:
         """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
-        device, state = self._program.device, self._state
+        device = self._program.device
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
         for size, sharing in sorted(kinds, reverse=True):
             none = np.zeros(0, np.int32)
-            blank = [_pad(none, size, value) for value in (0, 0, state.spare_write, state.spare)]
-            blank += [_pad(none, CHANGES * size, state.spare * state.max_pages)]
-            blank += [_pad(none, CHANGES * size, state.spare_write // self._program.kv.page_size)]
+            blank = self._padded(size, none, none, [none] * self._kinds, none, none, [none] * self._kinds)
             if sharing:
                 blank += self._groups(None, none, size)
             self._staging.send(blank)
@@ -188,11 +207,6 @@ class Decoder:
                 self._body(size, sharing)
             self._graphs[size, sharing] = graph
         torch.cuda.synchronize(device)
-
-
-def _numbers(size: int, sharing: bool = False) -> int:
-    """int32s that a step of that size is given."""
-    return (4 + 2 * CHANGES) * size + ((3 * GROUPS + 4 + size) if sharing else 0)
 
 
 def _pad(array: I32, count: int, value: int) -> I32:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.backends.batch import Batch
+from quire.backends.batch import Batch, Table
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
@@ -120,7 +120,10 @@ class DeviceRunner:
         )
         self._slots = self._intake.slots
         max_pages = self._slots.table.shape[1]
-        self._state = DeviceState(max_seqs, max_pages, kv.pages, kv.page_size, self._device)
+        self._state = DeviceState(max_seqs, max_pages, [k.pages for k in kv.groups], kv.page_size, self._device)
+        self._shares = (
+            program.shares and not kv.window
+        )  # rows with pages missing in front begin alike, and mean nothing
         self._wishes = SlotWishes(max_seqs, vocab_size, self._device)
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._late = Staging(self._device)
@@ -203,7 +206,7 @@ class DeviceRunner:
     def _arrange(self, works: Works) -> Works:
         """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
         self._sharing = None
-        if self._decoder is None or not self._program.shares or any(w.tokens is not None for w in works.values()):
+        if self._decoder is None or not self._shares or any(w.tokens is not None for w in works.values()):
             return works
         own, known = [w.slot for w in works.values()], self._known
         held = LEAST if known[1] is None else max(known[1].pages)
@@ -227,10 +230,11 @@ class DeviceRunner:
         slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
         pending.shape = self._shape(pending)
         pending.asked = self._wishes.ask(slots, self._slots.position[slots])
-        where, pages = _changes(works.values(), self._state.max_pages)
+        where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
         if decoding and self._decoder is not None:
-            arrays = batch.ids, batch.pos, batch.write, own, where, pages
+            writes = [batch.table(g).write for g in range(len(pages))]
+            arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             sharing = self._sharing
             pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
@@ -270,23 +274,27 @@ class DeviceRunner:
         return [*(x.astype(np.int32) for x in whole), *(asked.arrays() if asked is not None else [])]
 
     def _eager(
-        self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: np.ndarray
+        self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: list[np.ndarray]
     ) -> torch.Tensor:
         """Launch a step of any shape."""
-        arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.write, batch.logit_rows, own, where, pages)
+        kinds = len(pages)
+        writes = [batch.table(g).write for g in range(kinds)]
+        arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.logit_rows, own, where, *pages, *writes)
         sent = self._staging.send([*arrays, *self._more(pending)])
-        ids, pos, q_start, kv_len, write, rows, slots, places, new = sent[:9]
-        pending.sent = sent[9:]
+        ids, pos, q_start, kv_len, rows, slots, places = sent[:7]
+        pending.sent = sent[len(arrays) :]
         if where.size:
-            self._state.place(places, new)
+            self._state.place(places, *sent[7 : 7 + kinds])
+        tables = self._state.rows(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
         return self._program.launch(
             DeviceBatch(
                 ids=self._state.tokens(ids),
                 pos=pos,
                 q_start=q_start,
                 kv_len=kv_len,
-                pages=self._state.table[:, : batch.pages.shape[1]].index_select(0, slots.long()),
-                write=write,
+                pages=tables[0].pages,
+                write=tables[0].write,
+                more=tuple(tables[1:]),
                 logit_rows=rows,
                 longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
                 reach=int(batch.kv_len.max()),
@@ -303,21 +311,26 @@ class DeviceRunner:
             n = np.array([1] * ones + [rows], np.int32)
             q_start = np.concatenate(([0], np.cumsum(n))).astype(np.int32)
             pos = np.concatenate([np.arange(k, dtype=np.int32) for k in n])
-            write = self._state.spare_write + pos % self._program.kv.page_size
+            offset = pos % self._program.kv.page_size
+            writes = [(first + offset).astype(np.int32) for first in self._state.spare_writes]
             ids, last = np.zeros_like(pos), q_start[1:] - 1
-            arrays = [ids, pos, q_start, n, write.astype(np.int32), last.astype(np.int32)]
-            on_device = self._staging.send(arrays)
+            arrays = [ids, pos, q_start, n, last.astype(np.int32), np.full(n.size, self._state.spare, np.int32)]
+            on_device = self._staging.send([*arrays, *writes])
+            tables = self._state.rows(on_device[5], on_device[6:])
+            blank = np.zeros((n.size, 1), np.int32)
+            others = tuple(Table(blank, write) for write in writes[1:])
             batch = DeviceBatch(
                 ids=on_device[0],
                 pos=on_device[1],
                 q_start=on_device[2],
                 kv_len=on_device[3],
-                pages=self._state.table[self._state.spare].expand(n.size, -1).contiguous(),
-                write=on_device[4],
-                logit_rows=on_device[5],
+                pages=tables[0].pages,
+                write=tables[0].write,
+                more=tuple(tables[1:]),
+                logit_rows=on_device[4],
                 longest=rows,
                 reach=min(reach, max_context),
-                host=Batch(ids, pos, q_start, n, np.zeros((n.size, 1), np.int32), arrays[4], arrays[5]),
+                host=Batch(ids, pos, q_start, n, blank, writes[0], arrays[4], others),
             )
             self._sampler.practise(self._program.launch(batch))
         torch.cuda.synchronize(self._device)
@@ -417,16 +430,23 @@ class DeviceRunner:
                 self._slots.fail([slot], why)
 
 
-def _changes(works: Iterable[Work], max_pages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Flat places of the page table that a step changes, and the pages that go there."""
+def _changes(works: Iterable[Work], state: DeviceState) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Flat places of the page tables that a step changes, and the pages that go there in each group.
+
+    For a page that is not there the device is told of the spare one: it has an address, and nobody reads it.
+    """
     places: list[int] = []
-    pages: list[int] = []
+    pages: list[list[int]] = [[] for _ in state.tables]
     for w in works:
         if w.pages:
-            first = w.slot * max_pages + w.page_from
+            first = w.slot * state.max_pages + w.page_from
             places += range(first, first + len(w.pages))
-            pages += w.pages
-    return np.array(places, np.int32), np.array(pages, np.int32)
+            for own, new in zip(pages, (w.pages, *w.more), strict=True):
+                own += new
+    told = [np.array(own, np.int32) for own in pages]
+    for own, spare in zip(told, state.spare_pages, strict=True):
+        own[own < 0] = spare
+    return np.array(places, np.int32), told
 
 
 def _logprob(token: int, row: np.ndarray, top: int, width: int) -> Logprob:

@@ -45,7 +45,14 @@ class Intake:
     ) -> None:
         if max_rows < max_seqs:
             raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
-        self.slots = Slots(max_seqs, -(-max_context // kv.page_size), pages=kv.pages, vocab_size=vocab_size)
+        self.slots = Slots(
+            max_seqs,
+            -(-max_context // kv.page_size),
+            pages=kv.pages,
+            vocab_size=vocab_size,
+            window=kv.window,
+            more=[(own.pages, own.window) for own in kv.more],
+        )
         self._builder = BatchBuilder(
             page_size=kv.page_size,
             vocab_size=vocab_size,
@@ -53,6 +60,7 @@ class Intake:
             max_tokens=max_tokens,
             max_context=max_context,
             max_rows=max_rows,
+            groups=len(kv.groups),
         )
 
     def apply(self, plan: Plan) -> None:

@@ -42,7 +42,8 @@ class Work(msgspec.Struct, kw_only=True):
     sample: bool = False  # the last row yields a token
     prompt_logits: int = 0  # that many of the leading rows want prompt logprobs (of the token after each)
     page_from: int = 0  # the page-table row changes from this index on ...
-    pages: list[int] = []  # ... to these pages
+    pages: list[int] = []  # ... to these pages; -1: one that is not there, and will not be read
+    more: list[list[int]] = []  # and so do the rows of further groups, if there are any
 
 
 class Plan(msgspec.Struct, kw_only=True):

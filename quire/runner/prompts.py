@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.backends.batch import I32, Batch
+from quire.backends.batch import I32, Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
 from quire.runner.capture import MORE, DeviceState
@@ -64,16 +64,20 @@ class Prompter:
         return None
 
     def run(
-        self, size: tuple[int, int], batch: Batch, slots: I32, where: I32, pages: I32, more: Sequence[np.ndarray]
+        self,
+        size: tuple[int, int],
+        batch: Batch,
+        slots: I32,
+        where: I32,
+        pages: Sequence[I32],
+        more: Sequence[np.ndarray],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One step: the logits of batch.logit_rows, and `more`, sent along for later."""
         room = self._changes(*size)
         if where.size > room:  # a long prefix that was found: its pages are placed ahead of the step
-            self._state.place(*self._spill.send([where, pages]))
-            where, pages = where[:0], pages[:0]
-        arrays = self._padded(size, batch, slots)
-        spare = self._state.spare * self._state.max_pages
-        arrays += [_fill(where, room, spare), _fill(pages, room, self._spare_page)]
+            self._state.place(*self._spill.send([where, *pages]))
+            where, pages = where[:0], [own[:0] for own in pages]
+        arrays = self._padded(size, batch, slots, where, pages)
         needed = self._numbers(*size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
         fits = needed <= self._staging.capacity
         told = self._staging.send([*arrays, *more])[len(arrays) :] if fits else []
@@ -84,52 +88,57 @@ class Prompter:
         if graph is not None:
             graph.replay()
         else:
-            ids, pos, write, q_start, kv_len, _, rows = arrays[:7]
-            self._body(size, Batch(ids, pos, q_start, kv_len, np.zeros((size[1], 1), np.int32), write, rows))
+            ids, pos, q_start, kv_len, _, rows = arrays[:6]
+            blank = np.zeros((size[1], 1), np.int32)
+            first, *others = [Table(blank, write) for write in arrays[7::2]]
+            self._body(size, Batch(ids, pos, q_start, kv_len, blank, first.write, rows, tuple(others)))
         return self._logits[: batch.logit_rows.size], told
-
-    @property
-    def _spare_page(self) -> int:
-        return self._state.spare_write // self._program.kv.page_size
 
     def _changes(self, tokens: int, seqs: int) -> int:
         return CHANGES * (seqs + tokens // self._program.kv.page_size)
 
     def _numbers(self, tokens: int, seqs: int) -> int:
         """int32s that a step of that size is given."""
-        return 3 * tokens + 4 * seqs + 1 + 2 * self._changes(tokens, seqs)
+        kinds, room = len(self._state.tables), self._changes(tokens, seqs)
+        return (2 + kinds) * tokens + 4 * seqs + 1 + (1 + kinds) * room
 
-    def _padded(self, size: tuple[int, int], batch: Batch, slots: I32) -> list[I32]:
+    def _padded(self, size: tuple[int, int], batch: Batch, slots: I32, where: I32, pages: Sequence[I32]) -> list[I32]:
         tokens, seqs = size
-        state = self._state
-        return [
+        state, room = self._state, self._changes(tokens, seqs)
+        made = [
             _fill(batch.ids, tokens, 0),
             _fill(batch.pos, tokens, 0),
-            _fill(batch.write, tokens, state.spare_write),
             _fill(batch.q_start, seqs + 1, tokens),
             _fill(batch.kv_len, seqs, 1),
             _fill(slots, seqs, state.spare),
             _fill(batch.logit_rows, seqs, 0),
+            _fill(where, room, state.spare * state.max_pages),
         ]
+        for g, own in enumerate(pages):
+            write = batch.table(g).write
+            made += [_fill(write, tokens, state.spare_writes[g]), _fill(own, room, state.spare_pages[g])]
+        return made
 
     @torch.inference_mode()
     def _body(self, size: tuple[int, int], host: Batch | None = None) -> None:
         tokens, seqs = size
         state, room = self._state, self._changes(tokens, seqs)
         views, at = [], 0
-        for count in (tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs, room, room):
+        for count in (tokens, tokens, seqs + 1, seqs, seqs, seqs, room, *(tokens, room) * len(state.tables)):
             views.append(self._staging.view(at, count))
             at += count
-        ids, pos, write, q_start, kv_len, slots, rows, where, pages = views
-        state.place(where, pages)
+        ids, pos, q_start, kv_len, slots, rows, where = views[:7]
+        state.place(where, *views[8::2])
+        tables = state.rows(slots, views[7::2])
         self._program.launch(
             DeviceBatch(
                 ids=state.tokens(ids),
                 pos=pos,
                 q_start=q_start,
                 kv_len=kv_len,
-                pages=state.table.index_select(0, slots.long()),
-                write=write,
+                pages=tables[0].pages,
+                write=tables[0].write,
+                more=tuple(tables[1:]),
                 logit_rows=rows,
                 longest=tokens,
                 reach=self._reach,
@@ -143,13 +152,11 @@ class Prompter:
         device, pool = self._program.device, torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         none = np.zeros(0, np.int32)
-        blank = Batch(none, none, np.zeros(1, np.int32), none, np.zeros((0, 1), np.int32), none, none)
+        kinds, rows = len(self._state.tables), np.zeros((0, 1), np.int32)
+        others = (Table(rows, none),) * (kinds - 1)
+        blank = Batch(none, none, np.zeros(1, np.int32), none, rows, none, none, others)
         for size in reversed(self.sizes):
-            room = self._changes(*size)
-            spare = self._state.spare * self._state.max_pages
-            self._staging.send(
-                [*self._padded(size, blank, none), _fill(none, room, spare), _fill(none, room, self._spare_page)]
-            )
+            self._staging.send(self._padded(size, blank, none, none, [none] * kinds))
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 self._body(size)  # whatever is set up at a first run must not be captured

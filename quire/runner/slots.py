@@ -1,7 +1,7 @@
 """Slots: what the device knows about each running sequence. The device owns this truth; the host plans on bounds.
 
 One row per slot: the last token sampled, how many tokens have their K and V in the cache, how many tokens were
-generated, the page table, and how tokens are chosen. Only the runner's own thread touches it, in the order of the plans,
+generated, a row in each group's page table, and how tokens are chosen. Only the runner's own thread touches it, in the order of the plans,
 so a step may be planned before the one that it depends on has run.
 
 A slot that failed stays failed until it is opened again: a later step, planned before the failure was known, gets the
@@ -21,16 +21,29 @@ from quire.runner.sampler import Stream
 
 
 class Slots:
-    """Arrays over slots. `last`, `length` and `position` are read and written by rows of slot numbers."""
+    """Arrays over slots. `last`, `length` and `position` are read and written by rows of slot numbers.
 
-    def __init__(self, max_seqs: int, max_pages: int, *, pages: int, vocab_size: int):
-        self._pages = pages
+    `pages` of the first group's pool, and the `window` that its layers see (0: everything); `more` has both of further groups.
+    """
+
+    def __init__(
+        self,
+        max_seqs: int,
+        max_pages: int,
+        *,
+        pages: int,
+        vocab_size: int,
+        window: int = 0,
+        more: Sequence[tuple[int, int]] = (),
+    ):
+        self._pages = (pages, *(pages for pages, _ in more))
+        self.windows = (window, *(window for _, window in more))
         self._vocab_size = vocab_size
         self.last: I32 = np.full(max_seqs, -1, np.int32)  # the token sampled last; -1: none yet
         self.length: I32 = np.zeros(max_seqs, np.int32)  # tokens in the cache; the next one goes here
         self.position: npt.NDArray[np.int64] = np.zeros(max_seqs, np.int64)  # tokens generated
-        self.table: I32 = np.full((max_seqs, max_pages), -1, np.int32)
-        self.covered: I32 = np.zeros(max_seqs, np.int32)  # leading pages of the table that are there
+        self.tables: list[I32] = [np.full((max_seqs, max_pages), -1, np.int32) for _ in self._pages]
+        self.covered: I32 = np.zeros(max_seqs, np.int32)  # entries of each table that are told, all from the first on
         self.streams: list[Stream | None] = [None] * max_seqs
         self._known: list[list[int]] = [
             [] for _ in range(max_seqs)
@@ -40,6 +53,11 @@ class Slots:
     @property
     def count(self) -> int:
         return self.last.size
+
+    @property
+    def table(self) -> I32:
+        """The first group's."""
+        return self.tables[0]
 
     def close(self, slot: int) -> None:
         """The sequence is over. Closing a slot twice is harmless."""
@@ -79,9 +97,14 @@ class Slots:
             raise ValueError(
                 f"slot {work.slot}: pages {work.page_from} to {end} follow {covered} of {self.table.shape[1]}"
             )
-        if min(work.pages) < 0 or max(work.pages) >= self._pages:
-            raise ValueError(f"slot {work.slot}: page numbers {work.pages} in a pool of {self._pages}")
-        self.table[work.slot, work.page_from : end] = work.pages
+        rows = [work.pages, *work.more]
+        if len(rows) != len(self.tables) or any(len(row) != len(work.pages) for row in rows):
+            raise ValueError(f"slot {work.slot}: {[len(row) for row in rows]} pages for {len(self.tables)} groups")
+        for row, most, window in zip(rows, self._pages, self.windows, strict=True):
+            if min(row) < (-1 if window else 0) or max(row) >= most:
+                raise ValueError(f"slot {work.slot}: page numbers {row} in a pool of {most}")
+        for row, table in zip(rows, self.tables, strict=True):
+            table[work.slot, work.page_from : end] = row
         self.covered[work.slot] = max(covered, end)
 
     def stream(self, slot: int) -> Stream:
@@ -116,7 +139,8 @@ class Slots:
     def _clear(self, slot: int) -> None:
         self.last[slot] = -1
         self.length[slot] = 0
-        self.table[slot, : self.covered[slot]] = -1
+        for table in self.tables:
+            table[slot, : self.covered[slot]] = -1
         self.covered[slot] = 0
 
     def _check(self, slot: int) -> None:

@@ -57,7 +57,7 @@ class Slot:
     prefix: list[int]  # prefix[i] is the hash of tokens[:i]
     tokens: list[int]
     length: int = 0  # KV written and verified
-    row: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)  # a page row in each group
     failed: bool = False  # what is in flight behind an error has nothing to go on
 
     def push(self, token: int) -> None:
@@ -76,9 +76,13 @@ class Slot:
 class Device:
     """Executes plans. `fail` is the chance that a row reports an error, `hit` that a draft is right."""
 
-    def __init__(self, pages: int, page_size: int, slots: int, rng: random.Random, fail: float, hit: float) -> None:
+    def __init__(
+        self, pools: list[tuple[int, int]], page_size: int, slots: int, rng: random.Random, fail: float, hit: float
+    ) -> None:
+        """`pools` has the pages of each group and how many tokens its layers see; 0: all."""
         self.page_size = page_size
-        self.kv: list[int | None] = [None] * (pages * page_size)
+        self.kv: list[list[int | None]] = [[None] * (pages * page_size) for pages, _ in pools]
+        self.windows = [window for _, window in pools]
         self.slots: list[Slot | None] = [None] * slots
         self.rng = rng
         self.fail = fail
@@ -95,7 +99,9 @@ class Device:
         for opened in plan.opened:
             expect(self.slots[opened.slot] is None, "a slot was opened that is in use", opened.slot)
             expect(opened.slot in owner, "a slot was opened without work", opened.slot)
-            slot = self.slots[opened.slot] = Slot(opened, [start_of(owner[opened.slot])], [])
+            slot = self.slots[opened.slot] = Slot(
+                opened, [start_of(owner[opened.slot])], [], rows=[[] for _ in self.kv]
+            )
             for token in opened.tokens:
                 slot.push(token)
         return Result([self._row(work) for work in plan.work])
@@ -105,11 +111,15 @@ class Device:
         if slot is None:
             raise Caught("work for a slot that is not open", work.slot)
         if work.pages:
-            expect(work.page_from <= len(slot.row), "a gap in the page row", work.page_from, len(slot.row))
-            slot.row[work.page_from : work.page_from + len(work.pages)] = work.pages
+            expect(len(work.more) == len(self.kv) - 1, "rows for another number of groups", len(work.more))
+            for row, pages in zip(slot.rows, [work.pages, *work.more], strict=True):
+                expect(work.page_from <= len(row), "a gap in the page row", work.page_from, len(row))
+                expect(len(pages) == len(work.pages), "rows that are not equally long")
+                row[work.page_from : work.page_from + len(pages)] = pages
         if slot.failed or self.rng.random() < self.fail:
             slot.failed = True
-            self._write(slot, slot.length, min(work.n, len(slot.tokens) - slot.length))
+            start = slot.length = max(slot.length, work.start)
+            self._write(slot, start, min(work.n, len(slot.tokens) - start))
             return Row(0, error="this row failed")
         return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
 
@@ -159,11 +169,14 @@ class Device:
 
     def _write(self, slot: Slot, start: int, n: int) -> None:
         """Compute n positions from `start`: write their KV, then read all KV they attend to."""
-        size, row, kv, prefix = self.page_size, slot.row, self.kv, slot.prefix
-        expect(start + n <= len(row) * size, "KV written past the page row", start + n, len(row))
-        for at in range(start, start + n):
-            kv[row[at // size] * size + at % size] = prefix[at + 1]
-        for at in range(start + n):
-            if kv[row[at // size] * size + at % size] != prefix[at + 1]:
-                raise Caught("stale KV", at, start, n)
-        self.reads += start + n
+        size, prefix = self.page_size, slot.prefix
+        for row, kv, window in zip(slot.rows, self.kv, self.windows, strict=True):
+            expect(start + n <= len(row) * size, "KV written past the page row", start + n, len(row))
+            low = max(0, start - window + 1) if window else 0
+            expect(min(row[low // size : -(-(start + n) // size)], default=0) >= 0, "a page that is not there", low)
+            for at in range(start, start + n):
+                kv[row[at // size] * size + at % size] = prefix[at + 1]
+            for at in range(low, start + n):
+                if kv[row[at // size] * size + at % size] != prefix[at + 1]:
+                    raise Caught("stale KV", at, start, n)
+            self.reads += start + n - low

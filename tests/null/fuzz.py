@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import quire.cache.groups
 import quire.cache.pool
 import quire.cache.prefix_tree
 import quire.engine.limits
@@ -37,6 +38,7 @@ class Parts:
 
     pool: ModuleType | Any = quire.cache.pool
     tree: ModuleType | Any = quire.cache.prefix_tree
+    groups: ModuleType | Any = quire.cache.groups
     scheduler: ModuleType | Any = quire.engine.scheduler
     check: bool = True  # False: leave out the checks of the books, so that the device has to notice
 
@@ -65,6 +67,9 @@ class Report:
     hits: int = 0
     stale: int = 0  # rows that came back for a sequence gone or preempted
     rewritten: int = 0  # page rows changed below their end
+    forgotten: int = 0  # times that a running sequence was seen to have let pages go
+    hollow: int = 0  # hits on prefixes with pages missing in front
+    grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
 
 
@@ -139,6 +144,22 @@ def workload(rng: random.Random, context: int, turns: dict[str, str]) -> list[Re
     return requests
 
 
+def groups(seed: int, pages: int, budget: int) -> list[tuple[int, int]]:
+    """Kinds of layers, as pages of the pool and tokens seen; half of the seeds have the one kind that sees everything.
+
+    A pool for a window holds little more than a sequence needs, or less: then it bounds the context as a full one does.
+    """
+    rng = random.Random(-seed - 1)
+
+    def window() -> tuple[int, int]:
+        width = rng.choice([1, 2, 3, 4, 5, 7, 8, 9, 12, 17])
+        need = -(-(width + budget) // PAGE) + 2
+        return max(3, need + rng.choice([-3, -1, 0, 0, 1, 2, 4, 8, 20])), width
+
+    kinds = rng.choice([[0], [0], [0], [0], [0, 1], [0, 1], [1], [1, 0], [0, 1, 1], [0, 0]])
+    return [window() if kind else (pages + rng.choice([0, 0, 3]) if i else pages, 0) for i, kind in enumerate(kinds)]
+
+
 class Run:
     """One seed at one depth."""
 
@@ -148,7 +169,10 @@ class Run:
         pages = rng.randint(6, 14) if rng.random() < 0.6 else rng.randint(12, 40)
         self.budget, self.slots, self.drafts = rng.randint(3, 24), rng.randint(1, 6), rng.choice([0, 0, 2, 3])
         self.rows = rng.choice([1, 3, 8, 64])
-        self.tree = parts.tree.PrefixTree(parts.pool.Pool(pages), PAGE)
+        pools = groups(seed, pages, self.budget)
+        made = [(parts.groups.Window(w) if w else parts.groups.Full(), parts.pool.Pool(n)) for n, w in pools]
+        self.tree = parts.tree.PrefixTree(made[0][1], PAGE, made[0][0], made[1:])
+        self.pools, self.report.grouped = pools, report.grouped + (pools != [(pages, 0)])
         self.scheduler = parts.scheduler.Scheduler(
             self.tree,
             slots=self.slots,
@@ -160,8 +184,9 @@ class Run:
             prefix_cache=rng.random() < 0.9,
         )
         fail = 0.02 if rng.random() < 0.15 else 0.0
-        self.device = Device(pages, PAGE, self.slots, rng, fail, rng.choice([0.3, 0.6, 0.95]))
-        self.context = min(self.scheduler.context, pages * PAGE)
+        self.device = Device(pools, PAGE, self.slots, rng, fail, rng.choice([0.3, 0.6, 0.95]))
+        self.context = self.scheduler.context
+        expect(self.context <= min((n * PAGE for n, w in pools if not w), default=400), "a context that cannot fit")
         self.turns: dict[str, str] = {}
         self.requests = {r.id: r for r in workload(rng, self.context, self.turns)}
         self.answers: dict[str, Answer] = {}
@@ -190,8 +215,10 @@ class Run:
                 plan, result = flight.popleft()
                 self.report.stale += sum(1 for w in plan.work if self.stale(w.key, w.epoch))
                 self.take(scheduler.commit(plan, result))
+            leases = [seq.lease for seq in scheduler._keys.values() if seq.lease is not None]
             if self.check:
-                self.tree.check(seq.lease for seq in scheduler._keys.values() if seq.lease is not None)
+                self.tree.check(leases)
+                self.bounded(leases)
             steps += 1
             expect(steps < 5000, "livelock")
         self.finish(steps)
@@ -228,8 +255,19 @@ class Run:
             expect(leader is None or leader.prompt_done, "a follower ran before its leader's prompt was done", name)
         for w in plan.work:
             slot = self.device.slots[w.slot]
-            if w.pages and slot is not None and w.slot not in plan.closed and w.page_from < len(slot.row):
+            self.report.hollow += w.page_from == 0 and bool(w.pages) and min(map(min, [w.pages, *w.more])) < 0
+            if w.pages and slot is not None and w.slot not in plan.closed and w.page_from < len(slot.rows[0]):
                 self.report.rewritten += 1
+
+    def bounded(self, leases: list[Any]) -> None:
+        """No sequence holds more of a group than what it sees and what it may have in flight."""
+        for g, (_, window) in enumerate(self.pools):
+            if window:
+                most = -(-(window + (self.depth + 1) * self.budget) // PAGE) + 1
+                for lease in leases:
+                    held = sum(page >= 0 for page in lease.rows[g])
+                    expect(held <= most, "more of a window than is seen", held, window)
+                    self.report.forgotten += lease.low[g] > 0
 
     def take(self, events: list[Event]) -> None:
         for event in events:

@@ -12,13 +12,19 @@ from types import ModuleType
 
 import pytest
 
+import quire.cache.groups
 import quire.cache.pool
 import quire.cache.prefix_tree
 import quire.engine.scheduler
 from tests.null.device import Caught
 from tests.null.fuzz import Parts, fuzz
 
-MODULES = {"pool": quire.cache.pool, "tree": quire.cache.prefix_tree, "scheduler": quire.engine.scheduler}
+MODULES = {
+    "pool": quire.cache.pool,
+    "groups": quire.cache.groups,
+    "tree": quire.cache.prefix_tree,
+    "scheduler": quire.engine.scheduler,
+}
 
 
 @dataclass
@@ -31,14 +37,14 @@ class Fault:
     new: str
     seeds: int = 150
     depths: tuple[int, ...] = (0, 1, 2)
-    also: tuple[str, str] | None = None  # a guard to take away, so that the fault is not stopped before it does harm
+    also: tuple[tuple[str, str], ...] = ()  # guards to take away, so that the fault is not stopped before it does harm
 
 
 FAULTS = [
     Fault(
         "a freed duplicate whose row was not rewritten",
         "tree",
-        "lease.pages[i] = kid.pages[0]",
+        "row[i] = node.pages[g]",
         "pass",
     ),
     Fault(
@@ -59,43 +65,123 @@ FAULTS = [
     Fault(
         "matching without a lock",
         "tree",
-        "        self._pin(node)\n        return Lease",
-        "        return Lease",
-        also=("node.pins -= 1", "node.pins = max(0, node.pins - 1)"),
+        "                self._hold(path[i], g)\n        lease =",
+        "                pass\n        lease =",
+        also=(
+            ("node.refs[g] -= 1\n        if", "node.refs[g] = max(0, node.refs[g] - 1)\n        if"),
+            ("if whole and (node.kids or node.pins):", "if False:"),
+            ("del self._idle[g][node]", "self._idle[g].pop(node, None)"),
+            ("del parent.kids[node.key]", "parent.kids.pop(node.key, None)"),
+        ),
     ),
     Fault(
-        "a lock that a match takes one node too high",
+        "a lock that a match does not take on the last page",
         "tree",
-        "        self._pin(node)\n        return Lease",
-        "        self._pin(node.parent or node)\n        return Lease",
+        "for i in range(first, count):\n                self._hold(path[i], g)",
+        "for i in range(first, count - 1):\n                self._hold(path[i], g)",
+        also=(("node.refs[g] -= 1\n        if", "node.refs[g] = max(0, node.refs[g] - 1)\n        if"),),
     ),
     Fault("a rewritten row that the device is not told of", "tree", "lease.dirty = min(lease.dirty, i)", "pass"),
     Fault(
         "new pages that the device is not told of",
         "tree",
-        "lease.dirty = min(lease.dirty, len(lease.pages))\n        lease.pages += pages",
-        "lease.pages += pages\n        lease.dirty = max(lease.dirty, len(lease.pages) - 1)",
+        "lease.dirty = min(lease.dirty, held)",
+        "lease.dirty = max(lease.dirty, held)",
     ),
     Fault("a slot reused without being closed", "scheduler", "self._closed.append(seq.slot)", "pass"),
     Fault(
         "shared pages freed with the private ones",
         "tree",
-        "self.pool.free(lease.pages[lease.shared :])",
-        "self.pool.free(lease.pages)",
+        "self.pools[g].free([page for page in row[len(path) :] if page >= 0])",
+        "self.pools[g].free([page for page in row if page >= 0])",
     ),
-    Fault("private pages never freed", "tree", "self.pool.free(lease.pages[lease.shared :])", "pass"),
-    Fault("a duplicate never freed", "tree", "self.pool.free(duplicates)", "pass"),
     Fault(
-        "evicting a leaf that is in use",
+        "private pages never freed",
         "tree",
-        "if not node.pins and not node.kids:\n            self._leaves.pop(node, None)",
+        "self.pools[g].free([page for page in row[len(path) :] if page >= 0])",
+        "pass",
+    ),
+    Fault("a duplicate never freed", "tree", "pool.free([page])\n\n    def _give", "pass\n\n    def _give"),
+    Fault(
+        "evicting a page that is in use",
+        "tree",
+        "if not node.refs[g]:\n            del self._idle[g][node]",
         "if False:\n            pass",
+        also=(("if node.refs[g]:\n            raise", "if False:\n            raise"),),
+    ),
+    Fault(
+        "letting go from the front",
+        "tree",
+        "for i in range(len(path) - 1, lease.low[g] - 1, -1):",
+        "for i in range(lease.low[g], len(path)):",
+    ),
+    Fault(
+        "pages of other groups that stay where a prefix is whole no more",
+        "tree",
+        "for other in self._all if whole else (g,):",
+        "for other in (g,):",
+    ),
+    Fault(
+        "a window that sees one token less when it forgets",
+        "groups",
+        "return max(0, length - self.width + 1), length",
+        "return max(0, length - self.width + 2), length",
+    ),
+    Fault(
+        "a window that is resumed with its first page missing",
+        "groups",
+        "while at * size > max(0, end * size - self.width + 1):",
+        "while at * size > max(0, end * size - self.width + 1 + size):",
+    ),
+    Fault("a window that is resumed without a look", "groups", "if row[at] < 0:", "if False:"),
+    Fault(
+        "pages behind the window that are kept",
+        "tree",
+        "for g in self._partial:",
+        "for g in ():",
+    ),
+    Fault(
+        "pages behind the window that are lost",
+        "tree",
+        "                    self.pools[g].free([page])\n                elif",
+        "                    pass\n                elif",
+    ),
+    Fault(
+        "shared pages freed behind the window",
+        "tree",
+        "                if i >= len(lease.path):\n",
+        "                if i >= lease.matched:\n",
+    ),
+    Fault(
+        "forgetting what is not yet verified",
+        "scheduler",
+        "self.tree.forget(lease, verified)",
+        "self.tree.forget(lease, verified + seq.in_flight + self._drafts)",
+        seeds=400,
+    ),
+    Fault(
+        "a row that is only in the first group",
+        "tree",
+        "[row[dirty:] for row in self.rows[1:]]",
+        "[row[dirty:][:-1] + [0] for row in self.rows[1:]]",
+    ),
+    Fault(
+        "room in the first group taken for room in all",
+        "tree",
+        "            if need > self.available(g):\n                return False",
+        "            if not g and need > self.available(g):\n                return False",
+    ),
+    Fault(
+        "a duplicate that is one in the first group alone",
+        "tree",
+        "if node.pages[g] < 0:\n                node.pages[g] = page\n                node.refs[g] = 1",
+        "if node.pages[g] < 0 or g:\n                node.pages[g] = page\n                node.refs[g] = 1",
     ),
     Fault(
         "tenants that share a root",
         "tree",
-        "node = self._roots.get(namespace)\n        if node is None:\n            node = self._roots[namespace] = Node(namespace, (), None)",
-        'node = self._roots.setdefault("", Node("", (), None))',
+        "node = root = self._roots.get(namespace)\n",
+        'namespace = ""\n        node = root = self._roots.get(namespace)\n',
     ),
     Fault(
         "a match that takes the last token too",
@@ -158,7 +244,7 @@ def planted(fault: Fault) -> ModuleType:
     """A copy of the module with the fault in it."""
     module = MODULES[fault.part]
     source = inspect.getsource(module)
-    for old, new in [(fault.old, fault.new)] + ([fault.also] if fault.also else []):
+    for old, new in [(fault.old, fault.new), *fault.also]:
         assert source.count(old) == 1, f"{fault.name}: the text to break is there {source.count(old)} times"
         source = source.replace(old, new)
     broken = ModuleType(f"{module.__name__}_broken")

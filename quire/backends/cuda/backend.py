@@ -15,19 +15,23 @@ import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda import library
+from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
-from quire.backends.cuda.kernels import fp8
+from quire.backends.cuda.kernels import fp8, latent
 from quire.backends.cuda.kernels.combine import combine
+from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
+from quire.backends.cuda.kernels.softcap import softcap
 from quire.backends.cuda.kernels.tuning import ROWS
 from quire.backends.cuda.products import Place, QuantizedProducts, Rows, Unnormed, count, few_rows, wants_fp8
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
-from quire.backends.torch.kernels import TorchKernels
+from quire.backends.torch.experts import Mixture
+from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
@@ -57,10 +61,33 @@ class CudaKernels(TorchKernels):
     def sampler(self) -> DeviceSampler:
         return CudaSampler(self.device)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()) -> Any:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, heads: int = 1, soon: Sequence[Weight] = ()
+    ) -> Any:
+        if heads > 1:
+            out = torch.empty(x.shape, dtype=self.dtype, device=self.device)
+            head_norm(x, weight, eps, out, heads=heads, pdl=self._chain)
+            return out
         if soon and x.shape[0] == 1 <= self._few and all(isinstance(w, torch.Tensor) for w in soon):
             return Unnormed(x, weight, eps)
         return self._normed(x, weight, eps, soon)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, heads: int = 1
+    ) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=self.dtype, device=self.device)
+        head_norm(x, weight, eps, out, heads=heads, bias=bias, centre=True, pdl=self._chain)
+        return out
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        softcap(x, out, cap, pdl=self._chain)
+        return out
+
+    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+        if not fits(mixture, self.dtype):
+            return super().moe(x, logits, mixture)
+        return mix(x, logits, mixture, pdl=self._chain)
 
     def _normed(
         self,
@@ -143,15 +170,23 @@ class CudaKernels(TorchKernels):
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return super().logits(x, weight, bias)
 
-    def gated(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
+    def gated(
+        self,
+        x: Any,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        *,
+        soon: Sequence[Weight] = (),
+        gelu: bool = False,
+    ) -> Any:
         rows = count(x)
         half = self.dtype != torch.float32
         if half and bias is None and not isinstance(weight, torch.Tensor | Mixed):
-            return self._quantized.gated(x, weight, soon)
+            return self._quantized.gated(x, weight, soon, gelu=gelu)
         if rows <= self._few and bias is None and isinstance(weight, torch.Tensor):
             out = torch.empty(rows, weight.shape[0] // 2, dtype=self.dtype, device=self.device)
-            return self._skinny(x, weight, None, out=out, swiglu=True)
-        return self._quantized.gate(self.linear(x, weight, bias), soon if half else ())
+            return few_rows(self._place, x, weight, None, out=out, swiglu=True, gelu=gelu)
+        return self._quantized.gate(self.linear(x, weight, bias), soon if half else (), gelu=gelu)
 
     def _skinny(
         self,
@@ -161,11 +196,10 @@ class CudaKernels(TorchKernels):
         *,
         out: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        swiglu: bool = False,
         loose: bool = False,
     ) -> torch.Tensor:
         """A product of few rows, into `out` if given; with `loose` perhaps as parts, to be added by who reads them."""
-        return few_rows(self._place, x, weight, bias, out=out, residual=residual, swiglu=swiglu, loose=loose)
+        return few_rows(self._place, x, weight, bias, out=out, residual=residual, loose=loose)
 
     def attention(
         self,
@@ -178,12 +212,16 @@ class CudaKernels(TorchKernels):
         heads: int,
         scale: float,
         rope: Rope | None,
+        sight: Sight = PLAIN,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         qkv = side_by_side(q, k, v)
         if rope is None or qkv is None:
-            return super().attention(q, k, v, batch, layer=layer, heads=heads, scale=scale, rope=rope)
+            told: dict[str, Any] = {"rope": rope, "sight": sight, "norms": norms}
+            return super().attention(q, k, v, batch, layer=layer, heads=heads, scale=scale, **told)
         tokens = q.shape[-2]
         turned = torch.empty(tokens, heads, self.kv.head_dim, dtype=self.dtype, device=self.device)
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
         rope_write(
             qkv,
             turned,
@@ -193,34 +231,42 @@ class CudaKernels(TorchKernels):
             pos=batch.pos,
             write=batch.write,
             pairs=rope.pairs,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
             pdl=self._chain,
             **self._kv_scales(layer),
         )
-        return self.attend(turned, batch, layer, scale).view(tokens, -1)
+        return self.attend(turned, batch, layer, scale, sight).view(tokens, -1)
 
-    def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight = PLAIN
+    ) -> torch.Tensor:
         tokens, heads, dim = q.shape
         out = torch.empty_like(q)
-        if batch.shared is not None and batch.longest == 1:
-            return self._attend_shared(q, batch, batch.shared, layer, scale, out)
+        # A prefix that rows share lies before a window, or is cut by it otherwise for each row.
+        if batch.shared is not None and batch.longest == 1 and not sight.window:
+            return self._attend_shared(q, batch, batch.shared, layer, scale, sight, out)
         longest, shortest = batch.longest, batch.shortest
-        found = self._beginnings(batch, heads)
+        found = self._beginnings(batch, heads) if sight == PLAIN else None
         if found is not None:
             prompts, decode = found
             library.attend_beginnings(q, self.keys[layer], self.values[layer], out, batch.pages, prompts, scale)
             if not decode:
                 return out
             longest = shortest = 1
-        splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
+        reach = min(batch.reach, sight.window) if sight.window else batch.reach
+        splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
-        space = None
-        if splits > 1:
-            space = batch.once(("parts", heads), lambda: paged.workspace(tokens, heads, dim, splits, q.device))
+        space = self._space(out, batch, splits) if splits > 1 else None
         arrays: dict[str, Any] = {
             "q_start": batch.q_start,
             "kv_len": batch.kv_len,
             "table": batch.pages,
             "pos": batch.pos,
+            "window": sight.window,
+            "softcap": sight.softcap,
+            "sinks": sight.sinks,
             **self._kv_scales(layer),
         }
         keys, values = self.keys[layer], self.values[layer]
@@ -239,7 +285,8 @@ class CudaKernels(TorchKernels):
         }
         paged.attend(q, keys, values, out, **told, **arrays)
         if space is not None:
-            combine(space.part, space.lse, out, q_start=batch.q_start, max_q=1, parts=splits, pdl=True)
+            bounds = {"q_start": batch.q_start, "max_q": 1, "parts": splits}
+            combine(space.part, space.lse, out, sinks=sight.sinks, pdl=True, **bounds)
         return out
 
     def _beginnings(self, batch: DeviceBatch, heads: int) -> tuple[list[tuple[int, int, int]], bool] | None:
@@ -251,18 +298,65 @@ class CudaKernels(TorchKernels):
             return None
         return batch.once("beginnings", lambda: library.beginnings(batch))
 
+    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+        tokens, heads, _ = q.shape
+        out = torch.empty(tokens, heads, self.kv.latent, dtype=self.dtype, device=self.device)
+        splits = latent.latent_splits(tokens, heads, batch.reach, self._processors)
+        splits = max(1, min(splits, _SPLIT_SPACE // (out.numel() * 4)))
+        latent.latent_attention(
+            q,
+            self.keys[layer],
+            out,
+            q_start=batch.q_start,
+            kv_len=batch.kv_len,
+            table=batch.pages,
+            pos=batch.pos,
+            scale=scale,
+            max_q=batch.longest,
+            splits=splits,
+            space=self._space(out, batch, splits) if splits > 1 else None,
+            k_scale=self.key_scales[layer] if self.key_scales else None,
+            pdl=self._chain,
+        )
+        return out
+
+    def _space(self, out: torch.Tensor, batch: DeviceBatch, parts: int) -> paged.Workspace:
+        """Where the parts of contexts leave results for `out`; layers of one kind share it."""
+        tokens, heads, dim = out.shape
+        return batch.once(
+            ("parts", heads, dim, parts), lambda: paged.workspace(tokens, heads, dim, parts, out.device)
+        )  # fmt: skip
+
+    def encode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: DeviceBatch, *, heads: int, scale: float
+    ) -> torch.Tensor:
+        queries, keys, values = (x.unflatten(-1, (-1, q.shape[1] // heads)) for x in (q, k, v))
+        out = torch.empty(queries.shape, dtype=self.dtype, device=self.device)
+        lengths, table = batch.once("rows", lambda: paged.rows_as_pages(batch.q_start, batch.longest))
+        paged.encode(
+            queries, keys, values, out, q_start=batch.q_start, lengths=lengths, table=table, scale=scale,
+            pdl=self._chain,
+        )  # fmt: skip
+        return out.flatten(1)
+
     def _kv_scales(self, layer: int) -> dict[str, Any]:
         """What the cached codes of a layer are multiplied with, where they are codes."""
         return {"k_scale": self.key_scales[layer], "v_scale": self.value_scales[layer]} if self.key_scales else {}
 
     def _attend_shared(
-        self, q: torch.Tensor, batch: DeviceBatch, shared: Shared, layer: int, scale: float, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        batch: DeviceBatch,
+        shared: Shared,
+        layer: int,
+        scale: float,
+        sight: Sight,
+        out: torch.Tensor,
     ) -> torch.Tensor:
         """Rows with a common beginning: that is read once for all of them."""
-        tokens, heads, dim = q.shape
+        tokens, heads, _ = q.shape
         own = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
         together = prefix_splits(tokens, heads, self.kv.kv_heads, self._processors)
-        parts = own + together
         shared_attention(
             q,
             self.keys[layer],
@@ -275,9 +369,11 @@ class CudaKernels(TorchKernels):
             groups=shared,
             scale=scale,
             max_q=1,
-            space=batch.once(("parts", heads), lambda: paged.workspace(tokens, heads, dim, parts, q.device)),
+            space=self._space(out, batch, own + together),
             own_splits=own,
             prefix_splits=together,
+            softcap=sight.softcap,
+            sinks=sight.sinks,
             pdl=self._chain,
             **self._kv_scales(layer),
         )
@@ -341,6 +437,7 @@ class CudaBackend(TorchBackend):
         return program
 
     def implementations(self) -> dict[str, str]:
-        hot = {"rms_norm": "Triton", "swiglu": "Triton", "attention": "Triton", "linear": "cuBLAS"}
-        hot["rope"] = "Triton (with the KV write)"
+        own = ("rms_norm", "layer_norm", "swiglu", "geglu", "softcap", "attention", "latent_attention", "encode", "moe")
+        hot = dict.fromkeys(own, "Triton")
+        hot |= {"linear": "cuBLAS", "head_linear": "cuBLAS", "rope": "Triton (with the KV write)"}
         return super().implementations() | hot

@@ -15,11 +15,13 @@ import torch
 
 from quire.backends.cuda.backend import CudaBackend, CudaKernels
 from quire.backends.cuda.kernels import attention as paged
+from quire.backends.cuda.kernels import latent
 from quire.backends.cuda.kernels.product import product
 from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.kernels import PLAIN, Sight
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 
@@ -49,10 +51,17 @@ class DeterministicKernels(CudaKernels):
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
 
-    def gated(self, x: Any, weight: Any, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
+    def gated(
+        self, x: Any, weight: Any, bias: torch.Tensor | None, *, soon: Sequence[Weight] = (), gelu: bool = False
+    ) -> Any:
         both = self.linear(x, weight, bias)
         out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=self.dtype, device=self.device)
-        swiglu(both, out, pdl=self._chain)
+        swiglu(both, out, gelu=gelu, pdl=self._chain)
+        return out
+
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor, heads: int) -> torch.Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=self.dtype, device=self.device)
+        product(x, weight, out, heads=heads, pdl=self._chain)
         return out
 
     def linear_add_norm(
@@ -69,23 +78,37 @@ class DeterministicKernels(CudaKernels):
         product(x, weight, residual, bias=bias, residual=residual, pdl=self._chain)
         return residual, self.rms_norm(residual, norm, eps)
 
-    def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
-        tokens, heads, dim = q.shape
+    def attend(
+        self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight = PLAIN
+    ) -> torch.Tensor:
         out, kv_heads = torch.empty_like(q), self.kv.kv_heads
-        splits = -(-batch.reach // SPLIT)
-        tiles = batch.sequences + tokens * heads // kv_heads // paged.INVARIANT.rows
-        # Parts are programs of their own where the rows alone would not fill the device.
-        apart = splits > 1 and tiles * kv_heads < 2 * self._processors and tokens * heads * dim * splits * 4 <= _SPACE
-        space = None
-        if apart:
-            key = "parts in order", heads
-            space = batch.once(key, lambda: paged.workspace(tokens, heads, dim, splits, q.device, sums=True))
+        tiles = batch.sequences + q.shape[0] * q.shape[1] // kv_heads // paged.INVARIANT.rows
+        splits, space = self._in_order(out, batch, tiles * kv_heads)
         paged.attention(
             q, self.keys[layer], self.values[layer], out, q_start=batch.q_start, kv_len=batch.kv_len,
             table=batch.pages, pos=batch.pos, scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT,
-            space=space, pdl=self._chain,
+            space=space, window=sight.window, softcap=sight.softcap, sinks=sight.sinks, pdl=self._chain,
         )  # fmt: skip
         return out
+
+    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+        out = torch.empty(*q.shape[:2], self.kv.latent, dtype=self.dtype, device=self.device)
+        tiles = batch.sequences + q.shape[0] * q.shape[1] // latent.FEW.rows
+        splits, space = self._in_order(out, batch, tiles)
+        latent.latent_attention(
+            q, self.keys[layer], out, q_start=batch.q_start, kv_len=batch.kv_len, table=batch.pages, pos=batch.pos,
+            scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT, space=space, pdl=self._chain,
+        )  # fmt: skip
+        return out
+
+    def _in_order(self, out: torch.Tensor, batch: DeviceBatch, programs: int) -> tuple[int, paged.Workspace | None]:
+        """Parts of the longest context, and space for them where the rows alone would not fill the device."""
+        tokens, heads, dim = out.shape
+        splits = -(-batch.reach // SPLIT)
+        if splits == 1 or programs >= 2 * self._processors or tokens * heads * dim * splits * 4 > _SPACE:
+            return splits, None
+        key = "parts in order", heads, dim
+        return splits, batch.once(key, lambda: paged.workspace(tokens, heads, dim, splits, out.device, sums=True))
 
 
 class DeterministicBackend(CudaBackend):
@@ -98,5 +121,6 @@ class DeterministicBackend(CudaBackend):
         return f"{super().describe()}, the same bits in any batch"
 
     def implementations(self) -> dict[str, str]:
-        own = {"linear": "Triton (one order of sums)", "attention": "Triton (cut at fixed positions)"}
+        cut, one = "Triton (cut at fixed positions)", "Triton (one order of sums)"
+        own = {"linear": one, "head_linear": one, "attention": cut, "latent_attention": cut}
         return super().implementations() | own

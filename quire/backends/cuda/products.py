@@ -90,6 +90,7 @@ def few_rows(
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     swiglu: bool = False,
+    gelu: bool = False,
     loose: bool = False,
 ) -> torch.Tensor:
     """A skinny product, into `out` if given; with `loose` perhaps as parts, to be added by who reads them."""
@@ -113,7 +114,7 @@ def few_rows(
     y = torch.empty(rows, n, dtype=at.dtype, device=at.device) if out is None else out
     skinny(
         source, w, y, shape, w_scale=w_scale, x_scale=x_scale, bias=bias, residual=residual, norm=norm, eps=eps,
-        swiglu=swiglu, part=part, add_parts=not leave,
+        swiglu=swiglu, gelu=gelu, part=part, add_parts=not leave,
     )  # fmt: skip
     return part if leave and part is not None else y
 
@@ -145,25 +146,27 @@ class QuantizedProducts:
             return self._int4(self._plain(x), weight, bias, out=out, loose=loose)
         return few_rows(self._at, self._suited(x, weight), weight, bias, out=out, loose=loose)
 
-    def gated(self, x: torch.Tensor | Rows, weight: Scaled | Int4, soon: Sequence[Weight]) -> torch.Tensor | Rows:
-        """swiglu of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
+    def gated(
+        self, x: torch.Tensor | Rows, weight: Scaled | Int4, soon: Sequence[Weight], *, gelu: bool = False
+    ) -> torch.Tensor | Rows:
+        """swiglu (or geglu) of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
         rows, n = count(x), weight.shape[0] // 2
         if rows <= ROWS:
             out = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device)
             if isinstance(weight, Int4):
-                return self._int4(self._plain(x), weight, None, out=out, swiglu=True)
-            return few_rows(self._at, self._suited(x, weight), weight, None, out=out, swiglu=True)
-        return self.gate(self.linear(x, weight, None), soon)
+                return self._int4(self._plain(x), weight, None, out=out, swiglu=True, gelu=gelu)
+            return few_rows(self._at, self._suited(x, weight), weight, None, out=out, swiglu=True, gelu=gelu)
+        return self.gate(self.linear(x, weight, None), soon, gelu=gelu)
 
-    def gate(self, both: torch.Tensor, soon: Sequence[Weight]) -> torch.Tensor | Rows:
-        """swiglu of what a product gave."""
+    def gate(self, both: torch.Tensor, soon: Sequence[Weight], *, gelu: bool = False) -> torch.Tensor | Rows:
+        """swiglu (or geglu) of what a product gave."""
         rows, n = both.shape[0], both.shape[1] // 2
         if wants_fp8(soon) and rows > FEW:
             made = Rows.empty((rows, n), both.device)
-            swiglu(both, made.codes, scales=made.scale, pdl=self._at.chain)
+            swiglu(both, made.codes, scales=made.scale, gelu=gelu, pdl=self._at.chain)
             return made
         out = both.new_empty(rows, n)
-        swiglu(both, out)
+        swiglu(both, out, gelu=gelu)
         return out
 
     def _suited(self, x: torch.Tensor | Rows, weight: Scaled) -> torch.Tensor | Rows:
@@ -187,6 +190,7 @@ class QuantizedProducts:
         *,
         out: torch.Tensor | None = None,
         swiglu: bool = False,
+        gelu: bool = False,
         loose: bool = False,
     ) -> torch.Tensor:
         rows, n = x.shape[0], weight.shape[0] // (2 if swiglu else 1)
@@ -196,7 +200,7 @@ class QuantizedProducts:
         y = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device) if out is None else out
         int4_product(
             x, weight.packed, weight.scale, weight.zero, y, shape, group=weight.group, bias=bias, swiglu=swiglu,
-            part=part, add_parts=not leave,
+            gelu=gelu, part=part, add_parts=not leave,
         )  # fmt: skip
         return part if leave and part is not None else y
 

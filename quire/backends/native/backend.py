@@ -7,7 +7,7 @@ Results are bitwise the same whatever the batch, the chunking, the thread count 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -45,8 +45,9 @@ class NativeProgram:
             raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
         given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
         return self._plan.run(
-            batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given
-        )
+            batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
+            [(t.pages, t.write) for t in batch.more],
+        )  # fmt: skip
 
     def profile(self, on: bool = True) -> None:
         """Begin anew to count the time spent in each kind of step, or stop counting."""
@@ -78,6 +79,7 @@ class NativeBackend:
 
     name = "native"
     kv_dtypes: tuple[str, ...] = ("f16", "int8")
+    kv_groups = True
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class NativeBackend:
 
     def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
         """The program laid out; taken over from an estimate of the same program when there is one."""
-        key = (forward, replace(kv, pages=0), max_tokens, max_rows, tuple(inputs.items()))
+        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()))
         if key in self._drafts:
             return self._drafts[key]
 
@@ -232,8 +234,10 @@ class NativeBackend:
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
         program, recording = draft.program, draft.recording
-        pool = (kv.layers, kv.pages, kv.kv_heads, kv.head_dim, kv.dtype == "int8", kv.latent)
-        plan = self._native.Plan(self._machine, pool, max_tokens, max_rows, draft.arena)
+        first, *more = [(k.layers, k.pages, k.kv_heads, k.head_dim, k.dtype == "int8", k.latent) for k in kv.groups]
+        plan = self._native.Plan(self._machine, first, max_tokens, max_rows, draft.arena)
+        for pool in more:
+            plan.pool(pool)
         assert plan.page_bytes == kv.page_bytes  # two languages, one account of memory
         slots = {
             v: at if isinstance(v, arena.Room) else plan.slot(at, v.width, v.quant, v.per_token)
@@ -280,14 +284,14 @@ class NativeBackend:
         elif i.op == "store":
             table = -1 if i.rope is None else ropes[id(i.rope)]
             q, q_out = (ins[2], outs[0]) if outs else (-1, -1)
-            plan.store(ins[0], ins[1], table, q, q_out, i.layer)
+            plan.store(ins[0], ins[1], table, q, q_out, i.layer, i.group)
         elif i.op == "attend":
             sinks = None if i.weight is None else self._vectors[id(i.weight)][1]
-            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded)
+            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded, i.group)
         elif i.op == "store_latent":
-            plan.store_latent(ins[0], i.layer)
+            plan.store_latent(ins[0], i.layer, i.group)
         elif i.op == "attend_latent":
-            plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole)
+            plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole, i.group)
         elif i.op == "encode":
             plan.encode(*ins, i.heads, i.scale, whole)
         else:  # add, swiglu, geglu, gelu, take and quantize have the plan's own names

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.batch import I32, Batch
+from quire.backends.batch import I32, Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 
@@ -67,8 +67,8 @@ class ReferenceOps:
     def __init__(self, backend: ReferenceBackend, kv: KV):
         self._backend = backend
         self._kv = kv
-        self._keys = Cache(kv)
-        self._values = None if kv.latent else Cache(kv)
+        self._keys = [Cache(own) for own in kv.groups]
+        self._values = [None if own.latent else Cache(own) for own in kv.groups]
 
     def embed(self, ids: I32, table: Layout) -> Floats:
         return self._backend.dense(table)[ids]
@@ -121,16 +121,17 @@ class ReferenceOps:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Dense | None = None,
+        group: int = 0,
     ) -> Floats:
-        kv = self._kv
-        assert self._values is not None
-        self._keys.write(layer, batch.write, k)
-        self._values.write(layer, batch.write, v)
+        kv, keys, values, table = self._kv.groups[group], self._keys[group], self._values[group], batch.table(group)
+        assert values is not None
+        keys.write(layer, table.write, k)
+        values.write(layer, table.write, v)
         queries = q.reshape(-1, heads, kv.head_dim)
         out = np.empty_like(queries)
-        for b, rows, first, slots in self._pasts(batch, window):
-            past_k = np.repeat(self._keys.read(layer, slots), heads // kv.kv_heads, axis=1)  # [S, H, D]
-            past_v = np.repeat(self._values.read(layer, slots), heads // kv.kv_heads, axis=1)
+        for b, rows, first, slots in self._pasts(batch, window, table):
+            past_k = np.repeat(keys.read(layer, slots), heads // kv.kv_heads, axis=1)  # [S, H, D]
+            past_v = np.repeat(values.read(layer, slots), heads // kv.kv_heads, axis=1)
             scores = np.einsum("thd,shd->hts", queries[rows], past_k, dtype=np.float64) * scale
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
@@ -142,27 +143,31 @@ class ReferenceOps:
             )
         return out.reshape(q.shape)
 
-    def latent_attention(self, q: Floats, k: Floats, batch: Batch, *, layer: int, heads: int, scale: float) -> Floats:
-        kv = self._kv
-        self._keys.write(layer, batch.write, k)
+    def latent_attention(
+        self, q: Floats, k: Floats, batch: Batch, *, layer: int, heads: int, scale: float, group: int = 0
+    ) -> Floats:
+        kv, keys, table = self._kv.groups[group], self._keys[group], batch.table(group)
+        keys.write(layer, table.write, k)
         queries = q.reshape(-1, heads, kv.head_dim)
         out = np.empty((q.shape[0], heads, kv.latent), np.float32)
-        for b, rows, _, slots in self._pasts(batch, None):
-            past = self._keys.read(layer, slots)[:, 0]  # [S, D]
+        for b, rows, _, slots in self._pasts(batch, None, table):
+            past = keys.read(layer, slots)[:, 0]  # [S, D]
             scores = np.einsum("thd,sd->hts", queries[rows], past, dtype=np.float64) * scale
             hidden = np.arange(int(batch.kv_len[b]))[None, :] > batch.pos[rows][:, None]
             weights = softmax(np.where(hidden[None], -np.inf, scores))
             out[rows] = np.einsum("hts,sd->thd", weights, past[:, : kv.latent])
         return out.reshape(q.shape[0], heads * kv.latent)
 
-    def _pasts(self, batch: Batch, window: int | None) -> Iterator[tuple[int, slice, int, npt.NDArray[np.integer]]]:
+    def _pasts(
+        self, batch: Batch, window: int | None, table: Table
+    ) -> Iterator[tuple[int, slice, int, npt.NDArray[np.integer]]]:
         """(sequence, its rows, first position any of them sees, where the tokens from there on lie)."""
         size = self._kv.page_size
         for b in range(batch.sequences):
             rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
             first = 0 if window is None else max(0, int(batch.pos[rows.start]) - window + 1)
             where = np.arange(first, int(batch.kv_len[b]))
-            yield b, rows, first, batch.pages[b, where // size] * size + where % size
+            yield b, rows, first, table.pages[b, where // size] * size + where % size
 
     def encode(self, q: Floats, k: Floats, v: Floats, batch: Batch, *, heads: int, scale: float) -> Floats:
         dim = q.shape[1] // heads
@@ -290,6 +295,7 @@ class ReferenceBackend:
 
     name = "reference"
     kv_dtypes = tuple(KV_DTYPES)
+    kv_groups = True
 
     def __init__(self) -> None:
         self._dense: dict[int, tuple[Layout, Floats]] = {}  # the layout is kept so that its id stays its own

@@ -8,33 +8,28 @@ wait. Both execute the same list of instructions. Nothing here knows slots, samp
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
-from quire.backends.recorder import Instruction, Segment, Value, record
+from quire.backends.recorder import Value, record
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.fuse import fuse, loose, multiplied, soon
+from quire.backends.torch.emit import Cells, Emitter, Step, ends, groups, kept_back, products, stacks
+from quire.backends.torch.fuse import fuse
 from quire.backends.torch.kernels import TorchKernels
-from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory
-from quire.layouts import Dense, Floats, Layout
+from quire.layouts import Floats
 from quire.observe.errors import Unsupported
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RESERVE = 2 << 30, 0.03  # device memory left alone, and a share of all: sampling, graphs, what libraries take later
-
-Cells: TypeAlias = list[Any]  # tensors of a run, by the number of their value; None before and after their lives
-Step: TypeAlias = Callable[[Cells, DeviceBatch], None]
-Product: TypeAlias = Callable[[Any, Weight, torch.Tensor | None], Any]
 
 
 class DeviceProgram(Protocol):
@@ -94,6 +89,7 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
+    kv_groups = False
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(
@@ -132,14 +128,14 @@ class TorchBackend:
         check_kv(kv, self)
         recording = record(forward, kv, inputs)
         program = fuse(recording.instructions, recording.output)
-        self.weights.load(list(_groups(program)), packed, {id(s.weight) for i in program for s in i.segments})
+        self.weights.load(list(groups(program)), packed, products(program), kept_back(program), stacks(program))
         kernels = type(self).kernels(kv, self.device, self.dtype)
         number: dict[Value, int] = {v: n for n, v in enumerate(recording.inputs.values())}
         for i in program:
             for v in i.writes():
                 number[v] = len(number)
         emit = Emitter(kernels, self.weights, number, program, recording.output)
-        steps = [emit.step(i, gone) for i, gone in zip(program, _ends(program, recording.output), strict=True)]
+        steps = [emit.step(i, gone) for i, gone in zip(program, ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
         return self.wrap(TorchProgram(kernels, steps, len(number), names, number[recording.output]))
 
@@ -176,233 +172,6 @@ class TorchBackend:
 
     def implementations(self) -> dict[str, str]:
         return {op.name: f"torch ({self.device.type})" for op in TABLE}
-
-
-class Emitter:
-    """Turns instructions into steps: functions over cells that call one kernel each."""
-
-    def __init__(
-        self,
-        kernels: TorchKernels,
-        weights: Weights,
-        number: dict[Value, int],
-        program: list[Instruction],
-        output: Value,
-    ):
-        self._kernels = kernels
-        self._weights = weights
-        self._number = number
-        self._output = output
-        self._soon = soon(program, output)
-        self._loose = loose(program, output)
-        self._multiplied = multiplied(program, output)
-
-    def step(self, i: Instruction, gone: list[Value]) -> Step:
-        """One instruction; the values in `gone` are not needed after it."""
-        run = getattr(self, f"_{i.op}")(i)
-        dead = [self._number[v] for v in gone]
-
-        def step(cells: Cells, batch: DeviceBatch) -> None:
-            run(cells, batch)
-            for at in dead:
-                cells[at] = None
-
-        return step
-
-    def _at(self, values: list[Value]) -> list[int]:
-        return [self._number[v] for v in values]
-
-    def _embed(self, i: Instruction) -> Step:
-        k, table, (out,) = self._kernels, self._matrix(i.weight), self._at(i.outputs)
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.embed(batch.ids, table)
-
-        return run
-
-    def _norm(self, i: Instruction) -> Step:
-        k, weight, eps, (x,), (out,) = (
-            self._kernels,
-            self._weight(i.weight),
-            i.eps,
-            self._at(i.inputs),
-            self._at(i.outputs),
-        )
-        hand_on = self._readers(i.outputs[0]) if i.outputs[0] in self._soon else ()
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.rms_norm(cells[x], weight, eps, soon=hand_on)
-
-        return run
-
-    def _add_norm(self, i: Instruction) -> Step:
-        k, weight, eps, (a, b) = self._kernels, self._weight(i.weight), i.eps, self._at(i.inputs)
-        total, out = self._at(i.outputs)
-        hand_on = self._readers(i.outputs[1]) if i.outputs[1] in self._soon else ()
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[total], cells[out] = k.add_norm(cells[a], cells[b], weight, eps, soon=hand_on)
-
-        return run
-
-    def _linear(self, i: Instruction) -> Step:
-        x = self._number[i.segments[0].x]
-        outs = self._at([s.out for s in i.segments])
-        last = len(outs) == 1 and i.segments[0].out is self._output
-        op = self._kernels.logits if last else self._kernels.linear
-        if id(i) in self._loose:
-            op = partial(op, loose=True)
-        product = self._product(i.segments, op)
-        if product is None:
-            parts = self._linear_parts(i.segments)
-
-            def run_parts(cells: Cells, batch: DeviceBatch) -> None:
-                for at, part in zip(outs, parts, strict=True):
-                    cells[at] = part(cells[x])
-
-            return run_parts
-        if len(outs) == 1:
-
-            def run_one(cells: Cells, batch: DeviceBatch) -> None:
-                cells[outs[0]] = product(cells[x])
-
-            return run_one
-        widths = [s.out.width for s in i.segments]
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            for at, part in zip(outs, product(cells[x]).split(widths, dim=-1), strict=True):
-                cells[at] = part
-
-        return run
-
-    def _gated(self, i: Instruction) -> Step:
-        k, x, (out,) = self._kernels, self._number[i.segments[0].x], self._at(i.outputs)
-        product = self._product(i.segments, partial(k.gated, soon=self._readers(i.outputs[0])))
-        if product is None:  # the halves are not one matrix: a part of them is shared with another product
-            parts, op = self._linear_parts(i.segments), k.swiglu
-
-            def run_parts(cells: Cells, batch: DeviceBatch) -> None:
-                cells[out] = op(*(part(cells[x]) for part in parts))
-
-            return run_parts
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = product(cells[x])
-
-        return run
-
-    def _linear_add_norm(self, i: Instruction) -> Step:
-        k, norm, eps = self._kernels, self._weight(i.weight), i.eps
-        segment = i.segments[0]
-        weight, bias = self._matrix(segment.weight), self._bias(i.segments)
-        x, (residual,), (total, out) = self._number[segment.x], self._at(i.inputs), self._at(i.outputs)
-        hand_on = self._readers(i.outputs[1]) if i.outputs[1] in self._soon else ()
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            own = cells[x], weight, bias, cells[residual], norm, eps
-            cells[total], cells[out] = k.linear_add_norm(*own, soon=hand_on)
-
-        return run
-
-    def _rope(self, i: Instruction) -> Step:
-        k, rope, heads, (x,), (out,) = self._kernels, i.rope, i.heads, self._at(i.inputs), self._at(i.outputs)
-        assert rope is not None
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.rope(cells[x], batch, rope, heads)
-
-        return run
-
-    def _attention(self, i: Instruction) -> Step:
-        kernels, (q, k, v), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
-        told = {"layer": i.layer, "heads": i.heads, "scale": i.scale, "rope": i.rope}
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = kernels.attention(cells[q], cells[k], cells[v], batch, **told)
-
-        return run
-
-    def _add(self, i: Instruction) -> Step:
-        return self._pairwise(i, self._kernels.add)
-
-    def _swiglu(self, i: Instruction) -> Step:
-        return self._pairwise(i, self._kernels.swiglu)
-
-    def _take(self, i: Instruction) -> Step:
-        k, (x,), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.take(cells[x], batch.logit_rows)
-
-        return run
-
-    def _pairwise(self, i: Instruction, op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Step:
-        (a, b), (out,) = self._at(i.inputs), self._at(i.outputs)
-
-        def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = op(cells[a], cells[b])
-
-        return run
-
-    def _readers(self, value: Value) -> tuple[Weight, ...]:
-        """The weights of the products that read it, if nothing else does."""
-        found: list[Weight] = []
-        for segments in self._multiplied.get(value, ()):
-            layouts = [s.weight for s in segments]
-            whole = self._weights.joined(layouts)
-            found += [self._weights[w] for w in layouts] if whole is None else [whole]
-        return tuple(found)
-
-    def _product(self, segments: list[Segment], op: Product) -> Callable[[Any], Any] | None:
-        """x -> x times every segment's weight, side by side; None when those do not lie side by side."""
-        whole, bias = self._weights.joined([s.weight for s in segments]), self._bias(segments)
-        return None if whole is None else lambda x: op(x, whole, bias)
-
-    def _linear_parts(self, segments: list[Segment]) -> list[Callable[[Any], Any]]:
-        products = [self._product([s], self._kernels.linear) for s in segments]
-        return [p for p in products if p is not None]  # one weight always lies beside itself
-
-    def _bias(self, segments: list[Segment]) -> torch.Tensor | None:
-        if all(s.bias is None for s in segments):
-            return None
-        parts = [
-            torch.zeros(s.out.width, device=self._kernels.device) if s.bias is None else self._weight(s.bias)
-            for s in segments
-        ]
-        return torch.cat(parts).to(self._kernels.dtype)
-
-    def _matrix(self, layout: Layout | None) -> Weight:
-        assert layout is not None  # the recorder gives one to every op that reads one
-        return self._weights[layout]
-
-    def _weight(self, layout: Layout | None) -> torch.Tensor:
-        held = self._matrix(layout)
-        assert isinstance(held, torch.Tensor)  # a vector: never quantized
-        return held
-
-
-def _groups(program: list[Instruction]) -> Iterator[list[Layout]]:
-    """What is loaded together, in the order of use."""
-    for i in program:
-        if i.weight is not None:
-            yield [i.weight]
-        if i.segments:
-            yield [s.weight for s in i.segments]
-        biases: list[Layout] = [s.bias for s in i.segments if isinstance(s.bias, Dense)]
-        yield from ([b] for b in biases)
-
-
-def _ends(program: list[Instruction], output: Value) -> list[list[Value]]:
-    """For each instruction, the values that nothing reads after it."""
-    last: dict[Value, int] = {}
-    for at, i in enumerate(program):
-        for v in (*i.reads(), *i.writes()):
-            last[v] = at
-    ends: list[list[Value]] = [[] for _ in program]
-    for v, at in last.items():
-        if v is not output:
-            ends[at].append(v)
-    return ends
 
 
 def largest(max_tokens: int, max_rows: int, page_size: int) -> Batch:

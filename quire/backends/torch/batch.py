@@ -26,6 +26,14 @@ class Shared:
     own_from: torch.Tensor  # int32 [B] the prefix length of each sequence's group
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """Where a group's K and V lie: see Table. Every entry is a page of the pool or the spare one behind it."""
+
+    pages: torch.Tensor
+    write: torch.Tensor
+
+
 @dataclass(slots=True)
 class DeviceBatch:
     """See Batch for the shapes."""
@@ -34,7 +42,7 @@ class DeviceBatch:
     pos: torch.Tensor
     q_start: torch.Tensor
     kv_len: torch.Tensor
-    pages: torch.Tensor  # rows may be longer than needed; entries past a sequence's kv_len mean nothing
+    pages: torch.Tensor  # of the first group; rows may be longer than needed, entries past kv_len mean nothing
     write: torch.Tensor
     logit_rows: torch.Tensor
     longest: int  # rows of the longest sequence in this batch
@@ -43,6 +51,11 @@ class DeviceBatch:
     shared: Shared | None = None  # for steps of one row a sequence; a device may make use of it
     into: torch.Tensor | None = None  # float32 [rows, V]: where the logits go; None: wherever there is room
     derived: dict[Any, Any] = field(default_factory=dict)
+    more: tuple[DeviceTable, ...] = ()  # of further groups
+
+    def table(self, group: int) -> DeviceTable:
+        """The pages and the places to write of a group."""
+        return self.more[group - 1] if group else DeviceTable(self.pages, self.write)
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
@@ -50,7 +63,11 @@ class DeviceBatch:
         arrays = batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows
         tensors = [torch.tensor(array, dtype=torch.int32, device=device) for array in arrays]
         longest = int((batch.q_start[1:] - batch.q_start[:-1]).max(initial=0))
-        return cls(*tensors, longest=longest, reach=int(batch.kv_len.max(initial=0)), host=batch)
+        more = tuple(
+            DeviceTable(*(torch.tensor(array, dtype=torch.int32, device=device) for array in (t.pages, t.write)))
+            for t in batch.more
+        )
+        return cls(*tensors, longest=longest, reach=int(batch.kv_len.max(initial=0)), host=batch, more=more)
 
     @property
     def tokens(self) -> int:

@@ -1,9 +1,12 @@
 """Passes over recorded instructions for a device: fewer, larger pieces of work. They change no sum, only who does it.
 
     linear, linear, … of one input    linear with several weights, whose outputs are columns of one tensor
-    swiglu of two such columns        gated: the product and swiglu over its halves
+    swiglu of two such columns        gated: the product and swiglu over its halves; geglu: gated_gelu
     add, then norm of the sum         add_norm, which gives both; with the product that is added, linear_add_norm
-    (rope,) store, attend             attention, with the rope that its queries and keys still need
+    (norm, rope,) store, attend       attention, with the norms and the rope that its queries and keys still need
+    store_latent, attend_latent       latent_attention
+
+Only a norm of whole rows is a plain one: what normalizes the heads of a row is left to attention, or alone.
 
 Values are written once, so an instruction may move down to where another one stood. Each pass takes a list and
 returns a list; what it does not recognise it leaves alone.
@@ -12,19 +15,42 @@ returns a list; what it does not recognise it leaves alone.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from quire.backends.recorder import Instruction, Segment, Value
+from quire.layouts import Layout
 
 Program: TypeAlias = list[Instruction]
 
+PRODUCTS = ("linear", "gated", "gated_gelu")
+_GATED = {"swiglu": "gated", "geglu": "gated_gelu"}
+
+
+@dataclass(slots=True, eq=False)
+class Attention(Instruction):
+    """Instruction("attention") with the weights of a norm over each query head and each key head, if it is to do them."""
+
+    q_norm: Layout | None = None
+    k_norm: Layout | None = None
+
+    def weights(self) -> list[Layout]:
+        norms = [w for w in (self.q_norm, self.k_norm) if w is not None]
+        return [*Instruction.weights(self), *norms]
+
+
+def plain(i: Instruction) -> bool:
+    """Whether it is a norm of whole rows."""
+    return i.op == "norm" and i.heads == 1
+
 
 def merge_linears(program: Program, output: Value) -> Program:
-    """Linears that read the same tensor become one, at the first one's place."""
+    """Linears that read the same tensor become one, at the first one's place. Routers stay alone: see `routers`."""
     first: dict[Value, Instruction] = {}
+    alone = routers(program)
     out: Program = []
     for i in program:
-        if i.op == "linear":
+        if i.op == "linear" and id(i) not in alone:
             x, weight = i.segments[0].x, i.segments[0].weight
             mate = first.setdefault(x, i)
             if mate is not i and all(s.weight is not weight for s in mate.segments):
@@ -35,17 +61,17 @@ def merge_linears(program: Program, output: Value) -> Program:
 
 
 def gated(program: Program, output: Value) -> Program:
-    """swiglu over the two halves of one product: what lies between is never looked at apart."""
+    """swiglu or geglu over the two halves of one product: what lies between is never looked at apart."""
     used, maker = uses(program, output), makers(program)
     gone: set[int] = set()
     out: Program = []
     for i in program:
-        if i.op == "swiglu":
+        if i.op in _GATED:
             linear = maker.get(i.inputs[0])
             alone = all(used[v] == 1 for v in i.inputs)
             if alone and linear and linear.op == "linear" and [s.out for s in linear.segments] == i.inputs:
                 gone.add(id(linear))
-                i = Instruction("gated", outputs=i.outputs, segments=linear.segments)
+                i = Instruction(_GATED[i.op], outputs=i.outputs, segments=linear.segments)
         out.append(i)
     return [i for i in out if id(i) not in gone]
 
@@ -55,7 +81,7 @@ def add_norm(program: Program, output: Value) -> Program:
     out: Program = []
     for i in program:
         before = out[-1] if out else None
-        if i.op == "norm" and before is not None and before.op == "add" and before.outputs == i.inputs:
+        if plain(i) and before is not None and before.op == "add" and before.outputs == i.inputs:
             out[-1] = Instruction("add_norm", before.inputs, [*before.outputs, *i.outputs], weight=i.weight, eps=i.eps)
             continue
         out.append(i)
@@ -81,27 +107,48 @@ def linear_add_norm(program: Program, output: Value) -> Program:
 
 
 def attention(program: Program, output: Value) -> Program:
-    """store and attend of a layer, and the rotations that only they read, in one."""
+    """store and attend of a layer in one, with the rotations and the norms of heads that only they read."""
     used, maker = uses(program, output), makers(program)
     gone: set[int] = set()
     out: Program = []
     for i in program:
-        if i.op == "attend":
+        if i.op in ("attend", "attend_latent"):
             store = out.pop()
-            assert store.op == "store" and store.layer == i.layer  # the recorder puts them side by side
-            q, (k, v) = i.inputs[0], store.inputs
-            whole = Instruction("attention", [q, k, v], i.outputs, layer=i.layer, heads=i.heads, scale=i.scale)
-            turned = maker.get(q), maker.get(k)
-            if all(t is not None and t.op == "rope" for t in turned) and used[q] == used[k] == 1:
-                a, b = turned
-                assert a is not None and b is not None
-                if a.rope is b.rope:
-                    gone |= {id(a), id(b)}
-                    whole.inputs = [a.inputs[0], b.inputs[0], v]
-                    whole.rope = a.rope
-            i = whole
+            assert store.op == i.op.replace("attend", "store") and store.layer == i.layer  # the recorder pairs them
+            i = _latent(store, i) if i.op == "attend_latent" else _paged(store, i, used, maker, gone)
         out.append(i)
     return [i for i in out if id(i) not in gone]
+
+
+def _latent(store: Instruction, i: Instruction) -> Instruction:
+    inputs = [*i.inputs, *store.inputs]
+    return Instruction("latent_attention", inputs, i.outputs, layer=i.layer, heads=i.heads, scale=i.scale)
+
+
+def _paged(
+    store: Instruction, i: Instruction, used: Counter[Value], maker: dict[Value, Instruction], gone: set[int]
+) -> Instruction:
+    whole = Attention(
+        "attention", [*i.inputs, *store.inputs], i.outputs, layer=i.layer, heads=i.heads, scale=i.scale,
+        window=i.window, cap=i.cap, weight=i.weight,
+    )  # fmt: skip
+    q, k, v = whole.inputs
+    a, b = maker.get(q), maker.get(k)
+    if not (a and b and a.op == b.op == "rope" and a.rope is b.rope and used[q] == used[k] == 1):
+        return whole
+    gone |= {id(a), id(b)}
+    whole.inputs = [a.inputs[0], b.inputs[0], v]
+    whole.rope = a.rope
+    normed = [(maker.get(turn.inputs[0]), turn.heads, used[turn.inputs[0]]) for turn in (a, b)]
+    if all(n and n.op == "norm" and n.heads == heads and once == 1 for n, heads, once in normed):
+        first, second = normed[0][0], normed[1][0]
+        assert first and second and first.weight and second.weight
+        shared = all(n.weight and n.weight.shape[0] * n.heads == n.inputs[0].width for n in (first, second))
+        if shared and first.eps == second.eps:
+            gone |= {id(first), id(second)}
+            whole.inputs = [first.inputs[0], second.inputs[0], v]
+            whole.q_norm, whole.k_norm, whole.eps = first.weight, second.weight, first.eps
+    return whole
 
 
 PASSES = (merge_linears, gated, add_norm, linear_add_norm, attention)
@@ -122,14 +169,14 @@ def soon(program: Program, output: Value) -> set[Value]:
     for at, i in enumerate(program):
         for v in i.reads():
             readers.setdefault(v, []).append(at)
-        if i.op in ("linear", "gated"):
+        if i.op in PRODUCTS:
             for x in {s.x for s in i.segments}:
                 products.setdefault(x, []).extend([at] * len(i.segments))
         if i.op == "linear_add_norm":
             overwritten[i.inputs[0]] = at
     found: set[Value] = set()
     for i in program:
-        if i.op in ("norm", "add_norm", "linear_add_norm"):
+        if plain(i) or i.op in ("add_norm", "linear_add_norm"):
             source, result = (i.inputs if i.op == "norm" else i.outputs)[0], i.outputs[-1]
             by = readers.get(result, [])
             until = overwritten.get(source, len(program))
@@ -161,6 +208,29 @@ def loose(program: Program, output: Value) -> set[int]:
             if alone and linear and linear.op == "linear" and [s.out for s in linear.segments] == i.inputs:
                 found.add(id(linear))
     return found
+
+
+def routers(program: Program) -> set[int]:
+    """Linears (by id) that make the router's logits of a mixture.
+
+    They choose: their weights are never quantized, and their results are not rounded to half floats.
+    """
+    logits = {i.inputs[1] for i in program if i.op == "moe"}
+    return {id(i) for i in program if i.op == "linear" and any(s.out in logits for s in i.segments)}
+
+
+def wide(program: Program, output: Value) -> set[Value]:
+    """Results of products that must not be rounded to half floats: what is only scaled or capped before it is the
+    output, and what a router alone reads."""
+    used, maker = uses(program, output), makers(program)
+    found = {i.inputs[1] for i in program if i.op == "moe" and used[i.inputs[1]] == 1}
+    at = output
+    while True:
+        found.add(at)
+        made = maker.get(at)
+        if made is None or made.op not in ("softcap", "scale") or used[made.inputs[0]] > 1:
+            return found
+        at = made.inputs[0]
 
 
 def uses(program: Program, output: Value) -> Counter[Value]:

@@ -9,20 +9,35 @@ A faster device inherits this and overrides methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.experts import Mixture, mix
 from quire.backends.torch.quantized import E4M3, Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.layouts import Rope
 
 _SCORES = 1 << 26  # attention scores, or gathered keys, that are in memory at a time
 _NUMBERS = 1 << 26  # of a quantized matrix, dequantized at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a layer's attention sees, beyond every token of the past."""
+
+    window: int = 0  # tokens a row sees at most, its own among them; 0: all
+    softcap: float = 0.0  # 0: none
+    sinks: torch.Tensor | None = None  # [heads] float32
+
+
+PLAIN = Sight()
 
 
 class TorchKernels:
@@ -39,11 +54,12 @@ class TorchKernels:
         self.kv_dtype = {"f16": halves, "int8": torch.int8, "fp8": E4M3}[kv.dtype]
         shape = (kv.pages + 1, kv.page_size, kv.kv_heads, kv.head_dim)
         self.keys = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
-        self.values = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
+        apart = 0 if kv.latent else kv.layers  # layers whose values are not a part of their keys
+        self.values = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(apart)]
         beside = (kv.pages + 1, kv.kv_heads, kv.page_size)
         scaled = kv.layers if kv.dtype != "f16" else 0
         self.key_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
-        self.value_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
+        self.value_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(min(scaled, apart))]
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
 
     def sampler(self) -> DeviceSampler:
@@ -56,14 +72,26 @@ class TorchKernels:
         assert not isinstance(table, Mixed)  # a table is of one kind
         return table.take(ids).to(self.dtype)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()) -> Any:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, heads: int = 1, soon: Sequence[Weight] = ()
+    ) -> Any:
         """`soon`: only products with these weights read the result, and before x changes.
 
-        It may be handed on undone for them to do, or in the form that they want.
+        It may be handed on undone for them to do, or in the form that they want. Never with heads.
         """
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (scaled * weight).to(self.dtype)
+        parts = x.float().unflatten(-1, (heads, -1))
+        scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+        return (scaled * weight.view(-1, parts.shape[-1])).flatten(-2).to(self.dtype)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, heads: int = 1
+    ) -> torch.Tensor:
+        parts = x.float().unflatten(-1, (heads, -1))
+        centred = parts - parts.mean(-1, keepdim=True)
+        y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.view(-1, parts.shape[-1])
+        if bias is not None:
+            y = y + bias.view(-1, parts.shape[-1])
+        return y.flatten(-2).to(self.dtype)
 
     def add_norm(
         self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
@@ -96,10 +124,43 @@ class TorchKernels:
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.silu(gate.float()) * up.float()).to(self.dtype)
 
-    def gated(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, soon: Sequence[Weight] = ()) -> Any:
-        """swiglu of the two halves of each row of a product. `soon`: the products that alone read it, if so."""
+    def geglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(self.dtype)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x)  # rounded once: half floats are computed in float32 inside
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * float(np.float32(factor))
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+    def join(self, a: torch.Tensor, b: torch.Tensor, heads: int) -> torch.Tensor:
+        return torch.cat([x.unflatten(-1, (heads, -1)) for x in (a, b)], dim=-1).flatten(-2)
+
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor, heads: int) -> torch.Tensor:
+        """weight [heads * n, k], never quantized."""
+        own, rows = weight.unflatten(0, (heads, -1)), x.unflatten(-1, (heads, -1))
+        y = torch.empty(x.shape[0], heads, own.shape[1], dtype=self.dtype, device=self.device)
+        torch.bmm(rows.transpose(0, 1), own.transpose(1, 2), out=y.transpose(0, 1))
+        return y.flatten(1)
+
+    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+        return mix(x, logits, mixture)
+
+    def gated(
+        self,
+        x: Any,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        *,
+        soon: Sequence[Weight] = (),
+        gelu: bool = False,
+    ) -> Any:
+        """swiglu (or geglu) of the two halves of each row of a product. `soon`: the products that alone read it, if so."""
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
-        return self.swiglu(gate, up)
+        return self.geglu(gate, up) if gelu else self.swiglu(gate, up)
 
     def linear_add_norm(
         self,
@@ -159,15 +220,34 @@ class TorchKernels:
         heads: int,
         scale: float,
         rope: Rope | None,
+        sight: Sight = PLAIN,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
-        """Rotate q and k if they still need it, write k and v, and attend."""
+        """Normalize each head of q and k and rotate them if they still need it, write k and v, and attend.
+
+        `norms` are the weights for a head of q and of k, and eps.
+        """
         kv = self.kv
+        if norms is not None:
+            q = self.rms_norm(q, norms[0], norms[2], heads=heads)
+            k = self.rms_norm(k, norms[1], norms[2], heads=kv.kv_heads)
         if rope is not None:
             q, k = self.rope(q, batch, rope, heads), self.rope(k, batch, rope, kv.kv_heads)
+        self._store((k, v), batch, layer)
+        return self.attend(q.reshape(-1, heads, kv.head_dim), batch, layer, scale, sight).reshape(q.shape[0], -1)
+
+    def latent_attention(
+        self, q: torch.Tensor, k: torch.Tensor, batch: DeviceBatch, *, layer: int, heads: int, scale: float
+    ) -> torch.Tensor:
+        """Write k, whose front is the value too, and attend: [T, heads * latent]."""
+        self._store((k,), batch, layer)
+        return self.attend_latent(q.reshape(-1, heads, self.kv.head_dim), batch, layer, scale).reshape(q.shape[0], -1)
+
+    def _store(self, new: Sequence[torch.Tensor], batch: DeviceBatch, layer: int) -> None:
+        """Keys, and values if they are apart, into a layer's pool."""
         where = batch.once("write", lambda: batch.write.long())
-        for at, new in enumerate((k, v)):
-            self._write((self.keys, self.values)[at][layer], self._scales(at, layer), where, new)
-        return self.attend(q.reshape(-1, heads, kv.head_dim), batch, layer, scale).reshape(q.shape[0], -1)
+        for at, rows in enumerate(new):
+            self._write((self.keys, self.values)[at][layer], self._scales(at, layer), where, rows)
 
     def _scales(self, of_values: int, layer: int) -> torch.Tensor | None:
         held = (self.key_scales, self.value_scales)[of_values]
@@ -185,37 +265,47 @@ class TorchKernels:
         flat.view(torch.uint8).index_copy_(0, where, codes.view(torch.uint8))
         scales[where // kv.page_size, :, where % kv.page_size] = scale
 
-    def attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
-        """q [T, H, D] -> [T, H, D]. Sequences of one row are handled together, longer ones one by one."""
+    def attend(
+        self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight = PLAIN
+    ) -> torch.Tensor:
+        """q [T, H, D] -> [T, H, D]."""
+        return self._attend(q, batch, layer, scale, sight)
+
+    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+        """q [T, H, D] -> [T, H, latent]."""
+        return self._attend(q, batch, layer, scale, PLAIN)
+
+    def _attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight) -> torch.Tensor:
+        """Sequences of one row are handled together, longer ones one by one."""
         if batch.longest <= 1:
-            return self._attend_rows(q, batch.pages, batch.kv_len, batch.reach, layer, scale)
+            return self._attend_rows(q, batch.pages, batch.kv_len, batch.reach, layer, scale, sight)
         host = batch.host
         assert host is not None  # a captured batch has one row a sequence
-        out = torch.empty_like(q)
+        out = torch.empty(*q.shape[:2], self.kv.latent or self.kv.head_dim, dtype=q.dtype, device=q.device)
         ones: list[int] = []
         for b, (first, end) in enumerate(zip(host.q_start[:-1].tolist(), host.q_start[1:].tolist(), strict=True)):
             if end - first == 1:
                 ones.append(b)
             elif end > first:
-                length = int(host.kv_len[b])
-                args = batch.pages[b : b + 1], batch.pos[first:end], length, layer, scale
+                seen = max(0, int(host.pos[first]) - sight.window + 1) if sight.window else 0, int(host.kv_len[b])
+                args = batch.pages[b : b + 1], batch.pos[first:end], seen, layer, scale, sight
                 out[first:end] = self._attend_sequence(q[first:end], *args)
         if ones:
             own, rows = batch.once("ones", lambda: self._places(ones, [int(host.q_start[b]) for b in ones]))
             reach = int(host.kv_len[ones].max())
-            out[rows] = self._attend_rows(q[rows], batch.pages[own], batch.kv_len[own], reach, layer, scale)
+            out[rows] = self._attend_rows(q[rows], batch.pages[own], batch.kv_len[own], reach, layer, scale, sight)
         return out
 
     def _places(self, *lists: list[int]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.tensor(each, device=self.device) for each in lists)
 
-    def _past(self, pages: torch.Tensor, reach: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of each row of pages, float32 [B, Hk, S, D] with S at least `reach`."""
+    def _past(self, pages: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in each row of pages, float32 [B, Hk, S, D] and [B, Hk, S, D or latent]."""
         kv = self.kv
-        table = pages[:, : -(-reach // kv.page_size)].clamp(min=0).long()
+        table = pages.clamp(min=0).long()
         shape = (table.shape[0], -1, kv.kv_heads, kv.head_dim)
         found: list[torch.Tensor] = []
-        for at in range(2):
+        for at in range(1 if kv.latent else 2):
             pool, scales = (self.keys, self.values)[at][layer], self._scales(at, layer)
             if scales is None:
                 past = pool[table].float()  # [B, P, page, Hk, D]
@@ -223,46 +313,120 @@ class TorchKernels:
                 codes = pool.view(torch.uint8)[table].view(self.kv_dtype).float()
                 past = codes * scales[table].transpose(2, 3)[..., None]
             found.append(past.reshape(shape).transpose(1, 2))
-        return found[0], found[1]
+        return found[0], found[0][..., : kv.latent] if kv.latent else found[1]
 
     def _attend_rows(
-        self, q: torch.Tensor, pages: torch.Tensor, kv_len: torch.Tensor, reach: int, layer: int, scale: float
+        self,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        kv_len: torch.Tensor,
+        reach: int,
+        layer: int,
+        scale: float,
+        sight: Sight,
     ) -> torch.Tensor:
-        """One row of each sequence: q [B, H, D]."""
-        kv, out = self.kv, torch.empty_like(q)
-        step = max(1, _SCORES // max(1, reach * kv.kv_heads * kv.head_dim))
+        """One row of each sequence: q [B, H, D]. With a window only the pages that it touches are looked at."""
+        kv, window = self.kv, sight.window
+        out = torch.empty(*q.shape[:2], kv.latent or kv.head_dim, dtype=q.dtype, device=q.device)
+        columns = torch.arange(-(-reach // kv.page_size), device=self.device)[None].expand(q.shape[0], -1)
+        if window:
+            first = (kv_len - window).clamp(min=0) // kv.page_size
+            columns = first[:, None] + columns[:, : (window - 1) // kv.page_size + 2]
+        table = pages.gather(1, columns.clamp(max=pages.shape[1] - 1))  # what lies past the row is hidden below
+        where = columns[:, :, None] * kv.page_size + torch.arange(kv.page_size, device=self.device)
+        where = where.flatten(1)  # [B, S]: the position of each key
+        hidden = where >= kv_len[:, None]
+        if window:
+            hidden |= where < kv_len[:, None] - window
+        step = max(1, _SCORES // max(1, where.shape[1] * kv.kv_heads * kv.head_dim))
+        sinks = None if sight.sinks is None else sight.sinks.view(kv.kv_heads, -1, 1)
         for at in range(0, q.shape[0], step):
             part = slice(at, at + step)
-            keys, values = self._past(pages[part], reach, layer)
+            keys, values = self._past(table[part], layer)
             grouped = q[part].reshape(-1, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.head_dim).float()
-            hidden = torch.arange(keys.shape[2], device=self.device)[None] >= kv_len[part, None]  # [B, S]
             # What an earlier owner left in a page may be anything, and 0 * NaN is NaN.
-            values = values.masked_fill(hidden[:, None, :, None], 0.0)
-            out[part] = _softmax_product(grouped, keys, values, hidden[:, None, None], scale).reshape(q[part].shape)
+            values = values.masked_fill(hidden[part, None, :, None], 0.0)
+            mixed = softmax_product(grouped, keys, values, hidden[part, None, None], scale, sight.softcap, sinks)
+            out[part] = mixed.reshape(out[part].shape)
         return out
 
     def _attend_sequence(
-        self, q: torch.Tensor, pages: torch.Tensor, pos: torch.Tensor, length: int, layer: int, scale: float
+        self,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        pos: torch.Tensor,
+        seen: tuple[int, int],
+        layer: int,
+        scale: float,
+        sight: Sight,
     ) -> torch.Tensor:
-        """Rows of one sequence: q [n, H, D], pages [1, P]."""
-        kv, out, heads = self.kv, torch.empty_like(q), q.shape[1]
-        keys, values = (past[:, :, :length] for past in self._past(pages, length, layer))
-        share = heads // kv.kv_heads
-        where = torch.arange(keys.shape[2], device=self.device)
-        step = max(1, _SCORES // (keys.shape[2] * heads))
-        for at in range(0, q.shape[0], step):
-            part = q[at : at + step]
-            grouped = part.reshape(-1, kv.kv_heads, share, kv.head_dim).permute(1, 2, 0, 3).float()  # [Hk, G, n, D]
-            flat = grouped.reshape(1, kv.kv_heads, -1, kv.head_dim)
-            hidden = (where[None] > pos[at : at + step, None]).repeat(share, 1)  # [G * n, S]
-            mixed = _softmax_product(flat, keys, values, hidden[None, None], scale)  # [1, Hk, G * n, D]
-            out[at : at + step] = mixed.reshape(grouped.shape).permute(2, 0, 1, 3).reshape(part.shape)
+        """Rows of one sequence: q [n, H, D], pages [1, P]; none of them sees what is not in `seen`."""
+        size = self.kv.page_size
+        first = seen[0] // size * size
+        own = slice(seen[0] - first, seen[1] - first)
+        keys, values = (x[:, :, own] for x in self._past(pages[:, first // size : -(-seen[1] // size)], layer))
+        where = torch.arange(*seen, device=self.device)[None]
+
+        def hidden(rows: slice) -> torch.Tensor:
+            at = pos[rows, None]
+            return (where > at) | (where <= at - sight.window) if sight.window else where > at
+
+        return self._rows_of_one(q, keys, values, hidden, scale, sight)
+
+    def encode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: DeviceBatch, *, heads: int, scale: float
+    ) -> torch.Tensor:
+        dim = q.shape[1] // heads
+        queries, keys, values = (x.unflatten(-1, (-1, dim)) for x in (q, k, v))
+        out = torch.empty(queries.shape, dtype=self.dtype, device=self.device)
+        starts = np.arange(batch.tokens + 1) if batch.host is None else batch.host.q_start  # captured: a row each
+        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            own = slice(first, end)
+            past = [x[own].float().transpose(0, 1)[None] for x in (keys, values)]  # [1, Hk, S, D]
+            out[own] = self._rows_of_one(queries[own], past[0], past[1], None, scale, PLAIN)
+        return out.flatten(1)
+
+    def _rows_of_one(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        hidden: Callable[[slice], torch.Tensor] | None,
+        scale: float,
+        sight: Sight,
+    ) -> torch.Tensor:
+        """q [n, H, D] over keys and values [1, Hk, S, D]; hidden(rows) says [n, S] what those rows do not see."""
+        (rows, heads, dim), kv_heads = q.shape, keys.shape[1]
+        share = heads // kv_heads
+        out = torch.empty(rows, heads, values.shape[-1], dtype=q.dtype, device=q.device)
+        step = max(1, _SCORES // max(1, keys.shape[2] * heads))
+        for at in range(0, rows, step):
+            own = slice(at, min(at + step, rows))
+            n = own.stop - at
+            flat = q[own].reshape(n, kv_heads, share, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim).float()
+            masked = None if hidden is None else hidden(own).repeat(share, 1)  # [G * n, S]
+            sinks = None if sight.sinks is None else sight.sinks.view(kv_heads, share, 1).repeat_interleave(n, 1)
+            mixed = softmax_product(flat, keys, values, masked, scale, sight.softcap, sinks)  # [1, Hk, G * n, D]
+            out[own] = mixed.reshape(kv_heads, share, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
         return out
 
 
-def _softmax_product(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, scale: float
+def softmax_product(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v, float32."""
-    scores = (q @ keys.transpose(-1, -2) * scale).masked_fill_(hidden, float("-inf"))
-    return torch.softmax(scores, dim=-1) @ values
+    """softmax(q k^T * scale) v, float32. sinks [Hk, rows, 1]: one more score for each row."""
+    scores = q @ keys.transpose(-1, -2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    return (weights if sinks is None else weights[..., :-1]) @ values

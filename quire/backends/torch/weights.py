@@ -7,14 +7,15 @@ multiplied together lie in one tensor, and each is a view of it. With `random`, 
 numbers from a fixed seed: no file is read.
 
 With `quantize`, matrices that products read become codes and scales (quantized.py), some rows at a time: the model is
-never whole here in full precision. An embedding is quantized only where it is the output head too; vectors never are.
+never whole here in full precision. An embedding is quantized only where it is the output head too; vectors never are,
+and what else is not is told of. The matrices of a mixture's experts are one stack, kept alike.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import TypeAlias, TypeGuard
@@ -25,6 +26,7 @@ import torch
 from quire.backends.torch.feed import Feed
 from quire.backends.torch.quantized import E4M3, GROUPS, Int4, Mixed, Part, Scaled, Weight, tensors
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Scale
+from quire.observe.errors import Unsupported
 
 Packed: TypeAlias = Callable[[Layout, int, int], None]
 
@@ -48,6 +50,7 @@ class Weights:
         self._random = torch.Generator(device).manual_seed(0) if random else None
         self._tensors: dict[int, tuple[Layout, Weight]] = {}
         self._joined: dict[tuple[int, ...], Weight] = {}
+        self._kept_back: dict[int, str] = {}  # matrices that might have been quantized, and what they are
 
     @property
     def nbytes(self) -> int:
@@ -56,12 +59,23 @@ class Weights:
         return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
 
     def load(
-        self, groups: Sequence[Sequence[Layout]], packed: Packed | None = None, products: Set[int] = frozenset()
+        self,
+        groups: Sequence[Sequence[Layout]],
+        packed: Packed | None = None,
+        products: Set[int] = frozenset(),
+        kept_back: Mapping[int, str] = {},
+        stacks: Set[int] = frozenset(),
     ) -> None:
         """Bring every layout of every group over; a group of several becomes one matrix, unless a part of it is here.
 
-        `products` are the ids of those that are multiplied: they may be quantized.
+        `products` are the ids of those that are multiplied: they may be quantized. `kept_back` are those that are
+        multiplied and may not, each with what it is. Groups of layouts in `stacks` must be of one kind.
         """
+        self._kept_back |= kept_back
+        for group in groups:
+            if all(id(w) in stacks for w in group) and len({self._kind(w, products) for w in group}) > 1:
+                products = products - {id(w) for w in group}
+                self._kept_back |= {id(w): "experts not of one format" for w in group}
         unique = {id(w): w for group in groups for w in group if id(w) not in self._tensors}
         total, done = sum(w.nbytes for w in unique.values()), 0
         with self._feeding(list(unique.values())) as feed:
@@ -96,6 +110,20 @@ class Weights:
         """The matrix that these are consecutive rows of, if they were loaded together."""
         return self[layouts[0]] if len(layouts) == 1 else self._joined.get(tuple(map(id, layouts)))
 
+    def stacked(self, layouts: Sequence[Layout]) -> Weight:
+        """The matrix that these are consecutive rows of, put together now if they were not loaded so."""
+        whole = self.joined(layouts)
+        if whole is not None:
+            return whole
+        parts = [self[w] for w in layouts]
+        dense = [p for p in parts if isinstance(p, torch.Tensor)]
+        if len(dense) < len(parts):
+            raise Unsupported(
+                "experts that share a matrix, or whose matrices another product uses, cannot be quantized",
+                cure="use --quantize none",
+            )
+        return torch.cat(dense)
+
     def told(self) -> list[str]:
         """What was quantized, and what that saved: a line, where anything was asked for."""
         if self.quantize == "none":
@@ -105,13 +133,18 @@ class Weights:
         kept = sum(not isinstance(held, torch.Tensor) for _, held in matrices)
         plain = sum(held.shape[0] * held.shape[1] for _, held in matrices) * self.dtype.itemsize
         plain += sum(tensors(held)[0].nbytes for w, held in self._tensors.values() if len(w.shape) == 1)
-        others = Counter(_format(w) for w, held in matrices if isinstance(held, torch.Tensor))
+        others = Counter(self._named(w) for w, held in matrices if isinstance(held, torch.Tensor))
         rest = ", ".join(f"{n} {label}" for label, n in others.items())
         return [
             f"quantized: {_WORDS[self.quantize]}: {kept} of {len(matrices)} matrices, "
             f"{plain / 2**20:.0f} MiB in {name} are {self.nbytes / 2**20:.0f} MiB here"
             + (f"; in {name}: {rest}" if rest else "")
         ]
+
+    def _named(self, layout: Layout) -> str:
+        """The format of a matrix, with why it was not quantized if that is not plain from the format."""
+        why = self._kept_back.get(id(layout))
+        return _format(layout) if why is None else f"{_format(layout)} ({why})"
 
     def _kind(self, layout: Layout, products: Set[int]) -> torch.dtype | int:
         """What a layout becomes: numbers or codes of a type, or the group of four-bit codes.

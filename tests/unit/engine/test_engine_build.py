@@ -160,3 +160,57 @@ app()
     assert done.returncode == 1, (done.returncode, done.stderr[-2000:])
     assert "the model needs" in done.stderr and "ulimit -v" in done.stderr, done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
+
+
+WINDOW = 48
+OWN = 3 * PAGE // 2  # bytes of a page in a pool of three layers
+
+
+def windowed(context: int = 1000, whole: bool = True) -> Model:
+    """Two layers that see everything and three that see 48 tokens, or these three alone."""
+    forgets = KV(3, 1, 16, kv_heads=1, head_dim=8, window=WINDOW)
+    kv = KV(2, 1, 16, kv_heads=1, head_dim=8, more=(forgets,)) if whole else forgets
+    return cast("Model", SimpleNamespace(config=SimpleNamespace(context=context), kv=lambda pages, size: kv))
+
+
+def shared_out(available: int = 1 << 30, own: bool = False, model: Model | None = None, **options: Any) -> Any:
+    options = {"max_seqs": 8, "max_batch_tokens": 32, **options}
+    budget = Budget(Memory(available + (0 if own else OVERHEAD), "this test"), None if own else Needs(0, 0), own)
+    return resolve_sizes(EngineConfig(path="", **options), ENV, model or windowed(), budget)
+
+
+def test_windows_get_what_every_sequence_needs_and_the_rest_goes_to_what_keeps_everything() -> None:
+    each = -(-(WINDOW - 1 + 2 - 1) // 16) + 1
+    got = shared_out()
+    assert got.groups == (8 * 32, (8 * each + 2) * 5 // 4) and got.pages == 8 * 32 and got.context == 1000
+    assert "3 layers that see 48 tokens" in got.lines[2] and f"{got.groups[1]} pages" in got.lines[2]
+    assert shared_out(own=True).groups == (8 * 63, (8 * each + 4) * 5 // 4)  # a step more in flight
+    assert shared_out(context=32, max_seqs=2).groups[1] == 2 * 2  # never more than whole contexts
+
+
+def test_asked_memory_is_shared_out_and_never_exceeded() -> None:
+    least = -(-(WINDOW - 1 + 32 - 1) // 16) + 1
+    for asked in range(PAGE + least * OWN, 400 * PAGE, 7 * PAGE + 11):
+        got = shared_out(kv_memory=asked)
+        used = got.groups[0] * PAGE + got.groups[1] * OWN
+        assert asked - PAGE - OWN < used <= asked or got.groups[1] == shared_out().groups[1]
+        assert used <= asked and got.groups[1] >= least and got.groups[0] >= 1
+        assert got.context == min(1000, got.groups[0] * 16)
+
+
+def test_windows_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    least = -(-(WINDOW - 1 + 32 - 1) // 16) + 1
+    with pytest.raises(
+        BadRequest, match=f"one page of 16 tokens takes {PAGE}, and the windows of one sequence {least * OWN}"
+    ):
+        shared_out(kv_memory=PAGE + least * OWN - 1)
+    with pytest.raises(NotEnoughMemory, match=r"0 tokens|16 tokens, 1 MiB of it for windows"):
+        shared_out(available=PAGE + least * OWN - 1)
+    assert shared_out(available=PAGE + least * OWN).groups == (1, least)
+    with pytest.raises(BadRequest, match=r"a context of 1000 was asked for: the KV pool of 0 MiB holds \d+ tokens"):
+        shared_out(kv_memory=30 * PAGE, context=1000)
+
+
+def test_windows_alone_bound_no_context() -> None:
+    got = shared_out(model=windowed(100000, whole=False), kv_memory=40 * OWN)
+    assert got.context == 100000 and got.groups == (40,)

@@ -359,7 +359,7 @@ def test_without_a_prefix_cache_nothing_is_shared_or_kept() -> None:
         plan = desk.plan()
         assert plan.work[0].start == 0
         desk.commit(plan)
-        assert desk.tree.cached == 0
+        assert desk.tree.cached() == 0
     assert desk.scheduler.stats().prefix_queries == 0
 
 

@@ -187,7 +187,7 @@ def test_prompt_logprobs_do_not_take_the_prompt_from_the_tree() -> None:
     assert (plan.work[0].start, plan.work[0].prompt_logits) == (0, 9)
     (event,) = run(scheduler, plan)
     assert event.receipt is not None and event.receipt.cached_tokens == 0
-    assert scheduler.tree.cached == 2, "and its pages are those that were there"
+    assert scheduler.tree.cached() == 2, "and its pages are those that were there"
 
 
 def test_prompt_logprobs_survive_a_preemption() -> None:

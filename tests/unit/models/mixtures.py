@@ -112,24 +112,22 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     return made
 
 
-def exact_logits(model: Any, tokens: list[int], rounded: bool = True) -> np.ndarray[Any, Any]:
-    """Logits of every token. rounded: keys and values are those of a float16 cache, so that routers see the same numbers."""
+def exact_logits(model: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
+    """Logits of every token. Keys and values are rounded as in a float16 cache, so that routers see the same numbers."""
     import torch
     from transformers import DynamicCache
 
     class Halves(DynamicCache):
         def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if rounded:
-                key, value = key.half().float(), value.half().float()
-            return super().update(key, value, *args, **kwargs)
+            return super().update(key.half().float(), value.half().float(), *args, **kwargs)
 
     with torch.no_grad():
         return model(torch.tensor([tokens]), past_key_values=Halves()).logits[0].numpy()
 
 
-def continued(model: Any, prompt: list[int], heard: list[int], rounded: bool = True) -> list[int]:
+def continued(model: Any, prompt: list[int], heard: list[int]) -> list[int]:
     """What greedy sampling would have said at each place of what was heard."""
-    logits = exact_logits(model, prompt + heard[:-1], rounded)
+    logits = exact_logits(model, prompt + heard[:-1])
     return logits[len(prompt) - 1 :].argmax(axis=-1).tolist()
 
 

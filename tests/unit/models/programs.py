@@ -26,13 +26,14 @@ class Loaded:
         isa: str | None = None,
         most: int = 1024,
         context: int | None = None,
+        **where: Any,
     ):
         self.model = models.load(open_checkpoint(path))
         if context is not None and isinstance(self.model, models.Stretches):
             self.model.stretch(context)
         self.pages = -(-most // 16)
         self.kv = self.model.kv(self.pages, 16)
-        opened = open_backend(backend, threads=threads, isa=isa)
+        opened = open_backend(backend, threads=threads, isa=isa, **where)
         lacking = sorted(ops_of(self.model) - set(opened.implementations()))
         if lacking:
             pytest.skip(f"needs {', '.join(lacking)}, which the {backend} backend does not have yet")

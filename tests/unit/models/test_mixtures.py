@@ -91,7 +91,7 @@ def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
     rng = np.random.default_rng(1)
     for length, chunk in ((1, None), (17, 5), (110, 33)):
         tokens = rng.integers(0, 160, length).tolist()
-        want = exact_logits(model, tokens, rounded=backend != "torch")
+        want = exact_logits(model, tokens)
         np.testing.assert_allclose(loaded.logits(tokens, chunk), want, atol=1e-3, rtol=1e-3)
     np.testing.assert_allclose(loaded.after_hit(tokens, 48, 23), want[48:], atol=1e-3, rtol=1e-3)
 
@@ -103,7 +103,7 @@ def test_a_gguf_of_the_same_weights_gives_the_same_logits(name: str, backend: st
     model = mixtures.build(kind, **changes)
     loaded = Loaded(mixtures.write_gguf(kind, model, tmp_path / "m.gguf", **how), backend, most=128)
     tokens = np.random.default_rng(3).integers(0, 160, 110).tolist()
-    want = exact_logits(model, tokens, rounded=backend != "torch")
+    want = exact_logits(model, tokens)
     np.testing.assert_allclose(loaded.logits(tokens, 33), want, atol=1e-3, rtol=1e-3)
 
 
@@ -119,7 +119,7 @@ def test_mxfp4_experts_give_what_their_exact_numbers_give(where: str, backend: s
         mixtures.round_experts(model, "MXFP4")
     loaded = Loaded(path, backend, most=128)
     tokens = np.random.default_rng(5).integers(0, 160, 100).tolist()
-    got, want = loaded.logits(tokens, 33), exact_logits(model, tokens, rounded=backend != "torch")
+    got, want = loaded.logits(tokens, 33), exact_logits(model, tokens)
     if backend == "native":  # activations are rounded to int8 there
         assert np.abs(got - want).mean() < 0.05 * want.std()
     else:
@@ -175,7 +175,7 @@ def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str,
                     heard += event.tokens
                     if event.receipt is not None:
                         cached.append(event.receipt.cached_tokens)
-            assert len(heard) == 12 and heard == mixtures.continued(model, prompt, heard, backend != "torch"), n
+            assert len(heard) == 12 and heard == mixtures.continued(model, prompt, heard), n
     finally:
         engine.close()
     assert cached[0] == 0 and all(n > 0 for n in cached[1:])

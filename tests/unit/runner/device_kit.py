@@ -7,7 +7,7 @@ import tiny_llama
 import torch
 from tiny_llama import CONTEXT, V
 
-from quire.backends.batch import Batch
+from quire.backends.batch import Batch, Table
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.runner.device_runner import DeviceRunner
@@ -24,9 +24,9 @@ class OnDevice:
     device = torch.device("cpu")
     sampler: DeviceSampler = TorchSampler()
 
-    def __init__(self, pages: int):
-        self.kv = tiny_llama.kv(pages)
-        self.inner = tiny_llama.program(pages + 1)
+    def __init__(self, pages: int | tuple[int, ...], model: tiny_llama.TinyLlama = tiny_llama.MODEL):
+        self.kv = tiny_llama.kv(pages, model)
+        self.inner = tiny_llama.program(tuple(k.pages + 1 for k in self.kv.groups), model)
         self.sizes: list[int] = []
         self.fault: Exception | None = None
         self.nan: list[int] = []
@@ -38,7 +38,9 @@ class OnDevice:
             raise fault
         self.sizes.append(batch.sequences)
         self.shared += check_shared(batch, self.kv.page_size)
-        logits = self.inner.run(Batch(**{name: np.ascontiguousarray(getattr(batch, name).numpy()) for name in NAMES}))
+        own = {name: np.ascontiguousarray(getattr(batch, name).numpy()) for name in NAMES}
+        more = tuple(Table(t.pages.numpy(), t.write.numpy()) for t in batch.more)
+        logits = self.inner.run(Batch(**own, more=more))
         logits[self.nan, 5] = np.nan
         found = torch.from_numpy(logits.copy())
         return found if batch.into is None else batch.into[: len(found)].copy_(found)
@@ -60,17 +62,18 @@ def check_shared(batch: DeviceBatch, page_size: int) -> int:
 
 def make_device_runner(
     *,
-    pages: int = 64,
+    pages: int | tuple[int, ...] = 64,
     overlap: bool = False,
     run: OnDevice | None = None,
     max_rows: int = 40,
     max_seqs: int = 8,
     padded: bool = False,
+    model: tiny_llama.TinyLlama = tiny_llama.MODEL,
 ) -> DeviceRunner:
     """`overlap` means nothing to it: what is launched is launched."""
     return DeviceRunner(
-        run or OnDevice(pages),
-        kv=tiny_llama.kv(pages),
+        run or OnDevice(pages, model),
+        kv=tiny_llama.kv(pages, model),
         vocab_size=V,
         max_seqs=max_seqs,
         max_tokens=64,

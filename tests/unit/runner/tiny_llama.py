@@ -15,6 +15,7 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.backends.reference.backend import ReferenceBackend, ReferenceOps, ReferenceProgram
 from quire.layouts import Dense, Floats, Layout, Rope
+from quire.models.places import Places
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Open, Work
 from quire.runner.runner import Runner
@@ -29,16 +30,21 @@ class RowExact(ReferenceOps):
         w = self._backend.dense(weight)
         return np.array([(w * row).sum(axis=1) for row in x], np.float32).reshape(len(x), w.shape[0])
 
-    def attention(self, q, k, v, batch: Batch, *, layer: int, heads: int, scale: float) -> Floats:
-        self._keys.write(layer, batch.write, k)
-        self._values.write(layer, batch.write, v)
+    def attention(
+        self, q, k, v, batch: Batch, *, layer: int, heads: int, scale: float, window: int | None = None, group: int = 0
+    ) -> Floats:
+        table, caches = batch.table(group), (self._keys[group], self._values[group])
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache.write(layer, table.write, x)
         out = np.empty_like(q)
         for b in range(batch.sequences):
             for t in range(batch.q_start[b], batch.q_start[b + 1]):
-                where = np.arange(batch.pos[t] + 1)
-                assert where.size <= batch.kv_len[b]
-                place = batch.pages[b, where // PAGE] * PAGE + where % PAGE
-                past = [cache.read(layer, place).astype(np.float64) for cache in (self._keys, self._values)]
+                low = 0 if window is None else max(0, batch.pos[t] + 1 - window)
+                where = np.arange(low, batch.pos[t] + 1)
+                assert batch.pos[t] < batch.kv_len[b]
+                pages = table.pages[b, where // PAGE]
+                assert pages.min() >= 0
+                past = [cache.read(layer, pages * PAGE + where % PAGE).astype(np.float64) for cache in caches]
                 past_k, past_v = (np.repeat(a, heads // KV_HEADS, 1) for a in past)
                 score = (past_k * q[t].reshape(heads, HEAD_DIM)).sum(axis=-1) * scale  # [S, H]
                 weight = np.exp(score - score.max(axis=0))
@@ -48,7 +54,9 @@ class RowExact(ReferenceOps):
 
 
 class TinyLlama:
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed: int = 0, windows: tuple[int | None, ...] = (None,) * LAYERS):
+        self.places = Places(windows, CONTEXT)
+        self.places.split()
         rng = np.random.default_rng(seed)
 
         def weight(*shape: int) -> Dense:
@@ -76,7 +84,9 @@ class TinyLlama:
             h = ops.rms_norm(x, self.norm, 1e-5)
             q = ops.rope(ops.linear(h, wq), batch.pos, self.rope, HEADS)
             k = ops.rope(ops.linear(h, wk), batch.pos, self.rope, KV_HEADS)
-            a = ops.attention(q, k, ops.linear(h, wv), batch, layer=i, heads=HEADS, scale=HEAD_DIM**-0.5)
+            (group, layer), window = self.places[i], self.places.windows[i]
+            own = {"layer": layer, "group": group, "window": window}
+            a = ops.attention(q, k, ops.linear(h, wv), batch, heads=HEADS, scale=HEAD_DIM**-0.5, **own)
             x = ops.add(x, ops.linear(a, wo))
             h = ops.rms_norm(x, self.norm, 1e-5)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, gate), ops.linear(h, up)), down))
@@ -86,21 +96,30 @@ class TinyLlama:
 MODEL = TinyLlama()
 
 
-def kv(pages: int) -> KV:
-    return KV(layers=LAYERS, pages=pages, page_size=PAGE, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+def kv(pages: int | tuple[int, ...], model: TinyLlama = MODEL) -> KV:
+    made = model.places.kv(1, PAGE, KV_HEADS, HEAD_DIM)
+    return made.sized(pages if isinstance(pages, tuple) else (pages,) * len(made.groups))
 
 
-def program(pages: int) -> ReferenceProgram:
-    ops = RowExact(ReferenceBackend(), kv(pages))
-    for cache in (ops._keys, ops._values):
+def program(pages: int | tuple[int, ...], model: TinyLlama = MODEL) -> ReferenceProgram:
+    ops = RowExact(ReferenceBackend(), kv(pages, model))
+    for cache in (*ops._keys, *ops._values):
         cache._data[:] = np.nan  # whatever was never written must never be read
-    return ReferenceProgram(MODEL.forward, ops)
+    return ReferenceProgram(model.forward, ops)
 
 
-def make_runner(*, pages: int = 64, overlap: bool = False, run=None, max_rows: int = 40, max_seqs: int = 8) -> Runner:
+def make_runner(
+    *,
+    pages: int | tuple[int, ...] = 64,
+    overlap: bool = False,
+    run=None,
+    max_rows: int = 40,
+    max_seqs: int = 8,
+    model: TinyLlama = MODEL,
+) -> Runner:
     return Runner(
-        run or program(pages),
-        kv=kv(pages),
+        run or program(pages, model),
+        kv=kv(pages, model),
         vocab_size=V,
         max_seqs=max_seqs,
         max_tokens=64,
@@ -110,8 +129,8 @@ def make_runner(*, pages: int = 64, overlap: bool = False, run=None, max_rows: i
     )
 
 
-def all_logits(tokens: list[int]) -> Floats:
-    """Every row, in one batch of one sequence with pages in order: [len(tokens), V]."""
+def all_logits(tokens: list[int], model: TinyLlama = MODEL) -> Floats:
+    """Every row, in one batch of one sequence with pages in order: [len(tokens), V]. The model has one group."""
     n = len(tokens)
     pages = -(-n // PAGE)
     count = np.arange(n, dtype=np.int32)
@@ -124,16 +143,21 @@ def all_logits(tokens: list[int]) -> Floats:
         write=count,
         logit_rows=count,
     )
-    return program(pages).run(batch)
+    return program(pages, model).run(batch)
 
 
 def generate(
-    prompt: list[int], params: SamplingParams, seed: int, n: int, stop_ids: list[int] | None = None
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int,
+    n: int,
+    stop_ids: list[int] | None = None,
+    model: TinyLlama = MODEL,
 ) -> list[int]:
     """n tokens by recomputing everything for each and sampling naively."""
     output: list[int] = []
     for _ in range(n):
-        row = all_logits(prompt + output)[-1]
+        row = all_logits(prompt + output, model)[-1]
         output.append(naive_sampling.sample(row, params, seed, prompt=prompt, output=output, stop_ids=stop_ids or []))
     return output
 

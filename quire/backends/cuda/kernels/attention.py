@@ -30,28 +30,33 @@ from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.torch.quantized import LARGEST
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_SEQUENCES = 1024  # that many are searched through at once: fewer would be one more kernel to compile
+SEQUENCES = 1024  # that many are searched through at once: fewer would be one more kernel to compile
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """By one exponential: exact at both ends, 1e-7 absolute between."""
     return 1.0 - 2.0 / (tl.exp2(x * 2.0 * LOG2E) + 1.0)
 
 
 @triton.jit
 def _blocks(
-    acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, first, end, scale, softcap, window,
+    acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, first, end, scale, softcap, window, floor,
     stride_page, stride_slot, stride_scale, SCALED: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the cached tokens first .. end. MASKED: some row may not see some of them."""
+    """Online softmax over the cached tokens first .. end. MASKED: some row may not see some of them.
+
+    With WINDOW no row sees what lies before `floor`, and the pages of that may be gone: it is not looked at.
+    """
     dims = tl.arange(0, D_PAD)
     for start in range(first, end, BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
         if MASKED:  # a slot past the end may hold anything, and 0 * NaN is NaN
             inside = token < end
+            if WINDOW:
+                inside = inside & (token >= floor)
             page = tl.load(table_row + token // PAGE, mask=inside, other=0).to(tl.int64)
         else:
             page = tl.load(table_row + token // PAGE).to(tl.int64)
@@ -76,7 +81,7 @@ def _blocks(
                 v_scale = tl.load(vs_base + beside)
             score = score * k_scale[None, :]
         if SOFTCAP:
-            score = _tanh(score * scale / softcap) * softcap
+            score = tanh(score * scale / softcap) * softcap
         if MASKED:
             seen = inside[None, :] & (token[None, :] <= where[:, None])
             if WINDOW:
@@ -104,15 +109,17 @@ def _walk(
 ):  # fmt: skip
     """`_blocks` over begin .. end. Whole blocks that every row sees need no mask; the rest does."""
     free = begin
+    floor = lowest - window + 1
     if not WINDOW:
         free = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, total = _blocks(
             acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, begin, free, scale, softcap,
-            window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, False, False, SOFTCAP,
+            window, floor, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, False, False,
+            SOFTCAP,
         )  # fmt: skip
     return _blocks(
         acc, peak, total, q, where, k_base, v_base, ks_base, vs_base, table_row, free, end, scale, softcap, window,
-        stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
+        floor, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, True, WINDOW, SOFTCAP,
     )  # fmt: skip
 
 
@@ -289,6 +296,38 @@ def choose_splits(sequences: int, kv_heads: int, max_kv: int, processors: int = 
     return max(1, min(wanted, max_kv // 64, 64))
 
 
+def rows_as_pages(q_start: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a step as a cache with pages of one token: how many each sequence has [B], and which [B, longest]."""
+    first = q_start[:-1]
+    return q_start[1:] - first, first[:, None] + torch.arange(longest, dtype=torch.int32, device=first.device)
+
+
+def encode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    q_start: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    pdl: bool = False,
+) -> None:
+    """softmax(q k^T * scale) v, where the rows of a sequence see one another. q and out [T, H, D], k and v [T, Hk, D].
+
+    `lengths` and `table` are of `rows_as_pages`. The tile is one whatever the batch, so that a sequence's bits are its own.
+    """
+    tile = PROMPT if q.shape[2] <= 128 else PROMPT_WIDE
+    block_q = max(1, tile.rows // triton.next_power_of_2(q.shape[1] // k.shape[1]))
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    attend(
+        q, k[:, None], v[:, None], out, q_start=q_start, kv_len=lengths, table=table, pos=None, scale=scale, tile=tile,
+        blocks=q.shape[0] // block_q + lengths.shape[0], pdl=pdl,
+    )  # fmt: skip
+
+
 def attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -355,8 +394,8 @@ def attend(
         1 if space is None else space.parts, part_first,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), out.stride(0), out.stride(1),
         table.stride(0),
-        GROUP=group, GROUP_PAD=group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), PAGE=page,
-        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=max(_SEQUENCES, triton.next_power_of_2(sequences)), UNIFORM=blocks is None,
+        GROUP=group, GROUP_PAD=group_pad, D=dim, D_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page,
+        BLOCK_Q=block_q, BLOCK_N=tile.block_n, SEQ_PAD=max(SEQUENCES, triton.next_power_of_2(sequences)), UNIFORM=blocks is None,
         CAUSAL=pos is not None, WINDOW=window > 0, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
         BEGIN=kv_begin is not None, SCALED=0.0 if k_scale is None else LARGEST[k_cache.dtype], PARTIAL=space is not None,
         SPLIT=split_len, PDL=pdl,

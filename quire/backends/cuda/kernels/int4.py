@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts
+from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts, gate
 from quire.backends.torch.quantized import pack as pack
 from quire.backends.torch.quantized import unpack as unpack
 
@@ -73,7 +73,7 @@ def _pair(
 @Launcher
 @triton.jit(do_not_specialize=["m"])
 def _int4(
-    x, w, y, residual, bias, scale, zero, part, m, n, k, rows, stride_x, stride_w, stride_y, stride_r,
+    x, w, y, residual, bias, scale, zero, part, m, n, k, stride_s, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
     SWAP: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -93,18 +93,18 @@ def _int4(
         x_high = tl.load(x_row + (at + GROUP + lane)[None, :], mask=(row < m)[:, None], other=0.0)
         sum_low = tl.sum(x_low.to(tl.float32), 1)
         sum_high = tl.sum(x_high.to(tl.float32), 1)
-        acc = _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, rows, GROUP, SWAP)
+        acc = _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, stride_s, GROUP, SWAP)
         if SWIGLU:
             up = _pair(
                 up, w_row + n.to(tl.int64) * stride_w, scale + n, zero + n, x_low, x_high, sum_low, sum_high, at, col,
-                n, rows, GROUP, SWAP,
+                n, stride_s, GROUP, SWAP,
             )  # fmt: skip
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
         tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
     else:
         if SWIGLU:
-            acc = acc * (1.0 / (1.0 + tl.exp(-acc))) * up
+            acc = gate(acc, up, SWIGLU)
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
@@ -120,12 +120,13 @@ def int4_product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     swiglu: bool = False,
+    gelu: bool = False,
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, m up to 64; packed [n, k / 2] as `pack` makes it, scale and zero [k / group, n].
 
-    With `swiglu` the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
+    With `swiglu` (or `gelu` beside it) the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
     a pair of groups.
     """
     m, k = x.shape
@@ -139,9 +140,9 @@ def int4_product(
     ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     res, b = x if residual is None else residual, x if bias is None else bias
     _int4[(triton.cdiv(n, shape.block_n), shape.splits)](
-        x, packed, y, res, b, scale, zero, y if part is None else part, m, n, k, rows, x.stride(0), packed.stride(0),
+        x, packed, y, res, b, scale, zero, y if part is None else part, m, n, k, scale.stride(0), x.stride(0), packed.stride(0),
         y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, GROUP=group,
-        SPLITS=shape.splits, SWIGLU=swiglu, SWAP=shape.swap, **(ends if single else {"BIAS": False, "RESIDUAL": False}),
+        SPLITS=shape.splits, SWIGLU=2 if swiglu and gelu else swiglu, SWAP=shape.swap, **(ends if single else {"BIAS": False, "RESIDUAL": False}),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if not single and add_parts:

@@ -92,8 +92,12 @@ def _product(
     x, w, y, part, residual, bias, m, n, k, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
     APART: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
-    IEEE: tl.constexpr, PDL: tl.constexpr,
+    IEEE: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if HEADS > 1:  # a matrix for each head: its own columns of x and y, and rows of w
+        x += tl.program_id(2) * k
+        w += tl.program_id(2).to(tl.int64) * n * stride_w
+        y += tl.program_id(2) * n
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     index = tl.program_id(0)
@@ -154,30 +158,38 @@ def product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     tile: Tile | None = None,
+    heads: int = 1,
     pdl: bool = False,
 ) -> None:
-    """y [m, n] = x [m, k] @ w [n, k].T + bias + residual, summed in float32, rounded once. `residual` may be y itself."""
-    (m, k), n = x.shape, w.shape[0]
-    if w.shape != (n, k) or y.shape != (m, n) or x.stride(1) != 1 or w.stride(1) != 1 or y.stride(1) != 1:
+    """y [m, n] = x [m, k] @ w [n, k].T + bias + residual, summed in float32, rounded once. `residual` may be y itself.
+
+    With `heads`, each of as many equal parts of x and y has a matrix of its own, equal rows of w.
+    """
+    m, k, n = x.shape[0], x.shape[1] // heads, w.shape[0] // heads
+    fit = w.shape == (heads * n, k) and y.shape == (m, heads * n) and x.shape[1] == heads * k
+    if not fit or x.stride(1) != 1 or w.stride(1) != 1 or y.stride(1) != 1:
         raise ValueError(f"a product of x {list(x.shape)}, w {list(w.shape)} into y {list(y.shape)}")
     if x.dtype != w.dtype:
         raise ValueError(f"a product of {x.dtype} with weights of {w.dtype}")
+    if heads > 1 and (bias is not None or residual is not None):
+        raise ValueError("a product by head takes no bias and no residual")
     if m == 0:
         return
     if tile is None:
         known = tiles(x.dtype)
         tile = next((t for t in known if m <= t.rows), known[-1])
     segments = triton.cdiv(k, SEGMENT)
-    apart = tile.apart and segments > 1 and m <= tile.rows and n < _FULL * tile.channels
+    apart = tile.apart and segments > 1 and heads == 1 and m <= tile.rows and n < _FULL * tile.channels
     res, b = x if residual is None else residual, x if bias is None else bias
     part = torch.empty(segments, m, n, dtype=torch.float32, device=x.device) if apart else y
     ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.channels), segments if apart else 1)
+    grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.channels), segments if apart else 1, heads)
     _product[grid](
         x, w, y, part, res, b, m, n, k, x.stride(0), w.stride(0), y.stride(0), res.stride(0), BLOCK_M=tile.rows,
         BLOCK_N=tile.channels, BLOCK_K=BLOCK_K, SEGMENT=SEGMENT, SEGMENTS=segments, APART=apart, GROUP=_GROUP,
-        EVEN=k % BLOCK_K == 0, IEEE=x.dtype == torch.float32, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
+        EVEN=k % BLOCK_K == 0, IEEE=x.dtype == torch.float32, HEADS=heads, PDL=pdl, num_warps=tile.warps,
+        num_stages=tile.stages,
         **ends, **launch,
     )  # fmt: skip
     if apart:

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.attention import tanh
 from quire.backends.cuda.kernels.launch import Launcher
 
 
@@ -51,6 +52,14 @@ def _epilogue(
     if RESIDUAL:
         acc += tl.load(residual + rows * stride_r + columns, mask=keep, other=0.0).to(tl.float32)
     tl.store(y + rows * stride_y + columns, acc.to(y.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def gate(gates, up, KIND: tl.constexpr):
+    """swiglu, or with KIND 2 geglu."""
+    if KIND == 2:
+        return 0.5 * gates * (1.0 + tanh(0.7978845608028654 * (gates + 0.044715 * gates * gates * gates))) * up
+    return gates * (1.0 / (1.0 + tl.exp(-gates))) * up
 
 
 @triton.jit
@@ -142,7 +151,7 @@ def _dot(
         tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
     else:
         if SWIGLU:
-            acc = acc * (1.0 / (1.0 + tl.exp(-acc))) * up
+            acc = gate(acc, up, SWIGLU)
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
@@ -204,7 +213,7 @@ def _vector(
             second *= tl.load(w_scale + n + col, mask=col < n, other=0.0)
         if NORM:
             second *= factor
-        total = total * (1.0 / (1.0 + tl.exp(-total))) * second
+        total = gate(total, second, SWIGLU)
     _epilogue(total, y, residual, bias, 0, col, col < n, n, 0, 0, BIAS, RESIDUAL)
 
 
@@ -221,10 +230,12 @@ def skinny(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
+    gelu: bool = False,
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
-    """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first). `residual` may be y itself.
+    """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first), or GeGLU with `gelu`. `residual` may
+    be y itself.
 
     w_scale is one float32 a channel. x is fp8 where w is and x_scale gives one float32 a row, else bf16 or fp16 (fp16
     is the partner that fp8 weights are multiplied with: e4m3 becomes fp16 in one instruction, bf16 in many). `part` [splits, m, n] float32
@@ -241,7 +252,12 @@ def skinny(
         raise ValueError("rows of fp8 need the tensor cores: a shape with dot")
     if norm is not None and shape.dot:
         raise ValueError("the norm on the way in is for one row: normalize first")
-    flags = {"SWIGLU": swiglu, "SCALED": w_scale is not None, "PDL": shape.pdl, "LINES": shape.lines}
+    flags = {
+        "SWIGLU": 2 if swiglu and gelu else swiglu,
+        "SCALED": w_scale is not None,
+        "PDL": shape.pdl,
+        "LINES": shape.lines,
+    }
     ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     res, b = x if residual is None else residual, x if bias is None else bias
     scales, gains = x if w_scale is None else w_scale, x if norm is None else norm

@@ -1,4 +1,4 @@
-"""SwiGLU over a fused gate/up projection, with an fp8 row for the down projection where one is asked for."""
+"""SwiGLU or GeGLU over a fused gate/up projection, with an fp8 row for the down projection where one is asked for."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.cuda.kernels.skinny import gate
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -19,7 +20,8 @@ FP8_MAX = tl.constexpr(448.0)
 @Launcher
 @triton.jit
 def _swiglu(
-    x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr
+    x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, QUANT: tl.constexpr, GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -27,9 +29,9 @@ def _swiglu(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    gate = tl.load(x + row * stride_x + lane, mask=keep, other=0.0).to(tl.float32)
+    gates = tl.load(x + row * stride_x + lane, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_x + width + lane, mask=keep, other=0.0).to(tl.float32)
-    value = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+    value = gate(gates, up, 2 if GELU else 1)
     if QUANT:
         scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / FP8_MAX
         tl.store(scales + row, scale)
@@ -37,8 +39,18 @@ def _swiglu(
     tl.store(out + row * stride_o + lane, value.to(out.dtype.element_ty), mask=keep)
 
 
-def swiglu(x: torch.Tensor, out: torch.Tensor, *, scales: torch.Tensor | None = None, pdl: bool = False) -> None:
-    """out [T, d] = silu(x[:, :d]) * x[:, d:]; with `scales` [T] float32, out is fp8 e4m3 and out * scales the value."""
+def swiglu(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
+    gelu: bool = False,
+    pdl: bool = False,
+) -> None:
+    """out [T, d] = silu(x[:, :d]) * x[:, d:]; with `scales` [T] float32, out is fp8 e4m3 and out * scales the value.
+
+    With `gelu` it is GeGLU, in the tanh form.
+    """
     tokens, width = out.shape
     if x.shape != (tokens, 2 * width):
         raise ValueError(f"SwiGLU of {list(x.shape)} into {list(out.shape)}")
@@ -46,6 +58,6 @@ def swiglu(x: torch.Tensor, out: torch.Tensor, *, scales: torch.Tensor | None = 
     block = triton.next_power_of_2(width) if whole else min(1024, triton.next_power_of_2(width))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _swiglu[(tokens, 1 if whole else triton.cdiv(width, block))](
-        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), BLOCK=block, QUANT=whole, PDL=pdl,
-        num_warps=max(1, min(16, block // 512)) if whole else 4, **launch,
+        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), BLOCK=block, QUANT=whole, GELU=gelu,
+        PDL=pdl, num_warps=max(1, min(16, block // 512)) if whole else 4, **launch,
     )  # fmt: skip

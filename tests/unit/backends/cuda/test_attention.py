@@ -45,6 +45,50 @@ def test_window_softcap_and_sinks(rows: int, device: str):
             assert error(run(p, 0.125, max_q=rows, splits=splits, **options), want) < 2e-3, (options, splits)
 
 
+@pytest.mark.parametrize("split_len", [0, 64])
+@pytest.mark.parametrize("rows, splits", [(1, 1), (1, 3), (20, 1)])
+def test_pages_before_a_window_may_be_gone(rows: int, splits: int, split_len: int, device: str):
+    """Their entries are -1: what lies before the first page is no number here, and must not be looked at."""
+    p = paged([rows, rows], [150, 90], heads=4, kv_heads=2, dim=64, device=device)
+    want = exact(p, 0.125, window=24)
+    for b in range(2):
+        first = int(p.pos[p.q_start[b]]) - 24 + 1
+        p.table[b, : first // 16] = -1
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(p, name)
+        setattr(p, name, torch.cat([torch.full_like(cache[:1], float("nan")), cache])[1:])
+    out = torch.full_like(p.q, float("nan"))
+    parts = -(-150 // split_len) if split_len and splits > 1 else splits
+    space = workspace(2 * rows, 4, 64, parts, device, sums=split_len > 0) if parts > 1 else None
+    attention(
+        p.q, p.k_cache, p.v_cache, out, **p.arrays, scale=0.125, max_q=rows, splits=parts, split_len=split_len,
+        space=space, window=24,
+    )  # fmt: skip
+    assert error(out, want) < 2e-3
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 64), (3, 3, 8)])
+def test_encode(heads: int, kv_heads: int, dim: int, device: str):
+    """Rows see all rows of their own sequence, whether keys and values lie side by side or not."""
+    lengths = [1, 70, 5]
+    g = torch.Generator().manual_seed(3)
+    qkv = torch.randn(76, (heads + 2 * kv_heads) * dim, generator=g).to(device)
+    q, k, v = (x.unflatten(-1, (-1, dim)) for x in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+    want, first = torch.empty(76, heads, dim, dtype=torch.float64, device=device), 0
+    for n in lengths:
+        own = slice(first, first + n)
+        wide = [x[own].double().repeat_interleave(heads // kv_heads, 1) for x in (k, v)]
+        weights = torch.softmax(torch.einsum("thd,shd->hts", q[own].double(), wide[0]) * 0.3, -1)
+        want[own] = torch.einsum("hts,shd->thd", weights, wide[1])
+        first += n
+    q_start = torch.tensor([0, 1, 71, 76], dtype=torch.int32, device=device)
+    counts, table = module.rows_as_pages(q_start, 70)
+    for values in (v, v.contiguous()):
+        out = torch.full((76, heads, dim), float("nan"), device=device)
+        module.encode(q, k, values, out, q_start=q_start, lengths=counts, table=table, scale=0.3)
+        assert error(out, want) < 2e-3
+
+
 def test_half_precision_and_strided_rows(device: str, half: torch.dtype):
     p = paged([1, 20], [50, 64], heads=8, kv_heads=2, dim=64, dtype=half, device=device)
     wide = torch.zeros(p.q.shape[0], 12 * 64, dtype=p.q.dtype, device=device)  # q as a part of a fused projection

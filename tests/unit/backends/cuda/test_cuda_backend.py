@@ -24,7 +24,14 @@ from tests.unit.models.programs import Loaded
 
 GPU = torch.cuda.is_available()
 CODES = [c for c in ALL if c.name in ("attention-9of3x64-fp8", "attention-14of2x40-int8", "attention-long-8of1x24-fp8")]
-OWN = [c for c in CASES if not c.name.startswith(("linear", "embed", "add", "take"))]  # the others are torch's own
+TORCHS = ("linear", "embed", "add", "take", "scale", "join", "gelu", "head_linear")  # ops that are torch's own
+# What the interpreter is too slow for (smaller ones are in test_latent.py, test_experts.py and test_attention.py), and
+# what differs only in the file's format, which is gone when weights are loaded.
+SLOW = (
+    "moe-bf16", "moe-q", "moe-f32-softmax", "moe-f32-groups", "latent_attention", "attention-6of2x256-window",
+    "attention-4of4x64-window",
+)  # fmt: skip
+OWN = [c for c in CASES if not c.name.startswith(TORCHS + SLOW)]
 
 
 def open_cuda(dtype: str = "float32"):
@@ -37,7 +44,7 @@ def test_conformance(case: cases.Case):
     limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
     oracle = open_backend("reference").compile(case.forward, **limits)
     program = open_cuda().compile(case.forward, **limits)
-    for i, step in enumerate(case.steps):
+    for i, step in enumerate(case.steps if GPU or not case.name.startswith("moe") else case.steps[:3]):
         expected = oracle.run(step.batch, step.inputs)
         got = program.run(step.batch, step.inputs)
         assert got.shape == expected.shape

@@ -36,7 +36,7 @@ for tile in product.TILES:
     for apart in {False, tile.apart}:
         flags = {"BLOCK_M": tile.rows, "BLOCK_N": tile.channels, "BLOCK_K": product.BLOCK_K, "SEGMENT": product.SEGMENT,
                  "SEGMENTS": 2, "APART": apart, "GROUP": 8, "BIAS": False, "RESIDUAL": False, "EVEN": True, "IEEE": False,
-                 "PDL": True}
+                 "HEADS": 1, "PDL": True}
         types = {"x": half, "w": half, "y": half, "part": "*fp32", "residual": half, "bias": half}
         found[f"product {tile.rows} {apart}"] = instructions(product._product, types, flags, tile)
 for name in ("INVARIANT", "INVARIANT_TALL"):

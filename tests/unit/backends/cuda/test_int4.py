@@ -7,6 +7,7 @@ import torch
 
 from quire.backends.cuda.kernels.int4 import int4_product, pack, unpack
 from quire.backends.cuda.kernels.skinny import Shape
+from quire.backends.torch.quantized import Int4
 from tests.unit.backends.cuda.paged import error
 
 
@@ -53,3 +54,14 @@ def test_what_does_not_fit_is_refused():
             torch.zeros(1, 128), torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 4), torch.zeros(8, 4),
             torch.zeros(1, 8), Shape(16, 0, 1, 1), group=32,
         )  # fmt: skip
+
+
+def test_rows_of_a_larger_matrix(device: str, half: torch.dtype):
+    """A part of several that lie together: its scales are columns of theirs."""
+    whole = Int4.empty(96, 64, 32, torch.device(device))
+    whole.fill(torch.randn(96, 64, device=device))
+    part, x = whole.rows(32, 80), torch.randn(3, 64, device=device).to(half)
+    y = torch.empty(3, 48, dtype=torch.float32, device=device)
+    int4_product(x, part.packed, part.scale, part.zero, y, Shape(64, 0, 4, 2, swap=True), group=32)
+    want = x.float() @ part.dequantize().T
+    assert float((y - want).norm() / want.norm()) < 2e-3
