@@ -8,7 +8,7 @@ float32 sums, and for quantized weights the rounding of activations to int8, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -340,11 +340,7 @@ def spread(rng: np.random.Generator, rows: int, count: int) -> Floats:
 
 
 def _rows(weight: Layout, first: int, end: int) -> Layout:
-    return (
-        Affine(weight.data[first:end], weight.codec)
-        if isinstance(weight, Affine)
-        else Dense(weight.data[first:end], weight.dtype)
-    )
+    return replace(weight, data=weight.data[first:end])
 
 
 def rope_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
