@@ -16,6 +16,22 @@ FINISH_ABORT = "abort"  # the client let go
 FINISH_ERROR = "error"  # Event.error says why
 
 
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must be, whole: enforced on every token, or the request is refused. See `grammar.py`."""
+
+    kind: str  # json_schema, json_object, regex, choice, lark or gbnf
+    text: str = ""  # the schema as JSON, the pattern, a JSON list of strings, or the grammar
+    param: str = "constraint"  # what the client called it, for messages
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes of every token, by id: what an engine must know before it can enforce a constraint."""
+
+    tokens: list[bytes]
+    special: list[int]  # tokens that are no text: they satisfy nothing
+    eos_ids: tuple[int, ...]
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to compute. `n > 1` is several of these with one prompt; `follows` lets them share it."""
 
@@ -28,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline: float | None = None  # wall-clock seconds since the epoch; past it the request is aborted
     namespace: str = ""  # tenant salt: prefixes are shared within one namespace only
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
+    constraint: Constraint | None = None
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,6 +57,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0  # all steps
     preemptions: int = 0
     seed: int = 0
+    enforced: str = ""  # the kind of constraint that every token was held to
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0  # admission to first token
     decode_seconds: float = 0.0
@@ -55,6 +73,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: str | None = None
     stop_id: int | None = None  # the token that ended it, when finish is "stop"
     error: str | None = None
+    param: str | None = None  # the field of the request that the error is about, when it is about one
     receipt: Receipt | None = None
 
 
