@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "item_separator": ",",
     "key_separator": ":",
 }
-DIRECTIVE = '%llguidance {"no_forcing": true}\n'
+DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
 OWN_OPTIONS = "x-guidance"  # the keyword by which a schema speaks to the compiler
 
 
@@ -84,7 +84,7 @@ def to_grammar(constraint: Constraint) -> str:
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadRequest(f"{constraint.param}: {why}"[:500], param=constraint.param) from None
-    return LLMatcher.grammar_from_lark(DIRECTIVE + lark)
+    return LLMatcher.grammar_from_lark(lark + DIRECTIVE)
 
 
 def compile_matcher(constraint: Constraint, tokenizer: Any) -> Matcher:
@@ -203,12 +203,23 @@ _WRITERS: dict[str, Callable[[str], str]] = {
 
 # ---- refusals
 
+
+def plain(why: str) -> str:
+    """The compiler's words in one line, without its state."""
+    lines = why.replace("<non-verbose/>", "").split("<state>")[0].splitlines()
+    source = next((i for i, line in enumerate(lines) if _SOURCE.match(line)), len(lines))
+    why = _PLACE.sub("", " ".join(" ".join(lines[:source]).split()))
+    return "no text satisfies it" if why.startswith("NoExtension") else why
+
+
+_SOURCE = re.compile(r"\s*\d+ \| ")  # from here on it shows the grammar, which has our own words in it
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 
 
 def _refusal(constraint: Constraint, why: str) -> BadRequest:
     """The compiler's complaint, in one line that begins with what the client can change."""
-    why = " ".join(why.split("<state>")[0].split())
+    why = plain(why)
     if keys := _KEYS.search(why):
         names = ", ".join(json.loads(f"[{keys[1]}]"))
         what = f"the keyword{'s' if ', ' in names else ''} {names} cannot be enforced"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.grammar import Matcher, check, compile_matcher, tokenizer_of
+from quire.engine.grammar import Matcher, check, compile_matcher, plain, tokenizer_of
 from quire.engine.sequence import FINISHED, Sequence
 from quire.engine.types import Constraint, Request, Vocabulary
 from quire.observe.errors import BadRequest, QuireError, Unavailable, Unsupported
@@ -89,7 +89,7 @@ class Guides:
 
     @property
     def holding(self) -> bool:
-        return bool(self._jobs)
+        return any(job.waiting for job in self._jobs.values())  # what nobody waits for is taken in later
 
     def hold(self, request: Request) -> bool:
         constraint = request.constraint
@@ -260,8 +260,7 @@ class Guides:
                 state.taken += len(new)
             packed = matcher.compute_bitmask()
             if matcher.is_error():
-                why = " ".join(matcher.get_error().split("<state>")[0].split())
-                return f"the constraint became too complex to enforce after {state.taken} tokens: {why}"[:400]
+                return f"the constraint could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"[:400]
             mask = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._width, bitorder="little").view(np.bool_)
             if not matcher.is_accepting():
                 mask[self._ends] = False  # a stopped matcher offers the end, whatever stopped it

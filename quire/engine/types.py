@@ -5,6 +5,9 @@ The engine knows tokens, never text: stop strings, templates and detokenization 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
 from quire.runner.params import SamplingParams
@@ -22,6 +25,40 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str  # json_schema, json_object, regex, choice, lark or gbnf
     text: str = ""  # the schema as JSON, the pattern, a JSON list of strings, or the grammar
     param: str = "constraint"  # what the client called it, for messages
+
+    @classmethod
+    def json_schema(cls, schema: Any) -> Constraint:
+        """A JSON text that a schema describes: a dict, the schema's own text, or a pydantic model."""
+        made = getattr(schema, "model_json_schema", None)
+        if made is not None:
+            schema = made()
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return cls(kind="json_schema", text=text)
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Some JSON object."""
+        return cls(kind="json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that the whole pattern matches."""
+        return cls(kind="regex", text=pattern)
+
+    @classmethod
+    def choice(cls, choices: Iterable[str]) -> Constraint:
+        """One of these texts."""
+        return cls(kind="choice", text=msgspec.json.encode(list(choices)).decode())
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of that grammar, in llguidance's Lark."""
+        return cls(kind="lark", text=grammar)
+
+    @classmethod
+    def gbnf(cls, grammar: str) -> Constraint:
+        """A text of that grammar, in llama.cpp's GBNF."""
+        return cls(kind="gbnf", text=grammar)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
