@@ -31,8 +31,15 @@ OPTIONS: dict[str, Any] = {
     "whitespace_pattern": SPACES,
     "item_separator": ",",
     "key_separator": ":",
+    # Not u: "\u0061" is another spelling of "a", and the compiler would take it for another name.
+    "json_allowed_escapes": '"\\\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
 }
 DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
+ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples"})  # texts that constrain nothing
+# What could only be written as \u00XX, which is not allowed: see above.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROL_ESCAPE = re.compile(r"\\(?:x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{|c|0|v|a|e)")
 OWN_OPTIONS = "x-guidance"  # the keyword by which a schema speaks to the compiler
 
 
@@ -79,8 +86,7 @@ def to_grammar(constraint: Constraint) -> str:
     try:
         lark = _WRITERS[constraint.kind](constraint.text)
     except BadRequest as error:
-        error.param = constraint.param
-        raise
+        raise BadRequest(f"{constraint.param}: {error.message}", cure=error.cure, param=constraint.param) from None
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadRequest(f"{constraint.param}: {why}"[:500], param=constraint.param) from None
@@ -149,7 +155,34 @@ def _json_schema(text: str) -> str:
         raise ValueError("a schema must be a JSON object")
     if OWN_OPTIONS in schema:
         raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
+    _look_through(schema)
     return "start: %json " + json.dumps({**schema, OWN_OPTIONS: OPTIONS}) + "\n"
+
+
+def _look_through(schema: dict[str, Any]) -> None:
+    """Refuse what the compiler would take for something else: a name that is counted twice, a control character."""
+    left: list[Any] = [schema]
+    while left:
+        at = left.pop()
+        if isinstance(at, str):
+            if _CONTROL.search(at):
+                raise BadRequest(f"{at[:40]!r} has a control character, which the answer may not have")
+        elif isinstance(at, list):
+            left += at
+        elif isinstance(at, dict):
+            left += at
+            left += (value for name, value in at.items() if name not in ANNOTATIONS or isinstance(value, dict))
+            named = at.get("patternProperties")
+            for pattern in (at.get("pattern"), *(named if isinstance(named, dict) else ())):
+                if isinstance(pattern, str) and _CONTROL_ESCAPE.search(pattern):
+                    raise BadRequest(f"pattern {pattern[:40]!r} has a control character, which the answer may not have")
+            least = at.get("minProperties")
+            counts = isinstance(least, int | float) and least > 1
+            if counts and (at.get("additionalProperties") is not False or named is not None):
+                raise BadRequest(
+                    "the keyword minProperties cannot be enforced above 1: a name that is not listed could come twice",
+                    cure="use required, or additionalProperties: false",
+                )
 
 
 def _no_constant(name: str) -> None:
