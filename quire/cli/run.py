@@ -48,7 +48,9 @@ def command(
     max_tokens: Annotated[int, Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json: Annotated[bool, Option("--json", help="The answer is a JSON object.")] = False,
-    json_schema: Annotated[str | None, Option(help="The answer is JSON that the schema in this file describes.")] = None,
+    json_schema: Annotated[
+        str | None, Option(help="The answer is JSON that the schema in this file describes.")
+    ] = None,
     stats: Annotated[bool, Option("--stats", help="Tell what was decided, and how long it took.")] = False,
     threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,

@@ -66,9 +66,7 @@ def check(constraint: Constraint, sampling: SamplingParams, eos_ids: Iterable[in
     if kind in MAX_TEXT and size > MAX_TEXT[kind]:
         raise BadRequest(f"{name} has {size} bytes: a {kind} may have {MAX_TEXT[kind]}", param=name)
     if sampling.ignore_eos:
-        raise BadRequest(
-            f"ignore_eos and {name} contradict each other: a text that is whole ends", param="ignore_eos"
-        )
+        raise BadRequest(f"ignore_eos and {name} contradict each other: a text that is whole ends", param="ignore_eos")
     if sampling.min_tokens:
         raise BadRequest(
             f"min_tokens and {name} may contradict each other: the answer is as long as it must be",
@@ -261,6 +259,4 @@ def _refusal(constraint: Constraint, why: str) -> BadRequest:
         what, cure = "the keyword oneOf cannot be enforced where its branches overlap", "use anyOf, if either will do"
     else:
         what, cure = f"it cannot be enforced: {why}"[:400], ""
-    return BadRequest(
-        f"{constraint.param}: {what}", cure=cure, param=constraint.param, code="unsupported_constraint"
-    )
+    return BadRequest(f"{constraint.param}: {what}", cure=cure, param=constraint.param, code="unsupported_constraint")

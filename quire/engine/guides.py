@@ -143,7 +143,9 @@ class Guides:
             key = self._queue.popleft()
             job = self._jobs[key]
             job.begun = self._clock()
-            threading.Thread(target=self._compile, args=(key, job.constraint), name="quire-grammar", daemon=True).start()
+            threading.Thread(
+                target=self._compile, args=(key, job.constraint), name="quire-grammar", daemon=True
+            ).start()
             running += 1
 
     def _compile(self, key: Key, constraint: Constraint) -> None:
@@ -160,9 +162,7 @@ class Guides:
             made = BadRequest(f"{constraint.param} cannot be compiled", param=constraint.param)
         self._done.put((key, made))
 
-    def _settle(
-        self, key: Key, made: Matcher | QuireError, out: list[tuple[Request, QuireError | None]]
-    ) -> None:
+    def _settle(self, key: Key, made: Matcher | QuireError, out: list[tuple[Request, QuireError | None]]) -> None:
         job = self._jobs.get(key)
         if job is None or job.begun < 0:  # it was given up; whoever asks again finds it below
             self._overdue -= 1
@@ -260,7 +260,9 @@ class Guides:
                 state.taken += len(new)
             packed = matcher.compute_bitmask()
             if matcher.is_error():
-                return f"the constraint could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"[:400]
+                return f"the constraint could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"[
+                    :400
+                ]
             mask = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._width, bitorder="little").view(np.bool_)
             if not matcher.is_accepting():
                 mask[self._ends] = False  # a stopped matcher offers the end, whatever stopped it

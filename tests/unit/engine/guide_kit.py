@@ -23,8 +23,43 @@ from quire.engine.types import Constraint, Event, Request, Vocabulary
 from quire.runner.params import SamplingParams
 from quire.runner.runner import Runner
 
-PIECES = ['{"', '":', '",', "},", "[]", "{}", "true", "false", "null", "name", "age", "  ", "\n ", "é", "日本", "10", "0."]
-PIECES += ["ab", "abc", "foo", "bar", "yes", "no", "maybe", '"foo"', '": "', "-1", "e5", "2020-", "\\n", '\\"', "://", "@"]
+PIECES = [
+    '{"',
+    '":',
+    '",',
+    "},",
+    "[]",
+    "{}",
+    "true",
+    "false",
+    "null",
+    "name",
+    "age",
+    "  ",
+    "\n ",
+    "é",
+    "日本",
+    "10",
+    "0.",
+]
+PIECES += [
+    "ab",
+    "abc",
+    "foo",
+    "bar",
+    "yes",
+    "no",
+    "maybe",
+    '"foo"',
+    '": "',
+    "-1",
+    "e5",
+    "2020-",
+    "\\n",
+    '\\"',
+    "://",
+    "@",
+]
 TOKENS = [*(bytes([b]) for b in range(256)), *(p.encode() for p in PIECES), b"<s>", b"<end>", b"<pad>", b""]
 SPECIAL = [len(TOKENS) - 4, len(TOKENS) - 3, len(TOKENS) - 2]
 EOS = (SPECIAL[1], SPECIAL[2])

@@ -16,7 +16,7 @@ from quire.engine.grammar import compile_matcher, tokenizer_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from tests.unit.chat.toys import byte_level, sentencepiece
-from tests.unit.engine.guide_kit import V, WORDS, ask, make, run, text_of
+from tests.unit.engine.guide_kit import WORDS, V, ask, make, run, text_of
 
 TOKENIZER = tokenizer_of(WORDS, V)  # its first 256 tokens are the bytes
 

@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tests.unit.engine.guide_kit import EOS, SPECIAL, TOKENS, V, WORDS, ask, make, run, text_of
 
 from quire.engine import guides as guides_module
 from quire.engine.engine import Engine
 from quire.engine.guides import Guides
 from quire.engine.types import Constraint, Request
 from quire.observe.errors import BadRequest
+from tests.unit.engine.guide_kit import EOS, SPECIAL, TOKENS, WORDS, V, ask, make, run, text_of
 
 PERSON = {
     "type": "object",
@@ -31,12 +31,25 @@ SCHEMAS: list[dict[str, Any]] = [
     {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2}}, "$ref": "#/$defs/n"},
     {"type": "string", "pattern": "^[a-c]{2,5}$"},
     {"type": "string", "format": "date"},
-    {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False, "maxProperties": 2},
+    {
+        "type": "object",
+        "patternProperties": {"^a": {"type": "null"}},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
     {"type": "integer", "multipleOf": 5, "exclusiveMinimum": 0, "exclusiveMaximum": 1000},
     {"allOf": [{"properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}, {"type": "object"}]},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False, "minItems": 2},
 ]
-PATTERNS = [r"[0-9]{3}-[0-9]{2}", r"(foo|bar)+(baz)?", r"\d+(\.\d{1,3})?", r"[^a-z]{1,4}", r"a.{0,4}b", "é+|日本", r"\{\"x\": \d\}"]
+PATTERNS = [
+    r"[0-9]{3}-[0-9]{2}",
+    r"(foo|bar)+(baz)?",
+    r"\d+(\.\d{1,3})?",
+    r"[^a-z]{1,4}",
+    r"a.{0,4}b",
+    "é+|日本",
+    r"\{\"x\": \d\}",
+]
 CHOICES = ["yes", "no", "maybe", "a/b", 'q"\\\n', "日本"]
 ENGINES = [(0, 256), (1, 256), (0, 42), (1, 42)]
 
@@ -108,15 +121,13 @@ def test_tokens_are_the_same_at_any_depth_in_any_batch_and_through_preemption() 
     def all_of(depth: int, pages: int, together: bool) -> list[list[int]]:
         requests = [ask(Constraint.json_schema(s), seed=i, prompt=range(1, 30)) for i, s in enumerate(SCHEMAS)]
         engines = [make(depth=depth, pages=pages, context=200)] if together else []
-        found: list[list[int]] = []
         if together:
             outcome = run(engines[0], requests)
         else:
             outcome = {}
             for request in requests:
                 outcome |= run(make(depth=depth, pages=pages, context=200), [request])
-        found = [outcome[r.id][0] for r in requests]
-        return found
+        return [outcome[r.id][0] for r in requests]
 
     alone = all_of(0, 256, together=False)
     for depth, pages in ENGINES:
@@ -175,7 +186,10 @@ def test_a_stop_token_ends_it_early() -> None:
     ("constraint", "said"),
     [
         (Constraint.json_schema({"not": {"type": "string"}}), "keyword not cannot"),
-        (Constraint.json_schema({"type": "array", "uniqueItems": True, "contains": {}}), "keywords contains, uniqueItems"),
+        (
+            Constraint.json_schema({"type": "array", "uniqueItems": True, "contains": {}}),
+            "keywords contains, uniqueItems",
+        ),
         (Constraint.json_schema({"properties": {"a": {"if": {}, "then": {}}}}), "keywords if, then"),
         (Constraint.json_schema({"oneOf": [{"type": "string"}, {"minLength": 2}]}), "oneOf"),
         (Constraint.json_schema({"type": "string", "format": "frob"}), "frob"),
@@ -373,7 +387,7 @@ def test_a_fault_in_a_mask_fails_that_request_alone(monkeypatch: pytest.MonkeyPa
 def test_a_constrained_sequence_has_one_step_in_flight_and_free_ones_go_on() -> None:
     engine = make(depth=1)
     both = run(engine, [ask(Constraint.regex("[a-z]{30}")), ask(None, max_tokens=60, ignore_eos=True)])
-    (a, end_a), (b, end_b) = both.values()
+    (a, _), (b, end_b) = both.values()
     assert re.fullmatch("[a-z]{30}", text_of(a)) and len(b) == 60
     assert end_b.receipt.steps <= 62
     assert isinstance(engine, Engine)
