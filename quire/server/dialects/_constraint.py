@@ -13,6 +13,7 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
 Raw = msgspec.Raw
+NOTHING = Raw()  # a field that did not come; null is one that did, and means the same
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -21,7 +22,7 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    schema: Raw | None = None
+    schema: Raw = NOTHING
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -29,13 +30,13 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     type: str
     json_schema: SchemaFormat | None = None
-    schema: Raw | None = None
+    schema: Raw = NOTHING
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`."""
 
-    json: Raw | None = None
+    json: Raw = NOTHING
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -47,11 +48,11 @@ class Structured(msgspec.Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Raw | None = None
+    guided_json: Raw = NOTHING
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    json_schema: Raw | None = None  # llama.cpp
+    json_schema: Raw = NOTHING  # llama.cpp
     grammar: str | None = None  # llama.cpp: GBNF
 
     def constraint(self) -> Constraint | None:
@@ -103,13 +104,13 @@ def _outputs(asked: StructuredOutputs | None) -> list[Constraint]:
     return found
 
 
-def _given(raw: Raw | None) -> bool:
-    return raw is not None and bytes(raw) != b"null"
+def _given(raw: Raw) -> bool:
+    return bytes(raw) not in (b"", b"null")
 
 
-def _schema(name: str, raw: Raw | None) -> list[Constraint]:
+def _schema(name: str, raw: Raw) -> list[Constraint]:
     """A schema as an object, or, as vLLM takes it too, as a string with one in it."""
-    if raw is None or not _given(raw):
+    if not _given(raw):
         return []
     data = bytes(raw)
     try:
