@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test check fmt lint type bench bench-cpu clean
+.PHONY: help run serve setup test test-large check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -41,7 +41,10 @@ setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 
 test: check ## Set up, then lint, type check and every test
 	@$(BIN)/python -m pytest $(ARGS) $(if $(ARGS),,-n 2 --dist worksteal tests/unit tests/null tests/fuzz tests/test_architecture.py)
-	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e tests/gpu)
+	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e tests/gpu)
+
+test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched
+	@$(BIN)/python -m pytest -m large -rs tests/e2e
 
 check: $(VENV)/.tested
 	@$(BIN)/ruff check .

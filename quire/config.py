@@ -68,6 +68,7 @@ class EngineConfig:
 
     path: str  # the model file or folder, already found
     name: str = ""  # what clients call it
+    task: str = "auto"  # "generate", "embed", "score"; auto: what the model is made for
     backend: str = "auto"  # "native", "cuda", "torch", "reference"; auto: cuda with a GPU, else native
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one that can be used
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device

@@ -19,7 +19,7 @@ SHAPE, FORMAT = "qwen2.5-coder-1.5b", "q4_k_m"
 
 def groups(world: World) -> list[Group]:
     try:
-        path = find()
+        path = find() if world.make else Path(MODEL)
     except QuireError as e:
         world.without[f"{SHAPE} {FORMAT}"] = str(e)
         return []

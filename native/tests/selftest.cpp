@@ -364,7 +364,7 @@ void fuzz(const Kernels* kernels, Plan& plan, int tokens, int table) {
         write[(size_t)t] = map[(size_t)((t < 20 ? 0 : table) + pos[(size_t)t] / 16)] * 16 + pos[(size_t)t] % 16;
     }
     auto run = [&] {
-        BatchView b{ids.data(), pos.data(), q_start.data(), kv_len.data(), map.data(), write.data(), pick.data(), tokens, 2, table, tokens};
+        BatchView b{ids.data(), pos.data(), q_start.data(), kv_len.data(), map.data(), write.data(), pick.data(), tokens, 2, table, tokens, {}};
         plan.run(b, {});
     };
     const size_t bytes = plan.output_slot().stride * (size_t)tokens;
@@ -499,7 +499,7 @@ void test_mixture(const Kernels* kernels) {
         const size_t width = (size_t)(heads * n);
         auto run = [&](int first, int some) {
             ends[1] = some;
-            BatchView b{zeros.data(), zeros.data(), ends.data(), one.data(), page.data(), zeros.data(), nullptr, some, 1, 1, 0};
+            BatchView b{zeros.data(), zeros.data(), ends.data(), one.data(), page.data(), zeros.data(), nullptr, some, 1, 1, 0, {}};
             plan.run(b, {given.data() + first * d, scores.data() + first * count});
             return std::vector<float>(plan.output_data(), plan.output_data() + (size_t)some * width);
         };

@@ -79,6 +79,7 @@ class Completer:
     ) -> list[int]:
         """Ids of a conversation, as the model's own template writes it. The begin token comes once, and control tokens
         are those that the template writes: the same text in a message stays text."""
+        self.generates()
         if self.template is None:
             raise BadRequest(
                 "this model has no chat template: it continues text, and does not chat",
@@ -111,8 +112,17 @@ class Completer:
 
     # Generation
 
+    def generates(self) -> None:
+        """Raise BadRequest where the engine makes no text."""
+        if self.info.task != "generate":
+            does = "embeds texts" if self.info.task == "embed" else "scores pairs of texts"
+            raise BadRequest(
+                f"{self.info.model} {does}: it cannot generate text", param="model", code="unsupported_task"
+            )
+
     def check(self, generation: Generation) -> None:
         """Raise BadRequest for what cannot be honoured. `stream` checks too; this is for who must know before."""
+        self.generates()
         generation.sampling.validate(self.info.vocab_size)
         if generation.constraint is not None:
             check_constraint(generation.constraint, generation.sampling, self.tokenizer.eos_ids)

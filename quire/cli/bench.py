@@ -266,7 +266,7 @@ def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) ->
         path, facts = find(Store(env), model)
     with Line() as line:
         line.show("loading")
-        engine, info = build_engine(replace(config, path=str(path), name=facts["name"]), env)
+        engine, info = build_engine(replace(config, path=str(path), name=facts["name"], task="generate"), env)
     facts["architecture"] = info.architecture
     try:
         if verbose:

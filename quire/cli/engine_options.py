@@ -17,7 +17,9 @@ import typer
 from quire.config import EngineConfig, parse_size
 from quire.observe.errors import BadRequest
 
-HIDDEN = frozenset({"path", "name", "max_waiting", "depth"})  # the verb's own business, or nobody's on a command line
+HIDDEN = frozenset(
+    {"path", "name", "task", "max_waiting", "depth"}
+)  # the verb's own business, or nobody's on a command line
 HELP: dict[str, str] = {
     "backend": "auto, native, cuda, torch, or reference (slow, for checking).",
     "device": "auto (a GPU if there is one), cpu, cuda or cuda:N.",

@@ -18,7 +18,7 @@ from quire.cli import ui
 from quire.cli.pull import supported
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
-from quire.weights.store import Store, look_up
+from quire.weights.store import Store
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
@@ -37,6 +37,9 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
+    task: Annotated[
+        str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
+    ] = ENGINE.task,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
@@ -77,12 +80,13 @@ def command(
 ) -> None:
     """Serve a model over HTTP.
 
-    OpenAI's chat and completions, /tokenize, /health, /ready and /metrics; docs/server.md has the details. Fetches the
-    model if it is not here. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    OpenAI's, Anthropic's and Ollama's API for a model that chats or continues text; embeddings, rerank and score for one that is
+    for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches the model if it is not here.
+    SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
     """
     env = Environment.read()
     store = Store(env, accepts=supported)
-    wanted = look_up(model)
+    wanted = store.look_up(model)
     is_file = wanted.references[0].scheme == "file"
     # A path is nobody's business but this machine's.
     served = name or (_last_name(Path(model)) if is_file else wanted.name)
@@ -100,6 +104,7 @@ def command(
     engine = EngineConfig(
         path="",
         name=served,
+        task=task,
         backend=backend,
         device=device,
         dtype=dtype,
@@ -141,6 +146,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
     async def run() -> int:
         service = Service(server, engine.name)
+        service.store = store
 
         def ready() -> None:
             for line in service.info.decisions:

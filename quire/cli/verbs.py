@@ -15,6 +15,7 @@ from typing import Any
 VERBS: dict[str, str] = {
     "run": "Chat with a model, or ask it one thing.",
     "serve": "Serve a model over HTTP (OpenAI's API).",
+    "embed": "Texts as numbers: embeddings, or how alike they are.",
     "pull": "Fetch models into the store.",
     "list": "The models on this machine.",
     "show": "What is inside a model.",

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
 from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
@@ -24,15 +26,15 @@ from quire.config import (
     Environment,
     asked_threads,
     available_cores,
-    parse_size,
-    resolve_pool,
     resolve_step,
 )
+from quire.engine.build_pooled import TASKS, Parts, build_pooled, task_of
 from quire.engine.engine import Engine
 from quire.engine.guides import Guides
 from quire.engine.limits import standard
-from quire.engine.memory import Budget, alone, group_of, holds, window_pools
+from quire.engine.memory import Budget, group_of
 from quire.engine.scheduler import Scheduler
+from quire.engine.sizes import pool_of, resolve_sizes
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
@@ -46,20 +48,6 @@ EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each
 
 Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
 Packed = Callable[[Layout, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How much of everything, and the sentences that say why."""
-
-    context: int
-    groups: tuple[int, ...]  # pages of each
-    lines: list[str]
-
-    @property
-    def pages(self) -> int:
-        """Of the first group, which keeps the whole context if any does."""
-        return self.groups[0]
 
 
 def build_engine(
@@ -84,7 +72,6 @@ def build_engine(
             f"there {'is' if len(backend.kv_dtypes) == 1 else 'are'} {', '.join(backend.kv_dtypes)}",
             cure="leave --kv-dtype out, or use another backend",
         )
-    together = _split(model, backend)
     watch.lap("backend")
 
     def packed(layout: Layout, done: int, total: int) -> None:
@@ -92,10 +79,27 @@ def build_engine(
         if progress is not None:
             progress(done, total)
 
+    about = [
+        f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
+        *source.notes,
+        *model.notes,
+        f"backend: {backend.describe()}",
+        *device_lines,
+        threads_line,
+    ]
+    task = task_of(config.task, model, source.checkpoint)
+    if task != "generate":
+        parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
+        engine, info = build_pooled(config, env, parts, task, watch.lap)
+        told = backend.told() if isinstance(backend, Holds) else []
+        lines = [*about, f"task: {task}", *told, *info.decisions, watch.line()]
+        return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
+
+    together = _split(model, backend)
     max_rows = config.max_seqs + EXTRA_ROWS
     budget = _budget(config, env, backend, model, max_rows, packed)
     sizes = resolve_sizes(config, env, model, budget)
-    kv = _pool(config, model).sized(sizes.groups)
+    kv = pool_of(config, model).sized(sizes.groups)
     watch.lap("sizes")
     try:
         program = backend.compile(
@@ -131,13 +135,8 @@ def build_engine(
     )
     watch.lap("engine")
     lines = [
-        f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
-        *source.notes,
-        *model.notes,
-        f"backend: {backend.describe()}",
-        *device_lines,
+        *about,
         *(backend.told() if isinstance(backend, Holds) else []),
-        threads_line,
         *sizes.lines,
         *together,
         *_kv_line(config, kv, backend),
@@ -171,6 +170,7 @@ class _Source:
     name: str
     nbytes: int
     notes: list[str]
+    checkpoint: Opened | None = None
 
 
 def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
@@ -188,7 +188,7 @@ def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
     else:
         own = checkpoint.name
     model = load(checkpoint)
-    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes)
+    return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes, checkpoint)
 
 
 def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
@@ -231,7 +231,7 @@ def _budget(
     config: EngineConfig, env: Environment, backend: Backend, model: Model, max_rows: int, packed: Packed
 ) -> Budget:
     """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
-    page, tokens = _pool(config, model), config.max_batch_tokens
+    page, tokens = pool_of(config, model), config.max_batch_tokens
     if isinstance(backend, Measures) and backend.owns_memory:
         # What could never be is refused before any weight is read.
         resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
@@ -243,71 +243,6 @@ def _budget(
     return Budget(look_at_memory())
 
 
-def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: Budget) -> Sizes:
-    """The context and the KV pool. Pure; refuses what was asked for and cannot be."""
-    trained = model.config.context
-    if config.context is not None and config.context > trained:
-        raise BadRequest(
-            f"a context of {config.context} was asked for: the model was made for {trained}",
-            param="context",
-            cure=f"ask for at most {trained}",
-        )
-    context = config.context or trained
-    asked = config.kv_memory
-    if asked is None and env.kv_memory is not None:
-        try:
-            asked = parse_size(env.kv_memory)
-        except ValueError as e:
-            raise BadRequest(f"QUIRE_KV_MEMORY: {e}", param="kv_memory") from None
-    page, step = _pool(config, model), config.max_batch_tokens or PAGE_SIZE
-    page_bytes = sum(k.page_bytes for k in page.groups if not k.window)  # of the layers that keep everything
-    windows = alone(page, context, step)
-    if asked is not None and asked < page_bytes + windows:
-        least = f", and the windows of one sequence {windows}" if windows else ""
-        raise BadRequest(
-            f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}{least}",
-            param="kv_memory",
-        )
-    budget.check(asked if asked is not None else page_bytes + windows, page_bytes, windows)
-    pages, lines = _share_out(config, page, page_bytes, asked, budget, context, step)
-    nbytes, held = page.sized(pages).nbytes, holds(page, pages, step)
-    if config.context is not None and held is not None and held < config.context:
-        needed = -(-config.context // PAGE_SIZE) * page_bytes + (nbytes - pages[0] * page_bytes)
-        raise BadRequest(
-            f"a context of {config.context} was asked for: the KV pool of {nbytes / 2**20:.0f} MiB holds {held} tokens",
-            param="context",
-            cure=f"give it {needed / 2**20:.0f} MiB of KV memory",
-        )
-    most = context if held is None else min(context, held)
-    if config.context is not None:
-        why = f"asked for; the model was made for {trained}"
-    else:
-        why = "what the model was made for" if most == context else f"what the KV pool holds; the model: {trained}"
-    lines.insert(1, f"context: {most} tokens ({why})")
-    if budget.needs is not None:
-        lines.append(budget.line(nbytes))
-    return Sizes(most, pages, lines)
-
-
-def _share_out(
-    config: EngineConfig, page: KV, page_bytes: int, asked: int | None, budget: Budget, context: int, step: int
-) -> tuple[tuple[int, ...], list[str]]:
-    """Pages of every group: first what windows need, then the rest for layers that keep the whole context."""
-    if not any(k.window for k in page.groups):
-        pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
-        return (pages,) * len(page.groups), [line]
-    depth = int(budget.own) if config.depth is None else config.depth
-    room = asked if asked is not None else budget.room if budget.own else budget.room // 2
-    own, lines = window_pools(page, room, context, config.max_seqs, step, step * (depth + 1))
-    if not page_bytes:
-        return tuple(own[g] for g in range(len(page.groups))), lines
-    used = sum(n * page.groups[g].page_bytes for g, n in own.items())
-    rest = None if asked is None else asked - used
-    left = budget.room - (used if budget.own else 2 * used)
-    pages, line = resolve_pool(rest, max(0, left), page_bytes, context, config.max_seqs, own=budget.own)
-    return tuple(own.get(g, pages) for g in range(len(page.groups))), [line, *lines]
-
-
 def _split(model: Model, backend: Backend) -> list[str]:
     """A pool for each kind of layer where the backend has several, or the line that says that it has not."""
     if not isinstance(model, Grouped) or not model.places.forgets:
@@ -316,12 +251,6 @@ def _split(model: Model, backend: Backend) -> list[str]:
         return [f"layers with a window keep their whole context: the {backend.name} backend has one KV pool"]
     model.places.split()
     return []
-
-
-def _pool(config: EngineConfig, model: Model) -> KV:
-    """The pools, with one page each."""
-    kv = model.kv(1, PAGE_SIZE)
-    return kv if config.kv_dtype == "auto" else kv.sized([1] * len(kv.groups), config.kv_dtype)
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
@@ -342,6 +271,8 @@ def _check(config: EngineConfig) -> None:
         raise BadRequest(
             f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
         )
+    if config.task not in TASKS:
+        raise BadRequest(f"task is {config.task!r}: it must be {', '.join(TASKS[:-1])} or {TASKS[-1]}", param="task")
     if config.quantize not in QUANTIZE:
         raise BadRequest(
             f"quantize is {config.quantize!r}: it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}",

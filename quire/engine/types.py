@@ -80,6 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0  # lower runs first
     deadline: float | None = None  # wall-clock seconds since the epoch; past it the request is aborted
     namespace: str = ""  # tenant salt: prefixes are shared within one namespace only
+    second: int = 0  # where the second of two texts begins, for a model that scores pairs; 0: there is one
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
     constraint: Constraint | None = None
 
@@ -107,6 +108,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: list[int] = []
     logprobs: list[Logprob] = []
     prompt_logprobs: list[Logprob] = []
+    vector: bytes = b""  # float32, little-endian: of an engine that embeds or scores
     finish: str | None = None
     stop_id: int | None = None  # the token that ended it, when finish is "stop"
     error: str | None = None
@@ -147,4 +149,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight_bytes: int
     kv_bytes: int
     load_seconds: float = 0.0
+    task: str = "generate"  # or "embed", or "score": what a request gets
+    dimensions: int = 0  # numbers in an embedding
+    cuts: list[int] | None = None  # how many of them may be kept: none but all, or any (an empty list), or these
+    prompts: dict[str, str] = {}  # what goes before a text to embed, by name; "" is the default
+    separators: int = 1  # end tokens between the two texts of a pair to score
     decisions: list[str] = []  # human-readable lines, printed at start

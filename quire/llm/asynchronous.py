@@ -20,11 +20,13 @@ from quire.runner.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.chat.tokenizer import Tokenizer
+    from quire.layouts import Floats
 
 
 class Options(TypedDict, total=False):
     """How a model is loaded. What is left out is decided at load, and `info.decisions` tells how."""
 
+    task: str  # "auto" (what the model is made for), "generate", "embed" or "score"
     backend: str  # "auto", "native", "cuda", "torch", or "reference" (slow)
     device: str  # "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1"
     dtype: str  # of the torch backends: "float32", "bfloat16", "float16"
@@ -142,6 +144,31 @@ class AsyncLLM:
         jobs = [await loaded.talk(m, q, constraint) for m, q in each]
         return await self._gather(loaded, jobs, progress)
 
+    async def embed(
+        self,
+        inputs: str | Sequence[Prompt] | Sequence[int],
+        *,
+        prompt: str | None = None,
+        truncate: bool = False,
+        dimensions: int | None = None,
+    ) -> Floats:
+        """One row of numbers for each text or list of token ids: [n, dimensions].
+
+        `prompt` names one of the model's own prompts (info.prompts), which goes before each text. A text that is too long is
+        refused with both counts, unless `truncate`. `dimensions` keeps fewer numbers, where the model allows it.
+        """
+        loaded = await self._ready()
+        made = await loaded.embedder().embed(
+            as_prompts(inputs), prompt=prompt, truncate=truncate, dimensions=dimensions, param="inputs"
+        )
+        return _rows([one.vector for one in made])
+
+    async def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """How well each document answers the query: a cross-encoder's score, or the cosine of the embeddings."""
+        loaded = await self._ready()
+        made = await loaded.embedder().score([(query, text) for text in documents], truncate=truncate)
+        return [one.score for one in made]
+
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
     ) -> AsyncTextStream:
@@ -228,6 +255,12 @@ class AsyncLLM:
             if meter is not None:
                 meter.end()
         return [job.output for job in jobs]
+
+
+def _rows(vectors: list[Floats]) -> Floats:
+    import numpy as np
+
+    return np.stack(vectors) if vectors else np.zeros((0, 0), np.float32)
 
 
 class AsyncTextStream:

@@ -27,6 +27,7 @@ from quire.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
+    from quire.chat.embedder import Embedder
     from quire.chat.tokenizer import Tokenizer
 
 
@@ -46,6 +47,12 @@ class Loaded:
         self.completer = completer
         self._prefix = os.urandom(4).hex()
         self._count = itertools.count()
+
+    def embedder(self) -> Embedder:
+        """What embeds and scores. Raises BadRequest where the model was loaded to generate."""
+        from quire.chat.embedder import Embedder
+
+        return Embedder(self.client, self.tokenizer, self.info)
 
     async def job(self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None) -> Job:
         """A prompt, checked."""

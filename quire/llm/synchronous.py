@@ -23,6 +23,7 @@ from quire.runner.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.chat.tokenizer import Tokenizer
+    from quire.layouts import Floats
 
 T = TypeVar("T")
 EXIT_SECONDS = 5.0  # for tasks that are being unwound
@@ -95,6 +96,23 @@ class LLM:
         """Answer a conversation, or several; see AsyncLLM.chat."""
         self._async._have()
         return self._loop.run(self._async.chat(messages, params, constraint=constraint, progress=progress))
+
+    def embed(
+        self,
+        inputs: str | Sequence[Prompt] | Sequence[int],
+        *,
+        prompt: str | None = None,
+        truncate: bool = False,
+        dimensions: int | None = None,
+    ) -> Floats:
+        """One row of numbers for each text; see AsyncLLM.embed."""
+        self._async._have()
+        return self._loop.run(self._async.embed(inputs, prompt=prompt, truncate=truncate, dimensions=dimensions))
+
+    def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """How well each document answers the query; see AsyncLLM.score."""
+        self._async._have()
+        return self._loop.run(self._async.score(query, documents, truncate=truncate))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None

@@ -7,7 +7,8 @@ with
   model.config                     what the engine must know: see Facts
   model.kv(pages, page_size)       the KV pools it needs, with so many pages each
   model.places                     where layers have windows: which pool each layer is in (places.py)
-  model.forward(ops, batch, inputs) -> logits of batch.logit_rows
+  model.hidden(ops, batch, inputs)  -> rows batch.logit_rows before the head
+  model.forward(ops, batch, inputs) -> logits of batch.logit_rows; an encoder has none, and says so
   model.release(layout)            a backend has taken that weight over
 Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.
 """
@@ -18,15 +19,18 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from quire.backends.batch import Batch
+from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Layout
+from quire.layouts import Floats, Layout
 from quire.models.places import Places
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened
 from quire.weights.gguf import GGUF
+
+if TYPE_CHECKING:
+    from quire.models.pooling import ScoreHead
 
 
 class Facts(Protocol):
@@ -37,6 +41,8 @@ class Facts(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def width(self) -> int: ...  # numbers in a row between layers
+    @property
     def context(self) -> int: ...  # the longest sequence it was made for
 
 
@@ -46,6 +52,7 @@ class Model(Protocol):
     @property
     def config(self) -> Facts: ...
     def kv(self, pages: int, page_size: int) -> KV: ...
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor: ...
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor: ...
     def release(self, layout: Layout) -> None: ...
     @property
@@ -67,6 +74,27 @@ class Stretches(Protocol):
 
     def stretch(self, context: int) -> None:
         """Be made for sequences of up to so many tokens. Before the model is compiled."""
+        ...
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """A model that sees a text at once and keeps no cache: it embeds or scores, and cannot generate."""
+
+    separators: int  # end tokens between the two texts of a pair
+
+    @property
+    def head(self) -> ScoreHead | None:
+        """Makes a score of the first token's row."""
+        ...
+
+    @property
+    def inputs(self) -> Mapping[str, int]:
+        """The width of each input of `hidden`."""
+        ...
+
+    def given(self, pos: I32, second: I32) -> Mapping[str, Floats]:
+        """Those inputs for tokens at these positions; second: 1 for tokens of the second of two texts, else 0."""
         ...
 
 

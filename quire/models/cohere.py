@@ -155,8 +155,8 @@ class Model:
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
 
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rows batch.logit_rows as they go into the head."""
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
@@ -172,5 +172,8 @@ class Model:
             seen = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
             x = ops.add(x, ops.linear(seen, a.o, a.o_bias))
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        h = ops.layer_norm(ops.take(x, batch.logit_rows), self.norm, None, c.eps)
-        return ops.scale(ops.linear(h, self.head), self.logit_scale)
+        return ops.layer_norm(ops.take(x, batch.logit_rows), self.norm, None, c.eps)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        return ops.scale(ops.linear(self.hidden(ops, batch, inputs), self.head), self.logit_scale)

@@ -209,14 +209,18 @@ class Model:
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
 
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rows batch.logit_rows as they go into the head."""
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
             x = ops.add(x, self._attend(ops, ops.rms_norm(x, w.attn_norm, c.eps), batch, i, w.attn))
             x = ops.add(x, mixture.feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn))
-        return ops.linear(ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps), self.head)
+        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        return ops.linear(self.hidden(ops, batch, inputs), self.head)
 
     def _attend(self, ops: Ops, h: Tensor, batch: Batch, layer: int, w: Attention) -> Tensor:
         heads, eps = self.latent.heads, self.latent.eps

@@ -157,8 +157,8 @@ class Model:
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
 
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rows batch.logit_rows as they go into the head."""
         c = self.config
         x = ops.scale(ops.embed(batch.ids, self.embedding), math.sqrt(c.width))  # [T, d]
         for i, w in enumerate(self.layers):
@@ -183,5 +183,9 @@ class Model:
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.linear(ops.geglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down)
             x = ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
-        logits = ops.linear(ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps), self.head)
+        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        logits = ops.linear(self.hidden(ops, batch, inputs), self.head)
         return logits if self.logit_cap is None else ops.softcap(logits, self.logit_cap)

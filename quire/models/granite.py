@@ -143,8 +143,8 @@ class Model:
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
 
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rows batch.logit_rows as they go into the head."""
         c, by = self.config, self.by
         x = ops.scale(ops.embed(batch.ids, self.embedding), by.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
@@ -157,5 +157,8 @@ class Model:
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))
             x = ops.add(x, ops.scale(ops.linear(h, m.down, m.down_bias), by.residual))
-        h = ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
-        return ops.scale(ops.linear(h, self.head), 1.0 / by.logits)
+        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        return ops.scale(ops.linear(self.hidden(ops, batch, inputs), self.head), 1.0 / self.by.logits)

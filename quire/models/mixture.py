@@ -299,8 +299,8 @@ class Decoder:
     def release(self, layout: Layout) -> None:
         self.tensors.release(layout)
 
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rows batch.logit_rows as they go into the head."""
         c, times = self.config, self.times
         scale = c.scale if times.attention is None else times.attention
         x = _scaled(ops, ops.embed(batch.ids, self.embedding), times.embedding)  # [T, d]
@@ -319,8 +319,11 @@ class Decoder:
             )
             x = ops.add(x, _scaled(ops, ops.linear(h, a.o, a.o_bias), times.residual))
             x = ops.add(x, _scaled(ops, feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn), times.residual))
-        x = ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
-        return _scaled(ops, ops.linear(x, self.head), times.logits)
+        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        return _scaled(ops, ops.linear(self.hidden(ops, batch, inputs), self.head), self.times.logits)
 
 
 def _scaled(ops: Ops, x: Tensor, factor: float) -> Tensor:

@@ -124,9 +124,13 @@ class Weights:
     def __init__(self, tensors: Tensors, names: Mapping[str, str]):
         self.tensors = tensors
         self.names = names
+        whole = names["embedding"]
+        # A model saved without its head has no `model.` before its names.
+        self.bare = not tensors.has(f"{whole}.weight") and tensors.has(f"{whole.removeprefix('model.')}.weight")
 
     def name(self, role: str, layer: int = 0, kind: str = "weight") -> str:
-        return f"{self.names[role].format(layer)}.{kind}"
+        name = self.names[role].removeprefix("model.") if self.bare else self.names[role]
+        return f"{name.format(layer)}.{kind}"
 
     def has(self, role: str, layer: int = 0, kind: str = "weight") -> bool:
         return self.tensors.has(self.name(role, layer, kind))
@@ -160,8 +164,11 @@ class Weights:
         return self.tensors.vector(name, n) if role in biased else None
 
     def head(self, dims: Dims, embedding: Layout, tied: bool | None) -> Layout:
-        """The output matrix: the embedding where the two are tied. None: they are where the file has no other."""
-        if tied or (tied is None and not self.has("head")):
+        """The output matrix: the embedding where the two are tied. None: they are where the file has no other.
+
+        A model saved without a head gets the embedding in its place; `pooling.headless` is how an engine knows not to use it.
+        """
+        if tied or (not self.has("head") and (tied is None or self.bare)):
             return embedding
         return self.matrix("head", dims.vocab_size, dims.width)
 

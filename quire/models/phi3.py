@@ -176,8 +176,8 @@ class Model:
     def release(self, layout: Layout) -> None:
         self._tensors.release(layout)
 
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
+    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rows batch.logit_rows as they go into the head."""
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
@@ -190,4 +190,8 @@ class Model:
             x = ops.add(x, ops.linear(h, a.o))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        return ops.linear(ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps), self.head)
+        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+
+    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of batch.logit_rows."""
+        return ops.linear(self.hidden(ops, batch, inputs), self.head)

@@ -44,6 +44,7 @@ class Work(msgspec.Struct, kw_only=True):
     page_from: int = 0  # the page-table row changes from this index on ...
     pages: list[int] = []  # ... to these pages; -1: one that is not there, and will not be read
     more: list[list[int]] = []  # and so do the rows of further groups, if there are any
+    second: int = 0  # where the second of two texts begins, for models that tell them apart; 0: there is one
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -76,6 +77,7 @@ class Row(msgspec.Struct):
     tokens: list[int] = []
     logprobs: list[Logprob] = []  # one per token, when the request asked
     prompt_logprobs: list[Logprob] = []  # one per prompt_logits row
+    vector: bytes = b""  # float32: the embedding or score of a whole sequence, where that is what a runner makes
     error: str | None = None  # this row alone failed (for instance, logits that are not numbers)
 
 

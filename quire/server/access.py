@@ -45,7 +45,8 @@ class Access:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status, sent = message["status"], True
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+                names = (b"x-request-id", b"request-id")  # OpenAI's clients read the first, Anthropic's the second
+                message["headers"] = [*message.get("headers", []), *((name, request_id) for name in names)]
             await send(message)
 
         probe = scope["path"] in PROBES

@@ -1,7 +1,8 @@
 """Errors as HTTP sees them: OpenAI's shape, one status each, and nothing of the machine inside.
 
 `response(error)` is the only way an error leaves this process as a body. What is not a QuireError becomes a plain 500:
-its text goes to the log, never to a client. Knows HTTP and the catalogue; knows no dialect's requests.
+its text goes to the log, never to a client. A dialect with a shape of its own puts it in SHAPES, for the paths it owns:
+every layer's refusals there take it. Knows HTTP and the catalogue; knows no dialect's requests.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.observe.errors import BadRequest, Busy, EngineDead, QuireError, Unavailable
 
@@ -45,6 +49,13 @@ class UnsupportedMedia(QuireError):
     status = 415
 
 
+class Unimplemented(QuireError):
+    """A part of somebody's API that is not here. The message names it."""
+
+    code = "not_implemented"
+    status = 501
+
+
 class ClientGone(Exception):
     """The client closed its connection; nobody is left to answer."""
 
@@ -55,14 +66,18 @@ def clean(message: str, instead: str = "the engine could not run the request; th
     return instead if _PRIVATE.search(message) else message
 
 
+def text(error: QuireError) -> str:
+    """What a client is told: a refusal's own words, and of a failure only what is fit for strangers."""
+    return str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
+
+
 def body(error: QuireError) -> dict[str, object]:
     """The error object, in OpenAI's shape."""
     if error.status == 429:
         kind = "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-    text = str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
-    return {"error": {"message": text, "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": text(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def headers(error: QuireError) -> dict[str, str]:
@@ -76,21 +91,45 @@ def headers(error: QuireError) -> dict[str, str]:
     return {}
 
 
-def response(error: QuireError, extra: dict[str, str] | None = None) -> Response:
+Shape: TypeAlias = Callable[[QuireError], tuple[int, object]]  # an error's status and body
+SHAPES: dict[str, Shape] = {}  # by the beginning of the path
+
+
+def shaped(path: str, error: QuireError) -> tuple[int, object]:
+    """Status and body of an error on `path`."""
+    shape = next((shape for prefix, shape in SHAPES.items() if path.startswith(prefix)), None)
+    return (error.status, body(error)) if shape is None else shape(error)
+
+
+class ErrorResponse(Response):
+    """An error that takes its shape from the path it is the answer to: the layers in front know no dialect."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: QuireError, extra: dict[str, str]):
+        super().__init__(msgspec.json.encode(body(error)), error.status, extra)
+        self.error = error
+        self.extra = extra
+
+    def on(self, path: str) -> Response:
+        """The answer to a request of that path."""
+        status, value = shaped(path, self.error)
+        return Response(msgspec.json.encode(value), status, self.extra, self.media_type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.on(scope["path"])(scope, receive, send)
+
+
+def response(error: QuireError, extra: dict[str, str] | None = None) -> ErrorResponse:
     """The whole answer."""
-    return Response(
-        msgspec.json.encode(body(error)),
-        status_code=error.status,
-        media_type="application/json",
-        headers=headers(error) | (extra or {}),
-    )
+    return ErrorResponse(error, headers(error) | (extra or {}))
 
 
 async def on_quire_error(request: Request, error: Exception) -> Response:
     """Handler of every QuireError."""
     if not isinstance(error, QuireError):
         return await on_exception(request, error)
-    if error.status >= 500 and not isinstance(error, Unavailable):
+    if error.status >= 500 and not isinstance(error, Unavailable | Unimplemented):
         log.error("%s: %s", error.code, error)
     return response(error)
 

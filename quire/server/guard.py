@@ -16,6 +16,7 @@ from quire.server import errors
 from quire.server.errors import Forbidden, Unauthorized
 
 OPEN = frozenset({"/health", "/ready"})
+ALLOWED = b"authorization, content-type, x-request-id, x-api-key, anthropic-version, anthropic-beta"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -65,7 +66,7 @@ class Cors:
             if allowed:
                 grant += [
                     (b"access-control-allow-methods", b"GET, POST"),
-                    (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+                    (b"access-control-allow-headers", ALLOWED),
                     (b"access-control-max-age", b"600"),
                 ]
             await send({"type": "http.response.start", "status": 204 if allowed else 403, "headers": grant})
@@ -80,7 +81,7 @@ class Cors:
 
 
 class KeyCheck:
-    """Every path but the open ones needs `Authorization: Bearer KEY`."""
+    """Every path but the open ones needs `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -88,14 +89,25 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN and not self._holds(scope):
-            refusal = Unauthorized("this server needs an API key", cure="send Authorization: Bearer KEY")
+            refusal = Unauthorized(
+                "this server needs an API key", cure="send Authorization: Bearer KEY, or x-api-key: KEY"
+            )
             return await errors.response(refusal)(scope, receive, send)
         return await self.app(scope, receive, send)
 
     def _holds(self, scope: Scope) -> bool:
-        given = [v for k, v in scope["headers"] if k == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        return hmac.compare_digest(key.strip(), self.key) and scheme.lower() == b"bearer"
+        scheme, _, token = _only(scope, b"authorization").partition(b" ")
+        bearer = self._is(token) and scheme.lower() == b"bearer"
+        return self._is(_only(scope, b"x-api-key")) or bearer
+
+    def _is(self, key: bytes) -> bool:
+        return hmac.compare_digest(key.strip(), self.key)
+
+
+def _only(scope: Scope, name: bytes) -> bytes:
+    """The value of a header that was sent once; one sent twice says nothing."""
+    given = [v for k, v in scope["headers"] if k == name]
+    return given[0] if len(given) == 1 else b""
 
 
 def _hostname(host: bytes) -> str:

@@ -61,10 +61,9 @@ class BodyLimit:
             await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = errors.response(
-            TooLarge(f"the body is over {self.limit} bytes, the most this server reads"), {"connection": "close"}
-        )
-        await send({"type": "http.response.start", "status": 413, "headers": refusal.raw_headers})
+        error = TooLarge(f"the body is over {self.limit} bytes, the most this server reads")
+        refusal = errors.response(error, {"connection": "close"}).on(scope["path"])
+        await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
         # Closing now, with bytes unread, would reset the connection and lose the answer on its way.
         thrown = 0
@@ -91,6 +90,11 @@ async def read_json(request: Request) -> bytes:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise UnsupportedMedia("the body must be JSON", cure="send the header content-type: application/json")
+    return await read_body(request)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, whatever it says it is."""
     parts: list[bytes] = []
     while True:
         message = await request.receive()
@@ -101,7 +105,7 @@ async def read_json(request: Request) -> bytes:
             return b"".join(parts)
 
 
-def top_level(body: bytes) -> dict[str, msgspec.Raw]:
+def top_level(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The names in a JSON object, values undecoded."""
     return _decode(_TOP, body)
 

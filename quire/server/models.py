@@ -46,6 +46,7 @@ async def open_model(
         on_progress=progress,
         on_restart=restarted,
     )
+    service.path = config.path
     service.note = "starting the engine"
     reading = asyncio.create_task(asyncio.to_thread(words))
     try:

@@ -12,14 +12,18 @@ import re
 import time
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from quire.config import VERSION, ServerConfig
 from quire.engine.client import EngineClient
 from quire.engine.types import EngineInfo
-from quire.observe.errors import NotFound, Unavailable
+from quire.observe.errors import BadRequest, NotFound, Unavailable
 from quire.observe.metrics import Metrics, ModelMetrics
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
+    from quire.chat.embedder import Embedder
+    from quire.weights.store import Store
 
 
 class Running(Protocol):
@@ -41,12 +45,15 @@ class Service:
         self.completer: Completer | None = None
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
+        self.path: str | None = None  # the model's file or folder, once it is known
+        self.store: Store | None = None  # the models of this machine, where clients may see them
         self.restarted = 0  # times the engine process was started again
         self.feeds: set[Running] = set()
         self.in_flight = 0  # HTTP requests between their first byte in and last byte out, probes not counted
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._loaded = asyncio.Event()  # or never to be
 
     @property
     def stage(self) -> str:
@@ -89,6 +96,11 @@ class Service:
         )
         self.client = client
         self.completer = completer
+        self._loaded.set()
+
+    async def loaded(self) -> None:
+        """Wait for the first load to end, for clients that expect a request to wait for it. Says nothing of what came."""
+        await self._loaded.wait()
 
     def ready(self) -> Completer:
         """The completer, or 503 with the stage."""
@@ -103,6 +115,31 @@ class Service:
             again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
             raise Unavailable(what[stage], cure=again)
         return self.completer
+
+    def embedder(self) -> Embedder:
+        """What embeds and scores here; 503 with the stage, 400 where the model was loaded to generate."""
+        from quire.chat.embedder import Embedder
+
+        completer = self.ready()
+        info = msgspec.structs.replace(completer.info, model=self.name)  # a client knows it by this name
+        return Embedder(completer.client, completer.tokenizer, info)
+
+    def generator(self) -> Completer:
+        """The completer; 503 with the stage, 400 where the model makes no text."""
+        completer = self.ready()
+        if completer.info.task != "generate":
+            does, where = (
+                ("embeds texts", "/v1/embeddings")
+                if completer.info.task == "embed"
+                else ("scores pairs of texts", "/v1/rerank")
+            )
+            raise BadRequest(
+                f"{self.name} {does}: it cannot generate text",
+                cure=f"POST {where}",
+                param="model",
+                code="unsupported_task",
+            )
+        return completer
 
     def check_model(self, name: str | None) -> None:
         """404 unless `name` is the served model; no name means that one. The text is the same for every other name."""
@@ -128,6 +165,7 @@ class Service:
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests, wait for those in flight, then fail the rest. True when none had to be failed."""
         self.draining = True
+        self._loaded.set()
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

@@ -1,7 +1,8 @@
-"""A server-sent event stream as a pure ASGI response.
+"""A server-sent event stream, or one of JSON lines, as a pure ASGI response.
 
 Nothing is sent until the first news or a few quiet seconds: so a full queue or a refused request is still an HTTP
-status, and only later trouble is an error event. Several events that are ready together leave in one write.
+status, and only later trouble is an error event. Several events that are ready together leave in one write. JSON lines
+have no comments, so a long wait is silent there.
 """
 
 from __future__ import annotations
@@ -36,10 +37,18 @@ def event(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+def line(value: object) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(value) + b"\n"
+
+
 class EventStream(Response):
     """Runs a feed and sends what the encoder makes of it, then `[DONE]`."""
 
     media_type = "text/event-stream"
+    frame = staticmethod(event)
+    waiting = b": waiting\n\n"  # a comment keeps proxies from closing the connection
+    done = DONE
 
     def __init__(self, feed: Feed, encoder: Encoder):
         self.feed = feed
@@ -60,13 +69,13 @@ class EventStream(Response):
                 await feed.first(FIRST_SECONDS)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 started = True
-                await write(b"".join(map(event, self.encoder.opening())))
+                await write(b"".join(map(self.frame, self.encoder.opening())))
                 async for items in feed.batches(KEEP_ALIVE_SECONDS):
-                    # An empty batch is silence: a comment keeps proxies from closing the connection.
-                    data = b"".join(map(event, self.encoder.news(items))) if items else b": waiting\n\n"
+                    # An empty batch is silence.
+                    data = b"".join(map(self.frame, self.encoder.news(items))) if items else self.waiting
                     if data:
                         await write(data)
-            await write(b"".join(map(event, self.encoder.closing())) + DONE, more=False)
+            await write(b"".join(map(self.frame, self.encoder.closing())) + self.done, more=False)
         except ClientGone:
             if not started:
                 raise
@@ -77,4 +86,13 @@ class EventStream(Response):
             if not isinstance(error, QuireError):
                 errors.log.error("unexpected %s in a stream", type(error).__name__, exc_info=error)
                 error = QuireError("the server failed on this request; its log has the cause")
-            await write(event(errors.body(error)) + DONE, more=False)
+            await write(self.frame(errors.shaped(scope["path"], error)[1]) + self.done, more=False)
+
+
+class LineStream(EventStream):
+    """The same as lines of JSON, which end when the body does."""
+
+    media_type = "application/x-ndjson"
+    frame = staticmethod(line)
+    waiting = b""
+    done = b""

@@ -28,6 +28,9 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_SHARDS = 4096
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")  # a file name that stays in its folder
 MODEL_TYPES = {
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

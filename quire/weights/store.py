@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError
 from quire.weights import names, sources
-from quire.weights.catalogue import Wanted, look_up
-from quire.weights.home import Home, entries, hash_file
-from quire.weights.manifest import Manifest, Problem, decode
+from quire.weights.catalogue import Wanted, find, look_up
+from quire.weights.home import Home, entries, hash_file, sync_folder
+from quire.weights.manifest import Manifest, Problem, decode, encode
 from quire.weights.progress import Progress, Quiet, mb
 from quire.weights.sources import Local
 
@@ -179,6 +181,34 @@ class Store:
                 return Pull(self.place, self.env, self.http, wanted, progress, force, self.accepts).run()
             finally:
                 progress.finish()
+
+    def copy(self, source: str, name: str) -> Manifest:
+        """Call what `source` has by a second, short name as well. The content is shared, and goes with its last name."""
+        short = names.parse(name)
+        if not isinstance(short, names.ShortName):
+            raise BadRequest(f"{name!r} is no short name", cure="write for instance mine:7b", param="destination")
+        if find(short) is not None:
+            raise BadRequest(f"{short} is the catalogue's name for another model", param="destination")
+        from quire.weights.fetch import write_whole  # writing is rare, and it brings the network's code
+
+        self.place.prepare()
+        with self.place.lock("store"):  # nobody removes the content meanwhile
+            manifest = self.get(source)
+            if manifest is None:
+                raise NotFound(f"{source} is not in the store", cure="`quire list` shows what is", param="source")
+            self.checked(manifest)
+            there = self.get(str(short)) if self.place.manifest(str(short)).exists() else None
+            if there is not None and there.digest != manifest.digest:
+                raise BadRequest(
+                    f"{short} is already the name of another model",
+                    cure=f"`quire rm {short}` frees it",
+                    param="destination",
+                )
+            made = msgspec.structs.replace(manifest, name=str(short))
+            path = self.place.manifest(made.name)
+            write_whole(path, encode(made))
+            sync_folder(path.parent)
+            return made
 
     def remove(self, name: str) -> int:
         """Forget `name`; the bytes freed. Its content goes when no other name uses it, an unfinished download too.

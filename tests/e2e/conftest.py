@@ -99,9 +99,9 @@ def wait_until(what: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def launch(*options: str, env: dict[str, str] | None = None, wait: bool = True) -> Server:
+def launch(*options: str, model: str = DEFAULT_MODEL, env: dict[str, str] | None = None, wait: bool = True) -> Server:
     """`quire serve` with these options; waits until it is ready unless told not to."""
-    command = [sys.executable, "-m", "quire.cli.main", "serve", DEFAULT_MODEL, "--port", "0", *options]
+    command = [sys.executable, "-m", "quire.cli.main", "serve", model, "--port", "0", *options]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     server = Server(process)
     threading.Thread(target=server.read, daemon=True).start()

@@ -1,5 +1,7 @@
 """The catalogue's real models: greedy continuations are those of transformers with the same weights, dequantized, in float32.
 
+Each token is held against transformers' logits given the tokens before it, so that one near tie does not hide what follows it.
+
 The weights go to transformers through a configuration made here from the file's metadata, dequantized by the gguf package: neither side uses
 the other's reading of the file. A model that is not in the store is skipped, saying how to pull it; nothing is downloaded here.
 """
@@ -25,6 +27,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: t
 gguf = pytest.importorskip("gguf", reason="needs gguf: the test extra")
 
 TOKENS = 24
+TIE = 0.25  # how far behind the best a token may be that the native backend takes, in logits
+TIES = 3  # how many of them may be
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class File:
     def weight(self, name: str) -> Any:
         t = self.tensors[name]
         values = gguf.quants.dequantize(t.data, t.tensor_type)
-        return torch.from_numpy(np.ascontiguousarray(values.reshape([int(n) for n in reversed(t.shape)]), np.float32))
+        return torch.from_numpy(np.array(values, np.float32).reshape([int(n) for n in reversed(t.shape)]))
 
 
 def configuration(file: File) -> Any:
@@ -145,45 +149,40 @@ def weights(file: File, config: Any) -> Iterator[tuple[str, Any]]:
         yield f"model.layers.{number}.{layer[role]}.{kind}", value
 
 
-def oracle(path: Path, ids: list[int]) -> tuple[list[int], list[float]]:
-    """TOKENS greedy tokens after `ids`, and how far the second best was behind at each."""
+def gaps(path: Path, ids: list[int], made: list[int]) -> list[float]:
+    """How far each made token's logit is behind the best one's, given all before it; 0 is the greedy choice."""
     from transformers.initialization import no_init_weights
 
     file = File(path)
     config = configuration(file)
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    state = dict(model.named_parameters())
+    model.tie_weights()
+    state = dict(model.named_parameters())  # each once, tied ones too
     for name, value in weights(file, config):
         state.pop(name).data.copy_(value)
-    state = {n: p for n, p in state.items() if p is not model.get_output_embeddings().weight or "lm_head" not in n}
     assert not state, f"weights that the file does not have: {list(state)[:5]}"
     model.eval()
     with torch.no_grad():
-        cache, step = None, torch.tensor([ids])
-        made: list[int] = []
-        margins: list[float] = []
-        while len(made) < TOKENS:
-            out = model(input_ids=step, past_key_values=cache, use_cache=True)
-            best = out.logits[0, -1].topk(2)
-            made.append(int(best.indices[0]))
-            margins.append(float(best.values[0] - best.values[1]))
-            cache, step = out.past_key_values, best.indices[:1][None]
-    del model, state, cache
-    gc.collect()
-    return made, margins
+        logits = model(input_ids=torch.tensor([[*ids, *made[:-1]]]), use_cache=False).logits[0, len(ids) - 1 :]
+        behind = logits.max(-1).values - logits[torch.arange(len(made)), torch.tensor(made)]
+    assert torch.isfinite(behind).all()
+    return behind.tolist()
 
 
-@pytest.mark.parametrize("real", MODELS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "real", [pytest.param(m, id=m.name, marks=[] if m is MODELS[0] else pytest.mark.large) for m in MODELS]
+)
 def test_greedy_continuations_are_those_of_transformers(real: Real) -> None:
     path = found(real.name)
     options = {"dtype": "float32", "device": "cpu"} if real.backend == "torch" else {}
     with LLM(str(path), backend=real.backend, context=256, kv_memory="256MiB", **options) as llm:  # type: ignore[arg-type]
         answer = llm.generate(real.prompt, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))[0]
-        ids, ours = list(answer.prompt_tokens), list(answer.outputs[0].tokens)
+        ids, made = list(answer.prompt_tokens), list(answer.outputs[0].tokens)
     gc.collect()
-    theirs, margins = oracle(path, ids)
-    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), TOKENS)
-    assert same == TOKENS, (
-        f"they part at token {same}, where the second best was {margins[same]:.3f} behind: {ours[same:]} {theirs[same:]}"
-    )
+    assert len(made) == TOKENS
+    behind = gaps(path, ids, made)
+    if real.backend == "torch":
+        assert not any(behind), behind
+    # The native backend rounds activations to 8 bits: two tokens that are nearly as likely may change places, no others.
+    assert max(behind) < TIE and sum(gap > 0 for gap in behind) <= TIES, (answer.text, behind)

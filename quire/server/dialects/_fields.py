@@ -8,6 +8,7 @@ NEUTRAL    would change the answer: accepted only with a value that asks for not
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import TypeVar
 
@@ -69,24 +70,34 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def parse(body: bytes, shape: type[T]) -> T:
+def parse(
+    body: bytes | msgspec.Raw,
+    shape: type[T],
+    ignored: Collection[str] = IGNORED,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+) -> T:
     """The request as `shape`, every field of it accounted for."""
     honoured = _honoured(shape)
     given = limits.top_level(body)
     for name, raw in given.items():
-        if name in honoured or name in IGNORED:
+        if name in honoured or name in ignored:
             continue
-        if name not in NEUTRAL:
+        if name not in neutral:
             raise limits.unknown_field(name, sorted(honoured))
-        value = limits.parse(raw, object)
-        if not any(type(value) is type(n) and value == n for n in NEUTRAL[name]):
-            asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in NEUTRAL[name])
-            raise BadRequest(
-                f"{name} is not supported: the only accepted value is {asks_nothing}",
-                param=name,
-                code="unsupported_parameter",
-            )
+        check(name, limits.parse(raw, object), neutral[name])
     return limits.parse(body, shape)
+
+
+def check(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    """Refuse a value that asks for something."""
+    if any(type(value) is type(n) and value == n for n in neutral):
+        return
+    asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in neutral)
+    raise BadRequest(
+        f"{name} is not supported: the only accepted value is {asks_nothing}",
+        param=name,
+        code="unsupported_parameter",
+    )
 
 
 @cache

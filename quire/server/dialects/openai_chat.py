@@ -93,7 +93,7 @@ def register(app: FastAPI, service: Service) -> None:
         arrived = time.monotonic()
         asked = parse(await read_json(request), ChatRequest)
         service.check_model(asked.model)
-        service.ready()
+        service.generator()
         _check(asked)
         sampling = asked.params(
             service.info.vocab_size,

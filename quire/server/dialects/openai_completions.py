@@ -65,7 +65,7 @@ def register(app: FastAPI, service: Service) -> None:
         arrived = time.monotonic()
         asked = parse(await read_json(request), CompletionRequest)
         service.check_model(asked.model)
-        service.ready()
+        service.generator()
         prompts = _prompts(asked, service.config.max_prompts)
         _check(asked, len(prompts))
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens

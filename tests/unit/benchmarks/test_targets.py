@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cpu, floors
-from benchmarks.sections import NAMES
+from benchmarks.sections import NAMES, load
 from benchmarks.targets import TARGETS, Target, find, judge
 from benchmarks.world import FORMATS, LARGE, SMALL, World
 
@@ -78,7 +78,11 @@ def test_every_bar_is_for_a_figure_that_a_whole_run_measures(tmp_path: Path) -> 
     for target in TARGETS:
         for what in target.what:
             names = target.formats or FORMATS
-            met = [name for name in names if any((target.section, s, name, what) in figures for s in (SMALL, LARGE))]
+            met = [
+                name
+                for name in names
+                if any((target.section, s, name, what) in figures for s in (SMALL, LARGE, load.SHAPE))
+            ]
             assert met == list(names) if target.formats else met, f"{target.section}, {what}: nothing measures it"
 
 

@@ -13,7 +13,7 @@ from quire.cli import app
 from quire.cli.options import Argument, Option, for_typer, parameters, parse
 from quire.cli.verbs import VERBS
 
-PLAIN = ("run", "pull", "list", "show", "ps", "version")
+PLAIN = ("run", "embed", "pull", "list", "show", "ps", "version")
 WORDS = (
     "hello", "", " ", "a b", "7", "0", "1.5", "1e3", "nan", "-1", "-0.5", "-", "--", "-x", "--raw", "--raw=1", "--no-raw", "--json",
     "--known", "--force", "--seed", "--seed=3", "--seed=-1", "--top-p", "--top_p", "--top-p=0.5", "--temp", "--temperature", "--system",

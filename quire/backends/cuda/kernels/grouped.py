@@ -22,6 +22,7 @@ import triton.language as tl
 
 from quire.backends.cuda.kernels.int4 import _pair
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.cuda.kernels.skinny import sixteenth
 from quire.backends.torch.quantized import E4M3, Int4, Scaled
 
 BLOCK_K = 64
@@ -66,7 +67,7 @@ def _dense(
             values = tl.load(x_row[:, None] + inner[None, :], mask=(inner < k)[None, :], other=0.0)
             weights = tl.load(w_row[:, None] + inner[None, :], mask=(inner < k)[None, :], other=0.0)
         if HALF:  # e4m3 becomes fp16 in one instruction, bf16 in many
-            values = (values * 0.0625).to(tl.float16)  # exact; in float32 LLVM would convert first and overflow
+            values = sixteenth(values)
         values = tl.trans(values)
         if IEEE:
             acc = tl.dot(weights, values, acc, input_precision="ieee")

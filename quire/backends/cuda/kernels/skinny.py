@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.kernels.attention import tanh
 from quire.backends.cuda.kernels.launch import Launcher
@@ -60,6 +61,17 @@ def gate(gates, up, KIND: tl.constexpr):
     if KIND == 2:
         return 0.5 * gates * (1.0 + tanh(0.7978845608028654 * (gates + 0.044715 * gates * gates * gates))) * up
     return gates * (1.0 / (1.0 + tl.exp(-gates))) * up
+
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def sixteenth(values):
+    """bf16 numbers as a sixteenth of themselves in fp16. Exact: only the exponent changes."""
+    if INTERPRETED:  # which cannot multiply bf16
+        return (values.to(tl.float32) * 0.0625).to(tl.float16)
+    return (values * 0.0625).to(tl.float16)  # written in float32, LLVM would convert to fp16 first, and overflow
 
 
 @triton.jit
@@ -116,7 +128,7 @@ def _dot(
             inside = (row < m)[:, None] & (inner < last)[None, :]
             values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
         if HALF:
-            values = (values * 0.0625).to(tl.float16)  # exact; in float32 LLVM would convert first and overflow
+            values = sixteenth(values)
         tile = _tile(w_row, inner, last, EVEN)
         if not EIGHT:
             tile = tile.to(values.dtype)

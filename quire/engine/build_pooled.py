@@ -1,0 +1,185 @@
+"""An engine that embeds or scores, from a model and a backend that are open already: program, sizes, scheduler, runner.
+
+`task_of` says whether a model is for that. An encoder's step holds its longest text, and its memory is what lies between its
+layers; a decoder also gets pages for one text of full length, which are scratch: nothing is kept from one text to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.backends.ops import KV, Backend, Estimator, Holds, Measures
+from quire.cache.pool import Pool
+from quire.config import PAGE_SIZE, EngineConfig, Environment
+from quire.engine.engine import Engine
+from quire.engine.memory import Budget
+from quire.engine.pooled import PooledScheduler
+from quire.engine.sizes import resolve_sizes
+from quire.engine.types import EngineInfo
+from quire.layouts import Layout
+from quire.machine import NO_LIMIT, Memory, look_at_memory
+from quire.models import Encoder, Model
+from quire.models.pooling import Pooling, declared, headless, pooling_of
+from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
+from quire.runner.pooled import PooledRunner
+
+if TYPE_CHECKING:
+    from quire.weights.checkpoint import Opened
+
+TASKS = ("auto", "generate", "embed", "score")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is there before the engine is: see build_engine."""
+
+    model: Model
+    name: str
+    nbytes: int
+    checkpoint: Opened | None
+    backend: Backend
+    packed: Callable[[Layout, int, int], None]
+
+
+def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
+    """generate, embed or score: what was asked, if the model can, else what it is made for."""
+    encoder = isinstance(model, Encoder)
+    own = "score" if encoder and model.head is not None else "embed"
+    bare = not encoder and checkpoint is not None and headless(checkpoint)
+    if asked == "auto":
+        named = checkpoint is not None and (declared(checkpoint) or checkpoint.architecture.endswith("Model"))
+        return own if encoder or bare or named else "generate"
+    if asked == "generate" and bare:
+        raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
+    if asked == "generate" and encoder:
+        raise Unsupported(
+            f"a {model.config.architecture} cannot generate text: it is for {own}", cure="leave --task out"
+        )
+    if asked != "generate" and asked != own:
+        raise Unsupported(
+            f"a {model.config.architecture} {'scores pairs of texts' if own == 'score' else 'has no score'}: "
+            f"it cannot {asked}",
+            cure="leave --task out",
+        )
+    return asked
+
+
+def build_pooled(
+    config: EngineConfig, env: Environment, parts: Parts, task: str, lap: Callable[[str], None]
+) -> tuple[Engine, EngineInfo]:
+    """The engine; decisions are the lines of this part alone."""
+    model = parts.model
+    encoder = model if isinstance(model, Encoder) else None
+    head = None if encoder is None else encoder.head
+    if head is None:
+        pooling = pooling_of(parts.checkpoint, encoder is not None)
+    else:
+        how = "through a sigmoid" if head.sigmoid else "as it is"
+        pooling = Pooling("cls", False, lines=(f"score: of the first token, {how}",))
+    context, context_line = _context(config, model, pooling)
+    budget = max(config.max_batch_tokens, context) if encoder else config.max_batch_tokens
+    rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
+    lines = [*pooling.lines]
+    kv = model.kv(1, PAGE_SIZE)
+    inputs = {} if encoder is None else encoder.inputs
+    if encoder is None:
+        kv, held, more = _scratch(config, env, parts, kv, budget, rows)
+        lines += more if held <= context else [context_line, *more[:1], *more[2:]]  # the second is of a longer one
+        context = min(held, context)
+    else:
+        lines.append(context_line)
+    if encoder is not None and isinstance(parts.backend, Estimator):
+        needs = parts.backend.estimate(model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=inputs)
+        memory = Budget(look_at_memory(), needs)
+        memory.check(kv.nbytes, kv.page_bytes)
+        lines.append(memory.line(kv.nbytes))
+    lap("sizes")
+    try:
+        program = parts.backend.compile(
+            model.hidden,
+            kv=kv,
+            max_tokens=budget,
+            max_rows=rows,
+            inputs=inputs,
+            packed=parts.packed,
+        )
+    except MemoryError:
+        raise NotEnoughMemory(
+            "the system refused memory while the model was loaded",
+            cure="free some memory, or ask for a shorter context",
+        ) from None
+    lap("weights")
+    scheduler = PooledScheduler(
+        budget=budget,
+        max_seqs=config.max_seqs,
+        context=context,
+        vocab_size=model.config.vocab_size,
+        whole=encoder is not None,
+        pool=None if encoder else Pool(kv.pages),
+        page_size=PAGE_SIZE,
+    )
+    runner = PooledRunner(program, kv=kv, pooling=pooling, encoder=encoder, head=head)
+    lines.append(
+        f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole"
+    )
+    info = EngineInfo(
+        model=parts.name,
+        architecture=model.config.architecture,
+        vocab_size=model.config.vocab_size,
+        context=context,
+        max_seqs=config.max_seqs,
+        max_batch_tokens=budget,
+        pages=0 if encoder else kv.pages,
+        page_size=PAGE_SIZE,
+        backend=parts.backend.describe(),
+        weight_bytes=parts.backend.weight_bytes if isinstance(parts.backend, Holds) else parts.nbytes,
+        kv_bytes=0 if encoder else kv.nbytes,
+        decisions=lines,
+        task=task,
+        dimensions=0 if head else model.config.width,
+        cuts=pooling.cuts,
+        prompts=pooling.prompts,
+        separators=encoder.separators if encoder else 1,
+    )
+    return Engine(scheduler, runner, 0), info
+
+
+def _context(config: EngineConfig, model: Model, pooling: Pooling) -> tuple[int, str]:
+    """The longest text, and why."""
+    most = model.config.context
+    if config.context is not None:
+        if config.context > most:
+            raise BadRequest(
+                f"a context of {config.context} was asked for: the model was made for {most}",
+                param="context",
+                cure=f"ask for at most {most}",
+            )
+        return config.context, f"context: {config.context} tokens (asked for; the model was made for {most})"
+    if pooling.context is not None and pooling.context < most:
+        why = f"sentence_bert_config.json; the model has positions for {most}"
+        return pooling.context, f"context: {pooling.context} tokens ({why})"
+    return most, f"context: {most} tokens (what the model was made for)"
+
+
+def _scratch(
+    config: EngineConfig, env: Environment, parts: Parts, page: KV, budget: int, rows: int
+) -> tuple[KV, int, list[str]]:
+    """Pages for the texts of a step: of one text of full length, or of as many tokens as there is memory for. And how long
+    a text they hold, and the lines that say why."""
+    model, backend = parts.model, parts.backend
+    if config.kv_dtype != "auto":
+        page = dataclasses.replace(page, dtype=config.kv_dtype)
+    asked = dataclasses.replace(config, max_seqs=1)
+    if isinstance(backend, Measures) and backend.owns_memory:
+        resolve_sizes(asked, env, model, Budget(Memory(NO_LIMIT, "")))
+        free = backend.measure(model.hidden, page, max_tokens=budget, max_rows=rows, packed=parts.packed)
+        memory = Budget(Memory(free, "the device, with the model loaded"), own=True)
+    elif isinstance(backend, Estimator):
+        memory = Budget(look_at_memory(), backend.estimate(model.hidden, kv=page, max_tokens=budget, max_rows=rows))
+    else:
+        memory = Budget(look_at_memory())
+    sizes = resolve_sizes(asked, env, model, memory)
+    return dataclasses.replace(page, pages=sizes.pages), sizes.context, sizes.lines

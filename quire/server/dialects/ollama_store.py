@@ -1,0 +1,323 @@
+"""Ollama's routes over the model store: pull with progress, delete, copy; create, push and blobs are refused by name.
+
+They change this machine, so they answer on loopback, or to who has the key, and to nobody else. Names come over the network: a path or
+an address is never taken. A pull runs in a thread that a stuck network cannot make the process wait for; it ends when its client goes,
+and what came so far is kept for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.observe.errors import BadRequest, Busy, NotFound, QuireError
+from quire.server import errors
+from quire.server.dialects import _ollama
+from quire.server.errors import ClientGone, Unimplemented
+from quire.server.guard import is_loopback
+from quire.server.service import Service
+from quire.server.sse import HEADERS, LineStream, line
+from quire.weights import names
+from quire.weights.store import Store
+
+MAX_PULLS = 4  # at a time
+TELL_SECONDS = 0.1  # between two lines of progress
+
+T = TypeVar("T")
+
+
+class PullRequest(msgspec.Struct, kw_only=True):
+    """`name` is the older word for `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+
+
+class DeleteRequest(msgspec.Struct, kw_only=True):
+    """`name` is the older word for `model`."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class CopyRequest(msgspec.Struct, kw_only=True):
+    """A second name for a model."""
+
+    source: str
+    destination: str
+
+
+class ReadOnly(QuireError):
+    """The store may not be changed from there."""
+
+    code = "forbidden"
+    status = 403
+
+
+class Gone(Exception):
+    """Nobody waits for this pull any more."""
+
+
+def register(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    running: set[Pulling] = set()
+
+    async def pull(request: Request) -> Response:
+        asked = _ollama.parse(await _ollama.read(request), PullRequest, neutral={"insecure": (None, False)})
+        store, name = _store(service), _model(asked.model or asked.name)
+        _check_source(name)
+        wanted = store.look_up(name)
+        if len(running) >= MAX_PULLS:
+            raise Busy(f"{MAX_PULLS} pulls are under way: that is the most at a time", retry_after=30.0)
+        pulling = Pulling(service, wanted.name, wanted.sha256, running.discard)
+        running.add(pulling)
+        pulling.begin(store)
+        if asked.stream is None or asked.stream:
+            return PullStream(pulling)
+        async for _ in pulling.watched(request.receive):
+            pass
+        return _ollama.answer({"status": "success"})
+
+    async def delete(request: Request) -> Response:
+        asked = _ollama.parse(await _ollama.read(request), DeleteRequest)
+        store, given = _store(service), _model(asked.model or asked.name)
+        name = _ollama.canonical(given)
+        if _ollama.is_served(service, given):
+            raise BadRequest(f"{service.name} is being served", cure="stop its server first", param="model")
+        if await in_thread(lambda: store.get(name)) is None:
+            raise NotFound(f"model {given[:128]!r} is not here", cure="GET /api/tags lists what is", param="model")
+        await in_thread(lambda: store.remove(name))
+        return Response()
+
+    async def copy(request: Request) -> Response:
+        asked = _ollama.parse(await _ollama.read(request), CopyRequest)
+        store = _store(service)
+        source, name = _ollama.canonical(_model(asked.source)), _ollama.bare_name(_model(asked.destination))
+        await in_thread(lambda: store.copy(source, name))
+        return Response()
+
+    app.add_api_route("/api/pull", pull, methods=["POST"], response_model=None)
+    app.add_api_route("/api/delete", delete, methods=["DELETE"], response_model=None)
+    app.add_api_route("/api/copy", copy, methods=["POST"], response_model=None)
+    for path, method, what in (
+        ("/api/create", "POST", "a model is made from files, not from a Modelfile"),
+        ("/api/push", "POST", "there is no registry to push to"),
+        ("/api/blobs/{digest}", "POST", "files are not uploaded"),
+        ("/api/blobs/{digest}", "HEAD", "files are not uploaded"),
+    ):
+        app.add_api_route(path, _refusal(path, what), methods=[method], response_model=None)
+
+
+def _refusal(path: str, what: str) -> Callable[[Request], Awaitable[Response]]:
+    name = path.split("/")[2]
+
+    async def refuse(request: Request) -> Response:
+        raise Unimplemented(f"{name} is not supported: {what}", cure="`quire serve PATH` serves a file or folder")
+
+    return refuse
+
+
+def _store(service: Service) -> Store:
+    """The store, for who may change it."""
+    if service.store is None:
+        raise Unimplemented("this server was started without a model store")
+    if not is_loopback(service.config.host) and not service.config.api_key:
+        raise ReadOnly(
+            "models are not pulled, copied or deleted from other machines without a key",
+            cure="start the server with QUIRE_API_KEY, or use `quire pull` and `quire rm` there",
+        )
+    return service.store
+
+
+def _model(name: str | None) -> str:
+    if not name:
+        raise BadRequest("model is missing", param="model")
+    return _ollama.bare_name(name)
+
+
+def _check_source(name: str) -> None:
+    """No path, and no address of the client's choosing: what this machine can reach is not theirs to ask."""
+    parsed = names.parse(name)
+    if isinstance(parsed, names.Reference) and parsed.scheme in ("file", "url"):
+        raise BadRequest(
+            "models are asked for by name here, not by path or address",
+            cure="a short name (smollm2:135m), hf:org/repo, pypi:… or npm:…; `quire pull` takes the others",
+            param="model",
+        )
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Like asyncio.to_thread, but the process does not wait for the thread when it ends: a lock may be held for long."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as e:
+            result, error = None, e
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=body, daemon=True, name="store").start()
+    return await done
+
+
+class Pulling:
+    """One pull: the store's Progress in its thread, lines of status in the loop's."""
+
+    def __init__(self, service: Service, name: str, sha256: str | None, ended: Callable[[Pulling], None]):
+        self.service = service
+        self.name = name
+        self.digest = {"digest": f"sha256:{sha256}"} if sha256 else {}
+        self.gone = threading.Event()
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._lines: list[dict[str, Any]] = [{"status": f"pulling {name}"}]
+        self._news = asyncio.Event()
+        self._done = False
+        self._failure: BaseException | None = None
+        # In the thread
+        self._label, self._total, self._here, self._told = name, None, 0, 0.0
+
+    def begin(self, store: Store) -> None:
+        """Start the thread."""
+
+        def body() -> None:
+            failure: BaseException | None = None
+            try:
+                store.pull(self.name, self)
+            except BaseException as e:
+                failure = e
+            self._post(self._finished, failure)
+
+        threading.Thread(target=body, daemon=True, name="pull").start()
+
+    # Progress, in the thread
+
+    def start(self, total: int | None, label: str, done: int = 0) -> None:
+        self._check()
+        self._label, self._total, self._here = label, total, done
+        self._tell()
+
+    def advance(self, n: int) -> None:
+        self._check()
+        self._here += n
+        if time.monotonic() - self._told >= TELL_SECONDS:
+            self._tell()
+
+    def finish(self) -> None:
+        if self._total is not None and not self.gone.is_set():
+            self._tell()
+
+    def note(self, text: str) -> None:
+        self._post(self._line, {"status": errors.clean(text, f"{self.name} is on this machine")})
+
+    def _check(self) -> None:
+        if self.gone.is_set():
+            raise Gone
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        total = {} if self._total is None else {"total": self._total}
+        body = {"status": f"pulling {self._label}", **self.digest, **total, "completed": self._here}
+        self._post(self._line, body)
+
+    def _post(self, call: Callable[..., None], *values: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call, *values)
+
+    # In the loop
+
+    def _line(self, body: dict[str, Any]) -> None:
+        self._lines.append(body)
+        self._news.set()
+
+    def _finished(self, failure: BaseException | None) -> None:
+        self._ended(self)
+        self._done = True
+        if self._failure is None:
+            self._failure = failure
+        self._news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the answer with `error`; the thread ends when it next says something."""
+        self.gone.set()
+        if self._failure is None:
+            self._failure = error
+        self._news.set()
+
+    async def watched(self, receive: Receive) -> AsyncIterator[list[dict[str, Any]]]:
+        """Batches of lines, until the end; raises what ended it early, and a client's departure."""
+        watch = asyncio.create_task(self._watch(receive))
+        self.service.feeds.add(self)
+        try:
+            while True:
+                lines, self._lines = self._lines, []
+                if lines:
+                    yield lines
+                    continue
+                if self._failure is not None:
+                    raise self._failure
+                if self._done:
+                    return
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            self.gone.set()
+            self.service.feeds.discard(self)
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.fail(ClientGone())
+
+
+class PullStream(Response):
+    """The lines of a pull. Trouble is a line `{"error": …}`: the status has left long before."""
+
+    media_type = LineStream.media_type
+
+    def __init__(self, pulling: Pulling):
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self.pulling = pulling
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = line({"status": "success"})
+        try:
+            async for lines in self.pulling.watched(receive):
+                await write(b"".join(map(line, lines)))
+        except ClientGone:
+            last = b""
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                errors.log.error("unexpected %s in a pull", type(error).__name__, exc_info=error)
+                error = QuireError("the server failed on this request; its log has the cause")
+            last = line(errors.shaped(scope["path"], error)[1])
+        await write(last, more=False)

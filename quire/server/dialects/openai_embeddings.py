@@ -1,0 +1,82 @@
+"""POST /v1/embeddings, in OpenAI's shape: text or tokens in, one or several, and an embedding of each out.
+
+Numbers come as JSON, or as base64 of little-endian float32. A text that is too long is refused with both counts unless
+`truncate` is true; then the answer says how much was cut. `prompt_name` is one of the model's own prompts.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.chat.embedder import Embedded, Input
+from quire.observe.errors import BadRequest
+from quire.server.attend import attended
+from quire.server.dialects._embedded import MAX_INPUTS, count, cut, usage
+from quire.server.dialects._fields import parse
+from quire.server.limits import read_json
+from quire.server.service import Service
+
+FORMATS = ("float", "base64")
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """The fields that are honoured."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    truncate: bool | None = None
+    prompt_name: str | None = None
+
+
+def register(app: FastAPI, service: Service) -> None:
+    """Add the route."""
+
+    async def embeddings(request: Request) -> Response:
+        asked = parse(await read_json(request), EmbeddingRequest)
+        service.check_model(asked.model)
+        embedder = service.embedder()
+        encoding = asked.encoding_format or "float"
+        if encoding not in FORMATS:
+            raise BadRequest(
+                f"encoding_format is {encoding[:40]!r}: it must be {' or '.join(FORMATS)}", param="encoding_format"
+            )
+        work = embedder.embed(
+            _inputs(asked.input), prompt=asked.prompt_name, truncate=bool(asked.truncate), dimensions=asked.dimensions
+        )
+        made = await attended(service, request, work)
+        count(service, made)
+        data = [{"object": "embedding", "index": i, "embedding": _written(one, encoding)} for i, one in enumerate(made)]
+        body = {"object": "list", "data": data, "model": service.name, "usage": usage(made), **cut(made)}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], response_model=None)
+
+
+def _inputs(given: str | list[str | int | list[int]]) -> list[Input]:
+    """The inputs, whichever of the four forms they came in."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise BadRequest("input is an empty list", param="input")
+    kinds = {type(item) for item in given}
+    if len(kinds) > 1:
+        raise BadRequest("input mixes text and tokens: send a list of one kind", param="input")
+    if kinds == {int}:
+        return [[item for item in given if isinstance(item, int)]]
+    if len(given) > MAX_INPUTS:
+        raise BadRequest(f"{len(given)} inputs: at most {MAX_INPUTS} in one request", param="input")
+    return [item for item in given if not isinstance(item, int)]
+
+
+def _written(one: Embedded, encoding: str) -> Any:
+    if encoding == "float":
+        return one.vector.tolist()
+    return base64.b64encode(one.vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,73 @@
+"""POST /v1/rerank, in Cohere's and Jina's shape: how well documents answer a query, best first.
+
+With a cross-encoder a score is the model's own; with an embedding model it is the cosine of the two embeddings. Documents keep
+their index, and equal ones the order they came in.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.observe.errors import BadRequest
+from quire.server.attend import attended
+from quire.server.dialects._embedded import check_count, count, cut, usage
+from quire.server.dialects._fields import parse
+from quire.server.limits import read_json
+from quire.server.service import Service
+
+
+class Document(msgspec.Struct):
+    """A document that is an object; whatever else is in it is the client's."""
+
+    text: str
+
+
+class RerankRequest(msgspec.Struct, kw_only=True):
+    """The fields of a rerank request that are honoured."""
+
+    query: str
+    documents: list[str | Document]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    truncate: bool | None = None
+
+
+def register(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+
+    async def rerank(request: Request) -> Response:
+        asked = parse(await read_json(request), RerankRequest)
+        service.check_model(asked.model)
+        embedder = service.embedder()
+        texts = [d if isinstance(d, str) else d.text for d in asked.documents]
+        check_count(len(texts), "documents")
+        if asked.top_n is not None and asked.top_n < 1:
+            raise BadRequest(f"top_n is {asked.top_n}: it must be at least 1", param="top_n")
+        work = embedder.score([(asked.query, text) for text in texts], truncate=bool(asked.truncate))
+        made = await attended(service, request, work)
+        count(service, made)
+        order = sorted(range(len(texts)), key=lambda i: (-made[i].score, i))[: asked.top_n]
+        results: list[dict[str, Any]] = []
+        for i in order:
+            result: dict[str, Any] = {"index": i, "relevance_score": made[i].score}
+            if asked.return_documents is not False:
+                result["document"] = {"text": texts[i]}
+            results.append(result)
+        body = {
+            "id": f"rerank-{secrets.token_hex(12)}",
+            "model": service.name,
+            "results": results,
+            "usage": usage(made),
+            **cut(made),
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.add_api_route(path, rerank, methods=["POST"], response_model=None)

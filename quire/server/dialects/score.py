@@ -1,0 +1,67 @@
+"""POST /v1/score, in vLLM's shape: a score for each pair of texts, in their order. What a score is, rerank.py says."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.observe.errors import BadRequest
+from quire.server.attend import attended
+from quire.server.dialects._embedded import check_count, count, cut, usage
+from quire.server.dialects._fields import parse
+from quire.server.limits import read_json
+from quire.server.service import Service
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """The fields of a score request that are honoured: one text against several, or as many as there are."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    truncate: bool | None = None
+
+
+def register(app: FastAPI, service: Service) -> None:
+    """Add the route, under both its names."""
+
+    async def score(request: Request) -> Response:
+        asked = parse(await read_json(request), ScoreRequest)
+        service.check_model(asked.model)
+        embedder = service.embedder()
+        work = embedder.score(_pairs(asked), truncate=bool(asked.truncate), param="text_2")
+        made = await attended(service, request, work)
+        count(service, made)
+        body = {
+            "id": f"score-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": service.name,
+            "data": [{"index": i, "object": "score", "score": one.score} for i, one in enumerate(made)],
+            "usage": usage(made),
+            **cut(made),
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    for path in ("/score", "/v1/score"):
+        app.add_api_route(path, score, methods=["POST"], response_model=None)
+
+
+def _pairs(asked: ScoreRequest) -> list[tuple[str, str]]:
+    first = [asked.text_1] if isinstance(asked.text_1, str) else asked.text_1
+    second = [asked.text_2] if isinstance(asked.text_2, str) else asked.text_2
+    check_count(len(first), "text_1")
+    check_count(len(second), "text_2")
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise BadRequest(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one, or as many as text_2 has",
+            param="text_1",
+        )
+    return list(zip(first, second, strict=True))
