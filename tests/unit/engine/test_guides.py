@@ -358,7 +358,7 @@ def test_what_takes_too_long_is_given_up_and_does_not_lock_others_out(monkeypatc
     errors = [str(last.error) for _, last in outcome.values()]
     assert all("too long" in e or "to compile" in e for e in errors) and len(errors) == 8
     gate: Any = engine._gate
-    assert gate._overdue == 4
+    assert 4 <= gate._overdue <= 5  # two are compiled at a time
     time.sleep(0.8)  # they end at last
     assert finished(run(engine, [ask(Constraint.choice(["fine"]))])) == ["fine"]
     assert gate._overdue == 0
