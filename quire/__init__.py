@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import VERSION as __version__
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Constraint", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from quire.engine.types import Constraint
     from quire.llm import LLM, AsyncLLM
     from quire.runner.params import SamplingParams
 
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from quire.runner.params import SamplingParams
 
         return SamplingParams
+    if name == "Constraint":
+        from quire.engine.types import Constraint
+
+        return Constraint
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

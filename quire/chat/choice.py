@@ -63,6 +63,7 @@ class ChoiceStream:
             finish=finish,
             stop_reason=reason,
             error=event.error,
+            param=event.param,
             receipt=event.receipt,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -21,7 +22,8 @@ from quire.chat.template import ChatTemplate
 from quire.chat.tokenizer import Tokenizer
 from quire.chat.types import Choice, Chunk, Generation
 from quire.engine.client import EngineClient
-from quire.engine.types import EngineInfo, Event, Request
+from quire.engine.grammar import check as check_constraint
+from quire.engine.types import EngineInfo, Event, Request, Vocabulary
 from quire.observe.errors import BadModelFile, BadRequest
 
 THREAD_FROM = 16 * 1024  # characters; longer texts are tokenized in a thread, off the event loop
@@ -43,6 +45,9 @@ class Completer:
         self.tokenizer = tokenizer
         self.template = template
         self.info = info
+        self._taught = False
+        self._words: Vocabulary | None = None
+        self._reading = threading.Lock()
 
     # Prompts
 
@@ -119,6 +124,8 @@ class Completer:
         """Raise BadRequest for what cannot be honoured. `stream` checks too; this is for who must know before."""
         self.generates()
         generation.sampling.validate(self.info.vocab_size)
+        if generation.constraint is not None:
+            check_constraint(generation.constraint, generation.sampling, self.tokenizer.eos_ids)
         prompt, context = generation.prompt, self.info.context
         if not prompt:
             raise BadRequest("the prompt is empty: at least one token is needed", param="prompt")
@@ -136,6 +143,8 @@ class Completer:
     async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
         """Chunks of all choices as they come; each choice ends with one chunk that has `finish` and the receipt."""
         self.check(generation)
+        if generation.constraint is not None:
+            await self._teach()
         requests = self._requests(generation)
         choices = {r.id: ChoiceStream(r.index, self.tokenizer, generation.sampling) for r in requests}
         async with aclosing(_merged(self.client, requests)) as events:
@@ -156,6 +165,18 @@ class Completer:
                 parts[chunk.index].append(chunk)
         return [_gathered(index, chunks) for index, chunks in parts.items()]
 
+    async def _teach(self) -> None:
+        """Before the first constraint the engine is told the bytes of the tokens: it knows ids alone."""
+        if not self._taught:
+            self.client.teach(await asyncio.to_thread(self._vocabulary))
+            self._taught = True
+
+    def _vocabulary(self) -> Vocabulary:
+        with self._reading:  # several loops may ask at once; telling the engine again changes nothing
+            if self._words is None:
+                self._words = vocabulary_of(self.tokenizer, self.info.vocab_size)
+            return self._words
+
     def _requests(self, generation: Generation) -> list[Request]:
         sampling = generation.sampling
         seed = int.from_bytes(os.urandom(8), "little") >> 1 if sampling.seed is None else sampling.seed
@@ -173,9 +194,20 @@ class Completer:
                 deadline=generation.deadline,
                 namespace=generation.namespace,
                 follows=None if i == 0 else first,
+                constraint=generation.constraint,
             )
             for i in range(sampling.n)
         ]
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:
+    """The bytes of the first `size` tokens."""
+    known = range(min(size, tokenizer.vocab_size))
+    return Vocabulary(
+        tokens=[tokenizer.token_bytes(i) for i in known],
+        special=[i for i in known if tokenizer.is_special(i)],
+        eos_ids=tokenizer.eos_ids,
+    )
 
 
 def _gathered(index: int, chunks: list[Chunk]) -> Choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.engine.types import Receipt
+from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
 
 
@@ -18,6 +18,7 @@ class Generation:
     priority: int = 0
     deadline: float | None = None
     namespace: str = ""
+    constraint: Constraint | None = None  # what the answer must be
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Chunk:
     finish: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: str | int | None = None  # the stop string or token id, when one was asked for
     error: str | None = None
+    param: str | None = None  # the field of the request that the error is about
     receipt: Receipt | None = None
 
 

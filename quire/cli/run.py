@@ -20,11 +20,13 @@ from quire.config import DEFAULT_MODEL
 from quire.observe.errors import BadRequest, NotFound
 
 if TYPE_CHECKING:
+    from quire.engine.types import Constraint
     from quire.llm import LLM, Options
     from quire.runner.params import SamplingParams
 
 SEQUENCES = 4  # one conversation is one sequence; the KV pool is sized for four, so that earlier ones stay cached
 MAX_STDIN = 64 << 20  # bytes; far more than any context holds
+MAX_SCHEMA = 1 << 20  # characters; more is refused with its size
 
 # Nearly greedy, and with a seed of its own: the same question gets the same answer until somebody asks otherwise.
 TEMPERATURE = 0.2
@@ -45,6 +47,10 @@ def command(
     seed: Annotated[int, Option(help="Another seed, another answer; -1 draws one.")] = SEED,
     max_tokens: Annotated[int, Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    json: Annotated[bool, Option("--json", help="The answer is a JSON object.")] = False,
+    json_schema: Annotated[
+        str | None, Option(help="The answer is JSON that the schema in this file describes.")
+    ] = None,
     stats: Annotated[bool, Option("--stats", help="Tell what was decided, and how long it took.")] = False,
     threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
@@ -80,7 +86,10 @@ def command(
             cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
             param="model",
         )
+    constraint = must_be(json, json_schema)
     text = ask(prompt or [])
+    if text is None and constraint is not None:
+        raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
     with Spinner("loading"), _no_collections():
         llm = load(
             model,
@@ -109,7 +118,7 @@ def command(
 
             Talk(llm, params, system=system, raw=raw, stats=stats).loop()
         else:
-            once(llm, text, params, system=system, raw=raw, stats=stats)
+            once(llm, text, params, constraint, system=system, raw=raw, stats=stats)
     finally:
         llm.close()
 
@@ -185,13 +194,38 @@ def _read_stdin() -> str:
         raise BadRequest(f"standard input is not text: byte {e.start} is not UTF-8", param="prompt") from None
 
 
-def once(llm: LLM, text: str, params: SamplingParams, *, system: str | None, raw: bool, stats: bool) -> None:
+def must_be(json: bool, json_schema: str | None) -> Constraint | None:
+    """What the answer must be, if anything."""
+    from quire.engine.types import Constraint
+
+    if json and json_schema is not None:
+        raise BadRequest("--json and --json-schema both say what the answer must be: give one", param="json_schema")
+    if json_schema is None:
+        return Constraint.json_object() if json else None
+    try:
+        with open(json_schema, encoding="utf-8") as file:
+            text = file.read(MAX_SCHEMA + 1)
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadRequest(f"--json-schema {json_schema}: it cannot be read: {e}", param="json_schema") from None
+    return Constraint(kind="json_schema", text=text, param="--json-schema")
+
+
+def once(
+    llm: LLM,
+    text: str,
+    params: SamplingParams,
+    constraint: Constraint | None = None,
+    *,
+    system: str | None,
+    raw: bool,
+    stats: bool,
+) -> None:
     """One prompt, one answer."""
     if raw:
-        stream = llm.stream(text, params)
+        stream = llm.stream(text, params, constraint=constraint)
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params)
+        stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params, constraint=constraint)
     with stream:
         first = show(stream)
     if stream.output is not None:

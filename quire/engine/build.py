@@ -30,6 +30,7 @@ from quire.config import (
 )
 from quire.engine.build_pooled import TASKS, Parts, build_pooled, task_of
 from quire.engine.engine import Engine
+from quire.engine.guides import Guides
 from quire.engine.limits import standard
 from quire.engine.memory import Budget, group_of
 from quire.engine.scheduler import Scheduler
@@ -112,13 +113,14 @@ def build_engine(
     watch.lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
     first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
+    guides = Guides(model.config.vocab_size)
     scheduler = Scheduler(
         PrefixTree(first[1], PAGE_SIZE, first[0], more),
         slots=config.max_seqs,
         budget=config.max_batch_tokens,
         context=sizes.context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=standard(max_rows, PAGE_SIZE if config.prefix_cache else None),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None), guides),
         prefix_cache=config.prefix_cache,
     )
     runner = open_runner(
@@ -157,7 +159,7 @@ def build_engine(
         load_seconds=watch.total,
         decisions=lines,
     )
-    return Engine(scheduler, runner, depth), info
+    return Engine(scheduler, runner, depth, gate=guides), info
 
 
 @dataclass(frozen=True, slots=True)

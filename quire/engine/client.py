@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from quire.engine.types import EngineInfo, Event, Request, Stats
+from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
 
 
 class EngineClient(Protocol):
@@ -27,6 +27,10 @@ class EngineClient(Protocol):
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one request. Raises Busy, Unavailable or EngineDead; a bad request ends in an error event."""
+        ...
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        """The bytes of the tokens: needed before the first request with a constraint, and kept over restarts."""
         ...
 
     def abort(self, request_id: str) -> None:

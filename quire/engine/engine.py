@@ -5,7 +5,9 @@ with the device. The engine owns the clock (the scheduler has none): it stamps r
 It decides nothing else, knows no feature, and keeps going when a step fails: that step's requests end in errors.
 
     add ──► scheduler.plan ──► runner.forward ──► runner.sample ──► [ticket, ticket]  ──► scheduler.commit ──► events
-                                                                     up to `depth`
+       └─ gate ─┘                     └─ gate.masks ─┘               up to `depth`
+
+A gate may hold a request back until it is prepared, and rule tokens out while the forward runs.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats
+from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
 from quire.runner.plan import Plan, Result, Row
+from quire.runner.sampler import Masks
 
+WAIT = 0.02  # seconds to wait for a request that is being prepared, when there is nothing else to do
 STALL = 8  # steps in a row without a plan, a result or an event: no scheduler needs that many to sort itself out
 
 log = logging.getLogger("quire.engine")
@@ -42,7 +46,7 @@ class Steps(Protocol):
     """What the loop needs of a runner."""
 
     def forward(self, plan: Plan) -> Any: ...
-    def sample(self, pending: Any) -> Ticket: ...
+    def sample(self, pending: Any, masks: Masks | None = None) -> Ticket: ...
     def close(self) -> None: ...
 
 
@@ -58,6 +62,35 @@ class Schedules(Protocol):
     def plan(self) -> Plan | None: ...
     def commit(self, plan: Plan, result: Result) -> list[Event]: ...
     def stats(self) -> Stats: ...
+
+
+class Gate(Protocol):
+    """What may stand between a request and the scheduler, and between logits and tokens. Raises nothing but from `hold`."""
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        """The bytes of the tokens, for who needs them."""
+        ...
+
+    @property
+    def holding(self) -> bool:
+        """Whether `ready` will have something to tell."""
+        ...
+
+    def hold(self, request: Request) -> bool:
+        """Whether it must be prepared first: it then comes back from `ready`. Raises QuireError to refuse it."""
+        ...
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request if it is held; whether it was."""
+        ...
+
+    def ready(self, seconds: float) -> list[tuple[Request, QuireError | None]]:
+        """Requests that are prepared, or refused. Waits that long for the first."""
+        ...
+
+    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str]]]:
+        """What the rows of a plan may sample, by place in plan.work; and requests that cannot go on, with the reason."""
+        ...
 
 
 @dataclass(slots=True)
@@ -78,11 +111,13 @@ class Engine:
         runner: Steps,
         depth: int | None = None,
         *,
+        gate: Gate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.depth = depth or 0
         self._scheduler = scheduler
         self._runner = runner
+        self._gate = gate
         self._clock = clock
         self._flight: deque[tuple[Plan, Ticket]] = deque()
         self._times: dict[str, _Times] = {}
@@ -93,11 +128,20 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._owed or self._flight) or self._scheduler.has_work
+        return bool(self._owed or self._flight) or self._scheduler.has_work or self._holding
+
+    @property
+    def _holding(self) -> bool:
+        return self._gate is not None and self._gate.holding
 
     def stats(self) -> Stats:
         """A snapshot."""
         return self._scheduler.stats()
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        """The bytes of the tokens."""
+        if self._gate is not None:
+            self._gate.teach(vocabulary)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that cannot be honoured gets its error event from the next step."""
@@ -107,20 +151,33 @@ class Engine:
             return
         now = self._clock()
         try:
-            self._scheduler.add(request)
+            if self._gate is None or not self._gate.hold(request):
+                self._scheduler.add(request)
         except QuireError as e:
-            receipt = Receipt(prompt_tokens=len(request.tokens))
-            self._owed.append(Event(id=request.id, finish=FINISH_ERROR, error=str(e), receipt=receipt))
+            self._owed.append(_refused(request, e))
             return
         self._times[request.id] = _Times(now)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
+    def _prepared(self, gate: Gate) -> None:
+        """Queue what the gate lets through. It waits only when the loop would have nothing else to do."""
+        for request, error in gate.ready(0.0 if self._flight or self._owed or self._scheduler.has_work else WAIT):
+            try:
+                if error is not None:
+                    raise error
+                self._scheduler.add(request)
+            except QuireError as e:
+                self._owed += self._stamp([_refused(request, e)])
+
     def abort(self, request_id: str, error: str | None = None) -> None:
         """Let a request go; its last event comes from the next step. Unknown ids have finished already."""
         if request_id not in self._times:
             return
-        events = self._scheduler.abort(request_id)
+        if self._gate is not None and self._gate.drop(request_id):
+            events = [Event(id=request_id, finish=FINISH_ABORT)]
+        else:
+            events = self._scheduler.abort(request_id)
         if error is not None:
             events = [msgspec.structs.replace(e, error=error) if e.finish == FINISH_ABORT else e for e in events]
         self._owed += self._stamp(events)
@@ -137,6 +194,8 @@ class Engine:
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""
         self._expire()
+        if self._gate is not None and self._gate.holding:
+            self._prepared(self._gate)
         events, self._owed = self._owed, []
         plan = self._scheduler.plan()
         if plan is not None:
@@ -157,8 +216,12 @@ class Engine:
             now = self._clock()
             for request_id in self._scheduler.admitted:
                 self._times[request_id].admitted = now
+        lost: list[tuple[str, str]] = []
         try:
-            ticket = self._runner.sample(self._runner.forward(plan))
+            pending, masks = self._runner.forward(plan), None
+            if self._gate is not None:  # while the forward runs, where it does so by itself
+                masks, lost = self._gate.masks(plan)
+            ticket = self._runner.sample(pending) if masks is None else self._runner.sample(pending, masks)
         except Exception as e:
             # Commits are in order: what is in flight comes before the failure.
             while self._flight:
@@ -166,6 +229,8 @@ class Engine:
             events += self._stamp(self._scheduler.commit(plan, _failed(plan, e)))
             return
         self._flight.append((plan, ticket))
+        for request_id, why in lost:  # their rows were computed with the others; nobody will see them
+            events += self._fail(request_id, why)
 
     def _collect(self) -> list[Event]:
         """Finish the oldest step in flight."""
@@ -181,10 +246,13 @@ class Engine:
         log.error("the scheduler has work and plans nothing: failing %d requests", len(self._times))
         events: list[Event] = []
         for request_id in list(self._times):
-            for event in self._scheduler.abort(request_id):
-                text = "the engine could not make progress with this request"
-                events.append(msgspec.structs.replace(event, finish=FINISH_ERROR, error=text))
-        return self._stamp(events)
+            events += self._fail(request_id, "the engine could not make progress with this request")
+        return events
+
+    def _fail(self, request_id: str, why: str) -> list[Event]:
+        """End a request that the scheduler has, in an error."""
+        ended = self._scheduler.abort(request_id)
+        return self._stamp([msgspec.structs.replace(event, finish=FINISH_ERROR, error=why) for event in ended])
 
     def _expire(self) -> None:
         """Abort what is past its deadline."""
@@ -213,6 +281,12 @@ class Engine:
             )
             events[i] = msgspec.structs.replace(event, receipt=receipt)
         return events
+
+
+def _refused(request: Request, error: QuireError) -> Event:
+    """The only event of a request that never ran."""
+    receipt = Receipt(prompt_tokens=len(request.tokens))
+    return Event(id=request.id, finish=FINISH_ERROR, error=str(error), param=error.param, receipt=receipt)
 
 
 def _failed(plan: Plan, error: Exception) -> Result:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from quire.config import EngineConfig, Environment
 from quire.engine.engine import Engine
 from quire.engine.pending import Pending
-from quire.engine.types import EngineInfo, Event, Request, Stats
+from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import EngineDead, QuireError, Unavailable
 
 EXIT_SECONDS = 5.0  # for a step that runs when the interpreter ends
@@ -39,7 +39,7 @@ class InProcessClient:
         self._progress = progress
         self._pending = Pending(config.max_seqs + config.max_waiting)  # until the engine says how many it takes
         self._wake = threading.Condition()
-        self._inbox: list[Request | str] = []  # a request, or the id of one to abort
+        self._inbox: list[Request | Vocabulary | str] = []  # a request, or the id of one to abort
         self._thread: threading.Thread | None = None
         self._loaded = threading.Event()  # set when loading ended, well or badly
         self._stopping = False
@@ -65,6 +65,11 @@ class InProcessClient:
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         return self._pending.events(request, self._submit, self.abort)
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        with self._wake:
+            self._inbox.append(vocabulary)
+            self._wake.notify()
 
     def abort(self, request_id: str) -> None:
         with self._wake:
@@ -169,6 +174,8 @@ class InProcessClient:
             for item in inbox:
                 if isinstance(item, str):
                     engine.abort(item)
+                elif isinstance(item, Vocabulary):
+                    engine.teach(item)
                 else:
                     engine.add(item)
             if engine.busy:

@@ -31,7 +31,7 @@ from quire.config import EngineConfig
 from quire.engine import wire
 from quire.engine.pending import Pending
 from quire.engine.pulse import Pulse, Work, patience
-from quire.engine.types import EngineInfo, Event, Request, Stats
+from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
 
 ROOT = str(Path(quire.__file__).resolve().parent.parent)
@@ -91,6 +91,7 @@ class ProcessClient:
         self._relay: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque()
         self._info: EngineInfo | None = None
+        self._vocabulary: Vocabulary | None = None  # what an engine that is started again must be told again
         self._stats = Stats()
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
@@ -135,6 +136,12 @@ class ProcessClient:
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         return self._pending.events(request, self._submit, self.abort)
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary
+            if self._up:
+                self._send(wire.Teach(vocabulary=vocabulary))
 
     def abort(self, request_id: str) -> None:
         if self._up:
@@ -249,6 +256,8 @@ class ProcessClient:
         self._pending.limit = self._info.max_seqs + self._config.max_waiting
         self._up = True
         self._why = ""
+        if self._vocabulary is not None:
+            self._send(wire.Teach(vocabulary=self._vocabulary))
         return self._info
 
     def _remove_directory(self) -> None:

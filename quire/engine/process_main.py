@@ -116,6 +116,8 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.Fro
         match wire.decode_to_engine(data):
             case wire.Add(request):
                 engine.add(request)
+            case wire.Teach(vocabulary):
+                engine.teach(vocabulary)
             case wire.Abort(ids):
                 for request_id in ids:
                     engine.abort(request_id)

@@ -116,4 +116,5 @@ class Sequence:
             steps=self.steps,
             preemptions=self.preemptions,
             seed=self.seed,
+            enforced="" if self.request.constraint is None else self.request.constraint.kind,
         )

@@ -5,6 +5,9 @@ The engine knows tokens, never text: stop strings, templates and detokenization 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
 from quire.runner.params import SamplingParams
@@ -14,6 +17,56 @@ FINISH_STOP = "stop"  # an end-of-sequence or stop token
 FINISH_LENGTH = "length"  # max_tokens or the context
 FINISH_ABORT = "abort"  # the client let go
 FINISH_ERROR = "error"  # Event.error says why
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must be, whole: enforced on every token, or the request is refused. See `grammar.py`."""
+
+    kind: str  # json_schema, json_object, regex, choice, lark or gbnf
+    text: str = ""  # the schema as JSON, the pattern, a JSON list of strings, or the grammar
+    param: str = "constraint"  # what the client called it, for messages
+
+    @classmethod
+    def json_schema(cls, schema: Any) -> Constraint:
+        """A JSON text that a schema describes: a dict, the schema's own text, or a pydantic model."""
+        made = getattr(schema, "model_json_schema", None)
+        if made is not None:
+            schema = made()
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return cls(kind="json_schema", text=text)
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Some JSON object."""
+        return cls(kind="json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that the whole pattern matches."""
+        return cls(kind="regex", text=pattern)
+
+    @classmethod
+    def choice(cls, choices: Iterable[str]) -> Constraint:
+        """One of these texts."""
+        return cls(kind="choice", text=msgspec.json.encode(list(choices)).decode())
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of that grammar, in llguidance's Lark."""
+        return cls(kind="lark", text=grammar)
+
+    @classmethod
+    def gbnf(cls, grammar: str) -> Constraint:
+        """A text of that grammar, in llama.cpp's GBNF."""
+        return cls(kind="gbnf", text=grammar)
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes of every token, by id: what an engine must know before it can enforce a constraint."""
+
+    tokens: list[bytes]
+    special: list[int]  # tokens that are no text: they satisfy nothing
+    eos_ids: tuple[int, ...]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,6 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     namespace: str = ""  # tenant salt: prefixes are shared within one namespace only
     second: int = 0  # where the second of two texts begins, for a model that scores pairs; 0: there is one
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
+    constraint: Constraint | None = None
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,6 +95,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0  # all steps
     preemptions: int = 0
     seed: int = 0
+    enforced: str = ""  # the kind of constraint that every token was held to
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0  # admission to first token
     decode_seconds: float = 0.0
@@ -57,6 +112,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: str | None = None
     stop_id: int | None = None  # the token that ended it, when finish is "stop"
     error: str | None = None
+    param: str | None = None  # the field of the request that the error is about, when it is about one
     receipt: Receipt | None = None
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.types import EngineInfo, Event, Request, Stats
+from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
 
@@ -38,6 +38,12 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Run this."""
 
     request: Request
+
+
+class Teach(msgspec.Struct, frozen=True, tag="teach"):
+    """The bytes of the tokens, before the first request that needs them."""
+
+    vocabulary: Vocabulary
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -109,7 +115,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
         return made
 
 
-ToEngine: TypeAlias = Add | Abort | Ping | Shutdown
+ToEngine: TypeAlias = Add | Teach | Abort | Ping | Shutdown
 FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from quire.config import DEFAULT_MODEL, EngineConfig
-from quire.engine.types import EngineInfo, Stats
+from quire.engine.types import Constraint, EngineInfo, Stats
 from quire.llm.loading import Job, Loaded, as_prompts, conversations, load, to_bytes
 from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt
 from quire.llm.progress import Meter, on_screen
@@ -111,16 +111,22 @@ class AsyncLLM:
     # Work.
 
     async def generate(
-        self, prompts: str | Sequence[Prompt] | Sequence[int], params: Params = None, *, progress: bool | None = None
+        self,
+        prompts: str | Sequence[Prompt] | Sequence[int],
+        params: Params = None,
+        *,
+        constraint: Constraint | None = None,
+        progress: bool | None = None,
     ) -> list[Output]:
         """Continue each prompt; outputs come in the order of the prompts.
 
         A prompt is text, or a list of token ids taken as they are. `params` is for all of them, or one each. All prompts
-        are checked before the first one runs.
+        are checked before the first one runs. With a constraint, every answer that ends by itself satisfies it.
         """
         loaded = await self._ready()
         listed = as_prompts(prompts)
-        jobs = [await loaded.job(p, q) for p, q in zip(listed, self._params(params, len(listed)), strict=True)]
+        each = zip(listed, self._params(params, len(listed)), strict=True)
+        jobs = [await loaded.job(p, q, constraint) for p, q in each]
         return await self._gather(loaded, jobs, progress)
 
     async def chat(
@@ -128,12 +134,14 @@ class AsyncLLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
         *,
+        constraint: Constraint | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists."""
         loaded = await self._ready()
         talks = conversations(messages)
-        jobs = [await loaded.talk(m, q) for m, q in zip(talks, self._params(params, len(talks)), strict=True)]
+        each = zip(talks, self._params(params, len(talks)), strict=True)
+        jobs = [await loaded.talk(m, q, constraint) for m, q in each]
         return await self._gather(loaded, jobs, progress)
 
     async def embed(
@@ -161,13 +169,21 @@ class AsyncLLM:
         made = await loaded.embedder().score([(query, text) for text in documents], truncate=truncate)
         return [one.score for one in made]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> AsyncTextStream:
         """The continuation of one prompt, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p), params))
+        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p, constraint), params))
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncTextStream:
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+    ) -> AsyncTextStream:
         """The answer to one conversation, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p), params))
+        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p, constraint), params))
 
     # Inside.
 

@@ -17,7 +17,7 @@ from quire.chat.types import Generation
 from quire.config import EngineConfig, Environment, parse_size
 from quire.engine.build import build_engine
 from quire.engine.inprocess import InProcessClient
-from quire.engine.types import EngineInfo
+from quire.engine.types import Constraint, EngineInfo
 from quire.llm.outputs import Completion, Message, Output, Prompt
 from quire.llm.progress import Bar
 from quire.models import family_of
@@ -54,19 +54,21 @@ class Loaded:
 
         return Embedder(self.client, self.tokenizer, self.info)
 
-    async def job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    async def job(self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None) -> Job:
         """A prompt, checked."""
         if isinstance(prompt, str):
-            return self._job(prompt, await self.completer.encode_prompt(prompt), params)
-        return self._job(None, _ids(prompt, self.info.vocab_size), params)
+            return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint)
+        return self._job(None, _ids(prompt, self.info.vocab_size), params, constraint)
 
-    async def talk(self, messages: Sequence[Message], params: SamplingParams) -> Job:
+    async def talk(
+        self, messages: Sequence[Message], params: SamplingParams, constraint: Constraint | None = None
+    ) -> Job:
         """A conversation, rendered and checked."""
-        return self._job(None, await self.completer.encode_chat(list(messages)), params)
+        return self._job(None, await self.completer.encode_chat(list(messages)), params, constraint)
 
-    def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> Job:
+    def _job(self, text: str | None, tokens: list[int], params: SamplingParams, constraint: Constraint | None) -> Job:
         name = f"{self._prefix}-{next(self._count)}"
-        generation = Generation(id=name, prompt=tokens, sampling=params)
+        generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint)
         self.completer.check(generation)
         return Job(generation, Output(text, tokens, [Completion(index=i) for i in range(params.n)]))
 

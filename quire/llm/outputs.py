@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from quire.chat.types import Chunk, TokenLogprob
 from quire.engine.types import Receipt
-from quire.observe.errors import QuireError
+from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -61,6 +61,7 @@ class Output:
 
     def _take(self, chunk: Chunk) -> None:
         if chunk.finish == "error":
-            raise QuireError(chunk.error or "the engine failed without saying why")
+            text = chunk.error or "the engine failed without saying why"
+            raise QuireError(text) if chunk.param is None else BadRequest(text, param=chunk.param)
         self.outputs[chunk.index]._take(chunk)
         self.prompt_logprobs += chunk.prompt_logprobs

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from quire.config import DEFAULT_MODEL
-from quire.engine.types import EngineInfo, Stats
+from quire.engine.types import Constraint, EngineInfo, Stats
 from quire.llm.asynchronous import AsyncLLM, AsyncTextStream, Options
 from quire.llm.outputs import Message, Output, Params, Prompt
 from quire.runner.params import SamplingParams
@@ -74,22 +74,28 @@ class LLM:
         return self._async.stats()
 
     def generate(
-        self, prompts: str | Sequence[Prompt] | Sequence[int], params: Params = None, *, progress: bool | None = None
+        self,
+        prompts: str | Sequence[Prompt] | Sequence[int],
+        params: Params = None,
+        *,
+        constraint: Constraint | None = None,
+        progress: bool | None = None,
     ) -> list[Output]:
         """Continue each prompt; see AsyncLLM.generate. Ctrl-C aborts all of them."""
         self._async._have()
-        return self._loop.run(self._async.generate(prompts, params, progress=progress))
+        return self._loop.run(self._async.generate(prompts, params, constraint=constraint, progress=progress))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
         *,
+        constraint: Constraint | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; see AsyncLLM.chat."""
         self._async._have()
-        return self._loop.run(self._async.chat(messages, params, progress=progress))
+        return self._loop.run(self._async.chat(messages, params, constraint=constraint, progress=progress))
 
     def embed(
         self,
@@ -108,15 +114,23 @@ class LLM:
         self._async._have()
         return self._loop.run(self._async.score(query, documents, truncate=truncate))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> TextStream:
         """The continuation of one prompt, as it comes."""
         self._async._have()
-        return TextStream(self._async.stream(prompt, params), self._loop)
+        return TextStream(self._async.stream(prompt, params, constraint=constraint), self._loop)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> TextStream:
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+    ) -> TextStream:
         """The answer to one conversation, as it comes."""
         self._async._have()
-        return TextStream(self._async.stream_chat(messages, params), self._loop)
+        return TextStream(self._async.stream_chat(messages, params, constraint=constraint), self._loop)
 
 
 class TextStream:

@@ -108,7 +108,7 @@ class Feed:
                 async for chunk in chunks:
                     now = time.monotonic()
                     if chunk.finish == "error":
-                        raise engine_error(chunk.error, started=bool(last))
+                        raise engine_error(chunk.error, started=bool(last), param=chunk.param)
                     if chunk.finish == "abort":
                         raise Unavailable("the request was aborted before its answer was whole")
                     if chunk.tokens:

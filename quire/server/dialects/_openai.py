@@ -20,6 +20,7 @@ from quire.engine.types import Receipt
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.server import limits
+from quire.server.dialects._constraint import Structured
 from quire.server.feed import Feed
 from quire.server.service import Service
 
@@ -37,7 +38,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(Structured, kw_only=True):
     """The fields that both dialects honour."""
 
     model: str | None = None
@@ -127,6 +128,7 @@ def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -
         sampling=sampling,
         priority=request.priority or 0,
         namespace=request.cache_salt or "",
+        constraint=request.constraint(),
     )
 
 

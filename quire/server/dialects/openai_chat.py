@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, in OpenAI's shape with vLLM's extra fields.
 
-Owns the request struct, the messages' rules and the two answers (a body, a stream). Text only for now: images, audio,
-tools and enforced formats are refused by name. See docs/server.md for what each field does.
+Owns the request struct, the messages' rules and the two answers (a body, a stream). Text only for now: images, audio
+and tools are refused by name. See docs/server.md for what each field does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,262 @@
+"""Constraints as llguidance's grammars: what may be asked, what is refused, and how one is compiled. No state, no threads.
+
+Owns the bounds on a constraint's text and the words of every refusal. A schema is enforced as it is written or refused by
+the name of the keyword that cannot be: nothing is approximated, and a schema cannot ask for that either. Grammars rule tokens
+out and force none, so the model writes its own tokens. llguidance is imported when the first constraint comes, never before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from quire.engine.types import Constraint, Vocabulary
+from quire.observe.errors import BadRequest, Unsupported
+from quire.runner.params import SamplingParams
+
+JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE, LARK, GBNF = "json_object", "json_schema", "regex", "choice", "lark", "gbnf"
+MAX_TEXT = {JSON_SCHEMA: 1 << 20, REGEX: 1 << 14, CHOICE: 1 << 18, LARK: 1 << 16, GBNF: 1 << 16}  # bytes
+MAX_CHOICES = 4096
+MAX_STATES = 50_000  # of one sequence's lexer, which grows as it runs: one or two kilobytes each
+
+# Between the parts of a JSON text: enough for an indented one, and an end to a model that has nothing but spaces to say.
+SPACES = r"[ \n\t]{0,20}"
+# A schema may carry options for the compiler. These are ours, whatever it says.
+OPTIONS: dict[str, Any] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_flexible": True,
+    "whitespace_pattern": SPACES,
+    "item_separator": ",",
+    "key_separator": ":",
+    # Not u: "\u0061" is another spelling of "a", and the compiler would take it for another name.
+    "json_allowed_escapes": '"\\\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
+}
+DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
+ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples"})  # texts that constrain nothing
+# What could only be written as \u00XX, which is not allowed: see above.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROL_ESCAPE = re.compile(r"\\(?:x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{|c|0|v|a|e)")
+OWN_OPTIONS = "x-guidance"  # the keyword by which a schema speaks to the compiler
+
+
+class Matcher(Protocol):
+    """llguidance's LLMatcher, as far as it is used here."""
+
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def get_grammar_warnings(self) -> list[str]: ...
+    def deep_copy(self) -> Matcher: ...
+    def is_accepting(self) -> bool: ...
+    def is_stopped(self) -> bool: ...
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
+    def compute_bitmask(self) -> bytes: ...
+
+
+def check(constraint: Constraint, sampling: SamplingParams, eos_ids: Iterable[int]) -> None:
+    """Refuse what could not be honoured together. Cheap: the text itself is looked at when it is compiled."""
+    name, kind = constraint.param, constraint.kind
+    if kind != JSON_OBJECT and kind not in MAX_TEXT:
+        known = ", ".join((JSON_OBJECT, *MAX_TEXT))
+        raise BadRequest(f"{name}: there is no constraint of kind {kind!r}", cure=f"there are {known}", param=name)
+    size = len(constraint.text.encode("utf-8", "replace"))
+    if kind in MAX_TEXT and size > MAX_TEXT[kind]:
+        raise BadRequest(f"{name} has {size} bytes: a {kind} may have {MAX_TEXT[kind]}", param=name)
+    if sampling.ignore_eos:
+        raise BadRequest(f"ignore_eos and {name} contradict each other: a text that is whole ends", param="ignore_eos")
+    if sampling.min_tokens:
+        raise BadRequest(
+            f"min_tokens and {name} may contradict each other: the answer is as long as it must be",
+            param="min_tokens",
+            cure="leave min_tokens out",
+        )
+    if not tuple(eos_ids):
+        raise Unsupported(f"{name}: this model has no token that ends an answer, so nothing could end a whole one")
+
+
+def to_grammar(constraint: Constraint) -> str:
+    """The constraint in llguidance's own words. Raises BadRequest; takes time in proportion to the text."""
+    from llguidance import LLMatcher
+
+    try:
+        lark = _WRITERS[constraint.kind](constraint.text)
+    except BadRequest as error:
+        raise BadRequest(f"{constraint.param}: {error.message}", cure=error.cure, param=constraint.param) from None
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BadRequest(f"{constraint.param}: {why}"[:500], param=constraint.param) from None
+    return LLMatcher.grammar_from_lark(lark + DIRECTIVE)
+
+
+def compile_matcher(constraint: Constraint, tokenizer: Any) -> Matcher:
+    """A matcher at the beginning of an answer. `tokenizer` is what `tokenizer_of` made. Raises BadRequest."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
+    made = LLMatcher(tokenizer, to_grammar(constraint), log_level=0, limits=limits)
+    if not made.is_error():
+        trial = made.deep_copy()
+        trial.compute_bitmask()
+        if not trial.is_error() and trial.is_stopped() and not trial.is_accepting():
+            raise _refusal(constraint, "no text satisfies it")
+        if trial.is_error():
+            raise _refusal(constraint, trial.get_error())
+        if warnings := made.get_grammar_warnings():
+            raise _refusal(constraint, "; ".join(warnings))
+        return made
+    raise _refusal(constraint, made.get_error())
+
+
+def tokenizer_of(vocabulary: Vocabulary, width: int) -> Any:
+    """llguidance's view of a vocabulary. `width` is how many tokens the model chooses among."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = vocabulary.tokens[:width]
+    tokens += [b""] * (width - len(tokens))  # rows of logits that no token stands behind
+    special = {i for i in vocabulary.special if i < width} | {i for i, data in enumerate(tokens) if not data}
+    for i in special:
+        tokens[i] = tokens[i] or b"<token %d>" % i
+    ends = [i for i in vocabulary.eos_ids if i < width]
+    return LLTokenizer(TokenizerWrapper(_Words(tokens, sorted(special), ends[0])), n_vocab=width, eos_token=ends)
+
+
+class _Words:
+    """What llguidance asks of a tokenizer. Nothing is forced, so it never has to tokenize."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos: int):
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = eos
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return []
+
+
+# ---- from what was asked to Lark
+
+
+def _json_schema(text: str) -> str:
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if schema is True:
+        schema = {}
+    if schema is False:
+        raise ValueError("the schema is false: no text satisfies it")
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be a JSON object")
+    if OWN_OPTIONS in schema:
+        raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
+    _look_through(schema)
+    return "start: %json " + json.dumps({**schema, OWN_OPTIONS: OPTIONS}) + "\n"
+
+
+def _look_through(schema: dict[str, Any]) -> None:
+    """Refuse what the compiler would take for something else: a name that is counted twice, a control character."""
+    left: list[Any] = [schema]
+    while left:
+        at = left.pop()
+        if isinstance(at, str):
+            if _CONTROL.search(at):
+                raise BadRequest(f"{at[:40]!r} has a control character, which the answer may not have")
+        elif isinstance(at, list):
+            left += at
+        elif isinstance(at, dict):
+            left += at
+            left += (value for name, value in at.items() if name not in ANNOTATIONS or isinstance(value, dict))
+            named = at.get("patternProperties")
+            for pattern in (at.get("pattern"), *(named if isinstance(named, dict) else ())):
+                if isinstance(pattern, str) and _CONTROL_ESCAPE.search(pattern):
+                    raise BadRequest(f"pattern {pattern[:40]!r} has a control character, which the answer may not have")
+            least = at.get("minProperties")
+            counts = isinstance(least, int | float) and least > 1
+            if counts and (at.get("additionalProperties") is not False or named is not None):
+                raise BadRequest(
+                    "the keyword minProperties cannot be enforced above 1: a name that is not listed could come twice",
+                    cure="use required, or additionalProperties: false",
+                )
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it is not JSON: {name} is no number there")
+
+
+def _json_object(text: str) -> str:
+    return _json_schema('{"type": "object"}')
+
+
+def _regex(text: str) -> str:
+    from llguidance import regex_to_lark
+
+    if not text:
+        raise ValueError("the pattern is empty")
+    return f"start: /{regex_to_lark(text, '')}/\n"
+
+
+def _choice(text: str) -> str:
+    choices = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError("a choice is a list of strings, none of them empty")
+    if len(choices) > MAX_CHOICES:
+        raise ValueError(f"{len(choices)} choices: at most {MAX_CHOICES}")
+    return "start: " + " | ".join(json.dumps(c) for c in dict.fromkeys(choices)) + "\n"
+
+
+def _lark(text: str) -> str:
+    if OWN_OPTIONS in text:
+        raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
+    return text
+
+
+def _gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except GbnfToLarkError as error:
+        raise ValueError(f"it is not GBNF: {error}") from None
+
+
+_WRITERS: dict[str, Callable[[str], str]] = {
+    JSON_OBJECT: _json_object,
+    JSON_SCHEMA: _json_schema,
+    REGEX: _regex,
+    CHOICE: _choice,
+    LARK: _lark,
+    GBNF: _gbnf,
+}
+
+# ---- refusals
+
+
+def plain(why: str) -> str:
+    """The compiler's words in one line, without its state."""
+    lines = why.replace("<non-verbose/>", "").split("<state>")[0].splitlines()
+    source = next((i for i, line in enumerate(lines) if _SOURCE.match(line)), len(lines))
+    why = _PLACE.sub("", " ".join(" ".join(lines[:source]).split()))
+    return "no text satisfies it" if why.startswith("NoExtension") else why
+
+
+_SOURCE = re.compile(r"\s*\d+ \| ")  # from here on it shows the grammar, which has our own words in it
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+_KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
+
+
+def _refusal(constraint: Constraint, why: str) -> BadRequest:
+    """The compiler's complaint, in one line that begins with what the client can change."""
+    why = plain(why)
+    if keys := _KEYS.search(why):
+        names = ", ".join(json.loads(f"[{keys[1]}]"))
+        what = f"the keyword{'s' if ', ' in names else ''} {names} cannot be enforced"
+        cure = "leave it out, or say it another way: docs/structured-output.md has what can be"
+    elif "oneOf constraints are not supported" in why:
+        what, cure = "the keyword oneOf cannot be enforced where its branches overlap", "use anyOf, if either will do"
+    else:
+        what, cure = f"it cannot be enforced: {why}"[:400], ""
+    return BadRequest(f"{constraint.param}: {what}", cure=cure, param=constraint.param, code="unsupported_constraint")
