@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,15 @@ def test_logprobs(llama: ollama.Client):
     assert best is not None and best[0].token == r.logprobs[0].token
 
 
+def test_a_format_is_kept(llama: ollama.Client):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    r = llama.generate(DEFAULT_MODEL, "A number:", format={**schema, "additionalProperties": False}, options=GREEDY)
+    if r.done_reason == "stop":
+        assert list(json.loads(r.response)) == ["n"]
+    else:
+        assert r.response.startswith("{")
+
+
 def test_nothing_to_say_loads(llama: ollama.Client):
     r = llama.generate(DEFAULT_MODEL)
     assert (r.done, r.done_reason, r.response) == (True, "load", "")
@@ -135,7 +145,7 @@ def test_nothing_to_say_loads(llama: ollama.Client):
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"format": "json"}, "format"),
+        ({"format": "yaml"}, "format"),
         ({"think": True}, "think"),
         ({"options": {"mirostat": 1}}, "mirostat"),
         ({"options": {"num_ctx": 1_000_000}}, "num_ctx"),

@@ -15,6 +15,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA
+from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
@@ -174,24 +176,15 @@ def _whole(name: str, value: float | int | None) -> int | None:
     return int(value)
 
 
-def check_format(value: object) -> None:
-    """Refuse an enforced format as OpenAI's dialect refuses the `response_format` that means the same."""
+def constraint(value: object) -> Constraint | None:
+    """`format`: "json", or a JSON schema that the answer must meet."""
     if value in (None, ""):
-        return
-    meant: object = {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
+        return None
     if value == "json":
-        meant = {"type": "json_object"}
-    elif not isinstance(value, dict):
+        return Constraint(kind=JSON_OBJECT, param="format")
+    if not isinstance(value, dict):
         raise BadRequest('format must be "json" or a JSON schema', param="format")
-    try:
-        _fields.check("response_format", meant, _fields.NEUTRAL.get("response_format", (None,)))
-    except BadRequest as error:
-        raise BadRequest(
-            "format is not supported yet: answers are not held to JSON or a schema",
-            cure="leave it out, and ask for the form in the prompt",
-            param="format",
-            code=error.code,
-        ) from None
+    return Constraint(kind=JSON_SCHEMA, text=msgspec.json.encode(value).decode(), param="format")
 
 
 def check_think(service: Service, value: bool | str | None) -> None:

@@ -47,7 +47,7 @@ def register(app: FastAPI, service: Service) -> None:
         arrived = time.monotonic()
         asked = parse(await read_json(request), MessagesRequest)
         service.check_model(asked.model)
-        service.ready()
+        service.generator()
         sampling = asked.params(service.info.vocab_size)
         prompt = await encode(service, asked)
         left = room(service, prompt)
@@ -64,7 +64,7 @@ def register(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: Request) -> Response:
         asked = parse(await read_json(request), Prompt)
         service.check_model(asked.model)
-        service.ready()
+        service.generator()
         return _json({"input_tokens": len(await encode(service, asked))})
 
     app.add_api_route(PATH, messages, methods=["POST"], response_model=None)

@@ -125,7 +125,7 @@ async def _begin(service: Service, asked: Common, clock: Clock) -> _ollama.Optio
     """What both routes check before anything is computed; waits for a model that is still loading, as Ollama does."""
     _ollama.check_model(service, asked.model)
     options = _ollama.read_options(asked.options)
-    _ollama.check_format(asked.format)
+    _ollama.constraint(asked.format)
     _ollama.check_think(service, asked.think)
     _ollama.seconds(asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
@@ -136,7 +136,7 @@ async def _begin(service: Service, asked: Common, clock: Clock) -> _ollama.Optio
         )
     began = time.monotonic()
     await service.loaded()
-    service.ready()
+    service.generator()
     clock.waited = time.monotonic() - began
     return options
 
@@ -234,7 +234,8 @@ async def _answer(
         )
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     sampling = _ollama.params(options, service.info.vocab_size, context - len(prompt), logprobs)
-    feed = Feed(service, [Generation(secrets.token_hex(12), prompt, sampling)], request.receive, clock.arrived)
+    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=_ollama.constraint(asked.format))
+    feed = Feed(service, [made], request.receive, clock.arrived)
     lines = _Lines(asked, prompt, clock, say, with_context, _notes(service, asked))
     if asked.stream is None or asked.stream:
         return LineStream(feed, lines)

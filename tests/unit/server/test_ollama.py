@@ -129,8 +129,6 @@ async def test_defaults_are_ollamas_and_the_room_is_the_context():
         ({"suffix": "x"}, "suffix"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"images": ["aGk="]}, "images"),
-        ({"format": "json"}, "format"),
-        ({"format": {"type": "object"}}, "format"),
         ({"format": 5}, "format"),
         ({"think": True}, "think"),
         ({"think": "high"}, "think"),
