@@ -40,11 +40,11 @@ serve: $(VENV)/.installed ## Set up and serve MODEL over HTTP
 setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 
 test: check ## Set up, then lint, type check and every test
-	@$(BIN)/python -m pytest $(ARGS) $(if $(ARGS),,-n 2 --dist worksteal tests/unit tests/null tests/fuzz tests/test_architecture.py)
+	@$(BIN)/python -m pytest $(ARGS) $(if $(ARGS),,-n 2 --dist worksteal -m "not large" tests/unit tests/null tests/fuzz tests/test_architecture.py)
 	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e tests/gpu)
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched
-	@$(BIN)/python -m pytest -m large -rs tests/e2e
+	@$(BIN)/python -m pytest -m large -rs tests/unit tests/e2e
 
 check: $(VENV)/.tested
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ new format costs one file, and a new backend one reader of these classes.
 
   Dense   numbers as they are: float32, float16 or bfloat16
   Affine  w = scale[group] * (code - offset) + bias[group], codes and scales somewhere inside fixed-size blocks
+  Float8  w = scale[block] * number, with numbers of 8 bits (e4m3) in blocks of 32
 
 `dequantize` is exact: the product and the sum above, each rounded once to float32, in that order.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,18 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _CHUNK = 1 << 17  # bytes of codes that are dequantized at a time
+
+
+def _e4m3() -> Floats:
+    """The numbers of e4m3 by code: 1 sign, 4 bits of exponent, 3 of fraction; no infinities, and two that are no numbers."""
+    codes = np.arange(128)
+    exponent, fraction = codes >> 3, codes & 7
+    magnitudes = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
+    magnitudes[127] = np.nan
+    return np.concatenate((magnitudes, -magnitudes)).astype(np.float32)
+
+
+E4M3: Floats = _e4m3()
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,45 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class Float8:
+    """A matrix of e4m3 numbers, in blocks of 32 columns with a float32 scale before them. `by_row`: a row's scales are all one."""
+
+    data: Bytes  # [N, K / 32 * 36], or what becomes such an array when it is read
+    by_row: bool
+
+    BLOCK: ClassVar[int] = 32
+    NBYTES: ClassVar[int] = 36
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return *self.data.shape[:-1], self.data.shape[-1] // self.NBYTES * self.BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def parts(self, rows: slice = slice(None)) -> tuple[Bytes, Floats]:
+        """Codes [n, K] and scales [n, K / 32]."""
+        part = self.data[rows]
+        blocks = part.reshape(part.shape[0], -1, self.NBYTES)
+        scale = np.ascontiguousarray(blocks[..., :4]).view("<f4")[..., 0]
+        return blocks[..., 4:].reshape(part.shape[0], -1), scale.astype(np.float32)
+
+    def dequantize(self, rows: slice = slice(None)) -> Floats:
+        """float32, exact."""
+        count = len(range(*rows.indices(self.shape[0])))
+        out = np.empty((count, *self.shape[1:]), np.float32)
+        whole = Float8(self.data[rows], self.by_row)
+        step = max(1, _CHUNK * count // max(1, self.data.size))
+        for i in range(0, count, step):
+            codes, scale = whole.parts(slice(i, i + step))
+            with np.errstate(invalid="ignore", over="ignore"):
+                numbers = np.take(E4M3, codes).reshape(*scale.shape, self.BLOCK)
+                np.multiply(numbers, scale[..., None], out=out[i : i + step].reshape(numbers.shape))
+        return out
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary embedding as a model uses it: one angle per pair of dimensions, and where the pairs lie.
 
@@ -208,7 +260,7 @@ class Rope:
     magnitude: float = 1.0  # cos and sin are multiplied by this (yarn)
 
 
-Layout: TypeAlias = Dense | Affine
+Layout: TypeAlias = Dense | Affine | Float8
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,10 @@ def _source(config: EngineConfig, checkpoint: Opened | None) -> _Source:
     else:
         own = checkpoint.name
     model = load(checkpoint)
+    if not isinstance(checkpoint, GGUF):
+        notes += checkpoint.notes(config.backend == "native")
+        if checkpoint.notes(False) and config.backend in ("torch", "cuda") and config.quantize == "none":
+            notes.append("quantized weights are held as plain numbers here: --quantize keep holds codes")
     return _Source(model, config.name or own or config.path, weight_bytes(checkpoint), notes, checkpoint)
 
 

@@ -1,7 +1,8 @@
 """Quantization formats, one file each: what a tensor's bytes mean, as a layout whose `dequantize` is exact.
 
 The registry is this directory's listing, and a format is imported when a file uses it. A format knows its own blocks:
-not files, not kernels. Files that start with an underscore are shared tables, not formats.
+not files, not kernels. Files that start with an underscore are shared tables, not formats. What tensors of a folder are made of, several
+to a matrix, is in `hub/`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Format(Protocol):
 @cache
 def names() -> frozenset[str]:
     """The formats there are, in upper case."""
-    return frozenset(m.name.upper() for m in iter_modules(__path__) if not m.name.startswith("_"))
+    return frozenset(m.name.upper() for m in iter_modules(__path__) if not (m.ispkg or m.name.startswith("_")))
 
 
 @cache

@@ -14,7 +14,7 @@ from quire.layouts import Dense, Experts, Layout, Routing
 from quire.models import hf, metadata, mixture
 from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
 from quire.models.rope import Scaling
-from quire.observe.errors import BadModelFile
+from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -124,10 +124,15 @@ def _block(
 
 
 def _unquantized(config: Values) -> tuple[Values, bool]:
-    """The configuration without its word on quantization, and whether experts are MXFP4. Other methods are refused later."""
+    """The configuration without its word on quantization, and whether experts are MXFP4. Other methods are refused."""
     quantized = config.inside("quantization_config")
-    if quantized is None or quantized.text("quant_method", "") != "mxfp4":
+    if quantized is None:
         return config, False
+    if (method := quantized.text("quant_method", "")) != "mxfp4":
+        raise Unsupported(
+            f"{config.where}: the weights are quantized (quantization_config: {method[:40]}): of gpt-oss mxfp4 is read",
+            cure="use the version that was published, or a GGUF of it",
+        )
     rest = {key: value for key, value in config.raw.items() if key != "quantization_config"}
     return type(config)(config.where, rest), True
 

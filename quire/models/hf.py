@@ -13,6 +13,7 @@ import numpy as np
 from quire.models.parts import MAX_CONTEXT, MAX_HEADS, MAX_LAYERS, Dims, check_heads
 from quire.models.rope import Scaling, yarn_magnitude
 from quire.observe.errors import BadModelFile, Unsupported
+from quire.weights.packed import scheme_of
 
 if TYPE_CHECKING:
     from quire.weights.values import Values
@@ -225,15 +226,8 @@ def slides_of(config: Values, layers: int) -> tuple[bool, ...] | None:
 
 
 def refuse_quantized(config: Values) -> None:
-    """A folder whose weights are not plain numbers, by the name of its method."""
-    for key in ("quantization_config", "compression_config"):
-        values = config.inside(key)
-        if values is not None:
-            method = values.text("quant_method", "") or "an unnamed method"
-            raise Unsupported(
-                f"{config.where}: the weights are quantized ({key}: {method}), which is not read from safetensors yet",
-                cure="use the model's plain version (bfloat16, float16 or float32), or a GGUF of it",
-            )
+    """Raises for a folder whose weights are quantized by a method that is not read, by its name."""
+    scheme_of(config)
 
 
 def _whole_heads(values: Values) -> None:

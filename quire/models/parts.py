@@ -275,6 +275,11 @@ def refuse_strangers(
     if tied and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         told.append("the file's lm_head.weight is not used: the configuration ties the head to the embedding")
+    # Writers of GPTQ files give a bias of zeros to matrices that have none.
+    nothing = [n for n in extra if n.endswith(".bias") and not known(n) and not checkpoint.tensor(n).dequantize().any()]
+    if nothing:
+        extra = [n for n in extra if n not in set(nothing)]
+        told.append(f"{len(nothing)} biases in the file are zeros, and not used: {nothing[0]}, …")
     alone = [n for n in extra if known(n)]
     if alone:
         told.append(f"{len(alone)} tensors in the file are not used by this model: {', '.join(alone[:4])}")

@@ -18,12 +18,14 @@ from types import MappingProxyType, TracebackType
 
 from quire.layouts import Bytes, Layout
 from quire.observe.errors import BadModelFile, NotFound, Unsupported
+from quire.weights.packed import OWN, Packed, PackedInfo, scheme_of, settings_of
 from quire.weights.safetensors import Safetensors, TensorInfo
 from quire.weights.values import Values, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GPTQ = "quantize_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_SHARDS = 4096
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")  # a file name that stays in its folder
@@ -93,12 +95,31 @@ class Folder:
         return path.name
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, by name. The first look opens and checks all shards."""
+    def tensors(self) -> Mapping[str, TensorInfo | PackedInfo]:
+        """Every tensor, by name; a matrix of several is one. The first look opens and checks all shards."""
         return self._tensors
 
+    def notes(self, native: bool) -> list[str]:
+        """What is to be told of quantized weights, on the native backend or on another."""
+        return self._packed.notes(native) if self._packed else []
+
     @cached_property
-    def _tensors(self) -> Mapping[str, TensorInfo]:
+    def _tensors(self) -> Mapping[str, TensorInfo | PackedInfo]:
+        return MappingProxyType(self._packed.tensors) if self._packed else self._stored
+
+    @cached_property
+    def _packed(self) -> Packed | None:
+        config, found = self.config, settings_of(self.config)
+        if found is None and (beside := self.values(GPTQ)) is not None:  # where older files have it
+            config = Values(beside.where, {"quantization_config": {"quant_method": "gptq", **beside.raw}})
+            found = settings_of(config)
+        if found is None or found[0] in OWN:
+            return None
+        scheme, stored = scheme_of(config), self._stored
+        return Packed(scheme, stored, lambda name: self._shards[self._where[name]], self.path) if scheme else None
+
+    @cached_property
+    def _stored(self) -> Mapping[str, TensorInfo]:
         index = self.values(INDEX)
         if index is not None:
             return MappingProxyType(self._indexed(index))
@@ -106,9 +127,11 @@ class Folder:
         return self._shard(name).tensors
 
     def tensor(self, name: str) -> Layout:
-        """A tensor's bytes as a layout: a view of the mapped file, no copy."""
+        """A tensor's bytes as a layout: a view of the mapped file, or what becomes one of a packed matrix where it is read."""
         if name not in self.tensors:
             raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
+        if self._packed and name in self._packed.matrices:
+            return self._packed.read(name)
         return self._shards[self._where[name]].tensor(name)
 
     def octets(self, name: str) -> Bytes:
@@ -117,11 +140,13 @@ class Folder:
 
     def file_of(self, name: str) -> str:
         """The file that holds a tensor, for messages."""
-        return self._shards[self._where[name]].path if name in self.tensors else self.path
+        names = self._names(name)
+        return self._shards[self._where[names[0]]].path if names else self.path
 
     def release(self, name: str) -> None:
         """Let go of a tensor's pages; a later read brings them back from the file."""
-        self._shards[self._where[name]].release(name)
+        for own in self._names(name):
+            self._shards[self._where[own]].release(own)
 
     def values(self, name: str) -> Values | None:
         """A JSON object beside the weights, or None where there is no such file."""
@@ -150,6 +175,13 @@ class Folder:
 
     def __repr__(self) -> str:
         return f"<Folder {self.path}>"
+
+    def _names(self, name: str) -> list[str]:
+        """The stored tensors that one is made of; none where there is no such tensor."""
+        info = self.tensors.get(name)
+        if isinstance(info, PackedInfo):
+            return [s.info.name for s in info.stored.values()]
+        return [name] if info is not None else []
 
     @cached_property
     def _where(self) -> dict[str, str]:

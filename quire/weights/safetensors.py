@@ -80,6 +80,10 @@ class Safetensors(MappedFile):
             raise BadModelFile(f"{self.path}: tensor {name!r} holds {info.type} numbers: bytes (U8) are needed")
         return data.reshape(info.shape)
 
+    def bytes_of(self, name: str) -> Bytes:
+        """A tensor's bytes, whatever they are: a view of the mapped file, no copy."""
+        return self._find(name)[1]
+
     def _find(self, name: str) -> tuple[TensorInfo, Bytes]:
         if self._data is None:
             raise ValueError(f"{self.path} is closed")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 
-from quire.layouts import Affine, Bytes, Dense, Layout
+from quire.layouts import Bytes, Dense, Layout
 from quire.observe.errors import BadModelFile
 from quire.weights.checkpoint import Checkpoint
 
@@ -120,7 +120,7 @@ class Tensors:
 
 
 def _numbers(name: str, layout: Layout) -> Dense:
-    if isinstance(layout, Affine):
+    if not isinstance(layout, Dense):
         raise BadModelFile(f"tensor {name!r} is a quantized vector: expected {layout.shape[-1]} plain numbers")
     return layout
 

@@ -16,7 +16,7 @@ from quire.backends.batch import Batch
 from quire.backends.native import arena, extension, fuse
 from quire.backends.ops import KV, Forward, Needs, check_kv
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
-from quire.layouts import Affine, Codec, Dense, Floats, Ints, Layout, Rope, Scale
+from quire.layouts import Affine, Codec, Dense, Float8, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
 OPS = (
@@ -28,6 +28,7 @@ OPS = (
 BATCH_BYTES = 32 << 20
 MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
+FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 
 
@@ -127,7 +128,7 @@ class NativeBackend:
         sizes: dict[tuple[Any, ...], int] = {}  # layers repeat their shapes
         weights = 0
         for w in self._new(draft.program):
-            kind = (w.dtype,) if isinstance(w, Dense) else (id(w.codec),)
+            kind = (id(w.codec),) if isinstance(w, Affine) else (w.dtype,) if isinstance(w, Dense) else (FLOAT8,)
             key = (*kind, *w.shape)
             if key not in sizes:
                 sizes[key] = self._weight_bytes(w)
@@ -185,7 +186,7 @@ class NativeBackend:
         w, out = i.experts, i.outputs[0]
 
         def forms(*weights: Layout) -> tuple[bool, bool]:  # int8, float32
-            return any(isinstance(x, Affine) for x in weights), any(isinstance(x, Dense) for x in weights)
+            return any(isinstance(x, Affine) for x in weights), any(not isinstance(x, Affine) for x in weights)
 
         rows = max_tokens if out.per_token else max_rows
         widths = out.width, w.gate[0].shape[0]
@@ -213,6 +214,8 @@ class NativeBackend:
 
     def _as_packable(self, w: Layout) -> tuple[Any, Any]:
         """The bytes of a matrix, and how C++ is to read them."""
+        if isinstance(w, Float8):
+            return _bfloat16(w), _TYPES[FLOAT8][0]
         data = np.ascontiguousarray(w.data)
         if isinstance(w, Dense):
             number, bits = _TYPES[w.dtype]
@@ -225,8 +228,8 @@ class NativeBackend:
         """What `_pack` will take for it."""
         if _is_vector(w):
             return 4 * -(-w.shape[0] // 16) * 16
-        if isinstance(w, Dense):
-            return self._native.dense_bytes(*w.shape, _TYPES[w.dtype][0])
+        if not isinstance(w, Affine):
+            return self._native.dense_bytes(*w.shape, _TYPES[w.dtype if isinstance(w, Dense) else FLOAT8][0])
         return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
@@ -329,6 +332,21 @@ def _check_latent(kv: KV) -> None:
 
 def _is_vector(w: Layout) -> TypeGuard[Dense]:
     return isinstance(w, Dense) and len(w.shape) == 1
+
+
+def _bfloat16(w: Float8) -> np.ndarray:
+    """The nearest bfloat16 numbers, of two equally near the even one, as their bits. Some rows at a time."""
+    out = np.empty(w.shape, np.uint16)
+    step = max(1, (1 << 16) // w.shape[1])  # what stays in the cache
+    for first in range(0, w.shape[0], step):
+        bits = w.dequantize(slice(first, first + step)).view(np.uint32)
+        half = bits >> np.uint32(16)
+        half &= np.uint32(1)
+        half += np.uint32(0x7FFF)
+        bits += half  # what is no number has no low bits, and stays none
+        bits >>= np.uint32(16)
+        out[first : first + step] = bits
+    return out
 
 
 def _batches(weights: Iterable[Layout]) -> Iterator[list[Layout]]:

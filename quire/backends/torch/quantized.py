@@ -46,7 +46,10 @@ class Scaled:
 
     def fill(self, w: torch.Tensor) -> None:
         """Become float32 w [n, k], as nearly as the codes can."""
-        codes, scale = encode(w, self.codes.dtype)
+        self.keep(*encode(w, self.codes.dtype))
+
+    def keep(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Become these codes [n, k] and scales [n]."""
         self.codes.copy_(codes)
         self.scale.copy_(scale)
 

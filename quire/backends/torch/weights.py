@@ -25,7 +25,7 @@ import torch
 
 from quire.backends.torch.feed import Feed
 from quire.backends.torch.quantized import E4M3, GROUPS, Int4, Mixed, Part, Scaled, Weight, tensors
-from quire.layouts import Affine, Codec, Dense, Ints, Layout, Scale
+from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Scale
 from quire.observe.errors import Unsupported
 
 Packed: TypeAlias = Callable[[Layout, int, int], None]
@@ -36,7 +36,7 @@ _WORDS = {
     "fp8": "fp8 (e4m3, a float32 scale for each output row)",
     "int8": "int8 (a float32 scale for each output row)",
     "int4": f"int4 (a float16 scale and zero for every {GROUPS[0]} columns, or fewer where those do not fit)",
-    "keep": "the file's own four-bit codes (float16 scales and zeros)",
+    "keep": "the file's own four-bit codes (float16 scales and zeros), and its FP8 where a row has one scale",
 }
 
 
@@ -160,6 +160,8 @@ class Weights:
                 return next((g for g in GROUPS if layout.shape[1] % (2 * g) == 0), self.dtype)
             if self.quantize == "keep" and _four_bits(layout):
                 return layout.codec.group
+            if self.quantize == "keep" and _by_row(layout):
+                return E4M3
         return self.dtype
 
     def _empty(self, kind: torch.dtype | int, shape: tuple[int, ...]) -> Part:
@@ -189,10 +191,15 @@ class Weights:
             for first, end, data in self._stored(layout, feed):
                 into.rows(first, end).keep(*four_bits(data, layout.codec))
             return
+        if self.quantize == "keep" and isinstance(into, Scaled) and _by_row(layout):
+            for first, end, data in self._stored(layout, feed):
+                codes, scale = float8(data)
+                into.rows(first, end).keep(codes, scale[:, 0])
+            return
         for first, end, floats in self._floats(layout, feed):
             into.rows(first, end).fill(floats)
 
-    def _stored(self, layout: Affine, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _stored(self, layout: Affine | Float8, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Rows of blocks as the file has them, on the device."""
         if feed is not None:
             yield from feed.rows(layout)
@@ -204,7 +211,7 @@ class Weights:
         """Rows of a matrix in float32, on the device."""
         if feed is not None:
             for first, end, rows in feed.rows(layout):
-                yield first, end, rows.float() if isinstance(layout, Dense) else dequantize(rows, layout.codec)
+                yield first, end, _numbers(rows, layout)
             return
         for first, end in _steps(layout):
             if self._random is not None:
@@ -222,7 +229,7 @@ class Weights:
                 into.add_(1.0)  # a norm near 1, as in a trained model
         elif feed is not None:
             for start, stop, rows in feed.rows(layout):
-                into[start:stop] = rows if isinstance(layout, Dense) else dequantize(rows, layout.codec)
+                into[start:stop] = rows if isinstance(layout, Dense) else _numbers(rows, layout)
         elif isinstance(layout, Dense):
             into.copy_(_dense(layout))
         else:
@@ -237,12 +244,36 @@ def _steps(layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 def _format(layout: Layout) -> str:
+    if isinstance(layout, Float8):
+        return "FP8" if layout.by_row else "FP8 in tiles"
     return layout.codec.name if isinstance(layout, Affine) else layout.dtype
 
 
 def _four_bits(layout: Layout) -> TypeGuard[Affine]:
     """Whether a layout's codes can be kept as they are: four bits, in whole pairs of groups."""
     return isinstance(layout, Affine) and layout.codec.bits == 4 and layout.shape[1] % (2 * layout.codec.group) == 0
+
+
+def _by_row(layout: Layout) -> TypeGuard[Float8]:
+    """Whether a layout's FP8 numbers can be kept as they are."""
+    return isinstance(layout, Float8) and layout.by_row
+
+
+def _numbers(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Rows as they travelled, in float32."""
+    if isinstance(layout, Affine):
+        return dequantize(rows, layout.codec)
+    if isinstance(layout, Dense):
+        return rows.float()
+    codes, scale = float8(rows)
+    return (codes.float().view(*scale.shape, -1) * scale[..., None]).flatten(1)
+
+
+def float8(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [n, K / 32 * 36] as e4m3 codes [n, K] and float32 scales [n, K / 32]."""
+    blocks = data.reshape(data.shape[0], -1, Float8.NBYTES)
+    scale = blocks[..., :4].contiguous().view(torch.float32)[..., 0]
+    return blocks[..., 4:].reshape(data.shape[0], -1).view(E4M3), scale
 
 
 def four_bits(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

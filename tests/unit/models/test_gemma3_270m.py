@@ -82,6 +82,7 @@ def from_gguf(path: Path) -> Any:
     return model
 
 
+@pytest.mark.large
 def test_logits_are_those_of_transformers(path: Path):
     """Past its window of 512, in chunks; the reference has the exact weights, so only float16 keys and values differ."""
     model, loaded = from_gguf(path), Loaded(path, "reference", most=640)

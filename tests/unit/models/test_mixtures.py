@@ -230,8 +230,8 @@ BAD: dict[str, tuple[str, dict[str, Any], type[QuireError], str]] = {
     "fp8": (
         "deepseek3",
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        Unsupported,
-        "quantization_config: fp8",
+        BadModelFile,
+        "none of .* tensors is a weight of that kind",
     ),
     "another score": ("deepseek3", {"scoring_func": "softmax"}, Unsupported, "scoring_func is softmax"),
     "another method": ("deepseek2", {"topk_method": "noaux_tc"}, Unsupported, "topk_method is 'noaux_tc'"),

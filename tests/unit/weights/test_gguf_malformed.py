@@ -194,9 +194,9 @@ TENSORS: dict[str, Case] = {
     "no type 4 any more": (lambda: one(kind=4), ["tensor 't' has type Q4_2 (4)", "not supported"]),
     "Q8_K": (lambda: one(kind=15), ["byte 24", "tensor 't' has type Q8_K (15)", "supported types: BF16, F16"]),
     "NVFP4": (lambda: one(kind=40), ["tensor 't' has type NVFP4 (40)"]),
-    "MXFP4 and others": (
-        lambda: Maker().tensor("t", [32], 39).tensor("u", [32], 39).tensor("v", [32], 26),
-        ["tensor 't' has type MXFP4 (39)", "1 more of type MXFP4", "1 more of type I32"],
+    "NVFP4 and others": (
+        lambda: Maker().tensor("t", [32], 40).tensor("u", [32], 40).tensor("v", [32], 26),
+        ["tensor 't' has type NVFP4 (40)", "1 more of type NVFP4", "1 more of type I32"],
     ),
     "an unknown type": (lambda: one(kind=12345), ["byte 24", "tensor 't' has type 12345", "no known GGML type"]),
     "rows that are not whole blocks": (

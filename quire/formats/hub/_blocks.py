@@ -1,0 +1,177 @@
+"""Matrices put together from several tensors, in blocks of 32 columns, where somebody reads them.
+
+    integers, one zero for all      scale: f16 or f32, codes            w = scale * (code - zero)
+    integers, a zero for each group scale: f32, -scale * zero: f32, codes
+    e4m3 numbers                    scale: f32, 32 bytes
+
+Codes of 4 bits lie in pairs: code 2 i in the low half of byte i, code 2 i + 1 in its high one. `Rows` stands in for the bytes: it
+knows their shape, can be cut along rows, and becomes an array only where one is asked for, so a model is never there twice.
+
+-scale * zero is exact in float32 for scales of 16 bits, and so is the sum, so w is exactly scale * (code - zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.formats.hub import Wrong
+from quire.layouts import Affine, Bytes, Codec, Float8, Floats, Ints, Plane, Scale
+
+BLOCK = 32
+Codes = Callable[[int, int], Bytes]  # first row, end -> [rows, bytes]
+Scales = Callable[[int, int], Floats]  # first row, end -> [rows, groups]
+Zeros = Callable[[int, int], npt.NDArray[np.integer]]  # first row, end -> [rows, groups]
+
+
+class Rows:
+    """What rows of blocks will be, as far as an array's users look."""
+
+    def __init__(self, make: Codes, rows: range, nbytes: int):
+        self._make = make  # first row, end -> [rows, bytes of a row]
+        self._rows = rows
+        self.shape = (len(rows), nbytes)
+        self.ndim = 2
+        self.size = self.nbytes = len(rows) * nbytes
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: slice) -> Rows:
+        return Rows(self._make, self._rows[at], self.shape[1])
+
+    def reshape(self, *shape: int) -> Bytes:
+        return self._array().reshape(*shape)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("blocks are put together when they are read: there is no array to share")
+        whole = self._array()
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def _array(self) -> Bytes:
+        r = self._rows
+        if not r:
+            return np.zeros(self.shape, np.uint8)
+        first, end = min(r[0], r[-1]), max(r[0], r[-1]) + 1
+        made = self._make(first, end)
+        return made if r.step == 1 else made[r.start - first :: r.step]
+
+
+@cache  # a backend knows codecs by identity
+def codec_of(name: str, bits: int, zero: int | None, wide: bool) -> Codec:
+    """The codec of blocks with that zero in all of them; None: with one in each."""
+    at = (8 if zero is None else 4) if wide else 2
+    codes = Plane.packed(at, BLOCK, run=BLOCK, bits=8) if bits == 8 else _pairs(at)
+    return Codec(
+        name=name,
+        block=BLOCK,
+        nbytes=at + BLOCK * bits // 8,
+        group=BLOCK,
+        bits=bits,
+        codes=Ints((codes,), offset=zero or 0),
+        scale=Scale(0, wide=wide),
+        bias=Scale(4, wide=True) if zero is None else None,
+    )
+
+
+def _pairs(at: int) -> Plane:
+    i = np.arange(BLOCK)
+    return Plane((at + i // 2).astype(np.uint16), (i % 2 * 4).astype(np.uint8), 15)
+
+
+def affine(
+    name: str, bits: int, shape: tuple[int, int], codes: Codes, scales: Scales, zeros: Zeros | int, group: int
+) -> Affine:
+    """A matrix of codes packed along columns, with scales and zeros for `group` of them. Nothing of it is kept but the codec."""
+    n, k = shape
+    zero = zeros if isinstance(zeros, int) else _one(zeros(0, n))
+    wide = zero is None or not _short(scales(0, n))
+    codec = codec_of(name, bits, zero, wide)
+    of = np.arange(k // BLOCK) * BLOCK // group  # block -> group
+
+    def make(first: int, end: int) -> Bytes:
+        out = np.empty((end - first, k // BLOCK, codec.nbytes), np.uint8)
+        own = scales(first, end)
+        _put(out, 0, own.astype("<f4" if wide else "<f2"), of)
+        if codec.bias is not None and not isinstance(zeros, int):
+            _put(out, codec.bias.at, (-own * zeros(first, end).astype(np.float32)).astype("<f4"), of)
+        at = codec.nbytes - BLOCK * bits // 8
+        out[..., at:] = codes(first, end).reshape(end - first, k // BLOCK, -1)
+        return out.reshape(end - first, -1)
+
+    return Affine(cast(Bytes, Rows(make, range(n), k // BLOCK * codec.nbytes)), codec)
+
+
+def float8(numbers: Bytes, scales: Scales, by_row: bool, columns: int) -> Float8:
+    """e4m3 numbers [n, k], and a scale of each row for every so many columns."""
+    n, k = numbers.shape
+    of = np.arange(k // BLOCK) * BLOCK // columns
+
+    def make(first: int, end: int) -> Bytes:
+        out = np.empty((end - first, k // BLOCK, Float8.NBYTES), np.uint8)
+        _put(out, 0, scales(first, end).astype("<f4"), of)
+        out[..., 4:] = numbers[first:end].reshape(end - first, k // BLOCK, BLOCK)
+        return out.reshape(end - first, -1)
+
+    return Float8(cast(Bytes, Rows(make, range(n), k // BLOCK * Float8.NBYTES)), by_row)
+
+
+def _put(out: Bytes, at: int, values: npt.NDArray[Any], of: npt.NDArray[np.integer]) -> None:
+    """values [rows, groups] into every block of their group."""
+    size = values.dtype.itemsize
+    spread = np.ascontiguousarray(values[:, of])  # [rows, blocks]
+    out[..., at : at + size] = spread.view(np.uint8).reshape(*spread.shape, size)
+
+
+def _one(zeros: npt.NDArray[np.integer]) -> int | None:
+    """The zero of all groups, where they have the same."""
+    first = int(zeros.flat[0])
+    return first if bool((zeros == first).all()) else None
+
+
+def _short(scales: Floats) -> bool:
+    """Whether a float16 holds each of them."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
+
+
+def groups_of(part: str, k: int, size: int) -> tuple[int, int]:
+    """Columns that share a scale, and how many such groups there are. size -1: all columns."""
+    if k % BLOCK or k == 0:
+        raise Wrong(part, f"is of a matrix with {k} columns: they must be whole blocks of {BLOCK}", supported=False)
+    if size == -1:
+        return k, 1
+    if size % BLOCK:
+        raise Wrong(part, f"has groups of {size} columns: multiples of {BLOCK} are read", supported=False)
+    return size, -(-k // size)
+
+
+def check_order(part: str, order: npt.NDArray[np.integer], group: int, groups: int) -> None:
+    """Raises where columns do not lie in the order of their groups."""
+    k = order.size
+    outside = np.flatnonzero((order < 0) | (order >= groups))
+    if outside.size:
+        at = int(outside[0])
+        raise Wrong(part, f"puts column {at} in group {int(order[at])}: there are {groups} groups")
+    other = np.flatnonzero(order != np.arange(k) // group)
+    if other.size:
+        at = int(other[0])
+        raise Wrong(
+            part,
+            f"puts column {at} in group {int(order[at])}, not {at // group}: columns in the order of their "
+            "activations (desc_act, act-order) are not read",
+            supported=False,
+        )
+
+
+def finite(part: str, scales: Floats) -> Floats:
+    """Scales, all of them numbers."""
+    bad = np.flatnonzero(~np.isfinite(scales))
+    if bad.size:
+        raise Wrong(part, f"has {bad.size} scales that are no numbers, the first at {int(bad[0])}")
+    return scales
