@@ -79,18 +79,21 @@ class Parrot:
         self.pieces = list(pieces) or ["Hello", " you"]
         self.end: BaseException | None = None
         self.finish: str | None = "stop"
+        self.constraints: list[Any] = []
         self.asked: list[Any] = []
         self.params: list[SamplingParams] = []
         self.closed = False
         self.info = INFO
         self.chats = True
 
-    def stream_chat(self, messages: Any, params: SamplingParams) -> Stream:
+    def stream_chat(self, messages: Any, params: SamplingParams, constraint: Any = None) -> Stream:
+        self.constraints.append(constraint)
         self.asked.append([dict(m) for m in messages])
         self.params.append(params)
         return Stream(list(self.pieces), self.end, self.finish)
 
-    def stream(self, prompt: str, params: SamplingParams) -> Stream:
+    def stream(self, prompt: str, params: SamplingParams, constraint: Any = None) -> Stream:
+        self.constraints.append(constraint)
         self.asked.append(prompt)
         self.params.append(params)
         return Stream(list(self.pieces), self.end, self.finish)
