@@ -19,6 +19,7 @@ from quire.layouts import Floats
 from quire.models import Encoder
 from quire.models.pooling import Pooling
 from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.sampler import Masks
 
 Wide = npt.NDArray[np.float64]
 
@@ -66,7 +67,8 @@ class PooledRunner:
             at += count
         return Done(rows)
 
-    def sample(self, pending: Done) -> Done:
+    def sample(self, pending: Done, masks: Masks | None = None) -> Done:
+        """There is nothing to choose."""
         return pending
 
     def close(self) -> None:

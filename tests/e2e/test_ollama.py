@@ -145,7 +145,6 @@ def test_nothing_to_say_loads(llama: ollama.Client):
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"format": "yaml"}, "format"),
         ({"think": True}, "think"),
         ({"options": {"mirostat": 1}}, "mirostat"),
         ({"options": {"num_ctx": 1_000_000}}, "num_ctx"),
