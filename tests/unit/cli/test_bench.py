@@ -176,10 +176,10 @@ def test_engine_options_reach_the_engine(lab: Lab, model: str) -> None:
                  "3MiB", "--context", "700", "--max-batch-tokens", "77", "--no-prefix-cache", "--isa", "avx2")  # fmt: skip
     assert done.exit_code == 0, done.output
     expected = EngineConfig(path=model, name="counter.gguf", threads=3, max_seqs=5, kv_memory=3 << 20, context=700,
-                            max_batch_tokens=77, prefix_cache=False, isa="avx2")  # fmt: skip
+                            max_batch_tokens=77, prefix_cache=False, isa="avx2", task="generate")  # fmt: skip
     assert lab.configs == [expected]
     quire("latency", model, *SMALL, "--rounds", "1", "--batch", "3")
-    assert lab.configs[-1] == EngineConfig(path=model, name="counter.gguf", max_seqs=3)
+    assert lab.configs[-1] == EngineConfig(path=model, name="counter.gguf", max_seqs=3, task="generate")
 
 
 def test_every_setting_is_an_option_or_left_out_on_purpose() -> None:
