@@ -144,7 +144,7 @@ def test_columns_side_by_side():
     assert side_by_side(whole[:1, :4], whole.view(3, 8)[1:2, :4]) is None
 
 
-@pytest.mark.parametrize("rows", [1, 7, 17])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch):
     """Skinny products: a norm that one row hands on undone, parts that are added by the norm and by the rotation."""
     kind = "bfloat16" if GPU else "float16"
