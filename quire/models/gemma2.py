@@ -24,8 +24,8 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
+    from_folder,
     mlp_of,
-    own_code_line,
     refuse_strangers,
     rotation,
     seen,
@@ -122,12 +122,7 @@ class Model:
 
     @classmethod
     def from_hf(cls, folder: Folder) -> Model:
-        tensors = Tensors(folder)
-        model = cls.of(folder.config, folder.architecture, tensors)
-        tied = model.head is model.embedding
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=tied)
-        model.notes += own_code_line(folder, model.config)
-        return model
+        return from_folder(cls.of, folder)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:

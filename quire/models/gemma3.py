@@ -25,8 +25,8 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
+    from_folder,
     mlp_of,
-    own_code_line,
     refuse_strangers,
     rotation,
     seen,
@@ -132,14 +132,8 @@ class Model:
 
     @classmethod
     def from_hf(cls, folder: Folder) -> Model:
-        tensors = Tensors(folder)
-        model = cls.of(folder.config, folder.architecture, tensors)
-        tied = model.head is model.embedding
         images = "ConditionalGeneration" in folder.architecture
-        known = (lambda name: name.startswith(IMAGES)) if images else (lambda name: False)
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=tied, known=known)
-        model.notes += own_code_line(folder, model.config)
-        return model
+        return from_folder(cls.of, folder, known=lambda name: images and name.startswith(IMAGES))
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:

@@ -23,15 +23,15 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
+    from_folder,
     mlp_of,
-    own_code_line,
     refuse_strangers,
     rotation,
     seen,
     windows_line,
 )
 from quire.models.places import Places
-from quire.observe.errors import BadModelFile, Unsupported
+from quire.observe.errors import BadModelFile
 from quire.weights.gguf import GGUF
 from quire.weights.tensors import Tensors
 
@@ -118,8 +118,6 @@ class Model:
     def from_gguf(cls, gguf: GGUF) -> Model:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         stored, d = ARCHS[keys.arch], metadata.dims_of(keys)
-        if keys.has("expert_count") and gguf.metadata.get_int(f"{keys.arch}.expert_count") > 0:
-            raise Unsupported("mixture-of-experts models of the llama architecture are not supported yet")
         dim = metadata.rope_dim_of(keys, d)
         scaling = metadata.scaling_of(keys, tensors, dim, d.context)
         model = cls(
@@ -134,12 +132,7 @@ class Model:
 
     @classmethod
     def from_hf(cls, folder: Folder) -> Model:
-        tensors = Tensors(folder)
-        model = cls.of(folder.config, folder.architecture, tensors)
-        tied = model.head is model.embedding
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=tied)
-        model.notes += own_code_line(folder, model.config)
-        return model
+        return from_folder(cls.of, folder)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
