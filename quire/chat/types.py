@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.chat.answers.types import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,26 @@ class Generation:
     deadline: float | None = None
     namespace: str = ""
     constraint: Constraint | None = None  # what the answer must be
+    reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """News of one tool call. The first part of a call has its id and name; arguments of all parts, joined, are JSON."""
+
+    index: int  # which call of the choice, from 0
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One whole tool call."""
+
+    id: str
+    name: str
+    arguments: str  # JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +68,15 @@ class TokenLogprob:
 class Chunk:
     """News of one choice. Texts of a choice, joined, are the answer; the last chunk has `finish` and the receipt.
 
-    Text that might become a stop string or is half a character is held back; tokens and logprobs come with the chunk
-    in which they were computed.
+    Text that might become a stop string, part of a marker or is half a character is held back; tokens and logprobs come
+    with the chunk in which they were computed. `reasoning` and `calls` are apart from `text`, and only a generation with
+    a `reading` has them; within one chunk the reasoning comes before the text, and the text before the calls.
     """
 
     index: int = 0
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # first chunk of choice 0
@@ -68,6 +95,8 @@ class Choice:
     text: str
     tokens: list[int]
     finish: str  # "stop", "length", "abort" or "error"
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     stop_reason: str | int | None = None

@@ -1,0 +1,87 @@
+"""What a model's answers are made of, and how a format of them is described. Names no format.
+
+A `Format` is how one family of models writes reasoning and tool calls; `find.py` chooses it from the chat template. For
+each request it makes a `Reading`, and a Reading makes one `Parser` for every choice. A parser is pure: text in, pieces
+out, the same pieces however the text was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.chat.types import CallPart
+from quire.engine.types import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: the function takes no arguments
+    strict: bool = False  # arguments must validate, even where the model chooses to call by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What one request says about tools."""
+
+    tools: Sequence[Tool] = ()
+    choice: str = "auto"  # none, auto, required, or named
+    name: str | None = None  # the tool that must be called, when the choice is named
+    parallel: bool = True  # more than one call in an answer
+
+    @property
+    def forced(self) -> bool:
+        """Whether an answer without a call is not one."""
+        return self.choice in ("required", "named")
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a stretch of text turned out to be, in this order: reasoning, then text, then calls."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class Parser(Protocol):
+    """One answer as it comes."""
+
+    def feed(self, text: str) -> list[Pieces]:
+        """Take text in; give what is certain."""
+        ...
+
+    def finish(self) -> list[Pieces]:
+        """The answer ended: give what was held back. What looked like a call and is none comes as text."""
+        ...
+
+
+class Reading(Protocol):
+    """A format, ready for the choices of one request."""
+
+    def parser(self) -> Parser:
+        """A parser for one choice."""
+        ...
+
+
+class Format(Protocol):
+    """How one family of models writes what is not plain text."""
+
+    name: str
+    reasons: bool  # whether there is reasoning to be found
+    calls: bool  # whether there are tool calls
+    markers: tuple[str, ...]  # special tokens that the parser must see; all others are skipped as ever
+
+    def reading(self, tail: str, tools: Tools) -> Reading:
+        """`tail` is how the prompt ended, special tokens written out: it may have opened the reasoning already."""
+        ...
+
+    def constraint(self, tail: str, tools: Tools, answer: Constraint | None) -> Constraint | None:
+        """A grammar for the whole answer, its reasoning included: calls where they are forced or strict, and `answer` (what
+        the text must be, if anything) after the reasoning. None: nothing to enforce."""
+        ...
