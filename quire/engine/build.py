@@ -17,7 +17,7 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
+from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -96,6 +96,7 @@ def build_engine(
         return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
 
     together = _split(model, backend)
+    check_kv(pool_of(config, model), backend)
     max_rows = config.max_seqs + EXTRA_ROWS
     budget = _budget(config, env, backend, model, max_rows, packed)
     sizes = resolve_sizes(config, env, model, budget)

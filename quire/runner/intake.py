@@ -52,6 +52,7 @@ class Intake:
             vocab_size=vocab_size,
             window=kv.window,
             more=[(own.pages, own.window) for own in kv.more],
+            states=[bool(own.state) for own in kv.groups],
         )
         self._builder = BatchBuilder(
             page_size=kv.page_size,

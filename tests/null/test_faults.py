@@ -134,6 +134,22 @@ FAULTS = [
         "while at * size > max(0, end * size - self.width + 1 + size):",
     ),
     Fault("a window that is resumed without a look", "groups", "if row[at] < 0:", "if False:"),
+    Fault("a state that is not there taken for one that is", "groups", "while pages and row[pages - 1] < 0:", "while False:"),
+    Fault(
+        "a state of an earlier page restored",
+        "groups",
+        "return max(0, length - 1), length",
+        "return max(0, length - 1 - size_of_page), length",
+        also=(("STATE_EVERY = 512", "size_of_page = 4\nSTATE_EVERY = 512"),),
+    ),
+    Fault(
+        "the checkpoint of another prefix restored",
+        "tree",
+        "            del row[count:]\n",
+        "            del row[count:]\n            if self.groups[g].sparse and self._owned[g] > 1 and count:\n"
+        "                row[-1] = next(n.pages[g] for n in self._walk() if n.parent and n.pages[g] >= 0)\n",
+    ),
+    Fault("a row without a place for its last state", "tree", "row[-1:] = self._take(g, 1)", "pass"),
     Fault(
         "pages behind the window that are kept",
         "tree",

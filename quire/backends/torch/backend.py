@@ -90,6 +90,7 @@ class TorchBackend:
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
     kv_groups = False
+    kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(
