@@ -206,7 +206,10 @@ class PrefixTree:
         if need <= 0:
             return True
         for g in self._all:
-            if (1 if g in self._sparse else need) > self.available(g):
+            if g not in self._sparse and need > self.available(g):
+                return False
+        for g in self._sparse:
+            if not self.available(g) and not self._spare(lease, g):
                 return False
         for g in self._all:
             lease.rows[g] += self._some(lease, g, held, need) if g in self._sparse else self._take(g, need)
@@ -223,6 +226,17 @@ class PrefixTree:
         if pages is None:
             raise RuntimeError(f"{need} pages were counted as available, but only {pool.free_count} are")
         return pages
+
+    def _spare(self, lease: Lease, g: int) -> bool:
+        """Let go of all but the last page of a sparse row: steps are executed in order, and the next one goes on from there."""
+        row = lease.rows[g]
+        for i in range(lease.low[g], len(row) - 1):
+            page, row[i] = row[i], -1
+            if page >= 0 and i >= len(lease.path):
+                self.pools[g].free([page])
+            elif page >= 0:
+                self._let_go(lease.path[i], g)
+        return self.available(g) > 0
 
     def _some(self, lease: Lease, g: int, held: int, need: int) -> list[int]:
         """A page for the last of `need` more places in a sparse row, and for those that are worth one while there are enough."""

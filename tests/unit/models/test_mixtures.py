@@ -18,7 +18,6 @@ from tests.unit.models.programs import Loaded
 torch = pytest.importorskip("torch", reason="needs the test extra: torch is the independent implementation")
 
 BACKENDS = ["reference", "native", "torch"]
-LOOSE = {"qwen3next": 4e-3}  # what float32 loses: see exact_logits
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -108,9 +107,8 @@ def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
     for length, chunk in ((1, None), (17, 5), (110, 33)):
         tokens = rng.integers(0, 160, length).tolist()
         want = exact_logits(model, tokens)
-        bound = LOOSE.get(kind, 1e-3)
-        np.testing.assert_allclose(loaded.logits(tokens, chunk), want, atol=bound, rtol=bound)
-    np.testing.assert_allclose(loaded.after_hit(tokens, 48, 23), want[48:], atol=bound, rtol=bound)
+        np.testing.assert_allclose(loaded.logits(tokens, chunk), want, atol=1e-3, rtol=1e-3)
+    np.testing.assert_allclose(loaded.after_hit(tokens, 48, 23), want[48:], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,8 +118,8 @@ def test_a_gguf_of_the_same_weights_gives_the_same_logits(name: str, backend: st
     model = mixtures.build(kind, **changes)
     loaded = Loaded(mixtures.write_gguf(kind, model, tmp_path / "m.gguf", **how), backend, most=128)
     tokens = np.random.default_rng(3).integers(0, 160, 110).tolist()
-    want, bound = exact_logits(model, tokens), LOOSE.get(kind, 1e-3)
-    np.testing.assert_allclose(loaded.logits(tokens, 33), want, atol=bound, rtol=bound)
+    want = exact_logits(model, tokens)
+    np.testing.assert_allclose(loaded.logits(tokens, 33), want, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
