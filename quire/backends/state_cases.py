@@ -100,4 +100,6 @@ def sigmoid_gate_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generat
 
         inputs = {"x": floats(rng, 5, width), "gate": floats(rng, 5, width, scale=6.0)}
         inputs["gate"][0, :4] = [0.0, 80.0, -80.0, -200.0]
-        yield Case(f"sigmoid_gate-{width}", forward, [Step(single(5), inputs, relative(2e-6))], dict.fromkeys(inputs, width))
+        yield Case(
+            f"sigmoid_gate-{width}", forward, [Step(single(5), inputs, relative(2e-6))], dict.fromkeys(inputs, width)
+        )

@@ -137,6 +137,9 @@ class State:
         return min(-(-tokens // size), 2)
 
     def worth(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
-        ends = {tokens // size - 1, (tokens - 1) // size - 1}  # to be gone on from, and asked again: that takes a token less
+        ends = {
+            tokens // size - 1,
+            (tokens - 1) // size - 1,
+        }  # to be gone on from, and asked again: that takes a token less
         step = -(-self.every // size)
         return [at for at in sorted(ends) if at >= 0], list(range(step - 1, tokens // size, step))

@@ -200,7 +200,9 @@ class Model:
         d = metadata.dims_of(keys, ffn=None)
         ahead = keys.meta.get_int(f"{keys.arch}.nextn_predict_layers", 0)
         if not 0 <= ahead < d.layers:
-            raise BadModelFile(f"metadata {keys.arch}.nextn_predict_layers is {ahead}: there are {d.layers} layers in all")
+            raise BadModelFile(
+                f"metadata {keys.arch}.nextn_predict_layers is {ahead}: there are {d.layers} layers in all"
+            )
         layers = d.layers - ahead
         extra = tuple(f"blk.{i}." for i in range(layers, d.layers))
         d = replace(d, layers=layers)
@@ -222,7 +224,10 @@ class Model:
             shape,
             Weights(tensors, GGUF_NAMES),
             rotation(
-                keys.number("rope.freq_base", 10000.0), dim, metadata.scaling_of(keys, tensors, dim, d.context), pairs=False
+                keys.number("rope.freq_base", 10000.0),
+                dim,
+                metadata.scaling_of(keys, tensors, dim, d.context),
+                pairs=False,
             ),
             full=range(every - 1, d.layers, every),
             sizes=sizes,
@@ -291,7 +296,11 @@ class Model:
         counts = {Attention: 0, DeltaNet: 0}
         for w in self.layers:
             h, at = ops.rms_norm(x, w.attn_norm, eps), counts[type(w.mix)]
-            mixed = self._attend(ops, h, batch, w.mix, at) if isinstance(w.mix, Attention) else self._carry(ops, h, batch, w.mix, at)
+            mixed = (
+                self._attend(ops, h, batch, w.mix, at)
+                if isinstance(w.mix, Attention)
+                else self._carry(ops, h, batch, w.mix, at)
+            )
             x = ops.add(x, mixed)
             x = ops.add(x, mixture.feed(ops, ops.rms_norm(x, w.ffn_norm, eps), w.ffn))
             counts[type(w.mix)] += 1

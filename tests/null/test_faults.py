@@ -134,7 +134,12 @@ FAULTS = [
         "while at * size > max(0, end * size - self.width + 1 + size):",
     ),
     Fault("a window that is resumed without a look", "groups", "if row[at] < 0:", "if False:"),
-    Fault("a state that is not there taken for one that is", "groups", "while pages and row[pages - 1] < 0:", "while False:"),
+    Fault(
+        "a state that is not there taken for one that is",
+        "groups",
+        "while pages and row[pages - 1] < 0:",
+        "while False:",
+    ),
     Fault(
         "a state of an earlier page restored",
         "groups",

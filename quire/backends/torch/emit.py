@@ -187,7 +187,12 @@ class Emitter:
         return run
 
     def _conv(self, i: Instruction) -> Step:
-        states, weight, (x,), (out,) = self._kernels.states, self._weight(i.weight), self._at(i.inputs), self._at(i.outputs)
+        states, weight, (x,), (out,) = (
+            self._kernels.states,
+            self._weight(i.weight),
+            self._at(i.inputs),
+            self._at(i.outputs),
+        )
         told = {"layer": i.layer, "group": i.group, "at": i.at}
 
         def run(cells: Cells, batch: DeviceBatch) -> None:

@@ -390,7 +390,10 @@ def write_gguf(
             elif name.endswith("ssm_in.weight") and not mixed:
                 share = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
                 ends = np.cumsum([c.linear_key_head_dim, c.linear_key_head_dim, share])
-                q, k, v, z = (p.reshape(-1, c.hidden_size) for p in np.split(x.reshape(c.linear_num_key_heads, -1, c.hidden_size), ends, 1))
+                q, k, v, z = (
+                    p.reshape(-1, c.hidden_size)
+                    for p in np.split(x.reshape(c.linear_num_key_heads, -1, c.hidden_size), ends, 1)
+                )
                 writer.add_tensor(name.replace("ssm_in", "attn_qkv"), np.concatenate([q, k, v]))
                 writer.add_tensor(name.replace("ssm_in", "attn_gate"), z)
             elif apart and name.endswith("_exps.weight"):
