@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Affine, Dense, Layout, Rope, Routing
-from quire.models import hf, metadata, mixture
+from quire.layouts import Dense, Layout, Rope, Routing
+from quire.models import delta, hf, metadata, mixture
+from quire.models.delta import DeltaNet, Shape, delta_net_of, rows_of
 from quire.models.parts import (
-    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     Dims,
@@ -35,7 +34,6 @@ from quire.models.parts import (
 from quire.models.qwen_moe import plain_layers
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
-from quire.weights.picked import pick
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -48,73 +46,9 @@ KINDS = ("full_attention", "linear_attention")
 GGUF_NAMES = {
     **mixture.GGUF_NAMES,
     "ffn_norm": "blk.{}.post_attention_norm",
-    "qkvz": "blk.{}.ssm_in",  # of older files
-    "z": "blk.{}.attn_gate",
-    "ba": "blk.{}.ssm_ba",
-    "conv": "blk.{}.ssm_conv1d",
-    "delta_norm": "blk.{}.ssm_norm",
-    "delta_out": "blk.{}.ssm_out",
+    **delta.GGUF_NAMES,
 }
-HF_NAMES = {
-    **mixture.HF_NAMES,
-    "qkvz": "model.layers.{}.linear_attn.in_proj_qkvz",
-    "ba": "model.layers.{}.linear_attn.in_proj_ba",
-    "conv": "model.layers.{}.linear_attn.conv1d",
-    "delta": "model.layers.{}.linear_attn",
-    "delta_norm": "model.layers.{}.linear_attn.norm",
-    "delta_out": "model.layers.{}.linear_attn.out_proj",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a delta net."""
-
-    taps: int  # rows that the convolution sees
-    key_heads: int
-    heads: int  # of values
-    key_dim: int
-    value_dim: int
-
-    def check(self, where: str) -> Shape:
-        if self.heads % self.key_heads:
-            raise BadModelFile(f"{where}: {self.heads} value heads cannot share {self.key_heads} key heads evenly")
-        if max(self.key_dim, self.value_dim) > MAX_HEAD_DIM or self.taps < 2:
-            raise Unsupported(
-                f"{where}: delta nets with keys of {self.key_dim} and values of {self.value_dim} numbers over {self.taps} rows "
-                "are not supported",
-                cure=f"up to {MAX_HEAD_DIM} numbers are, and at least 2 rows",
-            )
-        return self
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.heads * self.value_dim
-
-    @property
-    def mixed(self) -> int:
-        """Columns that are convolved."""
-        return 2 * self.keys + self.values
-
-    @property
-    def seen(self) -> int:
-        """Numbers of a state that are rows for the convolution; behind them lie the heads'."""
-        return (self.taps - 1) * self.mixed
-
-    @property
-    def state(self) -> int:
-        """Numbers of a layer's state."""
-        return self.seen + self.key_dim * self.values
-
-    @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """Rows of queries, keys, values and gates that belong to one key head."""
-        share = self.heads // self.key_heads * self.value_dim
-        return self.key_dim, self.key_dim, share, share
+HF_NAMES = {**mixture.HF_NAMES, **delta.HF_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +62,6 @@ class Attention:
     o: Layout
     q_norm: Dense  # [head_dim]
     k_norm: Dense
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """The weights of a delta net."""
-
-    qkv: Layout
-    z: Layout
-    a: Layout
-    b: Layout
-    conv: Dense  # [taps * mixed]
-    decay: Dense  # [heads], below zero
-    bias: Dense  # [heads]
-    norm: Dense  # [value_dim]
-    out: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +102,7 @@ class Model:
         self.layers = [
             Layer(
                 attn_norm=weights.norm("attn_norm", d.width, i, plus),
-                mix=_attention(weights, i, d, plus) if i in full else _delta_net(weights, i, d, shape),
+                mix=_attention(weights, i, d, plus) if i in full else delta_net_of(weights, i, d, shape),
                 ffn_norm=weights.norm("ffn_norm", d.width, i, plus),
                 ffn=mlp_of(weights, i, d, ())
                 if i in plain
@@ -296,11 +215,10 @@ class Model:
         counts = {Attention: 0, DeltaNet: 0}
         for w in self.layers:
             h, at = ops.rms_norm(x, w.attn_norm, eps), counts[type(w.mix)]
-            mixed = (
-                self._attend(ops, h, batch, w.mix, at)
-                if isinstance(w.mix, Attention)
-                else self._carry(ops, h, batch, w.mix, at)
-            )
+            if isinstance(w.mix, Attention):
+                mixed = self._attend(ops, h, batch, w.mix, at)
+            else:
+                mixed = delta.carry(ops, h, batch, w.mix, self.shape, layer=at, group=1, eps=eps)
             x = ops.add(x, mixed)
             x = ops.add(x, mixture.feed(ops, ops.rms_norm(x, w.ffn_norm, eps), w.ffn))
             counts[type(w.mix)] += 1
@@ -315,16 +233,6 @@ class Model:
         k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
         y = ops.attention(q, k, v, batch, layer=at, heads=c.heads, scale=c.scale)
         return ops.linear(ops.sigmoid_gate(y, gate), w.o)
-
-    def _carry(self, ops: Ops, h: Tensor, batch: Batch, w: DeltaNet, at: int) -> Tensor:
-        s = self.shape
-        z, a, b = ops.linear(h, w.z), ops.linear(h, w.a), ops.linear(h, w.b)
-        qkv = ops.conv(ops.linear(h, w.qkv), w.conv, batch, layer=at, group=1)
-        y = ops.delta_rule(
-            qkv, a, b, w.decay, w.bias, batch,
-            layer=at, group=1, key_heads=s.key_heads, heads=s.heads, key_dim=s.key_dim, at=s.seen,
-        )  # fmt: skip
-        return ops.linear(ops.swiglu(z, ops.rms_norm(y, w.norm, self.config.eps, heads=s.heads)), w.out)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""
@@ -347,7 +255,7 @@ def _full(config: Values, layers: int) -> tuple[int, ...]:
 
 def _attention(weights: Weights, layer: int, d: Dims, plus: float) -> Attention:
     both = np.arange(2 * d.q_width).reshape(d.heads, 2, d.head_dim)  # a head's query, then its gate
-    q, gate = _rows(weights, "q", layer, d.width, both[:, 0], both[:, 1])
+    q, gate = rows_of(weights, "q", layer, d.width, both[:, 0], both[:, 1])
     return Attention(
         q=q,
         gate=gate,
@@ -357,52 +265,3 @@ def _attention(weights: Weights, layer: int, d: Dims, plus: float) -> Attention:
         q_norm=weights.norm("q_norm", d.head_dim, layer, plus),
         k_norm=weights.norm("k_norm", d.head_dim, layer, plus),
     )
-
-
-def _delta_net(weights: Weights, layer: int, d: Dims, s: Shape) -> DeltaNet:
-    if "z" in weights.names and weights.has("z", layer):
-        qkv = weights.matrix("qkv", s.mixed, d.width, layer)
-        z = weights.matrix("z", s.values, d.width, layer)
-    else:  # for each key head what belongs to it
-        each = np.arange(s.mixed + s.values).reshape(s.key_heads, -1)
-        q, k, v, gate = (part.reshape(-1) for part in np.split(each, np.cumsum(s.parts)[:3], axis=1))
-        qkv, z = _rows(weights, "qkvz", layer, d.width, np.concatenate([q, k, v]), gate)
-    both = np.arange(2 * s.heads).reshape(s.key_heads, 2, -1)
-    b, a = _rows(weights, "ba", layer, d.width, both[:, 0], both[:, 1])
-    if "delta" in weights.names:
-        log = weights.tensors.vector(weights.name("delta", layer, "A_log"), s.heads)
-        decay = Dense(-np.exp(log.dequantize()), "f32")
-        bias = weights.tensors.vector(weights.name("delta", layer, "dt_bias"), s.heads)
-    else:
-        decay = weights.tensors.vector(f"blk.{layer}.ssm_a", s.heads)
-        bias = weights.tensors.vector(f"blk.{layer}.ssm_dt.bias", s.heads)
-    kernel = (s.mixed, s.taps) if "delta" not in weights.names else (s.mixed, 1, s.taps)
-    (conv,) = weights.tensors.cut(
-        weights.name("conv", layer),
-        kernel,
-        lambda w: (Dense(np.ascontiguousarray(w.dequantize().reshape(s.mixed, s.taps).T).reshape(-1), "f32"),),
-    )
-    assert isinstance(conv, Dense)
-    return DeltaNet(
-        qkv=qkv,
-        z=z,
-        a=a,
-        b=b,
-        conv=conv,
-        decay=decay,
-        bias=bias,
-        norm=weights.norm("delta_norm", s.value_dim, layer),
-        out=weights.matrix("delta_out", d.width, s.values, layer),
-    )
-
-
-def _rows(weights: Weights, role: str, layer: int, k: int, *parts: npt.NDArray[np.intp]) -> tuple[Layout, ...]:
-    """Matrices of some rows each of one matrix; together they are all of its rows."""
-    name, n = weights.name(role, layer), sum(part.size for part in parts)
-
-    def cut(w: Layout) -> tuple[Layout, ...]:
-        if not isinstance(w, (Dense, Affine)):
-            raise Unsupported(f"tensor {name!r} is kept in a way whose rows cannot be put in another order")
-        return tuple(pick(w, part.reshape(-1)) for part in parts)
-
-    return weights.tensors.cut(name, (n, k), cut)

@@ -213,9 +213,8 @@ class ReferenceOps:
         key_dim: int,
         at: int = 0,
     ) -> Floats:
-        wide = qkv.astype(np.float64)
-        q, k, v = np.split(wide, [key_heads * key_dim, 2 * key_heads * key_dim], axis=1)
-        v = by_head(v, heads)
+        q, k, v = np.split(qkv, [key_heads * key_dim, 2 * key_heads * key_dim], axis=1)
+        v = by_head(v, heads).astype(np.float64)
         q, k = (np.repeat(unit(by_head(x, key_heads)), heads // key_heads, axis=1) for x in (q, k))  # [T, H, Dk]
         slow = np.exp(self._backend.dense(decay) * np.logaddexp(0.0, a.astype(np.float64) + self._backend.dense(bias)))
         beta = 1.0 / (1.0 + np.exp(-b.astype(np.float64)))
@@ -293,9 +292,10 @@ def by_head(x: Floats, heads: int) -> Floats:
     return x.reshape(x.shape[0], heads, x.shape[1] // heads)
 
 
-def unit(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def unit(x: Floats) -> npt.NDArray[np.float64]:
     """Vectors along the last axis, of length 1 or a little less."""
-    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + 1e-6)
+    wide = x.astype(np.float64)
+    return wide / np.sqrt(np.square(wide).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def silu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
