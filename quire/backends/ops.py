@@ -348,7 +348,7 @@ def check_kv(kv: KV, backend: Backend) -> None:
     if any(own.state for own in kv.groups) and not backend.kv_states:
         raise Unsupported(
             f"the {backend.name} backend keeps no states: it cannot run layers that carry one from token to token",
-            cure="use --backend native",
+            cure="use --backend native, or --backend torch",
         )
     if kv.state:
         raise ValueError("the first group must be one that keeps K and V")

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from quire.backends.ops import KV, Needs
+from quire.backends.ops import KV, Backend, Needs, check_kv
 from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine import build
 from quire.engine.build import build_engine
@@ -208,3 +208,13 @@ def test_states_are_planned_for() -> None:
         sized(kv_memory=page + 2 * OWN - 1)
     with pytest.raises(NotEnoughMemory, match="for windows or states"):
         sized(available=page + 2 * OWN - 1)
+
+
+def test_a_backend_without_states_says_so_by_name() -> None:
+    lacking = cast("Backend", SimpleNamespace(name="cuda", kv_states=False, kv_groups=True, kv_dtypes=("f16",)))
+    carry = KV(1, 1, PAGE_SIZE, 0, 0, state=8)
+    with pytest.raises(Unsupported, match="the cuda backend keeps no states") as caught:
+        check_kv(KV(1, 1, PAGE_SIZE, 1, 8, more=(carry,)), lacking)
+    assert "--backend native" in str(caught.value.cure)
+    with pytest.raises(ValueError, match="first group"):
+        check_kv(carry, cast("Backend", SimpleNamespace(name="x", kv_states=True, kv_groups=True, kv_dtypes=())))

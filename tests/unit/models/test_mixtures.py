@@ -170,6 +170,8 @@ def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str,
     from quire.engine.types import Request
     from quire.runner.params import SamplingParams
 
+    if (kind, backend) == ("qwen3next", "reference"):
+        pytest.skip("needs nothing: tests/unit/engine/test_engine_states.py has this one")
     model = mixtures.build(kind)
     folders.save(model, tmp_path / "m")
     rng = np.random.default_rng(4)
