@@ -250,7 +250,8 @@ def test_a_state_goes_with_its_page_or_before() -> None:
 
 
 def test_what_will_be_asked_for_stays_longer_than_what_decoding_leaves() -> None:
-    tree = carried(256, 5)
+    tree = carried(256, 4)
+    cache(tree, tokens(8, 900), step=8)  # older, and asked for once: it goes before the end of a prompt does
     prompt = tokens(21)
     lease = tree.match("", prompt)
     ids = [*prompt, *tokens(200, 500)]
