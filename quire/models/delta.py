@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quire.backends.batch import Batch
 from quire.backends.ops import Ops, Tensor
-from quire.layouts import Affine, Dense, Layout
+from quire.layouts import Dense, Layout
 from quire.models.parts import MAX_HEAD_DIM, Dims, Weights
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.picked import pick
@@ -154,11 +154,7 @@ def delta_net_of(weights: Weights, layer: int, d: Dims, s: Shape) -> DeltaNet:
 
 def rows_of(weights: Weights, role: str, layer: int, k: int, *parts: npt.NDArray[np.intp]) -> tuple[Layout, ...]:
     """Matrices of some rows each of one matrix; together they are all of its rows."""
-    name, n = weights.name(role, layer), sum(part.size for part in parts)
-
-    def cut(w: Layout) -> tuple[Layout, ...]:
-        if not isinstance(w, (Dense, Affine)):
-            raise Unsupported(f"tensor {name!r} is kept in a way whose rows cannot be put in another order")
-        return tuple(pick(w, part.reshape(-1)) for part in parts)
-
-    return weights.tensors.cut(name, (n, k), cut)
+    shape = sum(part.size for part in parts), k
+    return weights.tensors.cut(
+        weights.name(role, layer), shape, lambda w: tuple(pick(w, part.reshape(-1)) for part in parts)
+    )

@@ -1,10 +1,8 @@
 """Qwen3-Next: three layers in four are gated delta nets, which carry a state instead of keys; the fourth attends to everything.
 
-A delta net convolves queries, keys and values over a few tokens and folds them into a state per head; attention rotates a
-part of each head and is gated by a sigmoid. Every layer has a mixture of experts with a shared one behind a sigmoid, or a
-plain MLP. A folder keeps norms as what they are more than 1 (but not the delta net's), its queries mixed with their gates and
-the delta net's projections by key head; a GGUF has the 1 added, exp of the decay taken, and in newer files the projections apart.
-Layers that predict further tokens are left alone and told.
+Attention rotates a part of each head and is gated by a sigmoid; delta nets are in delta.py. Every layer has a mixture of experts with
+a shared one behind a sigmoid, or a plain MLP. A folder keeps norms as what they are more than 1 (but not the delta net's); a GGUF
+has the 1 added. Queries are mixed with their gates in both. Layers that predict further tokens are left alone and told.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from quire.layouts import Affine, Dense
+from quire.layouts import Layout
 
 Index = npt.NDArray[np.intp]
 
@@ -43,9 +43,12 @@ class Picked:
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def _array(self) -> npt.NDArray[Any]:
-        return np.asarray(self._source)[self._index]
+        if not self._index.size:
+            return np.asarray(self._source[:0])
+        first = int(self._index.min())  # a source may be made where it is read: no more of it than is needed
+        return np.asarray(self._source[first : int(self._index.max()) + 1])[self._index - first]
 
 
-def pick(w: Dense | Affine, index: Index) -> Dense | Affine:
+def pick(w: Layout, index: Index) -> Layout:
     """The matrix of these rows."""
     return replace(w, data=cast(Any, Picked(w.data, index)))

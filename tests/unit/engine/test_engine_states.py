@@ -154,6 +154,14 @@ def test_the_reference_says_the_same_tokens(path: Path, alone: Heard) -> None:
     assert served.tree.hits > 0
 
 
+def test_keys_and_values_may_be_rounded_further(path: Path) -> None:
+    """States are not."""
+    cold = Served(path, "native", at_once=1, prefix_cache=False, kv_dtype="int8")
+    assert Served(path, "native", repeat=2, kv_dtype="int8").heard == cold.heard
+    plain = Served(path, "native")
+    assert cold.info.kv_bytes - plain.info.kv_bytes == plain.tree.pool.size * (16 * 2 * 2 * (32 + 4) - FULL_PAGE)
+
+
 def test_every_kernel_set_gives_the_same_bits(path: Path, alone: Heard) -> None:
     from quire.backends.native import available
 

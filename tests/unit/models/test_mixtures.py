@@ -369,6 +369,24 @@ def test_layers_behind_the_last_are_left_alone_and_told(tmp_path: Path):
         models.load(open_checkpoint(path))
 
 
+def test_a_head_that_predicts_further_tokens_is_left_alone_and_told(tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    path = folders.save(mixtures.build("qwen3next"), tmp_path / "m")
+    tensors = load_file(path / "model.safetensors")
+    tensors["mtp.fc.weight"] = torch.ones(4, 4)
+    save_file(tensors, path / "model.safetensors")
+    assert "1 tensors in the file are not used by this model: mtp.fc.weight" in models.load(open_checkpoint(path)).notes
+
+
+def test_a_state_is_of_one_size(tmp_path: Path):
+    model = models.load(open_checkpoint(folders.save(mixtures.build("qwen3next"), tmp_path / "m")))
+    kv, carry = model.kv(4, 16), model.kv(4, 16).more[0]
+    assert (kv.layers, carry.layers) == (1, 4) and carry.token_bytes == 0 and carry.forgets and not kv.forgets
+    assert carry.page_bytes == 4 * 4 * (3 * 160 + 4 * 16 * 24)  # rows for the convolution, and a matrix for each head
+    assert kv.nbytes == 4 * (16 * kv.token_bytes + carry.page_bytes)
+
+
 def test_a_latent_pool_is_as_small_as_it_should_be(tmp_path: Path):
     model = models.load(open_checkpoint(folders.save(mixtures.build("deepseek2"), tmp_path / "m")))
     kv = model.kv(4, 16)
