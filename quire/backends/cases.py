@@ -454,7 +454,7 @@ def _long(rng: np.random.Generator) -> list[Batch]:
 
 
 def group_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Attention over several pools, for backends that have them (kv_groups)."""
+    """Attention over several pools."""
     for windows in ((0, 40), (24, 100), (33,), (0, 0, 17)):
         for dtype in KV_DTYPES:
             yield _grouped(windows, dtype, rng)

@@ -95,7 +95,8 @@ def build_engine(
         lines = [*about, f"task: {task}", *told, *info.decisions, watch.line()]
         return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
 
-    together = _split(model, backend)
+    if isinstance(model, Grouped):
+        model.places.split()  # a pool for each kind of layer
     max_rows = config.max_seqs + EXTRA_ROWS
     budget = _budget(config, env, backend, model, max_rows, packed)
     sizes = resolve_sizes(config, env, model, budget)
@@ -138,7 +139,6 @@ def build_engine(
         *about,
         *(backend.told() if isinstance(backend, Holds) else []),
         *sizes.lines,
-        *together,
         *_kv_line(config, kv, backend),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
@@ -245,16 +245,6 @@ def _budget(
         needs = backend.estimate(model.forward, kv=page, max_tokens=tokens, max_rows=max_rows)
         return Budget(look_at_memory(), needs)
     return Budget(look_at_memory())
-
-
-def _split(model: Model, backend: Backend) -> list[str]:
-    """A pool for each kind of layer where the backend has several, or the line that says that it has not."""
-    if not isinstance(model, Grouped) or not model.places.forgets:
-        return []
-    if not backend.kv_groups:
-        return [f"layers with a window keep their whole context: the {backend.name} backend has one KV pool"]
-    model.places.split()
-    return []
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
