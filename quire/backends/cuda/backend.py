@@ -270,14 +270,18 @@ class CudaKernels(TorchKernels):
             **cache.scales,
         }
         keys, values = cache.both
-        if longest > 1 or not self._chain:
+        group = triton.next_power_of_2(heads // kv_heads)
+        few = longest == 1 or (batch.uniform and longest * group <= paged.VERIFIED)
+        if not few or not self._chain:
             bounds = {"max_q": longest, "min_q": shortest}
             paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
-        tile = paged.decode_tile(batch.sequences * kv_heads, heads // kv_heads)
+        tile = (
+            paged.decode_tile(batch.sequences * kv_heads, group) if longest == 1 else paged.verify_tile(longest * group)
+        )
         told: dict[str, Any] = {
             "tile": tile,
-            "max_rows": 1,
+            "max_rows": longest,
             "scale": scale,
             "splits": splits,
             "space": space,
@@ -285,7 +289,7 @@ class CudaKernels(TorchKernels):
         }
         paged.attend(q, keys, values, out, **told, **arrays)
         if space is not None:
-            bounds = {"q_start": batch.q_start, "max_q": 1, "parts": splits}
+            bounds = {"q_start": batch.q_start, "max_q": longest, "parts": splits}
             combine(space.part, space.lse, out, sinks=sight.sinks, pdl=True, **bounds)
         return out
 
