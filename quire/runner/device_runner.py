@@ -118,18 +118,17 @@ class DeviceRunner:
         self._prompter: Prompter | None = None
         self._verifier: Verifier | None = None
         if program.graphs if padded is None else padded:
-            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
+            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size)
             self._prompter = Prompter(
-                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context,
-                vocab=vocab_size, graphs=program.graphs,
+                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
             )  # fmt: skip
             if proposer is not None and drafts:
                 self._verifier = Verifier(
                     program, self._state, drafts=drafts, max_seqs=max_seqs, max_tokens=max_tokens,
-                    max_context=max_context, vocab=vocab_size, graphs=program.graphs,
+                    max_context=max_context, vocab=vocab_size
                 )  # fmt: skip
-        if program.graphs:
-            practise(program, self._state, self._staging, max_seqs, max_tokens, max_context)
+            if program.graphs:
+                self._get_ready(max_seqs, max_tokens, max_context)
         self._turns = [0] * max_seqs
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
         self._sharing: Sharing | None = None  # of the step that is being launched
@@ -324,6 +323,17 @@ class DeviceRunner:
                 host=batch,
             )
         )
+
+    def _get_ready(self, *sizes: int) -> None:
+        """Compile and capture everything: none of that may meet a request."""
+        steps = [x for x in (self._decoder, self._prompter, self._verifier) if x is not None]
+        with self._program.rehearsal():
+            for kind in steps:
+                kind.rehearse()
+            practise(self._program, self._state, self._staging, *sizes, sampling=False)
+        for kind in steps:
+            kind.capture()
+        practise(self._program, self._state, self._staging, *sizes)
 
     # ---- choosing
 

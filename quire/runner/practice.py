@@ -20,9 +20,16 @@ KINDS = ((0, 3, 64), (1, 3, 256), (1, 20, 1024), (1, 40, 4096), (1, 300, 256), (
 
 @torch.inference_mode()
 def practise(
-    program: DeviceProgram, state: DeviceState, staging: Staging, max_seqs: int, max_tokens: int, max_context: int
+    program: DeviceProgram,
+    state: DeviceState,
+    staging: Staging,
+    max_seqs: int,
+    max_tokens: int,
+    max_context: int,
+    *,
+    sampling: bool = True,
 ) -> None:
-    """Launch them, as far as the engine is large enough for them to come."""
+    """Launch them, as far as the engine is large enough for them to come; and choose tokens, unless that is left out."""
     for ones, rows, reach in KINDS:
         if ones >= max_seqs or ones + rows > max_tokens or rows > max_context:
             continue
@@ -50,5 +57,7 @@ def practise(
             reach=min(reach, max_context),
             host=Batch(ids, pos, q_start, n, blank, writes[0], arrays[4], others),
         )
-        program.sampler.practise(program.launch(batch))
+        logits = program.launch(batch)
+        if sampling:
+            program.sampler.practise(logits)
     torch.cuda.synchronize(program.device)

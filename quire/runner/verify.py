@@ -17,7 +17,7 @@ import torch
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.capture import MORE, DeviceState, capture, pad
+from quire.runner.capture import MORE, DeviceState, graph_of, pad
 from quire.runner.staging import Staging
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -43,7 +43,6 @@ class Verifier:
         max_tokens: int,
         max_context: int,
         vocab: int,
-        graphs: bool,
     ):
         self._program = program
         self._state = state
@@ -62,8 +61,6 @@ class Verifier:
         self._logits = torch.empty(whole, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(whole, dtype=torch.int64, device=program.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        if graphs:
-            self._capture()
 
     @property
     def captured(self) -> int:
@@ -147,24 +144,26 @@ class Verifier:
         )
         self._tokens[:whole].copy_(self._program.sampler.greedy(logits))
 
-    def _capture(self) -> None:
-        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
+    def _blank(self, rows: int, size: int) -> None:
+        """A step of that size with nothing in it but padding."""
+        none, kinds, table = np.zeros(0, np.int32), len(self._state.tables), np.zeros((0, 1), np.int32)
+        others = (Table(table, none),) * (kinds - 1)
+        blank = Batch(none, none, np.zeros(1, np.int32), none, table, none, none, others)
+        self._staging.send(self._padded(rows, size, blank, none, none, [none] * kinds))
+
+    def rehearse(self) -> None:
+        """One step of every kind that a kernel might be chosen by."""
+        for rows, sizes in self._sizes.items():
+            for size in sizes:
+                self._blank(rows, size)
+                self._body(rows, size)
+
+    def capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory."""
         device, pool = self._program.device, torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
-        none, kinds = np.zeros(0, np.int32), len(self._state.tables)
-        rows_of_none = np.zeros((0, 1), np.int32)
-        blank = Batch(
-            none,
-            none,
-            np.zeros(1, np.int32),
-            none,
-            rows_of_none,
-            none,
-            none,
-            (Table(rows_of_none, none),) * (kinds - 1),
-        )
         every = [(rows, size) for rows, sizes in self._sizes.items() for size in sizes]
         for rows, size in sorted(every, key=lambda kind: kind[0] * kind[1], reverse=True):
-            self._staging.send(self._padded(rows, size, blank, none, none, [none] * kinds))
-            self._graphs[rows, size] = capture(partial(self._body, rows, size), device, pool, stream)
+            self._blank(rows, size)
+            self._graphs[rows, size] = graph_of(partial(self._body, rows, size), device, pool, stream)
         torch.cuda.synchronize(device)

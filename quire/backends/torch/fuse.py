@@ -123,8 +123,9 @@ def attention(program: Program, output: Value) -> Program:
 
 def _latent(store: Instruction, i: Instruction) -> Instruction:
     inputs = [*i.inputs, *store.inputs]
-    place = {"layer": i.layer, "group": i.group}
-    return Instruction("latent_attention", inputs, i.outputs, heads=i.heads, scale=i.scale, **place)
+    return Instruction(
+        "latent_attention", inputs, i.outputs, layer=i.layer, heads=i.heads, scale=i.scale, group=i.group
+    )
 
 
 def _paged(
