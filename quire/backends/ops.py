@@ -300,7 +300,6 @@ class Backend(Protocol):
 
     name: str
     kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
-    kv_groups: bool  # whether a program may have several pools, and rows of the page table that begin with nothing
     kv_states: bool  # whether a further pool may be one of states, for layers that carry one from token to token
 
     def compile(
@@ -352,11 +351,6 @@ def check_kv(kv: KV, backend: Backend) -> None:
         )
     if kv.state:
         raise ValueError("the first group must be one that keeps K and V")
-    if (any(not own.state for own in kv.more) or any(own.window for own in kv.groups)) and not backend.kv_groups:
-        raise Unsupported(
-            f"the {backend.name} backend keeps every layer's K and V in one pool and for the whole context",
-            cure="join the model's groups into one",
-        )
     if kv.dtype != "f16" and kv.dtype not in backend.kv_dtypes:
         raise Unsupported(f"the {backend.name} backend cannot keep K and V as {kv.dtype}", cure="leave --kv-dtype out")
 

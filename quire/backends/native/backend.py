@@ -79,7 +79,6 @@ class NativeBackend:
 
     name = "native"
     kv_dtypes: tuple[str, ...] = ("f16", "int8")
-    kv_groups = True
     kv_states = True
 
     def __init__(

@@ -358,7 +358,6 @@ class ReferenceBackend:
 
     name = "reference"
     kv_dtypes = tuple(KV_DTYPES)
-    kv_groups = True
     kv_states = True
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class DeviceProgram(Protocol):
 
 
 class TorchProgram:
-    """A recorded forward as a list of steps over cells, and its KV pool."""
+    """A recorded forward as a list of steps over cells, and its KV pools."""
 
     def __init__(self, kernels: TorchKernels, steps: list[Step], count: int, inputs: dict[str, int], output: int):
         self.device = kernels.device
@@ -94,7 +94,6 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
-    kv_groups = False
     kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
@@ -181,12 +180,11 @@ class TorchBackend:
 
 
 def largest(max_tokens: int, max_rows: int, page_size: int, more: Sequence[KV] = ()) -> Batch:
-    """One sequence that fills a step, every logit row wanted; of states it leaves the last one."""
+    """One sequence that fills a step, every logit row wanted. All of it lies in every group's pool, in order; of states, the last."""
     count = np.arange(max_tokens, dtype=np.int32)
     pages = np.arange(-(-max_tokens // page_size), dtype=np.int32)[None]
     last = np.where(pages == pages[0, -1], 0, -1).astype(np.int32)
     return Batch(
-        more=tuple(Table(last if own.state else pages, count) for own in more),
         ids=np.zeros(max_tokens, np.int32),
         pos=count,
         q_start=np.array([0, max_tokens], np.int32),
@@ -194,6 +192,7 @@ def largest(max_tokens: int, max_rows: int, page_size: int, more: Sequence[KV] =
         pages=pages,
         write=count,
         logit_rows=np.zeros(max_rows, np.int32),
+        more=tuple(Table(last if own.state else pages, count) for own in more),
     )
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from quire.backends import cases, state_cases
+from quire.backends import cases
 from quire.backends.choose import open_backend
 from quire.backends.ops import TABLE
 from quire.layouts import Affine, Dense, Layout
@@ -65,8 +65,7 @@ HALVES = {"float16": 2e-3, "bfloat16": 1.2e-2}
 def all_cases():
     for op in TABLE:
         rng = np.random.default_rng([ord(c) for c in op.name])
-        name = f"{op.name}_cases"
-        yield from getattr(cases if hasattr(cases, name) else state_cases, name)(WEIGHTS, rng)
+        yield from getattr(cases, f"{op.name}_cases")(WEIGHTS, rng)
 
 
 CASES = list(all_cases())

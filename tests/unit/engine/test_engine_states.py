@@ -180,6 +180,10 @@ def test_states_are_told_and_bounded(path: Path) -> None:
 
 
 def test_drafts_are_refused_over_states(path: Path) -> None:
+    config = EngineConfig(path=str(path), backend="native", speculate="ngram")
+    with pytest.raises(Unsupported, match="cannot be taken back") as caught:
+        build_engine(config, Environment(home=path.parent))
+    assert "leave --speculate out" in str(caught.value.cure)
     from quire.engine.scheduler import Scheduler
 
     served = Served(path, "native", at_once=1)
@@ -219,10 +223,10 @@ def test_states_are_planned_for() -> None:
 
 
 def test_a_backend_without_states_says_so_by_name() -> None:
-    lacking = cast("Backend", SimpleNamespace(name="cuda", kv_states=False, kv_groups=True, kv_dtypes=("f16",)))
+    lacking = cast("Backend", SimpleNamespace(name="cuda", kv_states=False, kv_dtypes=("f16",)))
     carry = KV(1, 1, PAGE_SIZE, 0, 0, state=8)
     with pytest.raises(Unsupported, match="the cuda backend keeps no states") as caught:
         check_kv(KV(1, 1, PAGE_SIZE, 1, 8, more=(carry,)), lacking)
     assert "--backend native" in str(caught.value.cure)
     with pytest.raises(ValueError, match="first group"):
-        check_kv(carry, cast("Backend", SimpleNamespace(name="x", kv_states=True, kv_groups=True, kv_dtypes=())))
+        check_kv(carry, cast("Backend", SimpleNamespace(name="x", kv_states=True, kv_dtypes=())))

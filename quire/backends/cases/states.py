@@ -1,4 +1,4 @@
-"""Inputs for the conformance test of ops over states, beside those of cases.py: a gate, a convolution, the delta rule.
+"""Cases of layers that carry a state: a convolution, the delta rule, and the gate behind attention.
 
 Every case carries states over several steps: in chunks that end inside pages, token by token, from the first token and
 from a state that another sequence left behind, with pages of the table that have no state in the middle.
@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.backends.batch import Batch, Table
-from quire.backends.cases import NO_KV, Case, MakeWeight, Step, floats, ragged, relative, single
+from quire.backends.cases.kit import NO_KV, Case, MakeWeight, Step, floats, ragged, relative, single
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense
 
