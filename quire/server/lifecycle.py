@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -185,7 +186,16 @@ async def serve(
 async def _load(service: Service, opener: Opener, on_ready: Callable[[], None]) -> None:
     client, completer = await opener(service)
     service.attach(client, completer)
+    _settle()
     on_ready()
+
+
+def _settle() -> None:
+    """What was made while loading stays (a tokenizer is hundreds of thousands of objects): the collector need not look at it again
+    and again, nor run after every few hundred tokens."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 async def _drain(service: Service, seconds: float, signals: asyncio.Queue[int]) -> int:
