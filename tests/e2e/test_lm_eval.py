@@ -114,9 +114,10 @@ def test_the_harness(server: Server, tmp_path: Path):
     data = tmp_path / "rows.json"
     data.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
-    options = f"model={DEFAULT_MODEL},base_url={server.url}/v1/completions,tokenizer_backend=None,batch_size=4,num_concurrent=1"
+    options = f"model={DEFAULT_MODEL},base_url={server.url}/v1/completions,tokenizer_backend=remote,num_concurrent=1"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", options]
-    command += ["--tasks", "quire_tiny", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+    command += ["--tasks", "quire_tiny", "--include_path", str(tmp_path), "--batch_size", "4"]
+    command += ["--output_path", str(tmp_path / "out")]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OPENAI_API_KEY": "unused"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

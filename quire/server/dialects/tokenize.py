@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize in the shapes of vLLM, llama.cpp and TGI, and llama.cpp's /apply-template.
+"""POST /tokenize and /detokenize in the shapes of vLLM, llama.cpp and TGI, vLLM's /tokenizer_info and llama.cpp's /apply-template.
 
 The three share a path and differ in the field that has the text: `prompt` or `messages` (vLLM), `content` (llama.cpp), `inputs` (TGI). Each gets
 its own answer. /detokenize answers with both names of the text.
@@ -129,6 +129,23 @@ def register(app: FastAPI, service: Service) -> None:
             ids = ids[1:]  # whoever sends the text gets it again
         return _json({"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)})
 
+    async def tokenizer_info(request: Request) -> Response:
+        completer = service.ready()
+        tokenizer = completer.tokenizer
+        bos, eos = (None if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
+        return _json(
+            {
+                "tokenizer_class": "quire",
+                "bos_token": bos,
+                "eos_token": eos,
+                "add_bos_token": tokenizer.add_bos,
+                "add_eos_token": tokenizer.add_eos,
+                "model_max_length": completer.info.context,
+                "chat_template": getattr(completer.template, "source", None),
+            }
+        )
+
+    app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=None)
     for base in ("", "/v1"):
         app.add_api_route(f"{base}/tokenize", tokenize, methods=["POST"], response_model=None)
         app.add_api_route(f"{base}/detokenize", detokenize, methods=["POST"], response_model=None)
@@ -213,6 +230,12 @@ COMPAT = (
         fields=(Fields(shape=DetokenizeRequest),),
         example={"tokens": [97]},
         surface="tokens",
+    ),
+    Endpoint(
+        dialect="OpenAI, with vLLM's fields",
+        method="GET",
+        path="/tokenizer_info",
+        what="The begin and end tokens and the chat template, for harnesses that tokenize here.",
     ),
     Endpoint(
         dialect="llama.cpp",

@@ -29,8 +29,9 @@ class FakeTokenizer:
 
     vocab_size = VOCAB
     max_token_bytes = 5
-    add_bos = False
-    bos_id = None
+    add_bos = add_eos = False
+    bos_id: int | None = None
+    eos_id: int | None = EOS
     infill: Infill | None = None
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:

@@ -53,7 +53,9 @@ async def exchange(port: int, *pieces: bytes, pause: float = 0.0) -> tuple[int, 
             await asyncio.sleep(pause)
         first = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         status = int(first.split()[1])
-        length = next((int(line.split(b":")[1]) for line in first.split(b"\r\n") if line.startswith(b"content-length")), 0)
+        length = next(
+            (int(line.split(b":")[1]) for line in first.split(b"\r\n") if line.startswith(b"content-length")), 0
+        )
         body = await asyncio.wait_for(reader.readexactly(length), 10)
         return status, json.loads(body) if body else None, time.monotonic() - began
     finally:

@@ -186,3 +186,9 @@ async def test_a_template_applied():
     async with client_for() as http:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         assert (await http.post("/apply-template", json=body)).json() == {"prompt": "user:hi\n"}
+
+
+async def test_what_is_told_of_the_tokenizer():
+    async with client_for() as http:
+        body = (await http.get("/tokenizer_info")).json()
+    assert (body["bos_token"], body["eos_token"], body["chat_template"]) == (None, "<256>", "{{ messages }}")
