@@ -109,8 +109,7 @@ def thinking(service: Service, on: bool | None, effort: str | None, param: str) 
 
     A template that only knows on and off takes every effort but none and minimal as on.
     """
-    completer = service.ready()
-    reads: frozenset[str] = getattr(completer.template, "reads", frozenset())
+    completer, reads = service.ready(), template_reads(service)
     reasons = completer.answers is not None and completer.answers.reasons
     level = next((name for name in LEVELS if name in reads), None)
     switches = [name for name in SWITCHES if name in reads]
@@ -153,8 +152,12 @@ def _no_effort(service: Service, effort: str, param: str, reasons: bool) -> BadR
 
 def can_switch(service: Service) -> bool:
     """Whether the template can be told not to reason."""
-    reads: frozenset[str] = getattr(service.ready().template, "reads", frozenset())
-    return not reads.isdisjoint(SWITCHES)
+    return not template_reads(service).isdisjoint(SWITCHES)
+
+
+def template_reads(service: Service) -> frozenset[str]:
+    """Names that the model's template takes from what it is given."""
+    return getattr(service.ready().template, "reads", frozenset())
 
 
 # Prompts and answers
@@ -172,7 +175,7 @@ async def encode(service: Service, talk: Talk, param: str = "messages") -> list[
     if tools is not None:
         kwargs["tools"] = tools
     if talk.documents:
-        if "documents" not in getattr(completer.template, "reads", frozenset()):
+        if "documents" not in template_reads(service):
             raise BadRequest(
                 f"documents: the chat template of {service.name} has no place for them",
                 cure="write them into a message",
