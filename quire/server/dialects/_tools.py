@@ -120,7 +120,8 @@ def at(where: str, raw: Raw, shape: Any) -> Any:
             raise BadRequest(said, param=where, code=error.code) from None
         inner = error.param or ""
         place = f"{where}{'' if not inner or inner.startswith('[') else '.'}{inner}"
-        what = error.message.removeprefix(f"{inner}: ")
+        head, _, tail = error.message.partition(": ")
+        what = tail if tail and inner.startswith(head) else error.message
         raise BadRequest(f"{place}: {what}", cure=error.cure, param=place, code=error.code) from None
 
 
