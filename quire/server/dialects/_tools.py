@@ -183,7 +183,7 @@ def check_callable(service: Service, tools: Tools, param: str = "tools") -> None
     answers = service.ready().answers
     if tools.tools and (answers is None or not answers.calls):
         raise BadRequest(
-            f"{service.name} cannot call tools: its chat template has no place for them",
+            f"{param}: {service.name} cannot call tools: its chat template has no place for them",
             cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
             param=param,
             code="unsupported_parameter",

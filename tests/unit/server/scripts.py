@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
 from hypothesis import strategies as st
 
 from quire.chat.types import Call, CallPart, Chunk
 from quire.engine.types import Receipt
+from tests.unit.server.fakes import CALLER, FakeCompleter, client_for
 
 RECEIPT = Receipt(
     prompt_tokens=20, output_tokens=9, cached_tokens=16, seed=7, prefill_seconds=0.25, decode_seconds=0.5
@@ -76,3 +81,33 @@ FUNCTION: dict[str, Any] = {
     },
 }
 OTHER: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+
+
+class Bench:
+    """One server for many examples: a script, a request, and what came, without a loop around the test."""
+
+    def __init__(self, runner: asyncio.Runner, completer: FakeCompleter, http: httpx.AsyncClient):
+        self._runner = runner
+        self._completer = completer
+        self._http = http
+
+    def post(self, chunks: list[Chunk], path: str, body: dict[str, Any]) -> httpx.Response:
+        """Answer `body` with these chunks."""
+        self._completer.script = chunks
+        r = self._runner.run(self._http.post(path, json=body))
+        assert r.status_code == 200, r.text
+        return r
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    """A bench, for as long as it is needed."""
+    completer = FakeCompleter(context=400)
+    completer.answers = CALLER
+    with asyncio.Runner() as runner:
+        client = client_for(completer)
+        http = runner.run(client.__aenter__())
+        try:
+            yield Bench(runner, completer, http)
+        finally:
+            runner.run(client.__aexit__(None, None, None))

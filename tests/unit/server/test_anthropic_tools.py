@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from quire.chat.answers.types import Tool, Tools
 from quire.chat.types import Chunk
 from quire.engine.types import Constraint
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
-from tests.unit.server.scripts import THINKS_AND_CALLS, call, script, scripts
+from tests.unit.server.scripts import THINKS_AND_CALLS, Bench, bench, call, script, scripts
 from tests.unit.server.test_anthropic import events
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -127,15 +127,18 @@ def assembled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return content
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.fixture(scope="module")
+def server() -> Iterator[Bench]:
+    with bench() as one:
+        yield one
+
+
+@settings(max_examples=60, deadline=None)
 @given(made=scripts())
-def test_a_stream_put_together_is_the_whole_answer(made: Any):
+def test_a_stream_put_together_is_the_whole_answer(server: Bench, made: Any):
     chunks, reasoning, text, calls = made
-
-    async def both() -> tuple[Any, Any]:
-        return await answer(caller(chunks)), await answer(caller(chunks), stream=True)
-
-    whole, streamed = asyncio.run(both())
+    whole = server.post(chunks, MESSAGES, ask()).json()
+    streamed = events(server.post(chunks, MESSAGES, ask(stream=True)).text)
     content = whole["content"]
     assert assembled(streamed) == content
     assert streamed[-2]["delta"]["stop_reason"] == whole["stop_reason"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from ollama import ChatResponse, GenerateResponse
 from quire.chat.answers.types import Tool, Tools
 from quire.chat.types import Chunk
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
-from tests.unit.server.scripts import FUNCTION, OTHER, THINKS_AND_CALLS, call, script, scripts
+from tests.unit.server.scripts import FUNCTION, OTHER, THINKS_AND_CALLS, Bench, bench, call, script, scripts
 from tests.unit.server.test_ollama import lines
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -72,15 +72,18 @@ async def test_lines():
     assert [n["done"] for n in found] == [False] * 5 + [True]
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.fixture(scope="module")
+def server() -> Iterator[Bench]:
+    with bench() as one:
+        yield one
+
+
+@settings(max_examples=60, deadline=None)
 @given(made=scripts())
-def test_lines_put_together_are_the_whole_answer(made: Any):
+def test_lines_put_together_are_the_whole_answer(server: Bench, made: Any):
     chunks, reasoning, text, calls = made
-
-    async def both() -> tuple[Any, Any]:
-        return await answer(caller(chunks), stream=False), await answer(caller(chunks))
-
-    whole, found = asyncio.run(both())
+    whole = server.post(chunks, CHAT, TALK | {"stream": False}).json()
+    found = lines(server.post(chunks, CHAT, TALK).text)
     messages = [n["message"] for n in found]
     assert "".join(m["content"] for m in messages) == whole["message"]["content"] == text
     assert "".join(m.get("thinking", "") for m in messages) == whole["message"].get("thinking", "") == reasoning

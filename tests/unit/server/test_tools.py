@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from quire.chat.answers.types import Tool, Tools
 from quire.chat.types import Chunk
 from quire.engine.types import Constraint
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for, events
-from tests.unit.server.scripts import CALLS, FUNCTION, OTHER, THINKS_AND_CALLS, call, script, scripts
+from tests.unit.server.scripts import CALLS, FUNCTION, OTHER, THINKS_AND_CALLS, Bench, bench, call, script, scripts
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -112,15 +112,18 @@ def assembled(found: list[Any]) -> tuple[dict[str, Any], str]:
     return message, finish  # type: ignore[return-value]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Bench]:
+    with bench() as one:
+        yield one
+
+
 @settings(max_examples=60, deadline=None)
 @given(made=scripts())
-def test_deltas_put_together_are_the_whole_answer(made: Any):
+def test_deltas_put_together_are_the_whole_answer(server: Bench, made: Any):
     chunks, reasoning, text, calls = made
-
-    async def both() -> tuple[Any, Any]:
-        return await answer(caller(chunks)), await answer(caller(chunks), stream=True)
-
-    whole, streamed = asyncio.run(both())
+    whole = server.post(chunks, CHAT, WITH_TOOLS).json()
+    streamed = events(server.post(chunks, CHAT, WITH_TOOLS | {"stream": True}).text)
     message, finish = assembled(streamed)
     expected = whole["choices"][0]["message"]
     assert finish == whole["choices"][0]["finish_reason"]
