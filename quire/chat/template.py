@@ -222,9 +222,15 @@ class ChatTemplate:
         for call in made.get("tool_calls") or ():
             if not self.needs_text_arguments:
                 _parse_arguments(call)
-        # Reasoning goes by several names; a template knows one of them. The same two are filled in as in transformers.
+        if made.get("tool_calls") and made.get("content") == "" and self.needs_null_content:
+            made["content"] = None
+        # Reasoning goes by several names; a template knows one of them.
         reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
-        return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+        return (
+            made
+            if reasoning is None
+            else {**dict.fromkeys(_REASONING, reasoning), **made, "reasoning_content": reasoning}
+        )
 
     # What the template does with content is found by trying it: whether a needle comes out when the content is text,
     # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
@@ -243,13 +249,22 @@ class ChatTemplate:
     def needs_text_arguments(self) -> bool:
         """The template reads a call's arguments only as text, as the APIs carry them; others expect an object."""
 
-        def renders(arguments: Any) -> bool:
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "123456789", "type": "function", "function": function}
-            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
+        as_object, as_text = {"a": _NEEDLE}, json.dumps({"a": _NEEDLE})
+        return not any(self._calls(as_object, c) for c in ("", None)) and any(
+            self._calls(as_text, c) for c in ("", None)
+        )
 
-        return not renders({"a": _NEEDLE}) and renders(json.dumps({"a": _NEEDLE}))
+    @cached_property
+    def needs_null_content(self) -> bool:
+        """The template writes calls only beside content that is null, as the APIs carry it; empty text hides them."""
+        given = json.dumps({"a": _NEEDLE}) if self.needs_text_arguments else {"a": _NEEDLE}
+        return not self._calls(given, "") and self._calls(given, None)
+
+    def _calls(self, arguments: Any, content: str | None) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "123456789", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
 
     @cached_property
     def calls_without_content(self) -> str | None:

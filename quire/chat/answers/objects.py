@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.chat.answers.lark import Lark, any_of
-from quire.chat.answers.machine import Read, Stops, Text
+from quire.chat.answers.machine import Read, Stops, Text, new_id
 from quire.chat.answers.marked import arguments
 from quire.chat.answers.probe import Seen, last_mark
 from quire.chat.answers.types import Tool, Tools
@@ -197,11 +197,14 @@ class ObjectSection:
 
 def derive(seen: Seen) -> ObjectSection | None:
     """The section as the template writes it, if it writes calls as objects after a mark."""
-    one = _found(seen.two, seen.names[0], 0)
-    two = one and _found(seen.two, seen.names[1], one.end())
+    text = seen.two or seen.one
+    one = _found(text, seen.names[0], 0)
+    two = _found(text, seen.names[1], one.end()) if one is not None and seen.two else one
     if one is None or two is None:
         return None
-    before, between, after = seen.two[: one.start()], seen.two[one.end() : two.start()], seen.two[two.end() :]
+    before, between, after = text[: one.start()], text[one.end() : two.start()], text[two.end() :]
+    if two is one:  # it writes one call at a time: another would be another section
+        between = after + before
     opener = last_mark(before.rstrip().rstrip("[").rstrip())
     if not opener:
         return None
@@ -217,8 +220,14 @@ def derive(seen: Seen) -> ObjectSection | None:
         head=_ID.sub(r"\1" + "\0" + r"\2", head),
         middle=one[0][one.end("name") - one.start() : one.start("args") - one.start()],
         tail=one[0][one.end("args") - one.start() :],
-        keys=Keys(name=(one["key"],), arguments=(one["args_key"],), id=("id", "tool_call_id")),
+        keys=Keys(name=(one["key"],), arguments=(one["args_key"],), id=("id",)),
+        make_id=short_id if opener == "[TOOL_CALLS]" else None,
     )
+
+
+def short_id() -> str:
+    """Mistral's templates take no other than nine letters and digits."""
+    return new_id(9, "")
 
 
 _ID = re.compile(r'("(?:tool_call_)?id"\s*:\s*")[^"]*(")')

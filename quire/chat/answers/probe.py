@@ -41,7 +41,7 @@ class Seen:
     header: str  # the generation prompt
     two: str = ""  # a turn of two calls; "" where the template does not write them
     one: str = ""  # a turn of one call
-    bare: str = ""  # a turn of one call without arguments
+    wrap: tuple[str, ...] = ()  # marks around a plain text
     think: tuple[str, str] | None = None  # the marks around reasoning
     names: tuple[str, str] = NAMES
     keys: tuple[str, str] = KEYS
@@ -84,6 +84,11 @@ def turn(
         while start > least and not _ends_whole(whole[:start]):
             start -= 1
     text = whole[start:]
+    header = prompt[len(common_prefix(bare, prompt)) :]
+    if start < len(prompt) and header:  # the template writes something between the question and the header
+        begun = next((i for i in range(len(header)) if text.startswith(header[i:])), len(header))
+        start, text = start + len(header) - begun, text[len(header) - begun :]
+    text = text.removesuffix(from_mark(common_suffix(bare, text)))  # what stands at the end of any conversation
     cut = True
     while cut:  # what ends a turn: the template's own mark, spaces, tokens that end an answer
         cut = False
@@ -97,24 +102,43 @@ def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
     """Have the template write what formats are known by."""
     ends = tuple(ends)
     header = _header(template)
-    plain = _try(template, {"role": "assistant", "content": TEXT}, None, ends)
-    closing = plain.text[plain.text.index(TEXT) + len(TEXT) :].strip() if plain and TEXT in plain.text else ""
-    ends = (closing, *ends) if closing else ends
+    think = _marks(template, ends)
+    wrap: list[str] = []
+    for tools in (None, TOOLS):
+        plain = _try(template, {"role": "assistant", "content": TEXT}, tools, ends)
+        if plain is not None and TEXT in plain.text:
+            before, _, after = _unthought(plain.text, think).partition(TEXT)
+            wrap += [mark for mark in (before.strip(), after.strip()) if mark[:1] in ("<", "[") and mark not in wrap]
+            break
     arguments = {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}
     calls = [called(name, arguments, id) for name, id in zip(NAMES, IDS, strict=True)]
-    two = _try(template, {"role": "assistant", "content": "", "tool_calls": calls}, TOOLS, ends)
-    one = _try(template, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, TOOLS, ends)
-    none = _try(
-        template, {"role": "assistant", "content": "", "tool_calls": [called(NAMES[0], {}, IDS[0])]}, TOOLS, ends
-    )
+    two, one = (_called(template, calls[:n], ends, think) for n in (2, 1))
     return Seen(
         source=template.source,
         header=header,
-        two=two.text if two and all(name in two.text for name in NAMES) else "",
-        one=one.text if one and NAMES[0] in one.text else "",
-        bare=none.text if none and NAMES[0] in none.text else "",
-        think=_marks(template, ends),
+        two=two,
+        one=one,
+        wrap=tuple(wrap),
+        think=think,
     )
+
+
+def _called(
+    template: ChatTemplate, calls: list[dict[str, Any]], ends: tuple[str, ...], think: tuple[str, str] | None
+) -> str:
+    """What is written for these calls; "" where some are not."""
+    for tools in (TOOLS, None):
+        seen = _try(template, {"role": "assistant", "content": "", "tool_calls": calls}, tools, ends)
+        if seen is not None and all(call["function"]["name"] in seen.text for call in calls):
+            return _unthought(seen.text, think)
+    return ""
+
+
+def _unthought(text: str, think: tuple[str, str] | None) -> str:
+    """A turn without the reasoning it begins with."""
+    close = think[1] if think is not None else "</think>"
+    start = text.find(close)
+    return text[start + len(close) :] if start >= 0 else text
 
 
 def _header(template: ChatTemplate) -> str:
@@ -128,9 +152,16 @@ def _header(template: ChatTemplate) -> str:
 
 def _marks(template: ChatTemplate, ends: tuple[str, ...]) -> tuple[str, str] | None:
     """The marks that the template puts around reasoning."""
-    message = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
-    for kwargs in ({}, {"enable_thinking": True}, {"thinking": True}):
-        seen = _try(template, message, None, ends, **kwargs)
+    message: dict[str, Any] = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
+    call = called(NAMES[0], {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}, IDS[0])
+    with_call = {**message, "content": "", "tool_calls": [call]}
+    for kwargs, given in (
+        ({}, message),
+        ({}, with_call),
+        ({"enable_thinking": True}, message),
+        ({"thinking": True}, message),
+    ):
+        seen = _try(template, given, TOOLS if given is with_call else None, ends, **kwargs)
         if seen is None or REASON not in seen.text:
             continue
         whole = seen.before + seen.text

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.chat.answers.machine import Read, Text
 
-_NAME = re.compile(r"[\w.]+")
+_NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"[^()\[\]{}'\"\\]+")
 _QUOTED = re.compile(r"[^'\"\\]+")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}

@@ -22,6 +22,7 @@ from quire.chat.answers.values import Schemas, literal, types_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
+CDATA, CDATA_END = "<![CDATA[", "]]>"  # around a string, where a template puts it there
 _BARE = frozenset({"type", "title", "description", "default", "examples", "$comment", "enum", "const", "nullable"})
 
 
@@ -124,6 +125,13 @@ class TaggedSection:
             t.argue((", " if count else "") + json.dumps(key.strip(), ensure_ascii=False) + ": ")
             count += 1
             told = None if string == other else stop == string
+            if (yield from t.gets(CDATA)):
+                t.argue('"')
+                raw = Stops(CDATA_END + value_end)
+                if (yield from t.upto(raw, lambda text: t.argue(json.dumps(text, ensure_ascii=False)[1:-1]))) is None:
+                    return
+                t.argue('"')
+                continue
             if told or (told is None and schemas.is_text(name, key.strip())):
                 t.argue('"')
                 if (

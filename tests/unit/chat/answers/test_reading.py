@@ -203,7 +203,9 @@ def test_an_answer_without_end_costs_its_length(source, start, unit):
             size += len(piece.text) + len(piece.reasoning) + sum(len(c.arguments) for c in piece.calls)
     for piece in parser.finish():
         size += len(piece.text) + len(piece.reasoning) + sum(len(c.arguments) for c in piece.calls)
-    assert time.process_time() - begun < 5  # well under a second; looking at what is held again and again would take minutes
+    assert (
+        time.process_time() - begun < 5
+    )  # well under a second; looking at what is held again and again would take minutes
     assert size > 0.8 * len(text) or unit.isspace()
 
 
