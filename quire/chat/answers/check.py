@@ -138,17 +138,29 @@ def trial(template: ChatTemplate, form: Format, sample: Sample, ends: Iterable[s
         return None
     if not sample.calls and sample.reasoning not in whole:
         return None
-    reading = form.reading(written.before[-400:], OFFERED if sample.calls else Tools())
+    offered = OFFERED if sample.calls else Tools()
+    # A prompt that begins the reasoning may write its beginning in other words than the template does afterwards.
+    tails = (written.before, written.prompt) if sample.reasoning in whole and sample.reasoning else (written.before,)
+    readings = [form.reading(tail[-400:], offered) for tail in tails]
     expected = (
         sample.reasoning if sample.reasoning in whole else "",
         sample.text if sample.text in written.text else "",
         [(name, arguments) for name, arguments in sample.calls],
     )
-    for cuts in _cuts(written.text, split):
-        reasoning, text, calls = parse(reading, cuts)
-        got = (reasoning, text.strip(), calls)  # some templates put spaces around a text
+    wrong = ""
+    for reading in readings:
+        wrong = _compare(reading, written.text, expected, split)
+        if not wrong:
+            break
+    return wrong
+
+
+def _compare(reading: Reading, text: str, expected: Any, split: bool) -> str:
+    for cuts in _cuts(text, split):
+        reasoning, said, calls = parse(reading, cuts)
+        got = (reasoning, said.strip(), calls)  # some templates put spaces around a text
         if got != expected:
-            return f"{got!r} instead of {expected!r}, written {written.text!r}"
+            return f"{got!r} instead of {expected!r}, written {text!r}"
     return ""
 
 

@@ -170,6 +170,11 @@ def answer(
             implied = tuple(o for o in think.implied if o in openers)
             stop = yield from reasoning(t, Stops(think.close.strip(), *implied))
             pending = stop if stop in implied else None
+    bare = getattr(calling, "bare", None)  # a section may know a call that no mark begins
+    if bare is not None and pending is None:
+        t.hold()
+        yield from bare(t, tools)
+        t.settle()
     yield from text_and_calls(t, calling, openers, tools, pending, wrap)
 
 

@@ -31,6 +31,7 @@ class Turn:
 
     before: str  # the prompt that leads to it
     text: str  # what the model would have written, without what ends the turn
+    prompt: str  # the generation prompt, which may have begun the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def turn(
         for end in ends:
             if end and text.rstrip().endswith(end):
                 text, cut = text.rstrip().removesuffix(end), True
-    return Turn(whole[:start], text)
+    return Turn(whole[:start], text, prompt)
 
 
 def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
@@ -104,6 +105,9 @@ def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
     header = _header(template)
     think = _marks(template, ends)
     wrap: list[str] = []
+    thought = _try(template, {"role": "assistant", "content": TEXT, "reasoning_content": REASON}, None, ends)
+    if thought is not None and header.strip()[:1] == "<" and header.strip() in thought.text:
+        wrap.append(header.strip())  # reasoning is a turn of its own
     for tools in (None, TOOLS):
         plain = _try(template, {"role": "assistant", "content": TEXT}, tools, ends)
         if plain is not None and TEXT in plain.text:
