@@ -192,6 +192,8 @@ class ObjectSection:
         """Small models forget the mark and write the object alone, or in a fence. It is a call if it begins the answer and
         names a tool of the request."""
         offered = {tool.name for tool in tools.tools}
+        if not tools.parallel or any(tool.strict for tool in tools.tools):
+            return  # then a grammar rules over calls, and only those behind a mark
         yield from t.spaces()
         fenced = yield from t.gets("```json", "```")
         yield from t.spaces()
