@@ -79,6 +79,7 @@ class ChatTemplate:
         self._tokens = {**more, "bos_token": bos_token, "eos_token": eos_token}
         self._with_tools = with_tools
         self._seconds = seconds
+        self._now = now
         self._environment = BoundedEnvironment({"strftime_now": lambda form: _strftime(now(), form)})
         if len(source) > MAX_SOURCE:
             raise BadModelFile(f"{where} has {len(source)} characters: at most {MAX_SOURCE} are allowed")
@@ -155,6 +156,12 @@ class ChatTemplate:
         found = meta.find_undeclared_variables(self._environment.parse(self.source))
         return frozenset(found) if self._with_tools is None else frozenset(found) | self._with_tools.reads
 
+    @cached_property
+    def _asks_functions(self) -> bool:
+        """Whether it wants its tools as a text called `functions`, as templates from before `tools` did."""
+        asked = meta.find_undeclared_variables(self._environment.parse(self.source))
+        return "functions" in asked and "tools" not in asked
+
     @property
     def whole_source(self) -> str:
         """The source, with that of the template for tools where there is one."""
@@ -189,6 +196,9 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        if self._asks_functions:
+            given = {"functions": json.dumps(tools or [], indent=4), "datetime": _strftime(self._now(), "%Y-%m-%d")}
+            variables = {**given, **variables}
         try:
             return self._environment.render(self._template, variables, budget)
         except OverBudget as error:

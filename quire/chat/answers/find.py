@@ -32,7 +32,7 @@ MARKS = (
 NAMES = {
     ("objects", "<tool_call>"): "hermes",
     ("objects", "[TOOL_CALLS]"): "mistral",
-    ("objects", "<tool_calls>"): "minimax-m1",
+    ("objects", "<tool_calls>"): "tool-calls",  # MiniMax M1, Apriel
     ("objects", "<TOOLCALL>"): "nemotron",
     ("objects", "<|START_ACTION|>"): "command-r7b",
     ("objects", "functools"): "firefunction",
@@ -43,6 +43,8 @@ NAMES = {
     ("named", "<|tool_calls_section_begin|>"): "kimi-k2",
     ("objects", "<|function_call|>"): "gigachat",
     ("named", "<|tool_calls|>"): "solar",
+    ("tagged", "<seed:tool_call>"): "seed",
+    ("tagged", "<tool_calls>"): "hunyuan",
     ("tagged", "<parameter="): "qwen-xml",
     ("tagged", "<arg_key>"): "glm",
     ("tagged", '<parameter name="'): "minimax-m2",
@@ -104,8 +106,8 @@ def derived(seen: probe.Seen, cut: Cut) -> Format | None:
         return None
     if section is None:
         return Marked("think", think, None, cut, header_of(seen, think), seen.wrap)
-    mark = section.key_open.strip() if isinstance(section, tagged.TaggedSection) else section.openers[0]
-    name = NAMES.get((kind, mark)) or f"derived-{kind}"
+    marks = [section.openers[0], *([section.key_open.strip()] if isinstance(section, tagged.TaggedSection) else [])]
+    name = next((NAMES[kind, mark] for mark in marks if (kind, mark) in NAMES), f"derived-{kind}")
     return Marked(name, think, section, cut, header_of(seen, think), seen.wrap)
 
 

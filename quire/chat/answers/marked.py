@@ -103,7 +103,8 @@ class Marked:
             if self.think.opened(tail, self.header):
                 start.append(rest)
             else:
-                start.append(f"({g.text(self.think.open.strip())} {rest})?")
+                none = g.text(self.think.close.strip())  # some say that there is no reasoning by ending it
+                start.append(f"({g.text(self.think.open.strip())} {rest} | {none} {SPACE})?")
         if calls:
             start.append(self._calls(g, tools, answer))
         elif answer is not None:
@@ -124,18 +125,20 @@ class Marked:
         opener = section.openers[0]
         rest = g.rule(section.write(g, chosen, tools.parallel and tools.choice != "named"))
         if tools.forced:
-            return f"{g.text(opener)} {rest}"
+            return self._wrapped(g, f"{g.text(opener)} {rest}")
         if answer is not None:
-            return any_of([f"{g.text(opener)} {rest}", self._wrapped(g, g.part(answer))])
-        text = g.free(*section.openers)
-        one = f"{g.until(opener)} {rest}"
+            return any_of([self._wrapped(g, f"{g.text(opener)} {rest}"), self._wrapped(g, g.part(answer))])
+        text = self._wrapped(g, g.free(*section.openers, *self.wrap))
+        before = f"({self._wrapped(g, g.free(*section.openers, *self.wrap))})?" if self.wrap else ""
+        one = f"{before} {g.until(opener)} {rest}"
         return f"({one})* {text}" if tools.parallel else any_of([f"{one} {SPACE}", text])
 
     def _wrapped(self, g: Lark, text: str) -> str:
-        """A text between the marks that stand around one."""
+        """What may stand between the marks around a text."""
         if not self.wrap:
             return text
-        return " ".join([g.text(self.wrap[0]), text, *(f"({g.text(mark)})?" for mark in self.wrap[1:])])
+        marks = g.rule(" | ".join(g.text(mark) for mark in self.wrap))
+        return f"{marks}* {text} {marks}*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,11 @@ def answer(
             implied = tuple(o for o in think.implied if o in openers)
             stop = yield from reasoning(t, Stops(think.close.strip(), *implied))
             pending = stop if stop in implied else None
+    bare = getattr(calling, "bare", None)  # a section may know a call that no mark begins
+    if bare is not None and pending is None:
+        t.hold()
+        yield from bare(t, tools)
+        t.settle()
     yield from text_and_calls(t, calling, openers, tools, pending, wrap)
 
 

@@ -19,6 +19,7 @@ from quire.chat.answers.probe import Seen, last_mark
 from quire.chat.answers.types import Tool, Tools
 
 NOTHING = Stops()
+FENCE = Stops("```")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,11 @@ def read_call(
     keys: Keys = KEYS,
     known: Callable[[str], bool] = bool,
     make_id: Callable[[], str] | None = None,
+    whole: bool = False,
 ) -> Read[bool]:
-    """One object. False: it is no call, or its arguments are no JSON; those go on until `end`, which is not taken."""
+    """One object. False: it is no call, or its arguments are no JSON; those go on until `end`, which is not taken.
+
+    `whole`: without arguments it is none."""
     if not (yield from t.gets("{")):
         return False
     name: str | None = None
@@ -85,7 +89,7 @@ def read_call(
                 return (yield from _broken(t, end, argued))
             if key in keys.id and id is None:
                 id = _text("".join(value))
-    if name is None:
+    if name is None or (whole and not argued):
         return False
     if not argued:
         t.begin(name, id or _made(make_id))
@@ -183,6 +187,23 @@ class ObjectSection:
             if self.closer:
                 yield from t.gets(self.closer)
             t.forget()
+
+    def bare(self, t: Text, tools: Tools) -> Read[None]:
+        """Small models forget the mark and write the object alone, or in a fence. It is a call if it begins the answer and
+        names a tool of the request."""
+        offered = {tool.name for tool in tools.tools}
+        if not tools.parallel or any(tool.strict for tool in tools.tools):
+            return  # then a grammar rules over calls, and only those behind a mark
+        yield from t.spaces()
+        fenced = yield from t.gets("```json", "```")
+        yield from t.spaces()
+        if (yield from t.next()) != "{":
+            return
+        if (yield from read_call(t, FENCE, self.keys, offered.__contains__, self.make_id, whole=True)):
+            yield from t.spaces()
+            if fenced:
+                yield from t.gets("```")
+                yield from t.spaces()
 
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
         def one(tool: Tool, counts: bool) -> str:

@@ -44,7 +44,8 @@ def _bracketed(t: Text) -> Read[str | None]:
             return None
         run = (_QUOTED if quote else _PLAIN).match(t.buffer, t.at)
         if run is not None:
-            made.append(t.take(run.end() - t.at))
+            taken = t.take(run.end() - t.at)
+            made.append(taken.replace("\n", "\\n") if quote else taken)  # some write lines into plain quotes
             continue
         char = t.take(1)
         made.append(char)
