@@ -136,3 +136,10 @@ def test_a_file_with_a_template(tmp_path: Path):
     path.write_text("{% if %}")
     with pytest.raises(BadModelFile, match=r"my\.jinja"):
         template_file(path, tokenizer)
+
+
+def test_serve_says_at_once_that_there_is_no_such_file(tmp_path: Path):
+    from quire.cli.serve import command
+
+    with pytest.raises(NotFound, match=r"nowhere\.jinja"):
+        command(chat_template=tmp_path / "nowhere.jinja")

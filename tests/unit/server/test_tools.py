@@ -113,6 +113,8 @@ def assembled(found: list[Any]) -> tuple[dict[str, Any], str]:
     finish = ""
     for chunk in found[:-1]:
         for choice in chunk["choices"]:
+            indices = [part["index"] for part in choice["delta"].get("tool_calls", [])]
+            assert len(indices) == len(set(indices))  # clients go by it
             message = accumulate_delta(message, choice["delta"])
             finish = choice["finish_reason"] or finish
     for one in message.get("tool_calls", []):  # type: ignore[union-attr]
