@@ -29,7 +29,6 @@ MAX_SOURCE = 128 * 1024  # characters; the longest public templates have under 2
 SECONDS = 2.0
 SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
 _NEEDLE = "needle in the message"
-_CALLED = "needle_in_the_call"
 _STOPPED = "template_limit"
 _SEARCHING = frozenset(
     [
@@ -275,19 +274,6 @@ class ChatTemplate:
         call = {"id": "123456789", "type": "function", "function": function}
         turn = {"role": "assistant", "content": content, "tool_calls": [call]}
         return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
-
-    @cached_property
-    def calls_without_content(self) -> str | None:
-        """The content of a turn that only calls: empty text, or None for a template that else passes over the calls."""
-
-        def renders(content: str | None) -> bool:
-            function = {"name": _CALLED, "arguments": "{}" if self.needs_text_arguments else {}}
-            call = {"id": "123456789", "type": "function", "function": function}
-            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
-            text = self._tried([{"role": "user", "content": "x"}, turn])
-            return _CALLED in text and "None" not in text
-
-        return None if not renders("") and renders(None) else ""
 
     def _finds(self, content: Any) -> bool:
         text = self._tried([{"role": "user", "content": content}])

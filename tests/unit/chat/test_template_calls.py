@@ -1,4 +1,4 @@
-"""What a template reads, turns that only call, documents, and a last message that the answer goes on with."""
+"""What a template reads, documents, and a last message that the answer goes on with."""
 
 from __future__ import annotations
 
@@ -49,19 +49,6 @@ def test_public_templates_read_their_switches(shared_data: Path, name: str, read
     assert found >= reads
     if not reads:
         assert not found
-
-
-def test_a_turn_that_only_calls():
-    shows = (
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
-    )
-    assert ChatTemplate(shows).calls_without_content == ""
-    null = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    assert (
-        ChatTemplate(null.replace("{{ m.tool_calls }}", "{{ m.tool_calls[0].function.name }}")).calls_without_content
-        is None
-    )
-    assert ChatTemplate(CHATML).calls_without_content == ""  # it never shows calls
 
 
 def render(template: ChatTemplate, *messages: dict[str, Any], **kwargs: Any) -> str:

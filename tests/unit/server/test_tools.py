@@ -332,15 +332,6 @@ async def test_a_tool_loop_reaches_the_template():
     ]
 
 
-async def test_a_turn_that_only_calls_has_the_content_that_the_template_expects():
-    completer = caller()
-    completer.template.calls_without_content = None  # type: ignore[attr-defined]
-    messages = [*HI["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    messages.append({"role": "tool", "tool_call_id": "a1", "content": ""})
-    await answer(completer, messages=messages)
-    assert completer.rendered[0][0][1]["content"] is None
-
-
 def said(*messages: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*HI["messages"], *messages]}
 
