@@ -44,7 +44,7 @@ NAMES = {
     ("objects", "<|function_call|>"): "gigachat",
     ("named", "<|tool_calls|>"): "solar",
     ("tagged", "<seed:tool_call>"): "seed",
-    ("tagged", "<tool_calls>"): "hunyuan",
+    ("tagged", "<tool_calls:opensource>"): "hunyuan",
     ("tagged", "<parameter="): "qwen-xml",
     ("tagged", "<arg_key>"): "glm",
     ("tagged", '<parameter name="'): "minimax-m2",

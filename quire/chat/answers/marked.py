@@ -105,6 +105,8 @@ class Marked:
             else:
                 none = g.text(self.think.close.strip())  # some say that there is no reasoning by ending it
                 start.append(f"({g.text(self.think.open.strip())} {rest} | {none} {SPACE})?")
+        if self.think is not None or tools.forced:
+            start.insert(0, SPACE)  # some begin with a line end
         if calls:
             start.append(self._calls(g, tools, answer))
         elif answer is not None:

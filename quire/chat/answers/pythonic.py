@@ -17,6 +17,7 @@ _NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"[^()\[\]{}'\"\\]+")
 _QUOTED = re.compile(r"[^'\"\\]+")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
+_ESCAPES = frozenset("\\'\"abfnrtvxuUN01234567\n")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -50,8 +51,11 @@ def _bracketed(t: Text) -> Read[str | None]:
         char = t.take(1)
         made.append(char)
         if char == "\\":
-            if not (yield from t.next()):
+            after = yield from t.next()
+            if not after:
                 return None
+            if after not in _ESCAPES:
+                made.append(char)  # Python would keep such a backslash, and complain
             made.append(t.take(1))
         elif quote:
             quote = "" if char == quote else quote

@@ -22,7 +22,15 @@ ENDS = (
         "<end_of_turn>",
     ),
     *("<turn|>", "<seed:eos>", "[e~[", "<|eot|>", "<|end_of_msg|>", "<SPECIAL_12>", "<|assistant_end|>", "<EOS>"),
-    *("<|message_sep|>", "<sep>", "</assistant>", "<|calls|>", "<|tool_response>", "〈|EOS|〉"),
+    *(
+        "<|message_sep|>",
+        "<sep>",
+        "</assistant>",
+        "<|calls|>",
+        "<|tool_response>",
+        "〈|EOS|〉",
+        "<｜hy_eos:opensource｜>",
+    ),
 )
 
 Read = tuple[str, str, list[tuple[str, object]]]
