@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.chat.types import CallPart
 from quire.engine.types import Constraint
 
 
@@ -38,6 +37,16 @@ class Tools:
     def forced(self) -> bool:
         """Whether an answer without a call is not one."""
         return self.choice in ("required", "named")
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """News of one tool call. The first part of a call has its id and name; arguments of all parts, joined, are JSON."""
+
+    index: int  # which call of the choice, from 0
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
