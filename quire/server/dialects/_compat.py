@@ -25,6 +25,7 @@ WHY: dict[str, str] = {
     "metadata": "the client's own notes; they are not kept",
     "prompt_cache_key": "prefixes are found without being told",
     "prompt_cache_retention": "prefixes are kept while there is room",
+    "prompt_cache_options": "prefixes are found without being told",
     "prediction": "a hint for speed",
     "parallel_tool_calls": "means nothing without tools",
     "include_reasoning": "a model without reasoning has none to include",

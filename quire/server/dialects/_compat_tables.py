@@ -30,11 +30,22 @@ _CHAT = Endpoint(
                 "top_logprobs": "0 to 20; needs `logprobs`",
                 "add_generation_prompt": "true by default",
                 "chat_template_kwargs": "words for the template; not the names that the server itself sets",
+                "tools": "functions, up to 1024; of a model whose template has tools",
+                "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
+                "parallel_tool_calls": "false: at most one call, enforced",
+                "reasoning_effort": "what the template can be told: an effort, or on and off; else refused",
+                "include_reasoning": "false leaves it out of the answer",
+                "continue_final_message": "the answer goes on with the last message, the assistant's",
+                "documents": "of a model whose template has a place for them",
+                "timings_per_token": "llama.cpp's `timings`",
+                "service_tier": "`auto` or `default`",
+                "prediction": "checked and not used; the usage says so",
             },
         ),
     ),
     example={"messages": _USER},
-    surface="messages model max_completion_tokens max_tokens n stream stream_options temperature top_p stop seed logprobs top_logprobs "
+    surface="timings_per_token functions function_call modalities audio web_search_options moderation "
+    "messages model max_completion_tokens max_tokens n stream stream_options temperature top_p stop seed logprobs top_logprobs "
     "logit_bias frequency_penalty presence_penalty tools tool_choice parallel_tool_calls response_format reasoning_effort "
     "verbosity prediction service_tier user safety_identifier prompt_cache_key store metadata "
     "top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens "
@@ -59,6 +70,12 @@ _ANTHROPIC = (
                     "temperature": "may go beyond Anthropic's 1",
                     "metadata": "`user_id`; without effect",
                     "system": "text or text blocks",
+                    "messages": "text, tool_use, tool_result and thinking blocks; an assistant's last message is continued",
+                    "tools": "the client's own; of a model whose template has tools",
+                    "tool_choice": "`any` and `tool` are enforced",
+                    "thinking": "`enabled` of a model that reasons; the budget is a target",
+                    "output_config": "`format` is enforced; `effort` as the template can be told it",
+                    "output_format": "the older place of `output_config.format`",
                 },
             ),
         ),
@@ -95,6 +112,7 @@ _OPTIONS = Fields(
 _OLLAMA_NOTES = {
     "stream": "true by default",
     "format": "enforced: `json` or a JSON schema",
+    "think": "true, false, or low, medium, high, max, as the template can be told",
     "keep_alive": "the model stays loaded; an answer to one who asks otherwise says so",
     "receipts": "Quire's: what happened to the request",
 }
@@ -107,8 +125,7 @@ _OLLAMA = (
             Fields(
                 shape=ollama_generate.ChatRequest,
                 ignored=ollama_generate.IGNORED,
-                neutral=ollama_generate.CHAT,
-                notes=_OLLAMA_NOTES,
+                notes=_OLLAMA_NOTES | {"tools": "of a model whose template has tools; the model chooses"},
             ),
             _OPTIONS,
         ),
@@ -123,7 +140,7 @@ _OLLAMA = (
             Fields(
                 shape=ollama_generate.GenerateRequest,
                 ignored=ollama_generate.IGNORED,
-                neutral=ollama_generate.GENERATE,
+                neutral=ollama_generate.NEUTRAL,
                 notes=_OLLAMA_NOTES | {"context": "put before the new turn as it is"},
             ),
             _OPTIONS,

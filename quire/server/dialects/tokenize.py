@@ -15,10 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
+from quire.server.dialects import _turns
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._fields import parse
+from quire.server.dialects._messages import ChatMessage, turns
 from quire.server.dialects._openai import check_text, encode_text
-from quire.server.dialects.openai_chat import ChatMessage, encode
+from quire.server.dialects._tools import Raw, choose, openai_tools
+from quire.server.dialects.openai_chat import template_kwargs
 from quire.server.limits import read_json
 from quire.server.service import Service
 
@@ -26,7 +29,12 @@ MAX_TOKENS = 1 << 20  # token ids in one detokenize request
 # Which fields belong to which text.
 FORMS: dict[str, frozenset[str]] = {
     "prompt": frozenset({"add_special_tokens", "return_token_strs"}),
-    "messages": frozenset({"add_special_tokens", "add_generation_prompt", "chat_template_kwargs", "return_token_strs"}),
+    "messages": frozenset(
+        {
+            *("add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+            *("tools", "return_token_strs"),
+        }
+    ),
     "content": frozenset({"add_special", "parse_special", "with_pieces"}),
     "inputs": frozenset({"add_special_tokens"}),
 }
@@ -34,9 +42,7 @@ FORMS: dict[str, frozenset[str]] = {
 
 # Refused unless they ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": (None, []),
     "chat_template": (None,),  # a template from a client is a program
-    "continue_final_message": (None, False),
     "mm_processor_kwargs": (None, {}),
 }
 
@@ -49,7 +55,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Raw] | None = None
     return_token_strs: bool | None = None
     content: str | None = None
     add_special: bool | None = None
@@ -71,7 +79,9 @@ class ApplyRequest(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage]
     model: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Raw] | None = None
 
 
 def register(app: FastAPI, service: Service) -> None:
@@ -91,9 +101,7 @@ def register(app: FastAPI, service: Service) -> None:
                 raise BadRequest(
                     "add_special_tokens is for prompt: the template writes them", param="add_special_tokens"
                 )
-            tokens = await encode(
-                service, asked.messages or [], asked.add_generation_prompt, asked.chat_template_kwargs
-            )
+            tokens = await _turns.encode(service, _talk(service, asked))
         else:
             tokens = await encode_text(service, asked.prompt or "", "prompt", asked.add_special_tokens)
         completer = service.ready()
@@ -123,7 +131,7 @@ def register(app: FastAPI, service: Service) -> None:
     async def apply_template(request: Request) -> Response:
         asked = parse(await read_json(request), ApplyRequest, (), NEUTRAL)
         service.check_model(asked.model)
-        ids = await encode(service, asked.messages, asked.add_generation_prompt, asked.chat_template_kwargs)
+        ids = await _turns.encode(service, _talk(service, asked))
         tokenizer = service.ready().tokenizer
         if tokenizer.add_bos and ids[:1] == [tokenizer.bos_id]:
             ids = ids[1:]  # whoever sends the text gets it again
@@ -150,6 +158,17 @@ def register(app: FastAPI, service: Service) -> None:
         app.add_api_route(f"{base}/tokenize", tokenize, methods=["POST"], response_model=None)
         app.add_api_route(f"{base}/detokenize", detokenize, methods=["POST"], response_model=None)
     app.add_api_route("/apply-template", apply_template, methods=["POST"], response_model=None)
+
+
+def _talk(service: Service, asked: TokenizeRequest | ApplyRequest) -> _turns.Talk:
+    """The conversation that a request has."""
+    return _turns.Talk(
+        turns(service, asked.messages or []),
+        choose(openai_tools(asked.tools), None),
+        template_kwargs(asked.chat_template_kwargs),
+        asked.add_generation_prompt is not False,
+        bool(asked.continue_final_message),
+    )
 
 
 def _form(asked: TokenizeRequest) -> str:
@@ -207,6 +226,8 @@ _NOTES = {
     "messages": "vLLM's form: the conversation as the template writes it",
     "content": "llama.cpp's form",
     "inputs": "TGI's form",
+    "tools": "with `messages`",
+    "continue_final_message": "with `messages`",
     "add_special_tokens": "with `prompt` and `inputs`; true by default",
     "add_special": "with `content`; false by default",
     "parse_special": "with `content`; true by default",
@@ -220,7 +241,7 @@ COMPAT = (
         what="Also `/v1/tokenize`. One of `prompt`, `messages`, `content` and `inputs`; each is answered in the shape of the API it comes from.",
         fields=(Fields(shape=TokenizeRequest, neutral=NEUTRAL, notes=_NOTES),),
         example={"prompt": "hi"},
-        surface="prompt messages add_special_tokens add_generation_prompt return_token_strs content add_special with_pieces inputs",
+        surface="prompt messages tools add_special_tokens add_generation_prompt return_token_strs content add_special with_pieces inputs",
     ),
     Endpoint(
         dialect="OpenAI, with vLLM's fields",
