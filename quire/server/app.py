@@ -32,6 +32,8 @@ from quire.server.service import Service
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
 
+FORM = 64 * 1024  # what a form may add to the file in it
+
 
 def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
     """The application over a Service (which may still be loading) or over a completer that is ready."""
@@ -73,7 +75,7 @@ def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
         layers.append(Middleware(Cors, origins=config.cors_origins))
     if config.api_key:
         layers.append(Middleware(KeyCheck, key=config.api_key))
-    layers.append(Middleware(BodyLimit, limit=config.max_body))
+    layers.append(Middleware(BodyLimit, limit=config.max_body, special={"/v1/files": config.max_file + FORM}))
     return layers
 
 

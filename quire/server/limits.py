@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -34,16 +35,18 @@ _FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})"
 class BodyLimit:
     """Pure ASGI: refuses bodies over `limit` bytes with 413, whether announced or found out while reading."""
 
-    def __init__(self, app: ASGIApp, limit: int):
+    def __init__(self, app: ASGIApp, limit: int, special: Mapping[str, int] | None = None):
         self.app = app
         self.limit = limit
+        self.special = special or {}  # bounds of single paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        limit = self.special.get(scope["path"], self.limit)
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-        if announced.isdigit() and int(announced) > self.limit:
-            return await self._refuse(scope, receive, send)
+        if announced.isdigit() and int(announced) > limit:
+            return await self._refuse(scope, receive, send, limit)
         seen = 0
 
         async def counted() -> Message:
@@ -51,17 +54,17 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > self.limit:
+                if seen > limit:
                     raise _Over
             return message
 
         try:
             await self.app(scope, counted, send)
         except _Over:
-            await self._refuse(scope, receive, send)
+            await self._refuse(scope, receive, send, limit)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = TooLarge(f"the body is over {self.limit} bytes, the most this server reads")
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
+        error = TooLarge(f"the body is over {limit} bytes, the most this server reads")
         refusal = errors.response(error, {"connection": "close"}).on(scope["path"])
         await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
