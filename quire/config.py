@@ -98,6 +98,7 @@ class ServerConfig:
     api_key: str | None = None
     max_body: int = 8 * 1024 * 1024
     max_prompts: int = 64  # prompts in one completions request
+    chat_template: str | None = None  # a file whose template takes the place of the model's own
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
     hang_seconds: float = 60.0  # silence after which an engine process is killed and restarted; 0: never

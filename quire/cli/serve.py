@@ -40,6 +40,9 @@ def command(
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with the chat template to use in place of the model's own.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
@@ -103,6 +106,7 @@ def command(
         port=port,
         api_key=api_key or env.api_key,
         max_body=_size("--max-body", max_body),
+        chat_template=None if chat_template is None else str(chat_template),
         drain_seconds=drain_seconds,
         hang_seconds=hang_seconds,
         log_requests=log_requests,
@@ -131,6 +135,8 @@ def command(
         max_waiting=max_waiting,
         prefix_cache=prefix_cache,
     )
+    if chat_template is not None and not chat_template.is_file():
+        raise NotFound(f"there is no chat template at {chat_template}")
     if is_file:
         store.resolve(model)  # a wrong path is told before anything is started
     raise typer.Exit(_serve(store, model, server, engine))

@@ -36,7 +36,7 @@ async def open_model(
 
     def words() -> tuple[Tokenizer, ChatTemplate | None]:
         with open_checkpoint(config.path) as checkpoint:
-            return words_of(checkpoint)
+            return words_of(checkpoint, service.config.chat_template)
 
     client = ProcessClient(
         config,

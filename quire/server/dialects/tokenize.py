@@ -11,9 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
+from quire.server.dialects import _turns
 from quire.server.dialects._fields import parse
+from quire.server.dialects._messages import ChatMessage, turns
 from quire.server.dialects._openai import encode_text
-from quire.server.dialects.openai_chat import ChatMessage, encode
+from quire.server.dialects._tools import NOTHING, Raw, openai_choice, openai_tools
+from quire.server.dialects.openai_chat import template_kwargs
 from quire.server.limits import read_json
 from quire.server.service import Service
 
@@ -28,7 +31,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Raw] | None = None
+    tool_choice: Raw = NOTHING
     return_token_strs: bool | None = None
 
 
@@ -53,7 +59,14 @@ def register(app: FastAPI, service: Service) -> None:
                 raise BadRequest(
                     "add_special_tokens is for prompt: the template writes them", param="add_special_tokens"
                 )
-            tokens = await encode(service, asked.messages, asked.add_generation_prompt, asked.chat_template_kwargs)
+            talk = _turns.Talk(
+                turns(service, asked.messages),
+                openai_choice(openai_tools(asked.tools), asked.tool_choice, None),
+                template_kwargs(asked.chat_template_kwargs),
+                asked.add_generation_prompt is not False,
+                bool(asked.continue_final_message),
+            )
+            tokens = await _turns.encode(service, talk)
         else:
             tokens = await encode_text(service, asked.prompt or "", "prompt", asked.add_special_tokens)
         body: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 
 import httpx
 
+from quire.chat.answers.types import Tools
 from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
 from quire.config import ServerConfig
-from quire.engine.types import EngineInfo, Receipt, Stats
+from quire.engine.types import Constraint, EngineInfo, Receipt, Stats
 from quire.observe.errors import QuireError
 from quire.server.app import create_app
 from quire.server.service import Service
@@ -40,6 +42,17 @@ class FakeTokenizer:
 
     def token_text(self, token: int) -> str:
         return bytes([token]).decode(errors="replace") if token < 256 else f"<{token}>"
+
+
+class FakeTemplate:
+    """Reads whatever words its source has."""
+
+    def __init__(self, source: str = "{{ messages }}"):
+        self.source = source
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(re.findall(r"\w+", self.source))
 
 
 class FakeClient:
@@ -76,7 +89,11 @@ class FakeCompleter:
         )
         self.client = FakeClient()
         self.tokenizer = FakeTokenizer()
-        self.template = SimpleNamespace(source="{{ messages }}")
+        self.template = FakeTemplate()
+        self.answers: Any = None  # a Format: what the model writes besides text
+        self.script: list[Chunk] | None = None  # news of choice 0, in place of `answer`
+        self.asked: list[tuple[Tools, Constraint | None]] = []  # what `answering` was called with
+        self.enforces: Constraint | None = None  # what it answers with, if anything
         self.answer = answer
         self.delay = 0.0
         self.before_first = 0.0
@@ -94,6 +111,12 @@ class FakeCompleter:
     async def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         self.rendered.append((messages, kwargs))
         return self.tokenizer.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+    async def answering(
+        self, prompt_ids: list[int], tools: Tools, answer: Constraint | None
+    ) -> tuple[Any, Constraint | None]:
+        self.asked.append((tools, answer))
+        return self.answers and "a reading", self.enforces or answer
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
         self.seen.append(generation)
@@ -115,6 +138,11 @@ class FakeCompleter:
             yield Chunk(finish="error", error=self.error_event)
             return
         s = g.sampling
+        if self.script is not None:
+            for chunk in self.script:
+                await asyncio.sleep(self.delay)
+                yield chunk
+            return
         for index in range(s.n):
             data = (self.answer + (str(index) if index else "")).encode()
             finish = "stop"
@@ -159,6 +187,9 @@ class FakeCompleter:
 
         best = [(text((token + j) % 256), -0.5 - j) for j in range(k or 0)]
         return TokenLogprob(text(token), -0.5, 1, best)
+
+
+CALLER = SimpleNamespace(name="fake", reasons=True, calls=True, markers=())  # a Format that finds everything
 
 
 def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -> Service:
