@@ -176,7 +176,9 @@ class Kept:
         _delete(link, going)
 
     def _context(self, link: sqlite3.Connection, response: str) -> list[dict[str, Any]]:
-        chain = link.execute(CHAIN + "SELECT id, previous, depth FROM chain ORDER BY depth", {"id": response}).fetchall()
+        chain = link.execute(
+            CHAIN + "SELECT id, previous, depth FROM chain ORDER BY depth", {"id": response}
+        ).fetchall()
         if not chain or chain[-1]["previous"] is not None:
             missing = chain[-1]["previous"] if chain else response
             raise NotFound(f"{missing[:80]!r} is not stored: it never was, was deleted or gave way ({self.bounds})")

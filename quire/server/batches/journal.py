@@ -232,7 +232,13 @@ class Journal:
         def work(link: sqlite3.Connection) -> Batch:
             if batch.status != "finalizing":
                 _move(
-                    link, batch.id, batch.status, "finalizing", outcome=outcome, output_file=new_id(), error_file=new_id()
+                    link,
+                    batch.id,
+                    batch.status,
+                    "finalizing",
+                    outcome=outcome,
+                    output_file=new_id(),
+                    error_file=new_id(),
                 )
             return _read(link, batch.id)
 

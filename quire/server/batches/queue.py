@@ -202,9 +202,7 @@ class Queue:
         await self._journal.close(batch, {"output_file": output, "error_file": faults}, usage.body())
         log.info("batch %s is %s", batch.id, outcome)
 
-    async def _write(
-        self, batch: Batch, column: str, name: str, states: tuple[int, ...], usage: _Usage
-    ) -> File | None:
+    async def _write(self, batch: Batch, column: str, name: str, states: tuple[int, ...], usage: _Usage) -> File | None:
         file = batch.row[column]
         out = await asyncio.to_thread(lines.Writing, self._files.path(file))
         for state in states:

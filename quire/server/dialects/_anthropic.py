@@ -160,7 +160,9 @@ def talk(service: Service, asked: Prompt) -> Talk:
     continues = last["role"] == "assistant"
     if continues and last.get("tool_calls"):
         raise BadRequest(
-            "messages: the last message calls tools, and nothing answers it", cure="add tool_result blocks", param="messages"
+            "messages: the last message calls tools, and nothing answers it",
+            cure="add tool_result blocks",
+            param="messages",
         )
     if continues and asked.thinking is not None and asked.thinking.type == "enabled":
         raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")

@@ -155,7 +155,9 @@ def _add_user(made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw],
 def _result(where: str, block: ToolResultBlock) -> str:
     """What a tool said. No template knows of errors, so a failure says so itself."""
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(_text(f"{where}.{k}", raw) for k, raw in enumerate(content))
+    text = (
+        content if isinstance(content, str) else "\n".join(_text(f"{where}.{k}", raw) for k, raw in enumerate(content))
+    )
     if block.is_error and not text.lower().startswith("error"):
         return f"Error: {text}" if text else "Error"
     return text
@@ -195,7 +197,9 @@ def _text(where: str, raw: msgspec.Raw) -> str:
     return block.text if isinstance(block, TextBlock) else ""
 
 
-def _block(where: str, raw: msgspec.Raw, role: str | None) -> TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock:
+def _block(
+    where: str, raw: msgspec.Raw, role: str | None
+) -> TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock:
     """A block, or a refusal that names it. `role` is whose message it is in; none: only text may be here."""
     shapes: dict[str, Any] = {"tool_use": ToolUseBlock, "tool_result": ToolResultBlock, "thinking": ThinkingBlock}
     try:

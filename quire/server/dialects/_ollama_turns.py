@@ -70,9 +70,7 @@ def _turn(where: str, message: Message, history: History, empty: str | None) -> 
         ("tool_call_id", "tool"),
     ):
         if getattr(message, name) and role != owner:
-            raise BadRequest(
-                f"{where}.{name}: only a message of the role {owner} has one", param=f"{where}.{name}"
-            )
+            raise BadRequest(f"{where}.{name}: only a message of the role {owner} has one", param=f"{where}.{name}")
     if role == "tool":
         return history.answered(where, message.tool_call_id or None, text, message.tool_name or None)
     made: dict[str, Any] = {"role": role, "content": text}

@@ -97,9 +97,7 @@ def _seconds(window: str) -> int:
     match = _WINDOW.fullmatch(window)
     seconds = int(match[1]) * UNITS[match[2]] if match else 0
     if not 1 <= seconds <= LONGEST:
-        raise BadRequest(
-            "completion_window must be a time up to 7d, for instance 24h", param="completion_window"
-        )
+        raise BadRequest("completion_window must be a time up to 7d, for instance 24h", param="completion_window")
     return seconds
 
 

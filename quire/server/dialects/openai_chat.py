@@ -111,7 +111,10 @@ def _check(asked: ChatRequest) -> None:
             param="service_tier",
             code="unsupported_parameter",
         )
-    if bytes(asked.prediction) not in (b"", b"null") and at("prediction", asked.prediction, Prediction).type != "content":
+    if (
+        bytes(asked.prediction) not in (b"", b"null")
+        and at("prediction", asked.prediction, Prediction).type != "content"
+    ):
         raise BadRequest("prediction.type must be content", param="prediction.type")
     if asked.echo:
         raise BadRequest("echo is for /v1/completions", param="echo")
