@@ -30,7 +30,8 @@ class State:
         if folder is None:
             return
         try:
-            (folder / "files").mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (folder / "files").mkdir(exist_ok=True, mode=0o700)
             self._lock = (folder / "lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

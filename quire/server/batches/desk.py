@@ -49,7 +49,7 @@ def _open(app: FastAPI, service: Service) -> Desk | None:
         kept = Files(database, folder / "files")
     except (sqlite3.Error, OSError, QuireError) as error:
         service.state.give_up(str(error) if isinstance(error, QuireError) else "the state folder cannot be used")
-        log.warning("files and batches are off: %s", error)
+        log.warning("%s (%s)", service.state.line(), error)
         return None
     service.closing.append(database.close)
     record = Journal(database)

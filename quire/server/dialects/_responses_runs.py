@@ -39,6 +39,7 @@ class Run:
         self.size = 0
         self.over = False
         self.task: asyncio.Task[None] | None = None
+        self.entered = asyncio.Event()
         self._listeners: set[asyncio.Event] = set()
 
     def tell(self, events: Iterable[Event]) -> None:
@@ -91,6 +92,7 @@ class Runs:
     async def cancel(self, run: Run) -> None:
         """Stop it, and wait until it has stopped."""
         if run.task is not None:
+            await run.entered.wait()  # a task that is cancelled before its first step never ends what it began
             run.task.cancel()
             await asyncio.gather(run.task, return_exceptions=True)
 
@@ -100,6 +102,7 @@ class Runs:
 
     async def _go(self, run: Run, generation: Generation, arrived: float, keep: Callable[[], Awaitable[None]]) -> None:
         answer = run.answer
+        run.entered.set()
         self._service.enter()  # a shutdown waits for it as for a request
         try:
             try:

@@ -162,7 +162,8 @@ async def test_embeddings_are_refused_by_a_model_that_has_none(config):
     [
         ("not json", "invalid_json_line", 2),
         ('"text"', "invalid_request", 2),
-        ("[" * 100_000, "invalid_json_line", 2),
+        ("[" * 100_000, "invalid_request", 2),
+        ('{"body": ' + "[" * 100_000, "invalid_json_line", 2),
         ('{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}', "invalid_request", 2),
         ('{"custom_id": "", "method": "POST", "url": "/v1/chat/completions", "body": {}}', "invalid_custom_id", 2),
         ('{"custom_id": "a", "method": "GET", "url": "/v1/chat/completions", "body": {}}', "invalid_method", 2),
