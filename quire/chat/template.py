@@ -155,6 +155,11 @@ class ChatTemplate:
         found = meta.find_undeclared_variables(self._environment.parse(self.source))
         return frozenset(found) if self._with_tools is None else frozenset(found) | self._with_tools.reads
 
+    @property
+    def whole_source(self) -> str:
+        """The source, with that of the template for tools where there is one."""
+        return self.source if self._with_tools is None else f"{self.source}\n{self._with_tools.source}"
+
     @cached_property
     def looked_for(self) -> frozenset[str]:
         """Texts that the template compares with, or searches, cuts or replaces in another: what it may look for in a message is

@@ -225,7 +225,8 @@ def once(
         stream = llm.stream(text, params, constraint=constraint)
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params, constraint=constraint)
+        asked = [*messages, {"role": "user", "content": text}]
+        stream = llm.stream_chat(asked, params, constraint=constraint, reasoning=True)
     with stream:
         first = show(stream)
     if stream.output is not None:

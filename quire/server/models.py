@@ -57,4 +57,6 @@ async def open_model(
         await asyncio.gather(reading, return_exceptions=True)
         await client.close()
         raise
-    return client, Completer(client, tokenizer, template, info)
+    completer = Completer(client, tokenizer, template, info)
+    await asyncio.to_thread(lambda: completer.answers)  # what its template says of reasoning and tools is found now
+    return client, completer

@@ -241,6 +241,7 @@ def reworded(error: BadRequest, under: str = "") -> BadRequest:
     elif "missing required field" in error.message:
         what, code = "Field required", error.code
     else:
-        what, code = error.message.removeprefix(f"{param}: ").replace(param, where, 1), error.code
+        what, code = error.message.removeprefix(f"{param}: "), error.code
+        what = what.replace(param, where, 1) if param else what
     said = what if what.startswith(where) else f"{where}: {what}"
     return BadRequest(said, cure=error.cure, param=where, code=code)

@@ -120,7 +120,8 @@ def at(where: str, raw: Raw, shape: Any) -> Any:
             raise BadRequest(said, param=where, code=error.code) from None
         inner = error.param or ""
         place = f"{where}{'' if not inner or inner.startswith('[') else '.'}{inner}"
-        what = error.message.removeprefix(f"{inner}: ")
+        head, _, tail = error.message.partition(": ")
+        what = tail if tail and inner.startswith(head) else error.message
         raise BadRequest(f"{place}: {what}", cure=error.cure, param=place, code=error.code) from None
 
 
@@ -182,7 +183,7 @@ def check_callable(service: Service, tools: Tools, param: str = "tools") -> None
     answers = service.ready().answers
     if tools.tools and (answers is None or not answers.calls):
         raise BadRequest(
-            f"{service.name} cannot call tools: its chat template has no place for them",
+            f"{param}: {service.name} cannot call tools: its chat template has no place for them",
             cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
             param=param,
             code="unsupported_parameter",

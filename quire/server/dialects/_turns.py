@@ -70,7 +70,7 @@ class History:
         if id is None:
             id = next((i for i, n in self._open if name in (None, n)), None)
             if id is None:
-                what = f"a call of {name[:128]!r}" if name else "a call"
+                what = f"call of {name[:128]!r}" if name else "call"
                 raise BadRequest(f"{where}: there is no {what} before it that has no result yet", param=where)
         if id not in self._names:
             raise BadRequest(f"{where}: no earlier message has a call with the id {id[:128]!r}", param=where)

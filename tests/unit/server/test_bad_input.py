@@ -62,7 +62,7 @@ FIELDS: list[tuple[str, Any, str | None]] = [
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     (CHAT, message(role=5), "messages[0].role"),
     (CHAT, message(content=5), "messages[0].content"),
     (CHAT, message(content=[{"type": "image_url", "image_url": {"url": "http://x/"}}]), "messages[0].content[0].type"),
