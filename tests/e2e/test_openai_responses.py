@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -25,9 +26,16 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(model_path: Path, state: Path) -> Iterator[list[Server]]:
+def options(state: Path, shared_data: Path) -> list[str]:
+    """A template that has tools: the model calls where it must."""
+    template = shared_data / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
+    return ["--state-dir", str(state), "--batch-lines", "2", "--chat-template", str(template), "--context", "2048"]
+
+
+@pytest.fixture(scope="module")
+def running(model_path: Path, options: list[str]) -> Iterator[list[Server]]:
     """One server; the test that kills it puts the next one in its place."""
-    servers = [launch("--state-dir", str(state), "--batch-lines", "2")]
+    servers = [launch(*options)]
     yield servers
     assert servers[-1].stop() == 0, "\n".join(servers[-1].lines)
 
@@ -66,12 +74,13 @@ def test_a_conversation(client):
 
 
 def test_a_stream(client):
-    with client.responses.stream(model=DEFAULT_MODEL, input="Count.", temperature=0, max_output_tokens=16) as stream:
+    asked: Any = {"model": DEFAULT_MODEL, "input": "Count.", "temperature": 0}
+    asked["extra_body"] = {"guided_regex": "one, (two|three|four), [a-z]{5}, end"}  # so that it comes to an end
+    with client.responses.stream(**asked) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
-    assert final.output_text == "".join(deltas) and len(deltas) > 1
-    whole = client.responses.create(model=DEFAULT_MODEL, input="Count.", temperature=0, max_output_tokens=16)
-    assert whole.output_text == final.output_text
+    assert final.output_text == "".join(deltas) and len(deltas) > 1 and final.output_text.endswith("end")
+    assert client.responses.create(**asked).output_text == final.output_text
 
 
 def test_structured_output(client):
@@ -86,6 +95,35 @@ def test_structured_output(client):
         assert isinstance(parsed.output_parsed, Fruit)
     else:  # a name without an end is cut, and told so
         assert parsed.incomplete_details is not None
+
+
+def test_a_loop_with_a_tool(client):
+    """A call that must be made, its result, and an answer; streamed, the same call."""
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": schema}
+    asked: Any = {"model": DEFAULT_MODEL, "tools": [tool | {"strict": True}], "temperature": 0, "max_output_tokens": 60}
+    forced: Any = {"input": "How is the weather?", "tool_choice": "required", "parallel_tool_calls": False, **asked}
+    first = client.responses.create(**forced)
+    (call,) = first.output
+    assert call.type == "function_call" and call.name == "get_weather" and first.status == "completed"
+    assert json.loads(call.arguments)["unit"] in ("celsius", "fahrenheit")
+    events = list(client.responses.create(**forced, stream=True))
+    deltas = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+    assert deltas == call.arguments and events[-1].type == "response.completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    answer = client.responses.create(input=[result], previous_response_id=first.id, tool_choice="none", **asked)
+    assert answer.output_text
+    # The client keeps the conversation itself: the same prompt, the same tokens.
+    said: Any = [{"role": "user", "content": "How is the weather?"}, *first.output, result]
+    again = client.responses.create(input=said, tool_choice="none", **asked)
+    assert again.output_text == answer.output_text and again.usage.input_tokens == answer.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="call_id"):
+        client.responses.create(input=[result | {"call_id": "call_none"}], **asked)
 
 
 def test_background(client):
@@ -115,16 +153,16 @@ def test_errors(client):
         client.files.content("file-none")
 
 
-def test_a_batch_survives_a_kill(running, client, state, tmp_path):
+def test_a_batch_survives_a_kill(running, client, options, state, tmp_path):
     """kill -9 in the middle: the next server on the same folder ends it, with every line once."""
-    total = 24
+    total = 10
     path = tmp_path / "requests.jsonl"
     with path.open("w") as out:
         for i in range(total):
             body = {
                 "model": DEFAULT_MODEL,
                 "messages": [{"role": "user", "content": f"Say {i}."}],
-                "max_tokens": 24,
+                "max_tokens": 16,
                 "temperature": 0,
                 "ignore_eos": True,
             }
@@ -144,13 +182,13 @@ def test_a_batch_survives_a_kill(running, client, state, tmp_path):
         counts = client.batches.retrieve(batch.id).request_counts
         return counts.completed if counts else 0
 
-    wait_until(lambda: done(client) >= 3)
+    wait_until(lambda: done(client) >= 2)
     old = running[-1]
     engine = old.engine_pid()
     old.process.send_signal(signal.SIGKILL)
     old.process.wait()
     wait_until(lambda: not Path(f"/proc/{engine}").exists() or _is_zombie(engine))
-    running.append(launch("--state-dir", str(state), "--batch-lines", "2"))
+    running.append(launch(*options))
     client = running[-1].client()
     assert any("state:" in line and str(state) in line for line in running[-1].lines)
     wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 120)
@@ -168,7 +206,7 @@ def test_a_batch_survives_a_kill(running, client, state, tmp_path):
     alone = client.chat.completions.create(
         model=DEFAULT_MODEL,
         messages=[{"role": "user", "content": "Say 7."}],
-        max_tokens=24,
+        max_tokens=16,
         temperature=0,
         extra_body={"ignore_eos": True},
     )
@@ -211,7 +249,6 @@ def test_a_second_server_says_that_it_cannot_have_the_folder(running, state):
     """Told at the start, and by the routes; everything else works."""
     second = launch("--state-dir", str(state), wait=False)
     try:
-        second.wait_for_line(r"listening on", 60)
         assert any("files and batches are off: another server uses the state folder" in line for line in second.lines)
         with pytest.raises(openai.InternalServerError, match="another server"):
             second.client().files.list()

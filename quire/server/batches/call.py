@@ -16,9 +16,8 @@ class Call:
     """POST into an application."""
 
     def __init__(self, app: FastAPI):
-        self._inside = FastAPI(
-            openapi_url=None, docs_url=None, redoc_url=None, exception_handlers=dict(app.exception_handlers)
-        )
+        self._inside = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        self._inside.exception_handlers = app.exception_handlers
         self._inside.router = app.router
         self._inside.state = app.state
 

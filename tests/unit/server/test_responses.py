@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -418,66 +417,68 @@ async def test_counting_the_input():
     assert len(completer.seen) == 1  # counting runs nothing
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "computer_call_output"}]}, "input[0].type"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-        ),
-        (
-            {"input": [{"role": "assistant", "content": [{"type": "input_text", "text": "x"}]}]},
-            "input[0].content[0].type",
-        ),
-        ({"input": [{"role": "user", "content": "x", "name": "bob"}]}, "input[0].name"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0].id"),
-        ({"input": ["x"]}, "input[0]"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL]}, "tools"),  # this model has no way to call
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": True}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
-        ({"include": ["everything"]}, "include"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10_000}, "max_output_tokens"),
-        ({"max_tokens": 5}, "max_tokens"),
-        ({"n": 2}, "n"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"background": True, "store": False}, "background"),
-        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
-        ({"metadata": {"a": "x" * 513}}, "metadata"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"temperature": -1}, "temperature"),
-        ({"previous_response_id": "resp_none"}, "previous_response_id"),
-        ({"max_output_token": 3}, "max_output_token"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused_by_name(more: dict[str, Any], param: str):
-    async with client_for() as http:
-        r = await http.post("/v1/responses", json=HI | more)
-    assert r.status_code == 400, r.text
-    error = r.json()["error"]
-    assert error["param"] == param, error
-    assert error["type"] == "invalid_request_error" and error["message"]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "computer_call_output"}]}, "input[0].type"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    (
+        {"input": [{"role": "assistant", "content": [{"type": "input_text", "text": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    ({"input": [{"role": "user", "content": "x", "name": "bob"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input[0].call_id"),
+    ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0].id"),
+    ({"input": ["x"]}, "input[0]"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOL]}, "tools"),  # this model has no way to call
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": True}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
+    ({"include": ["everything"]}, "include"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10_000}, "max_output_tokens"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"n": 2}, "n"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"background": True, "store": False}, "background"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+    ({"metadata": {"a": "x" * 513}}, "metadata"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"temperature": -1}, "temperature"),
+    ({"previous_response_id": "resp_none"}, "previous_response_id"),
+    ({"max_output_token": 3}, "max_output_token"),
+]
+
+
+async def test_what_cannot_be_honoured_is_refused_by_name():
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        for more, param in REFUSED:
+            r = await http.post("/v1/responses", json=HI | more)
+            assert r.status_code == 400, (more, r.text)
+            error = r.json()["error"]
+            assert (error["param"], error["type"]) == (param, "invalid_request_error"), (more, error)
+            assert error["message"]
+    assert completer.seen == []
 
 
 async def test_other_refusals():
