@@ -17,7 +17,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from quire.observe.errors import BadRequest, TooLarge
+from quire.observe.errors import BadRequest, QuireError, TooLarge
 from quire.server.errors import ClientGone, Forbidden, UnsupportedMedia
 
 MAX_FIELDS = 16
@@ -25,6 +25,13 @@ MAX_FIELD = 4096  # bytes of a field's value
 MAX_NAME = 255  # characters of a file's name
 OVERHEAD = 64 * 1024  # what a form may add to its file
 GATHER = 1 << 20  # bytes that go to disk together
+
+
+class StorageFull(QuireError):
+    """The disk does not take it."""
+
+    code = "storage_full"
+    status = 507
 
 
 @dataclass(slots=True)
@@ -52,6 +59,9 @@ async def receive(request: Request, path: Path, limit: int, field_name: str = "f
                 raise BadRequest(f"the form cannot be read: {str(error)[:200]}", code="invalid_form") from None
             upload = form.result()
             await asyncio.to_thread(_sync, out)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StorageFull(f"the file cannot be stored: {error.strerror or 'the disk does not take it'}") from None
     except BaseException:
         path.unlink(missing_ok=True)
         raise

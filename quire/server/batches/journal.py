@@ -45,6 +45,7 @@ WAITING, COMPLETED, FAILED = 0, 1, 2  # of a line
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_ACTIVE = 1000  # batches that are not over yet
+TOGETHER = 8 << 20  # bytes of results that are read together
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +201,15 @@ class Journal:
 
         return await self._run(work)
 
-    async def waiting(self, limit: int, but: set[tuple[str, int]]) -> list[Line]:
-        """Lines to run next, the oldest batch's first; those in `but` are running."""
+    async def waiting(self, limit: int, but: set[tuple[str, int]], model: str) -> list[Line]:
+        """Lines of that model to run next, the oldest batch's first; those in `but` are running."""
         query = (
             "SELECT l.* FROM batches AS b JOIN lines AS l ON l.batch = b.id"
-            " WHERE b.status = 'in_progress' AND l.state = 0 ORDER BY b.rowid, l.n LIMIT ?"
+            " WHERE b.status = 'in_progress' AND b.model = ? AND l.state = 0 ORDER BY b.rowid, l.n LIMIT ?"
         )
 
         def work(link: sqlite3.Connection) -> list[Line]:
-            rows = [_line(row) for row in link.execute(query, (limit + len(but),))]
+            rows = [_line(row) for row in link.execute(query, (model, limit + len(but)))]
             return [line for line in rows if (line.batch, line.n) not in but][:limit]
 
         return await self._run(work)
@@ -244,13 +245,19 @@ class Journal:
 
         return await self._run(work)
 
-    async def results(self, batch: str, state: int, after: int, limit: int) -> list[tuple[Line, bytes]]:
-        """What came of lines, in their order; of waiting ones, nothing."""
-        query = "SELECT * FROM lines WHERE batch = ? AND state = ? AND n > ? ORDER BY n LIMIT ?"
+    async def results(self, batch: str, state: int, after: int) -> list[tuple[Line, bytes]]:
+        """What came of some lines, in their order; of waiting ones, nothing. Not more at a time than memory should hold."""
+        query = "SELECT * FROM lines WHERE batch = ? AND state = ? AND n > ? ORDER BY n LIMIT 1000"
 
         def work(link: sqlite3.Connection) -> list[tuple[Line, bytes]]:
-            rows = link.execute(query, (batch, state, after, limit))
-            return [(_line(row), row["result"] or b"") for row in rows]
+            found: list[tuple[Line, bytes]] = []
+            size = 0
+            for row in link.execute(query, (batch, state, after)):
+                found.append((_line(row), row["result"] or b""))
+                size += len(found[-1][1])
+                if size > TOGETHER:
+                    break
+            return found
 
         return await self._run(work)
 

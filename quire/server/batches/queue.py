@@ -27,7 +27,7 @@ from quire.server.service import Service
 log = logging.getLogger("quire.batches")
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-CHUNK = 500  # lines that go to the journal, or come from it, together
+CHUNK = 500  # lines that go to the journal together
 DEATHS = 3  # engines that may die under a line before it is given up
 TROUBLE = 5.0  # seconds before what failed on this side is tried again
 PATIENCE = (0.05, 5.0)  # seconds between tries while the server is busy, from and to
@@ -139,7 +139,7 @@ class Queue:
     async def _begin_lines(self) -> None:
         if self._service.stage in ("loading", "draining") or self._room <= 0:
             return
-        for line in await self._journal.waiting(self._room, set(self._running)):
+        for line in await self._journal.waiting(self._room, set(self._running), self._service.name):
             task = asyncio.create_task(self._run(line))
             self._running[line.batch, line.n] = task
             task.add_done_callback(lambda _, key=(line.batch, line.n): self._ended(key))
@@ -207,7 +207,7 @@ class Queue:
         out = await asyncio.to_thread(lines.Writing, self._files.path(file))
         for state in states:
             after = -1
-            while rows := await self._journal.results(batch.id, state, after, CHUNK):
+            while rows := await self._journal.results(batch.id, state, after):
                 after = rows[-1][0].n
                 why = NEVER_RAN.get(batch.row["outcome"], ("batch_failed", "This request was not executed."))
                 texts = [result or lines.not_run(line, *why) for line, result in rows]

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quire.chat.types import CallPart, Chunk
+from quire.chat.types import Call, CallPart, Chunk
 from quire.engine.types import Receipt
 from quire.observe.errors import QuireError
 from quire.server import errors
 from quire.server.dialects import _logprobs
-from quire.server.dialects._answers import Thoughts
+from quire.server.dialects._answers import Thoughts, arguments_of
 from quire.server.dialects._openai import receipt_body
 from quire.server.dialects._responses_items import Item, new_id, seal
 from quire.server.feed import News
@@ -92,7 +92,7 @@ class Answer:
         cut = self._finish == "length"
         if not self._items and self._open is None:
             yield from self._switch("message")
-        yield from self._close("incomplete" if cut else "completed")
+        yield from self._close("incomplete" if cut or self._half_a_call() else "completed")
         self._body["usage"] = self._usage()
         if self._told:
             self._body["quire"] = {"receipts": [receipt_body(0, self._receipt)]}
@@ -225,6 +225,13 @@ class Answer:
             more = {"name": item.name, "arguments": text}
             yield self._event("response.function_call_arguments.done", **item.at(), **more)
         yield self._event("response.output_item.done", output_index=item.index, item=done)
+
+    def _half_a_call(self) -> bool:
+        """A stop string ended the answer inside of a call."""
+        item = self._open
+        if item is None or item.kind != "function_call":
+            return False
+        return arguments_of(Call(item.call, item.name, "".join(item.texts))) is None
 
     def _abandon(self) -> None:
         """What is open stays as far as it came, without events."""

@@ -15,7 +15,7 @@ from openai.types import Batch
 
 from quire.config import ServerConfig
 from quire.observe.errors import Busy, EngineDead
-from quire.server.batches import lines, queue
+from quire.server.batches import journal, lines, queue
 from quire.server.urgency import BATCH
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
 
@@ -237,15 +237,18 @@ async def test_cancelling_keeps_what_is_done(config):
         await until(http, batch, "in_progress", done=3)
         r = await http.delete(f"/v1/files/{file}")
         assert r.status_code == 409 and r.json()["error"]["code"] == "file_in_use"
+        completer.delay = 2.0  # what runs would run for long
+        await asyncio.sleep(0.02)
+        assert completer.running == 3
         assert (await http.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
         body = await until(http, batch)
+        assert completer.running == 0
         output, faults = await read(http, body["output_file_id"]), await read(http, body["error_file_id"])
         assert body["status"] == "cancelled" and body["cancelled_at"] >= body["cancelling_at"]
         assert 3 <= len(output) < 30 and len(output) + len(faults) == 30
         assert {f["error"]["code"] for f in faults} == {"batch_cancelled"} and faults[0]["response"] is None
         counts = body["request_counts"]
         assert (counts["completed"], counts["failed"]) == (len(output), len(faults))
-        assert completer.running == 0
         assert (await http.delete(f"/v1/files/{file}")).status_code == 200
 
 
@@ -319,6 +322,36 @@ async def test_a_death_between_any_two_steps(config, at, monkeypatch):
     assert on_disk == {f["id"] for f in files}  # no strays
 
 
+async def test_a_result_is_told_once_and_files_keep_their_ids(config):
+    """The journal itself: what is written twice is written once."""
+    async with server(config) as http:
+        app = http._transport.app  # type: ignore[attr-defined]
+        book = app.state.desk.journal
+        await app.state.service.jobs[0].stop()
+        app.state.service.jobs[0].start = lambda: None
+        batch = await begin(http, line(0))
+        one = journal.Line(batch, 0, "id0", 0, 1)
+        await book.add([one, journal.Line(batch, 1, "id1", 0, 1)])
+        assert await book.begin(batch, 2) and not await book.begin(batch, 2)
+        assert await book.record(one, journal.COMPLETED, b"first")
+        assert not await book.record(one, journal.COMPLETED, b"second")
+        assert not await book.record(one, journal.FAILED, b"third")
+        row = (await book.get(batch)).row
+        assert (row["completed"], row["failed"]) == (1, 0)
+        assert [(found.n, result) for found, result in await book.results(batch, journal.COMPLETED, -1)] == [
+            (0, b"first")
+        ]
+        assert [found.n for found in await book.waiting(5, set(), MODEL)] == [1]
+        assert await book.waiting(5, {(batch, 1)}, MODEL) == []
+        closing = await book.finalize(await book.get(batch), "completed")
+        again = await book.finalize(await book.get(batch), "expired")
+        assert (again.row["output_file"], again.row["outcome"]) == (closing.row["output_file"], "completed")
+        assert closing.body()["output_file_id"] is None  # not before it can be read
+        assert (await http.post(f"/v1/batches/{batch}/cancel")).status_code == 400
+        stale = await book.finalize(closing, "completed")
+        assert stale.status == "finalizing"
+
+
 async def test_cancelled_and_expired_while_the_server_was_down(config):
     async with server(config) as http:
         service = http._transport.app.state.service  # type: ignore[attr-defined]
@@ -383,6 +416,29 @@ async def test_a_drain_stops_the_queue_at_once(config):
         assert completer.running == 0
     async with server(config) as http:
         assert (await until(http, batch))["status"] == "completed"
+
+
+async def test_a_batch_waits_for_its_model(config):
+    """Another model in the same folder does not run it."""
+    async with server(config) as http:
+        service = http._transport.app.state.service  # type: ignore[attr-defined]
+        service.name = "other"
+        theirs = await begin(http, line(0, model="other"))
+        service.name = MODEL
+        ours = await begin(http, line(0))
+        await until(http, ours)
+        assert (await until(http, theirs, "in_progress"))["request_counts"]["completed"] == 0
+        service.name = "other"
+        service.jobs[0].start()
+        assert (await until(http, theirs))["request_counts"]["completed"] == 1
+
+
+async def test_results_are_read_in_bounded_pieces(config, monkeypatch):
+    monkeypatch.setattr(journal, "TOGETHER", 1000)  # two or three of them at a time
+    async with server(config) as http:
+        body = await until(http, await begin(http, "\n".join(line(i) for i in range(20))))
+        output = await read(http, body["output_file_id"])
+    assert [o["custom_id"] for o in output] == [f"id{i}" for i in range(20)]
 
 
 async def test_output_files_expire_when_asked(config):

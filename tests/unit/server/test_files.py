@@ -243,6 +243,17 @@ async def test_bytes_of_a_dead_upload_are_swept(config):
         assert {p.name for p in folder.iterdir()} == {kept, fresh}
 
 
+async def test_a_disk_that_is_full(config, monkeypatch):
+    def full(out: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quire.server.upload._sync", full)
+    async with client_for(config=config) as http:
+        r = await upload(http)
+    assert r.status_code == 507 and r.json()["error"]["code"] == "storage_full"
+    assert list((config.state_dir / "files").iterdir()) == []
+
+
 async def test_a_client_that_leaves_leaves_nothing(config):
     async def body():
         yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'

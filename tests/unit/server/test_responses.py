@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from typing import Any, get_args
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from quire.chat.types import CallPart, Chunk
 from quire.engine.types import Receipt
 from quire.observe.errors import Busy, EngineDead
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
+from tests.unit.server.scripts import bench, scripts
 
-EVENTS = TypeAdapter(ResponseStreamEvent)
+# By their names: a union of sixty would be tried one by one.
+EVENTS = {get_args(one.model_fields["type"].annotation)[0]: one for one in get_args(get_args(ResponseStreamEvent)[0])}
 HI = {"model": MODEL, "input": "hi"}
 TOOL = {
     "type": "function",
@@ -54,7 +58,7 @@ def told(text: str) -> list[dict[str, Any]]:
             name, _, data = block.removeprefix("event: ").partition("\ndata: ")
             event = json.loads(data)
             assert event["type"] == name
-            EVENTS.validate_python(event)
+            EVENTS[name].model_validate(event)
             found.append(event)
         else:
             assert not block or block.startswith(":"), block
@@ -479,6 +483,85 @@ async def test_what_cannot_be_honoured_is_refused_by_name():
             assert (error["param"], error["type"]) == (param, "invalid_request_error"), (more, error)
             assert error["message"]
     assert completer.seen == []
+
+
+async def test_a_call_that_a_stop_string_cut_says_so():
+    cut = [Chunk(calls=[CallPart(0, "call_a", "weather", '{"city":"Ro')], tokens=[1])]
+    end = Chunk(finish="stop", stop_reason="me", receipt=DONE)
+    async with client_for(caller(*cut, end)) as http:
+        body = await post(http, tools=[TOOL], stop="me")
+    assert (body["status"], body["output"][0]["status"]) == ("completed", "incomplete")
+
+
+def test_whatever_the_model_writes_the_stream_is_the_whole():
+    """Random answers: deltas joined are the items, the items are the reasoning, text and calls that came, in their order."""
+    with bench() as server:
+
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(scripts())
+        def holds(made: Any) -> None:
+            chunks, thought, said, calls = made
+            whole = server.post(chunks, "/v1/responses", HI).json()
+            Response.model_validate(whole)
+            events = told(server.post(chunks, "/v1/responses", HI | {"stream": True}).text)
+            last = events[-1]["response"]
+            assert [_unnamed(i) for i in last["output"]] == [_unnamed(i) for i in whole["output"]]
+            assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == last["output"]
+            texts: dict[str, list[str]] = {"message": [], "reasoning": [], "function_call": []}
+            for item in last["output"]:
+                joined = "".join(e["delta"] for e in events if e.get("item_id") == item["id"] and "delta" in e)
+                kind = item["type"]
+                assert joined == (item["arguments"] if kind == "function_call" else item["content"][0]["text"])
+                texts[kind].append(joined)
+            assert ("".join(texts["reasoning"]), "".join(texts["message"])) == (thought, said)
+            assert texts["function_call"] == [call.arguments for call in calls]
+            assert last["status"] == ("completed" if chunks[-1].finish == "stop" else "incomplete")
+
+        holds()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["", "user", "message", "a", "input_text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "id", "output", "call_id"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def test_random_requests_are_answered_or_refused():
+    """Never a 5xx, always OpenAI's shape."""
+    fields = (
+        "input",
+        "instructions",
+        "text",
+        "tools",
+        "tool_choice",
+        "reasoning",
+        "include",
+        "metadata",
+        "stream",
+        "store",
+    )
+    more = ("previous_response_id", "background", "max_output_tokens", "truncation", "top_logprobs", "conversation")
+    with asyncio.Runner() as runner:
+        client = client_for()
+        http = runner.run(client.__aenter__())
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.dictionaries(st.sampled_from(fields + more), JSON, max_size=4), st.lists(JSON, max_size=3))
+        def holds(asked: dict[str, Any], items: list[Any]) -> None:
+            for body in (HI | asked, HI | {"input": items}):
+                r = runner.run(http.post("/v1/responses", json=body))
+                assert r.status_code in (200, 400, 404), (body, r.text)
+                if r.status_code != 200:
+                    assert r.json()["error"].keys() == {"message", "type", "param", "code"}
+
+        holds()
+        runner.run(client.__aexit__(None, None, None))
 
 
 async def test_other_refusals():
