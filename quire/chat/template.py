@@ -29,7 +29,6 @@ MAX_SOURCE = 128 * 1024  # characters; the longest public templates have under 2
 SECONDS = 2.0
 SLACK = 1_000_000  # characters a value or the output may have beyond four times the input
 _NEEDLE = "needle in the message"
-_CALLED = "needle_in_the_call"
 _STOPPED = "template_limit"
 _SEARCHING = frozenset(
     [
@@ -79,6 +78,7 @@ class ChatTemplate:
         self._tokens = {**more, "bos_token": bos_token, "eos_token": eos_token}
         self._with_tools = with_tools
         self._seconds = seconds
+        self._now = now
         self._environment = BoundedEnvironment({"strftime_now": lambda form: _strftime(now(), form)})
         if len(source) > MAX_SOURCE:
             raise BadModelFile(f"{where} has {len(source)} characters: at most {MAX_SOURCE} are allowed")
@@ -155,6 +155,12 @@ class ChatTemplate:
         found = meta.find_undeclared_variables(self._environment.parse(self.source))
         return frozenset(found) if self._with_tools is None else frozenset(found) | self._with_tools.reads
 
+    @cached_property
+    def _asks_functions(self) -> bool:
+        """Whether it wants its tools as a text called `functions`, as templates from before `tools` did."""
+        asked = meta.find_undeclared_variables(self._environment.parse(self.source))
+        return "functions" in asked and "tools" not in asked
+
     @property
     def whole_source(self) -> str:
         """The source, with that of the template for tools where there is one."""
@@ -189,6 +195,9 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        if self._asks_functions:
+            given = {"functions": json.dumps(tools or [], indent=4), "datetime": _strftime(self._now(), "%Y-%m-%d")}
+            variables = {**given, **variables}
         try:
             return self._environment.render(self._template, variables, budget)
         except OverBudget as error:
@@ -222,9 +231,15 @@ class ChatTemplate:
         for call in made.get("tool_calls") or ():
             if not self.needs_text_arguments:
                 _parse_arguments(call)
-        # Reasoning goes by several names; a template knows one of them. The same two are filled in as in transformers.
+        if made.get("tool_calls") and made.get("content") == "" and self.needs_null_content:
+            made["content"] = None
+        # Reasoning goes by several names; a template knows one of them.
         reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
-        return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+        return (
+            made
+            if reasoning is None
+            else {**dict.fromkeys(_REASONING, reasoning), **made, "reasoning_content": reasoning}
+        )
 
     # What the template does with content is found by trying it: whether a needle comes out when the content is text,
     # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
@@ -243,26 +258,22 @@ class ChatTemplate:
     def needs_text_arguments(self) -> bool:
         """The template reads a call's arguments only as text, as the APIs carry them; others expect an object."""
 
-        def renders(arguments: Any) -> bool:
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "123456789", "type": "function", "function": function}
-            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
-
-        return not renders({"a": _NEEDLE}) and renders(json.dumps({"a": _NEEDLE}))
+        as_object, as_text = {"a": _NEEDLE}, json.dumps({"a": _NEEDLE})
+        return not any(self._calls(as_object, c) for c in ("", None)) and any(
+            self._calls(as_text, c) for c in ("", None)
+        )
 
     @cached_property
-    def calls_without_content(self) -> str | None:
-        """The content of a turn that only calls: empty text, or None for a template that else passes over the calls."""
+    def needs_null_content(self) -> bool:
+        """The template writes calls only beside content that is null, as the APIs carry it; empty text hides them."""
+        given = json.dumps({"a": _NEEDLE}) if self.needs_text_arguments else {"a": _NEEDLE}
+        return not self._calls(given, "") and self._calls(given, None)
 
-        def renders(content: str | None) -> bool:
-            function = {"name": _CALLED, "arguments": "{}" if self.needs_text_arguments else {}}
-            call = {"id": "123456789", "type": "function", "function": function}
-            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
-            text = self._tried([{"role": "user", "content": "x"}, turn])
-            return _CALLED in text and "None" not in text
-
-        return None if not renders("") and renders(None) else ""
+    def _calls(self, arguments: Any, content: str | None) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "123456789", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
 
     def _finds(self, content: Any) -> bool:
         text = self._tried([{"role": "user", "content": content}])

@@ -20,7 +20,7 @@ from quire.backends.torch.batch import DeviceBatch, DeviceTable, Shared
 from quire.runner.sharing import GROUPS, Sharing
 from quire.runner.staging import Staging
 
-SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32))
+SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 SHARED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # where rows share prefixes: a step costs less
 CHANGES = 2  # page-table entries that a captured step can change, per row
 MORE = 64  # numbers per row that may travel with a step without a copy of their own
@@ -66,9 +66,7 @@ class DeviceState:
 class Decoder:
     """The ladder. `logits` and `tokens` of a step are valid until the next one."""
 
-    def __init__(
-        self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int, *, graphs: bool
-    ):
+    def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int):
         self.sizes = [size for size in SIZES if size < max_seqs] + [max_seqs]
         self._program = program
         self._state = state
@@ -83,8 +81,6 @@ class Decoder:
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
         self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs] if program.shares else []
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether prefixes are shared
-        if graphs:
-            self._capture()
 
     @property
     def captured(self) -> int:
@@ -186,18 +182,27 @@ class Decoder:
         tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
         state.keep(own, tokens)
 
-    def _capture(self) -> None:
-        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
+    def _blank(self, size: int, sharing: bool) -> None:
+        """Fill the buffer with padding rows alone."""
+        none = np.zeros(0, np.int32)
+        blank = self._padded(size, none, none, [none] * self._kinds, none, none, [none] * self._kinds)
+        self._staging.send([*blank, *(self._groups(None, none, size) if sharing else [])])
+
+    def rehearse(self) -> None:
+        """One step of every kind that a kernel might be chosen by."""
+        few = [size for size in self.sizes if size <= 64 or size == self.sizes[-1] or size % 128 == 0]
+        for size, sharing in [(size, False) for size in few] + [(size, True) for size in self.shared_sizes]:
+            self._blank(size, sharing)
+            self._body(size, sharing)
+
+    def capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory."""
         device = self._program.device
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
         for size, sharing in sorted(kinds, reverse=True):
-            none = np.zeros(0, np.int32)
-            blank = self._padded(size, none, none, [none] * self._kinds, none, none, [none] * self._kinds)
-            if sharing:
-                blank += self._groups(None, none, size)
-            self._staging.send(blank)
+            self._blank(size, sharing)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 self._body(size, sharing)  # whatever is set up at a first run must not be captured

@@ -130,13 +130,12 @@ class DeviceRunner:
         self._decoder: Decoder | None = None
         self._prompter: Prompter | None = None
         if program.graphs if padded is None else padded:
-            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
+            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size)
             self._prompter = Prompter(
-                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context,
-                vocab=vocab_size, graphs=program.graphs,
+                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
             )  # fmt: skip
-        if program.graphs:
-            self._practise(max_seqs, max_tokens, max_context)
+            if program.graphs:
+                self._get_ready(self._decoder, self._prompter, max_seqs, max_tokens, max_context)
         self._turns = [0] * max_seqs
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
         self._sharing: Sharing | None = None  # of the step that is being launched
@@ -302,9 +301,21 @@ class DeviceRunner:
             )
         )
 
+    def _get_ready(
+        self, decoder: Decoder, prompter: Prompter, max_seqs: int, max_tokens: int, max_context: int
+    ) -> None:
+        """Compile and capture everything: none of that may meet a request."""
+        with self._program.rehearsal():
+            decoder.rehearse()
+            prompter.rehearse()
+            self._practise(max_seqs, max_tokens, max_context, sampling=False)
+        decoder.capture()
+        prompter.capture()
+        self._practise(max_seqs, max_tokens, max_context)
+
     @torch.inference_mode()
-    def _practise(self, max_seqs: int, max_tokens: int, max_context: int) -> None:
-        """Launch steps of every kind that is not captured, on the spare page: what they compile must not meet a request."""
+    def _practise(self, max_seqs: int, max_tokens: int, max_context: int, *, sampling: bool = True) -> None:
+        """Launch steps of every kind that is not captured, on the spare page."""
         for ones, rows, reach in PRACTICE:
             if ones >= max_seqs or ones + rows > max_tokens or rows > max_context:
                 continue
@@ -332,7 +343,9 @@ class DeviceRunner:
                 reach=min(reach, max_context),
                 host=Batch(ids, pos, q_start, n, blank, writes[0], arrays[4], others),
             )
-            self._sampler.practise(self._program.launch(batch))
+            logits = self._program.launch(batch)
+            if sampling:
+                self._sampler.practise(logits)
         torch.cuda.synchronize(self._device)
 
     # ---- choosing

@@ -38,7 +38,6 @@ class Prompter:
         max_tokens: int,
         max_context: int,
         vocab: int,
-        graphs: bool,
     ):
         self._program = program
         self._state = state
@@ -51,8 +50,6 @@ class Prompter:
         most = max((seqs for _, seqs in self.sizes), default=0)
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        if graphs:
-            self._capture()
 
     def size_for(self, batch: Batch) -> tuple[int, int] | None:
         """The smallest size that the step fits, if any does."""
@@ -147,16 +144,26 @@ class Prompter:
             )
         )
 
-    def _capture(self) -> None:
-        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
-        device, pool = self._program.device, torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
+    def _blank(self, size: tuple[int, int]) -> None:
+        """Fill the buffer with padding rows alone."""
         none = np.zeros(0, np.int32)
         kinds, rows = len(self._state.tables), np.zeros((0, 1), np.int32)
         others = (Table(rows, none),) * (kinds - 1)
         blank = Batch(none, none, np.zeros(1, np.int32), none, rows, none, none, others)
+        self._staging.send(self._padded(size, blank, none, none, [none] * kinds))
+
+    def rehearse(self) -> None:
+        """One step of every kind that a kernel might be chosen by."""
+        for size in self.sizes[::2]:
+            self._blank(size)
+            self._body(size)
+
+    def capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory."""
+        device, pool = self._program.device, torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
         for size in reversed(self.sizes):
-            self._staging.send(self._padded(size, blank, none, none, [none] * kinds))
+            self._blank(size)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 self._body(size)  # whatever is set up at a first run must not be captured

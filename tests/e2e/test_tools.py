@@ -1,4 +1,4 @@
-"""Tools and reasoning with the official clients: forced calls of a tiny model, and a whole tool loop with one that can."""
+"""Tools with the official clients, on a tiny model whose template has them: where it must call, its arguments validate."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import ollama
 import openai
 import pytest
 
 from quire.config import DEFAULT_MODEL
-from quire.observe.errors import QuireError
-from quire.weights.store import Store
 from tests.e2e.conftest import Server, launch
 
-CAPABLE = "qwen2.5-coder:1.5b"
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "fahrenheit"]}},
@@ -74,7 +72,11 @@ def test_a_call_that_must_be_made_is_made_and_validates(forced: Server, temperat
 
 def test_streamed_is_whole_hit_is_miss_and_stop_strings_stay_out(forced: Server):
     """The same request four times: cold, from the cache, streamed, and with a stop string that only calls contain."""
-    fields: dict[str, Any] = {"tool_choice": "required", "temperature": 0.9, "extra_body": {"cache_salt": "tools"}}
+    fields: dict[str, Any] = {
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "temperature": 0.9,
+        "extra_body": {"cache_salt": "tools"},
+    }
     cold, warm = create(forced, **fields), create(forced, **fields)
     assert cold.usage.prompt_tokens_details.cached_tokens == 0 < warm.usage.prompt_tokens_details.cached_tokens
     expected = calls_of(cold.choices[0].message)
@@ -112,7 +114,12 @@ def test_several_choices_logprobs_and_a_length(forced: Server):
 def test_the_clients_own_stream_and_parser(forced: Server):
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     with forced.client().chat.completions.stream(
-        model=DEFAULT_MODEL, messages=ASK, tools=[strict], tool_choice="required", temperature=0, max_tokens=80,
+        model=DEFAULT_MODEL,
+        messages=ASK,
+        tools=[strict],
+        tool_choice="required",
+        temperature=0,
+        max_tokens=80,
         parallel_tool_calls=False,
     ) as stream:
         final = stream.get_final_completion()
@@ -166,7 +173,9 @@ def test_anthropics_client_calls(forced: Server):
         assert counted == usage.input_tokens + usage.cache_read_input_tokens > bare + 50
         result = {"type": "tool_result", "tool_use_id": block.id, "content": "18 degrees"}
         loop = [*ASK, {"role": "assistant", "content": r.content}, {"role": "user", "content": [result]}]
-        answered = claude.messages.create(**fields | {"messages": loop, "tool_choice": {"type": "auto"}, "max_tokens": 8})
+        answered = claude.messages.create(
+            **fields | {"messages": loop, "tool_choice": {"type": "auto"}, "max_tokens": 8}
+        )
         assert answered.content and answered.usage.input_tokens + answered.usage.cache_read_input_tokens > counted
 
 
@@ -174,7 +183,10 @@ def test_errors_reach_the_clients(forced: Server, server: Server):
     with pytest.raises(openai.BadRequestError) as caught:
         create(forced, tools=[WEATHER, WEATHER])
     assert caught.value.param == "tools[1].function.name"
-    unenforceable = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}}
+    unenforceable = {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"x": {"not": {}}}}},
+    }
     with pytest.raises(openai.BadRequestError) as caught:
         create(forced, tools=[unenforceable], tool_choice="required")
     assert "tools" in (caught.value.param or ""), caught.value
@@ -186,59 +198,29 @@ def test_errors_reach_the_clients(forced: Server, server: Server):
     assert caught.value.param == "reasoning_effort"
 
 
-# A model that calls of its own accord
-
-
-@pytest.fixture(scope="module")
-def capable() -> Iterator[Server]:
-    try:
-        Store().resolve(CAPABLE)
-    except QuireError:
-        pytest.skip(f"needs {CAPABLE} in the store (`quire pull {CAPABLE}`, 1.1 GB)")
-    started = launch("--context", "2048", model=CAPABLE)
-    yield started
-    assert started.stop() == 0, "\n".join(started.lines)
-
-
-def weather(city: str, unit: str = "celsius") -> str:
-    """The weather in a city.
-
-    Args:
-      city: the city
-      unit: celsius or fahrenheit
-    """
-    return f"It is 18 degrees {unit} and raining in {city}."
-
-
-def test_a_tool_loop(capable: Server):
-    messages: list[Any] = [*ASK]
-    for _ in range(3):
-        r = capable.client().chat.completions.create(
-            model=CAPABLE, messages=messages, tools=[WEATHER], temperature=0, max_tokens=100
-        )
-        message = r.choices[0].message
-        messages.append(message)
-        if r.choices[0].finish_reason != "tool_calls":
-            break
-        for call in message.tool_calls or []:
-            arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": weather(**arguments)})
-    assert len(messages) >= 4, messages
-    assert "18" in messages[-1].content
-
-
-def test_ollamas_client_calls(capable: Server):
-    client = ollama.Client(host=capable.url, timeout=120)
-    options = {"temperature": 0, "num_predict": 80}
-    whole = client.chat(CAPABLE, messages=ASK, tools=[weather], options=options)
-    assert whole.message.tool_calls, whole
-    streamed = [p for p in client.chat(CAPABLE, messages=ASK, tools=[weather], options=options, stream=True)]
-    told = [c for p in streamed for c in p.message.tool_calls or []]
-    assert [(c.function.name, c.function.arguments) for c in told] == [
-        (c.function.name, c.function.arguments) for c in whole.message.tool_calls
+def test_a_tool_loop(forced: Server):
+    """A call, its result, an answer; and the same conversation is the same prompt in Ollama's dialect."""
+    first = create(forced, tool_choice="required", temperature=0, parallel_tool_calls=False).choices[0].message
+    (call,) = first.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees and rain"}
+    talk = [*ASK, first, result]
+    second = create(forced, messages=talk, tool_choice="auto", temperature=0, max_tokens=8)
+    assert second.choices[0].message.content or second.choices[0].message.tool_calls
+    client = ollama.Client(host=forced.url, timeout=120)
+    options = {"temperature": 0, "num_predict": 8}
+    function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    same: list[Any] = [
+        *ASK,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "tool_name": call.function.name, "content": "18 degrees and rain"},
     ]
-    call = whole.message.tool_calls[0].function
-    assert call.name == "weather" and "Paris" in call.arguments["city"]
-    result = {"role": "tool", "tool_name": call.name, "content": weather(**call.arguments)}
-    answered = client.chat(CAPABLE, messages=[*ASK, whole.message, result], tools=[weather], options=options)
-    assert "18" in (answered.message.content or "")
+    # As it is: the client sends a tool without those parts of its schema that it does not know.
+    body = {"model": DEFAULT_MODEL, "messages": same, "tools": [WEATHER, TIME], "options": options, "stream": False}
+    exact = httpx.post(f"{forced.url}/api/chat", json=body, timeout=120).json()
+    assert exact["prompt_eval_count"] == second.usage.prompt_tokens
+    assert exact["message"]["content"] == (second.choices[0].message.content or "")
+    whole = client.chat(DEFAULT_MODEL, messages=same, tools=[WEATHER, TIME], options=options)
+    parts = list(client.chat(DEFAULT_MODEL, messages=same, tools=[WEATHER, TIME], options=options, stream=True))
+    assert "".join(p.message.content or "" for p in parts) == (whole.message.content or "")
+    with pytest.raises(ollama.ResponseError, match="think"):
+        client.chat(DEFAULT_MODEL, messages=ASK, think=True)

@@ -20,6 +20,7 @@ from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.head_norm import head_norm
+from quire.backends.cuda.kernels.launch import rehearsal
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
@@ -434,6 +435,7 @@ class CudaBackend(TorchBackend):
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
         program.shares = self.shares
+        program.rehearsal = rehearsal
         return program
 
     def implementations(self) -> dict[str, str]:

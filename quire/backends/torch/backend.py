@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -45,6 +46,10 @@ class DeviceProgram(Protocol):
         """Logits of batch.logit_rows, float32 [L, V], on the device; valid until the next launch. Does not wait."""
         ...
 
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Launches in here mean nothing: they are for what must be compiled, which may then be done faster."""
+        ...
+
 
 class TorchProgram:
     """A recorded forward as a list of steps over cells, and its KV pool."""
@@ -56,6 +61,7 @@ class TorchProgram:
         self.sampler = kernels.sampler()
         self.graphs = False
         self.shares = False
+        self.rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
         self._steps = steps
         self._count = count
         self._inputs = inputs

@@ -11,10 +11,11 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from quire.chat.answers.find import Words
-from quire.chat.answers.probe import called, tool, turn
+from quire.chat.answers.probe import Scribe, called, tool
 from quire.chat.answers.types import Format, Pieces, Reading, Tool, Tools
 from quire.chat.template import ChatTemplate
 from quire.observe.errors import BadRequest
@@ -46,6 +47,7 @@ _SCHEMA: dict[str, Any] = {
         "type": "object",
         "description": "A place in detail.",
         "properties": {"lat": {"type": "number"}, "names": {"type": "array", "items": {"type": "string"}}},
+        "additionalProperties": {"type": "string"},
     },
 }
 TOOLS = [tool("get_weather", _SCHEMA, ["city"]), tool("search-files", _SCHEMA), tool("now", {})]
@@ -90,17 +92,18 @@ class Sample:
         return made
 
 
-def check(template: ChatTemplate, tokenizer: Words, form: Format, *, seed: int = 0, every: int = 1) -> Score:
-    """Try the format. `every` turns of each kind are cut at every place; more is slower."""
-    ends = [tokenizer.token_text(i) for i in tokenizer.eos_ids]
-    ends += _closing(template, ends)
+def check(
+    template: ChatTemplate, tokenizer: Words, form: Format, *, seed: int = 0, every: int = 1, part: int = 1
+) -> Score:
+    """Try the format. `every` turns of each kind are cut at every place; `part` 3 is a third of the turns."""
+    scribe = Scribe(template, [tokenizer.token_text(i) for i in tokenizer.eos_ids])
     score = Score(form.name)
     for kind, has in (("tools", form.calls), ("reasoning", form.reasons)):
         if not has:
             continue
         right = asked = 0
-        for n, sample in enumerate(samples(kind, random.Random(f"{kind} {seed}"))):
-            wrong = trial(template, form, sample, ends, split=n < every)
+        for n, sample in enumerate(islice(samples(kind, random.Random(f"{kind} {seed}")), TURNS[kind] // part)):
+            wrong = trial(scribe, form, sample, split=n < every)
             if wrong is None:
                 continue
             asked += 1
@@ -128,10 +131,10 @@ def samples(kind: str, rng: random.Random) -> Iterator[Sample]:
         )
 
 
-def trial(template: ChatTemplate, form: Format, sample: Sample, ends: Iterable[str], *, split: bool) -> str | None:
+def trial(scribe: Scribe, form: Format, sample: Sample, *, split: bool) -> str | None:
     """What went wrong with one turn; "" if nothing did, None where the template does not write it."""
     try:
-        written = turn(template, sample.message(), TOOLS if sample.calls else None, ends)
+        written = scribe.turn(sample.message(), TOOLS if sample.calls else None)
     except BadRequest:
         return None
     whole = written.before[-400:] + written.text
@@ -139,16 +142,29 @@ def trial(template: ChatTemplate, form: Format, sample: Sample, ends: Iterable[s
         return None
     if not sample.calls and sample.reasoning not in whole:
         return None
-    reading = form.reading(written.before[-400:], OFFERED if sample.calls else Tools())
+    offered = OFFERED if sample.calls else Tools()
+    # A prompt that begins the reasoning may write its beginning in other words than the template does afterwards.
+    tails = (written.before, written.prompt) if sample.reasoning in whole and sample.reasoning else (written.before,)
+    readings = [form.reading(tail[-400:], offered) for tail in tails]
     expected = (
         sample.reasoning if sample.reasoning in whole else "",
         sample.text if sample.text in written.text else "",
         [(name, arguments) for name, arguments in sample.calls],
     )
-    for cuts in _cuts(written.text, split):
-        got = parse(reading, cuts)
+    wrong = ""
+    for reading in readings:
+        wrong = _compare(reading, written.text, expected, split)
+        if not wrong:
+            break
+    return wrong
+
+
+def _compare(reading: Reading, text: str, expected: Any, split: bool) -> str:
+    for cuts in _cuts(text, split):
+        reasoning, said, calls = parse(reading, cuts)
+        got = (reasoning, said.strip(), calls)  # some templates put spaces around a text
         if got != expected:
-            return f"{got!r} instead of {expected!r}, written {written.text!r}"
+            return f"{got!r} instead of {expected!r}, written {text!r}"
     return ""
 
 
@@ -175,17 +191,6 @@ def _cuts(text: str, split: bool) -> Iterator[list[str]]:
     if split:
         for at in range(1, len(text)):
             yield [text[:at], text[at:]]
-
-
-def _closing(template: ChatTemplate, ends: list[str]) -> list[str]:
-    """What the template writes after an ordinary answer."""
-    mark = "A probe of text."
-    try:
-        plain = turn(template, {"role": "assistant", "content": mark}, None, ends)
-    except BadRequest:
-        return []
-    closing = plain.text[plain.text.rindex(mark) + len(mark) :].strip() if mark in plain.text else ""
-    return [closing] if closing else []
 
 
 def _loads(text: str) -> Any:

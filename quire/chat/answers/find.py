@@ -22,13 +22,17 @@ from quire.chat.template import ChatTemplate
 from quire.observe.errors import BadRequest
 
 # Reasoning marks that templates mention where they cut them away; the first that both are in the source.
-MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+)
 
 # What known marks are called. A template with others gets a name that says how its shape was found.
 NAMES = {
     ("objects", "<tool_call>"): "hermes",
     ("objects", "[TOOL_CALLS]"): "mistral",
-    ("objects", "<tool_calls>"): "minimax-m1",
+    ("objects", "<tool_calls>"): "tool-calls",  # MiniMax M1, Apriel
     ("objects", "<TOOLCALL>"): "nemotron",
     ("objects", "<|START_ACTION|>"): "command-r7b",
     ("objects", "functools"): "firefunction",
@@ -37,9 +41,15 @@ NAMES = {
     ("named", "<function="): "functionary",
     ("named", "<｜tool▁calls▁begin｜>"): "deepseek",
     ("named", "<|tool_calls_section_begin|>"): "kimi-k2",
-    ("tagged", "<tool_call>"): "qwen-xml",
+    ("objects", "<|function_call|>"): "gigachat",
+    ("named", "<|tool_calls|>"): "solar",
     ("tagged", "<seed:tool_call>"): "seed",
-    ("tagged", "<minimax:tool_call>"): "minimax-m2",
+    ("tagged", "<tool_calls:opensource>"): "hunyuan",
+    ("tagged", "<parameter="): "qwen-xml",
+    ("tagged", "<arg_key>"): "glm",
+    ("tagged", '<parameter name="'): "minimax-m2",
+    ("tagged", '<param name="'): "minicpm",
+    ("tagged", '<｜DSML｜parameter name="'): "deepseek-dsml",
 }
 
 
@@ -90,14 +100,15 @@ def find(template: ChatTemplate, tokenizer: Words, name: str | None = None) -> F
 def derived(seen: probe.Seen, cut: Cut) -> Format | None:
     """A format of one of the common shapes."""
     think = think_of(seen)
-    made = ((kind, derive(seen)) for kind, derive in _SHAPES.items()) if seen.two else ()
+    made = ((kind, derive(seen)) for kind, derive in _SHAPES.items()) if seen.one else ()
     kind, section = next((pair for pair in made if pair[1] is not None), ("", None))
     if think is None and section is None:
         return None
     if section is None:
-        return Marked("think", think, None, cut, header_of(seen, think))
-    name = NAMES.get((kind, section.openers[0])) or f"derived-{kind}"
-    return Marked(name, think, section, cut, header_of(seen, think))
+        return Marked("think", think, None, cut, header_of(seen, think), seen.wrap)
+    marks = [section.openers[0], *([section.key_open.strip()] if isinstance(section, tagged.TaggedSection) else [])]
+    name = next((NAMES[kind, mark] for mark in marks if (kind, mark) in NAMES), f"derived-{kind}")
+    return Marked(name, think, section, cut, header_of(seen, think), seen.wrap)
 
 
 _SHAPES: dict[str, Callable[[probe.Seen], Section | None]] = {
@@ -128,7 +139,7 @@ def _by_name(name: str, seen: probe.Seen, cut: Cut) -> Format:
         made = styles()[name].found(seen, cut)
     elif name == "think":
         think = think_of(seen) or Think("<think>", "</think>")
-        made = Marked("think", think, None, cut, header_of(seen, think))
+        made = Marked("think", think, None, cut, header_of(seen, think), seen.wrap)
     else:
         made = derived(seen, cut)
         made = made if made is not None and made.name == name else None

@@ -81,7 +81,7 @@ class Lark:
 
 
 def _pattern(text: str) -> str:
-    return "".join(c if c.isalnum() else "\\" + c if c.isascii() and c.isprintable() else c for c in text)
+    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02x}" for c in text)
 
 
 def any_of(options: list[str]) -> str:

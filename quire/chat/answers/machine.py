@@ -74,6 +74,8 @@ class Text:
 
     def news(self) -> list[Pieces]:
         """What was made since the last time."""
+        if not self._news:
+            return []
         made: list[Pieces] = []
         reasoning: list[str] = []
         text: list[str] = []

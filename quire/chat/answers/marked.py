@@ -9,7 +9,7 @@ which is the same for all of them. Spaces between the parts belong to none of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.chat.answers.lark import SPACE, Cut, Lark, any_of
@@ -70,8 +70,8 @@ class Marked:
     section: Section | None
     cut: Cut  # the tokenizer's
     header: str = ""  # what begins the answer, before any reasoning
-    eager: bool = False  # the section may begin the answer without a mark: its `bare` reads that
-    more: tuple[str, ...] = field(default=())
+    wrap: tuple[str, ...] = ()  # marks around the text, which are not part of it
+    more: tuple[str, ...] = ()  # further special tokens that must be seen
 
     @property
     def reasons(self) -> bool:
@@ -84,11 +84,11 @@ class Marked:
     @property
     def markers(self) -> tuple[str, ...]:
         marks = (self.think.open.strip(), self.think.close.strip()) if self.think else ()
-        return (*marks, *(self.section.markers if self.section else ()), *self.more)
+        return (*marks, *(self.section.markers if self.section else ()), *self.wrap, *self.more)
 
     def reading(self, tail: str, tools: Tools) -> MarkedReading:
         opened = self.think is not None and self.think.opened(tail, self.header)
-        return MarkedReading(lambda t: answer(t, self.think, self.section, opened, tools))
+        return MarkedReading(lambda t: answer(t, self.think, self.section, opened, tools, self.wrap))
 
     def constraint(self, tail: str, tools: Tools, answer: Constraint | None) -> Constraint | None:
         offered = bool(tools.tools) and tools.choice != "none"
@@ -103,11 +103,14 @@ class Marked:
             if self.think.opened(tail, self.header):
                 start.append(rest)
             else:
-                start.append(f"({g.text(self.think.open.strip())} {rest})?")
+                none = g.text(self.think.close.strip())  # some say that there is no reasoning by ending it
+                start.append(f"({g.text(self.think.open.strip())} {rest} | {none} {SPACE})?")
+        if self.think is not None or tools.forced:
+            start.insert(0, SPACE)  # some begin with a line end
         if calls:
             start.append(self._calls(g, tools, answer))
         elif answer is not None:
-            start.append(g.part(answer))
+            start.append(self._wrapped(g, g.part(answer)))
         return g.build(" ".join(start), "tools" if calls else answer.param if answer is not None else "tools")
 
     def _calls(self, g: Lark, tools: Tools, answer: Constraint | None) -> str:
@@ -124,12 +127,20 @@ class Marked:
         opener = section.openers[0]
         rest = g.rule(section.write(g, chosen, tools.parallel and tools.choice != "named"))
         if tools.forced:
-            return f"{g.text(opener)} {rest}"
+            return self._wrapped(g, f"{g.text(opener)} {rest}")
         if answer is not None:
-            return any_of([f"{g.text(opener)} {rest}", g.part(answer)])
-        text = g.free(*section.openers)
-        one = f"{g.until(opener)} {rest}"
+            return any_of([self._wrapped(g, f"{g.text(opener)} {rest}"), self._wrapped(g, g.part(answer))])
+        text = self._wrapped(g, g.free(*section.openers, *self.wrap))
+        before = f"({self._wrapped(g, g.free(*section.openers, *self.wrap))})?" if self.wrap else ""
+        one = f"{before} {g.until(opener)} {rest}"
         return f"({one})* {text}" if tools.parallel else any_of([f"{one} {SPACE}", text])
+
+    def _wrapped(self, g: Lark, text: str) -> str:
+        """What may stand between the marks around a text."""
+        if not self.wrap:
+            return text
+        marks = g.rule(" | ".join(g.text(mark) for mark in self.wrap))
+        return f"{marks}* {text} {marks}*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +153,9 @@ class MarkedReading:
         return Machine(self.body)
 
 
-def answer(t: Text, think: Think | None, section: Section | None, opened: bool, tools: Tools) -> Read[None]:
+def answer(
+    t: Text, think: Think | None, section: Section | None, opened: bool, tools: Tools, wrap: tuple[str, ...] = ()
+) -> Read[None]:
     """Read one answer."""
     calling = section if tools.tools and tools.choice != "none" else None
     openers = calling.openers if calling is not None else ()
@@ -151,16 +164,23 @@ def answer(t: Text, think: Think | None, section: Section | None, opened: bool, 
         if not opened:
             t.hold()
             yield from t.spaces()
-            opened = (yield from t.gets(think.open.strip())) is not None
-            if not opened:
+            mark = yield from t.gets(think.open.strip(), think.close.strip())
+            opened = mark == think.open.strip()
+            if mark is None:
                 t.settle()
-            else:
+            else:  # some models say that there is no reasoning by ending it
                 t.forget()
+                yield from t.spaces()
         if opened:
             implied = tuple(o for o in think.implied if o in openers)
             stop = yield from reasoning(t, Stops(think.close.strip(), *implied))
             pending = stop if stop in implied else None
-    yield from text_and_calls(t, calling, openers, tools, pending)
+    bare = getattr(calling, "bare", None)  # a section may know a call that no mark begins
+    if bare is not None and pending is None:
+        t.hold()
+        yield from bare(t, tools)
+        t.settle()
+    yield from text_and_calls(t, calling, openers, tools, pending, wrap)
 
 
 def reasoning(t: Text, stops: Stops) -> Read[str | None]:
@@ -182,13 +202,20 @@ def reasoning(t: Text, stops: Stops) -> Read[str | None]:
 
 
 def text_and_calls(
-    t: Text, section: Section | None, openers: tuple[str, ...], tools: Tools, pending: str | None = None
+    t: Text,
+    section: Section | None,
+    openers: tuple[str, ...],
+    tools: Tools,
+    pending: str | None = None,
+    wrap: tuple[str, ...] = (),
 ) -> Read[None]:
     """Text with calls in it, to the end of the answer. `pending` is an opener that was taken already."""
-    stops = Stops(*openers)
+    stops = Stops(*openers, *wrap)
     while True:
         stop = pending or (yield from t.upto(stops, t.say if openers else t.speak))
         pending = None
+        if stop in wrap:
+            continue
         if stop is None or section is None:
             return
         t.hold(stop)

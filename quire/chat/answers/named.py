@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from quire.chat.answers.lark import Lark, any_of
 from quire.chat.answers.machine import Read, Stops, Text
 from quire.chat.answers.marked import arguments
-from quire.chat.answers.objects import rest_as_arguments
-from quire.chat.answers.probe import Seen, common_prefix, common_suffix, from_mark
+from quire.chat.answers.objects import rest_as_arguments, short_id
+from quire.chat.answers.probe import IDS, Seen, common_prefix, common_suffix, from_mark
 from quire.chat.answers.types import Tool, Tools
 
 NAME = re.compile(r"[\w.\-:/]{1,256}")
@@ -31,10 +31,11 @@ class NamedSection:
     between: str  # between the close of one call and the next call's `call`
     end: str  # after the close of the last call
     make_id: Callable[[], str] | None = None
+    id: str = "/[0-9a-zA-Z_-]{1,32}/"  # what an id looks like, where `call` or `middle` has a place for one (\0)
 
     @property
     def openers(self) -> tuple[str, ...]:
-        return tuple(mark for mark in (self.begin.strip(), self.call.strip()) if mark)
+        return tuple(mark for mark in (self.begin.strip(), self.call.split("\0")[0].strip()) if mark)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,22 +43,33 @@ class NamedSection:
         return tuple(dict.fromkeys(mark for text in texts for mark in marks(text)))
 
     def read(self, t: Text, opener: str, tools: Tools) -> Read[None]:
-        call, close, end = self.call.strip(), self.close.strip(), self.end.strip()
+        call, _, before_name = (part.strip() for part in self.call.partition("\0"))
+        close, end = self.close.strip(), self.end.strip()
         if opener != call:
             yield from t.spaces()
             if not (yield from t.gets(call)):
                 return
-        middle = Stops(self.middle.strip() or self.middle[:1] or "{")
+        first, _, last = (part.strip() for part in self.middle.partition("\0"))
+        middle = Stops(first or self.middle[:1] or "{", last)
         over = Stops(*(mark for mark in (close, end, call) if mark))
         while True:
+            id: str | None = None
+            if before_name:
+                id, stop = yield from t.short(Stops(before_name))
+                if stop is None:
+                    return
             name, stop = yield from t.short(middle)
-            name = self.named(name)
+            name = name.strip()
             if stop is None or not NAME.fullmatch(name):
                 return
+            if last and stop != last:
+                id, stop = yield from t.short(Stops(last))
+                if stop is None:
+                    return
             yield from t.spaces()
             if (yield from t.next()) != "{":
                 return
-            t.begin(name, None if self.make_id is None else self.make_id())
+            t.begin(name, (id or "").strip() or (None if self.make_id is None else self.make_id()))
             if not (yield from t.json(t.argue)):
                 yield from rest_as_arguments(t, over)
             yield from t.spaces()
@@ -70,19 +82,17 @@ class NamedSection:
         if end:
             yield from t.gets(end)
 
-    def named(self, name: str) -> str:
-        return name.strip()
-
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
         def one(tool: Tool, counts: bool) -> str:
-            return f"{g.text(tool.name + self.middle)} {arguments(g, tool, counts)} {g.text(self.close)}"
+            return f"{spaced(tool.name + self.middle)} {arguments(g, tool, counts)} {g.text(self.close)}"
+
+        def spaced(text: str) -> str:
+            return f" {self.id} ".join(g.text(part) for part in text.split("\0"))
 
         call = g.rule(any_of([one(tool, counts) for tool, counts in tools]))
-        first = f"{self.begin.rstrip()}{self.call}".lstrip()[len(self.openers[0]) :]
-        if self.begin.strip():
-            first = f"{self.begin}{self.call}".lstrip()[len(self.begin.strip()) :]
-        more = f"({g.text(self.between + self.call)} {call})*" if many else ""
-        return " ".join([g.text(first), call, more, g.text(self.end.rstrip())])
+        first = f"{self.begin}{self.call}".lstrip()[len(self.openers[0]) :]
+        more = f"({spaced(self.between + self.call)} {call})*" if many else ""
+        return " ".join([spaced(first), call, more, g.text(self.end.rstrip())])
 
 
 def marks(text: str) -> list[str]:
@@ -93,6 +103,8 @@ def marks(text: str) -> list[str]:
 def derive(seen: Seen) -> NamedSection | None:
     """The section as the template writes it, if it writes a name and then JSON."""
     text, found = seen.two, []
+    for id in IDS:
+        text = text.replace(id, "\0")
     at = 0
     for name in seen.names:
         start = text.find(name, at)
@@ -116,4 +128,6 @@ def derive(seen: Seen) -> NamedSection | None:
         close=close,
         between=gap[len(close) : len(gap) - len(call)],
         end=after[len(close) :].rstrip(),
+        make_id=short_id if "[TOOL_CALLS]" in call else None,
+        id="/[0-9a-zA-Z]{9}/" if "[TOOL_CALLS]" in call else "/[0-9a-zA-Z_-]{1,32}/",
     )

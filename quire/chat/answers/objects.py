@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.chat.answers.lark import Lark, any_of
-from quire.chat.answers.machine import Read, Stops, Text
+from quire.chat.answers.machine import Read, Stops, Text, new_id
 from quire.chat.answers.marked import arguments
 from quire.chat.answers.probe import Seen, last_mark
 from quire.chat.answers.types import Tool, Tools
 
 NOTHING = Stops()
+FENCE = Stops("```")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,11 @@ def read_call(
     keys: Keys = KEYS,
     known: Callable[[str], bool] = bool,
     make_id: Callable[[], str] | None = None,
+    whole: bool = False,
 ) -> Read[bool]:
-    """One object. False: it is no call, or its arguments are no JSON; those go on until `end`, which is not taken."""
+    """One object. False: it is no call, or its arguments are no JSON; those go on until `end`, which is not taken.
+
+    `whole`: without arguments it is none."""
     if not (yield from t.gets("{")):
         return False
     name: str | None = None
@@ -85,7 +89,7 @@ def read_call(
                 return (yield from _broken(t, end, argued))
             if key in keys.id and id is None:
                 id = _text("".join(value))
-    if name is None:
+    if name is None or (whole and not argued):
         return False
     if not argued:
         t.begin(name, id or _made(make_id))
@@ -184,6 +188,23 @@ class ObjectSection:
                 yield from t.gets(self.closer)
             t.forget()
 
+    def bare(self, t: Text, tools: Tools) -> Read[None]:
+        """Small models forget the mark and write the object alone, or in a fence. It is a call if it begins the answer and
+        names a tool of the request."""
+        offered = {tool.name for tool in tools.tools}
+        if not tools.parallel or any(tool.strict for tool in tools.tools):
+            return  # then a grammar rules over calls, and only those behind a mark
+        yield from t.spaces()
+        fenced = yield from t.gets("```json", "```")
+        yield from t.spaces()
+        if (yield from t.next()) != "{":
+            return
+        if (yield from read_call(t, FENCE, self.keys, offered.__contains__, self.make_id, whole=True)):
+            yield from t.spaces()
+            if fenced:
+                yield from t.gets("```")
+                yield from t.spaces()
+
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
         def one(tool: Tool, counts: bool) -> str:
             before = (self.head + json.dumps(tool.name)[1:-1] + self.middle).split("\0")
@@ -197,11 +218,14 @@ class ObjectSection:
 
 def derive(seen: Seen) -> ObjectSection | None:
     """The section as the template writes it, if it writes calls as objects after a mark."""
-    one = _found(seen.two, seen.names[0], 0)
-    two = one and _found(seen.two, seen.names[1], one.end())
+    text = seen.two or seen.one
+    one = _found(text, seen.names[0], 0)
+    two = _found(text, seen.names[1], one.end()) if one is not None and seen.two else one
     if one is None or two is None:
         return None
-    before, between, after = seen.two[: one.start()], seen.two[one.end() : two.start()], seen.two[two.end() :]
+    before, between, after = text[: one.start()], text[one.end() : two.start()], text[two.end() :]
+    if two is one:  # it writes one call at a time: another would be another section
+        between = after + before
     opener = last_mark(before.rstrip().rstrip("[").rstrip())
     if not opener:
         return None
@@ -217,8 +241,14 @@ def derive(seen: Seen) -> ObjectSection | None:
         head=_ID.sub(r"\1" + "\0" + r"\2", head),
         middle=one[0][one.end("name") - one.start() : one.start("args") - one.start()],
         tail=one[0][one.end("args") - one.start() :],
-        keys=Keys(name=(one["key"],), arguments=(one["args_key"],), id=("id", "tool_call_id")),
+        keys=Keys(name=(one["key"],), arguments=(one["args_key"],), id=("id",)),
+        make_id=short_id if opener == "[TOOL_CALLS]" else None,
     )
+
+
+def short_id() -> str:
+    """Mistral's templates take no other than nine letters and digits."""
+    return new_id(9, "")
 
 
 _ID = re.compile(r'("(?:tool_call_)?id"\s*:\s*")[^"]*(")')

@@ -1,7 +1,7 @@
 """What a chat template writes for an assistant's turn, found by having it written. Names no format.
 
-`turn` gives the part of a rendered conversation that the assistant would have written, and what stands before it: the
-difference between a conversation with that turn and one that ends before it. `look` is what formats are chosen by.
+`Scribe.turn` gives the part of a rendered conversation that the assistant would have written, and what stands before it:
+the difference between a conversation with that turn and one that ends before it. `look` is what formats are chosen by.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Turn:
 
     before: str  # the prompt that leads to it
     text: str  # what the model would have written, without what ends the turn
+    prompt: str  # the generation prompt, which may have begun the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Seen:
     header: str  # the generation prompt
     two: str = ""  # a turn of two calls; "" where the template does not write them
     one: str = ""  # a turn of one call
-    bare: str = ""  # a turn of one call without arguments
+    wrap: tuple[str, ...] = ()  # marks around a plain text
     think: tuple[str, str] | None = None  # the marks around reasoning
     names: tuple[str, str] = NAMES
     keys: tuple[str, str] = KEYS
@@ -65,72 +66,118 @@ def called(name: str, arguments: dict[str, Any], id: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
-def turn(
-    template: ChatTemplate,
-    message: dict[str, Any],
-    tools: list[dict[str, Any]] | None,
-    ends: Iterable[str],
-    **kwargs: Any,
-) -> Turn:
-    """What the template writes for this turn. Raises BadRequest where it refuses it."""
-    bare = template.render([USER], add_generation_prompt=False, tools=tools, **kwargs)
-    prompt = template.render([USER], add_generation_prompt=True, tools=tools, **kwargs)
-    whole = template.render([USER, message], add_generation_prompt=False, tools=tools, **kwargs)
-    if whole.startswith(prompt):
-        start = len(prompt)
-    else:
-        start = len(common_prefix(prompt, whole))
-        least = len(common_prefix(bare, whole))
-        while start > least and not _ends_whole(whole[:start]):
-            start -= 1
-    text = whole[start:]
-    cut = True
-    while cut:  # what ends a turn: the template's own mark, spaces, tokens that end an answer
-        cut = False
-        for end in ends:
-            if end and text.rstrip().endswith(end):
-                text, cut = text.rstrip().removesuffix(end), True
-    return Turn(whole[:start], text)
+class Scribe:
+    """A template that is asked to write turns."""
+
+    def __init__(self, template: ChatTemplate, ends: Iterable[str]):
+        """`ends` are texts of tokens that end an answer."""
+        self._template = template
+        self._ends = tuple(end for end in ends if end)
+        self._asked: dict[tuple[bool, str], tuple[str, str]] = {}
+
+    def turn(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, **kwargs: Any) -> Turn:
+        """What the template writes for this turn. Raises BadRequest where it refuses it."""
+        bare, prompt = self.asked(tools, **kwargs)
+        whole = self._template.render([USER, message], add_generation_prompt=False, tools=tools, **kwargs)
+        if whole.startswith(prompt):
+            start = len(prompt)
+        else:
+            start = len(common_prefix(prompt, whole))
+            least = len(common_prefix(bare, whole))
+            while start > least and not _ends_whole(whole[:start]):
+                start -= 1
+        text = whole[start:]
+        header = prompt[len(common_prefix(bare, prompt)) :]
+        if start < len(prompt) and header:  # the template writes something between the question and the header
+            begun = next((i for i in range(len(header)) if text.startswith(header[i:])), len(header))
+            start, text = start + len(header) - begun, text[len(header) - begun :]
+        text = text.removesuffix(from_mark(common_suffix(bare, text)))  # what stands at the end of any conversation
+        cut = True
+        while cut:
+            cut = False
+            for end in self._ends:
+                if text.rstrip().endswith(end):
+                    text, cut = text.rstrip().removesuffix(end), True
+        return Turn(whole[:start], text, prompt)
+
+    def tried(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, **kwargs: Any) -> Turn | None:
+        """The same; None where it is refused."""
+        try:
+            return self.turn(message, tools, **kwargs)
+        except BadRequest:
+            return None
+
+    def asked(self, tools: list[dict[str, Any]] | None, **kwargs: Any) -> tuple[str, str]:
+        """The conversation before the turn: without and with the generation prompt."""
+        key = tools is not None, ",".join(kwargs)
+        if key not in self._asked:
+            bare, prompt = (
+                self._template.render([USER], add_generation_prompt=add, tools=tools, **kwargs) for add in (False, True)
+            )
+            self._asked[key] = bare, prompt
+        return self._asked[key]
 
 
 def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
     """Have the template write what formats are known by."""
-    ends = tuple(ends)
-    header = _header(template)
-    plain = _try(template, {"role": "assistant", "content": TEXT}, None, ends)
-    closing = plain.text[plain.text.index(TEXT) + len(TEXT) :].strip() if plain and TEXT in plain.text else ""
-    ends = (closing, *ends) if closing else ends
+    scribe = Scribe(template, ends)
+    try:
+        bare, prompt = scribe.asked(None)
+        header = prompt[len(common_prefix(bare, prompt)) :]
+    except BadRequest:
+        header = ""
+    think = _marks(scribe)
+    wrap: list[str] = []
+    thought = scribe.tried({"role": "assistant", "content": TEXT, "reasoning_content": REASON}, None)
+    if thought is not None and header.strip()[:1] == "<" and header.strip() in thought.text:
+        wrap.append(header.strip())  # reasoning is a turn of its own
+    for tools in (None, TOOLS):
+        plain = scribe.tried({"role": "assistant", "content": TEXT}, tools)
+        if plain is not None and TEXT in plain.text:
+            before, _, after = _unthought(plain.text, think).partition(TEXT)
+            wrap += [mark for mark in (before.strip(), after.strip()) if mark[:1] in ("<", "[") and mark not in wrap]
+            break
     arguments = {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}
     calls = [called(name, arguments, id) for name, id in zip(NAMES, IDS, strict=True)]
-    two = _try(template, {"role": "assistant", "content": "", "tool_calls": calls}, TOOLS, ends)
-    one = _try(template, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, TOOLS, ends)
-    none = _try(
-        template, {"role": "assistant", "content": "", "tool_calls": [called(NAMES[0], {}, IDS[0])]}, TOOLS, ends
-    )
+    two, one = (_called(scribe, calls[:n], think) for n in (2, 1))
     return Seen(
-        source=template.source,
+        source=template.whole_source,
         header=header,
-        two=two.text if two and all(name in two.text for name in NAMES) else "",
-        one=one.text if one and NAMES[0] in one.text else "",
-        bare=none.text if none and NAMES[0] in none.text else "",
-        think=_marks(template, ends),
+        two=two,
+        one=one,
+        wrap=tuple(wrap),
+        think=think,
     )
 
 
-def _header(template: ChatTemplate) -> str:
-    try:
-        bare = template.render([USER], add_generation_prompt=False)
-        prompt = template.render([USER], add_generation_prompt=True)
-    except BadRequest:
-        return ""
-    return prompt[len(common_prefix(bare, prompt)) :]
+def _called(scribe: Scribe, calls: list[dict[str, Any]], think: tuple[str, str] | None) -> str:
+    """What is written for these calls; "" where some are not."""
+    for tools in (TOOLS, None):
+        seen = scribe.tried({"role": "assistant", "content": "", "tool_calls": calls}, tools)
+        if seen is not None and all(call["function"]["name"] in seen.text for call in calls):
+            return _unthought(seen.text, think)
+    return ""
 
 
-def _marks(template: ChatTemplate, ends: tuple[str, ...]) -> tuple[str, str] | None:
+def _unthought(text: str, think: tuple[str, str] | None) -> str:
+    """A turn without the reasoning it begins with."""
+    close = think[1] if think is not None else "</think>"
+    start = text.find(close)
+    return text[start + len(close) :] if start >= 0 else text
+
+
+def _marks(scribe: Scribe) -> tuple[str, str] | None:
     """The marks that the template puts around reasoning."""
-    message = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
-    for kwargs in ({}, {"enable_thinking": True}, {"thinking": True}):
-        seen = _try(template, message, None, ends, **kwargs)
+    message: dict[str, Any] = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
+    call = called(NAMES[0], {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}, IDS[0])
+    with_call = {**message, "content": "", "tool_calls": [call]}
+    for kwargs, given in (
+        ({}, message),
+        ({}, with_call),
+        ({"enable_thinking": True}, message),
+        ({"thinking": True}, message),
+    ):
+        seen = scribe.tried(given, TOOLS if given is with_call else None, **kwargs)
         if seen is None or REASON not in seen.text:
             continue
         whole = seen.before + seen.text
@@ -139,19 +186,6 @@ def _marks(template: ChatTemplate, ends: tuple[str, ...]) -> tuple[str, str] | N
         if before and after and whole[:at].rstrip().endswith(before[-1]):
             return before[-1], after[0]
     return None
-
-
-def _try(
-    template: ChatTemplate,
-    message: dict[str, Any],
-    tools: list[dict[str, Any]] | None,
-    ends: tuple[str, ...],
-    **kwargs: Any,
-) -> Turn | None:
-    try:
-        return turn(template, message, tools, ends, **kwargs)
-    except BadRequest:
-        return None
 
 
 def last_mark(text: str) -> str:
@@ -168,9 +202,11 @@ def from_mark(text: str) -> str:
 
 def common_prefix(a: str, b: str) -> str:
     """What both begin with."""
-    size = min(len(a), len(b))
-    at = next((i for i in range(size) if a[i] != b[i]), size)
-    return a[:at]
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return a[:low]
 
 
 def common_suffix(a: str, b: str) -> str:

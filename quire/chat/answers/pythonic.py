@@ -13,10 +13,11 @@ from typing import Any
 
 from quire.chat.answers.machine import Read, Text
 
-_NAME = re.compile(r"[\w.]+")
+_NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"[^()\[\]{}'\"\\]+")
 _QUOTED = re.compile(r"[^'\"\\]+")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
+_ESCAPES = frozenset("\\'\"abfnrtvxuUN01234567\n")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -44,13 +45,17 @@ def _bracketed(t: Text) -> Read[str | None]:
             return None
         run = (_QUOTED if quote else _PLAIN).match(t.buffer, t.at)
         if run is not None:
-            made.append(t.take(run.end() - t.at))
+            taken = t.take(run.end() - t.at)
+            made.append(taken.replace("\n", "\\n") if quote else taken)  # some write lines into plain quotes
             continue
         char = t.take(1)
         made.append(char)
         if char == "\\":
-            if not (yield from t.next()):
+            after = yield from t.next()
+            if not after:
                 return None
+            if after not in _ESCAPES:
+                made.append(char)  # Python would keep such a backslash, and complain
             made.append(t.take(1))
         elif quote:
             quote = "" if char == quote else quote

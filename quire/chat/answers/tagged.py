@@ -22,6 +22,7 @@ from quire.chat.answers.values import Schemas, literal, types_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
+CDATA, CDATA_END = "<![CDATA[", "]]>"  # around a string, where a template puts it there
 _BARE = frozenset({"type", "title", "description", "default", "examples", "$comment", "enum", "const", "nullable"})
 
 
@@ -39,6 +40,7 @@ class TaggedSection:
     close: str  # after the last argument
     between: str
     end: str
+    cdata: bool = False  # strings may stand in a CDATA section
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -124,6 +126,13 @@ class TaggedSection:
             t.argue((", " if count else "") + json.dumps(key.strip(), ensure_ascii=False) + ": ")
             count += 1
             told = None if string == other else stop == string
+            if self.cdata and (yield from t.gets(CDATA)):
+                t.argue('"')
+                raw = Stops(CDATA_END + value_end)
+                if (yield from t.upto(raw, lambda text: t.argue(json.dumps(text, ensure_ascii=False)[1:-1]))) is None:
+                    return
+                t.argue('"')
+                continue
             if told or (told is None and schemas.is_text(name, key.strip())):
                 t.argue('"')
                 if (
@@ -154,7 +163,7 @@ class TaggedSection:
     def _write_one(self, g: Lark, tool: Tool, counts: bool) -> str:
         if not counts:
             # Any arguments: each a key and a text up to its end.
-            one = f"{g.text(self.key_open)} /[\\w.-]{{1,64}}/ {g.text(self.key_end)} {g.until(self.value_end)}"
+            one = f"{g.text(self.key_open)} /[\\w.-]{{1,64}}/ {g.text(self.key_end)} {self._bare(g)}"
             return f"{g.text(tool.name + self.name_end)} ({one})* {g.text(self.close)}"
         schema = schema_of(tool, True)
         unable = sorted(set(schema) - {"type", "properties", "required", "additionalProperties", *_WORDS})
@@ -191,7 +200,12 @@ class TaggedSection:
                 f"tools: the keyword {word} of {tool.name}'s {key} cannot be enforced: this model writes strings bare",
                 param="tools",
             )
-        return f"{before} {g.until(self.value_end)}"
+        return f"{before} {self._bare(g)}"
+
+    def _bare(self, g: Lark) -> str:
+        """A bare string and its end: the mark itself ends it, whatever stands before that."""
+        core = self.value_end.strip()
+        return f"{g.until(core)} {g.text(self.value_end[self.value_end.index(core) + len(core) :])}"
 
 
 _WORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$defs", "definitions"}
@@ -243,4 +257,5 @@ def derive(seen: Seen) -> TaggedSection | None:
         close=close.lstrip() if value_end.endswith("\n") else close,
         between=closes[len(whole) :] + call[: len(call) - len(call.lstrip())],
         end=after[len(whole) :].rstrip(),
+        cdata=CDATA in seen.source,
     )

@@ -166,10 +166,6 @@ def talk(service: Service, asked: Prompt) -> Talk:
         )
     if continues and asked.thinking is not None and asked.thinking.type == "enabled":
         raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
-    empty = getattr(service.ready().template, "calls_without_content", "")
-    for turn in said:
-        if turn.get("tool_calls") and not turn["content"]:
-            turn["content"] = empty
     return Talk(said, tools, _thinking(service, asked), continues=continues)
 
 

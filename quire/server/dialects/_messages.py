@@ -1,7 +1,7 @@
 """Messages in OpenAI's shape, which several dialects take, as turns for a template.
 
 Owns the rules of `messages`: roles, content parts, calls and their results, reasoning that a client sends back. Media are
-refused by name. A turn that only calls has the content that the template expects of one.
+refused by name.
 """
 
 from __future__ import annotations
@@ -67,15 +67,10 @@ def turns(service: Service, messages: list[ChatMessage]) -> list[dict[str, Any]]
     if not messages:
         raise BadRequest("messages is empty", param="messages")
     check_count(messages)
-    template = service.ready().template
     # A template that was never taught "developer" would drop or refuse it; its meaning is "system".
-    knows_developer = "developer" in str(getattr(template, "source", ""))
+    knows_developer = "developer" in str(getattr(service.ready().template, "source", ""))
     history = History()
-    made = [_turn(i, message, knows_developer, history) for i, message in enumerate(messages)]
-    for turn in made:
-        if turn.get("tool_calls") and not turn["content"]:
-            turn["content"] = getattr(template, "calls_without_content", "")
-    return made
+    return [_turn(i, message, knows_developer, history) for i, message in enumerate(messages)]
 
 
 def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History) -> dict[str, Any]:

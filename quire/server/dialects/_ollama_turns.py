@@ -14,7 +14,6 @@ from quire.chat.types import Call
 from quire.observe.errors import BadRequest
 from quire.server.dialects._answers import arguments_of
 from quire.server.dialects._turns import MAX_CALLS, History, arguments_text, check_count
-from quire.server.service import Service
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -48,15 +47,14 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
 
 
-def turns(service: Service, messages: list[Message]) -> list[dict[str, Any]]:
+def turns(messages: list[Message]) -> list[dict[str, Any]]:
     """The conversation for the template."""
     check_count(messages)
     history = History()
-    empty = getattr(service.ready().template, "calls_without_content", "")
-    return [_turn(f"messages[{i}]", message, history, empty) for i, message in enumerate(messages)]
+    return [_turn(f"messages[{i}]", message, history) for i, message in enumerate(messages)]
 
 
-def _turn(where: str, message: Message, history: History, empty: str | None) -> dict[str, Any]:
+def _turn(where: str, message: Message, history: History) -> dict[str, Any]:
     role, text = message.role, message.content or ""
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(sorted(ROLES))}", param=f"{where}.role")
@@ -80,7 +78,6 @@ def _turn(where: str, message: Message, history: History, empty: str | None) -> 
     if len(calls) > MAX_CALLS:
         raise BadRequest(f"{where}.tool_calls has {len(calls)} items: at most {MAX_CALLS}", param=f"{where}.tool_calls")
     if calls:
-        made["content"] = text or empty
         made["tool_calls"] = [
             history.called(
                 f"{where}.tool_calls[{j}].function",

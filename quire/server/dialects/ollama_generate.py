@@ -104,7 +104,7 @@ def register(app: FastAPI, service: Service) -> None:
         if not asked.messages:
             return _only_loaded(service, asked, clock, {"message": {"role": "assistant", "content": ""}})
         tools = choose(openai_tools(asked.tools), None)
-        talk = Talk(turns(service, asked.messages), tools, _ollama.thinking(service, asked.think))
+        talk = Talk(turns(asked.messages), tools, _ollama.thinking(service, asked.think))
         prompt = await _turns.encode(service, talk)
         lines = _Lines(service, asked, prompt, clock, False, chat=True)
         return await _answer(service, request, lines, options, tools, "messages")

@@ -51,7 +51,8 @@ def register(app: FastAPI, service: Service) -> None:
         if not name:
             raise BadRequest("model is missing", param="model")
         card = await asyncio.to_thread(_ollama_cards.find, service, name)
-        return _ollama.answer(_shown(card))
+        able = _abilities(service) if _ollama.is_served(service, name) else []
+        return _ollama.answer(_shown(card, able))
 
     async def ps(request: Request) -> Response:
         card = await asyncio.to_thread(_ollama_cards.served, service)
@@ -63,7 +64,15 @@ def register(app: FastAPI, service: Service) -> None:
     app.add_api_route("/api/ps", ps, methods=["GET"], response_model=None)
 
 
-def _shown(card: _ollama_cards.Card) -> dict[str, Any]:
+def _abilities(service: Service) -> list[str]:
+    """What the served model does besides completing, as far as it is loaded."""
+    answers = None if service.completer is None else service.completer.answers
+    if answers is None:
+        return []
+    return ["tools"] * answers.calls + ["thinking"] * answers.reasons
+
+
+def _shown(card: _ollama_cards.Card, able: list[str]) -> dict[str, Any]:
     """As /api/show has it. The template is the model's own, in Jinja; the parameters are what holds where a client says nothing."""
     lines = [f"{name:<30} {value:g}" for name, value in _ollama.DEFAULTS.items()]
     return {
@@ -73,7 +82,7 @@ def _shown(card: _ollama_cards.Card) -> dict[str, Any]:
         "template": card.header.template,
         "details": card.header.details,
         "model_info": card.header.info,
-        "capabilities": ["embedding" if "bert" in card.header.details["family"].lower() else "completion"],
+        "capabilities": ["embedding" if "bert" in card.header.details["family"].lower() else "completion", *able],
         "modified_at": _ollama.stamp(card.modified),
     }
 

@@ -1,4 +1,4 @@
-"""What a template reads, turns that only call, documents, and a last message that the answer goes on with."""
+"""What a template reads, documents, and a last message that the answer goes on with."""
 
 from __future__ import annotations
 
@@ -51,14 +51,6 @@ def test_public_templates_read_their_switches(shared_data: Path, name: str, read
         assert not found
 
 
-def test_a_turn_that_only_calls():
-    shows = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
-    assert ChatTemplate(shows).calls_without_content == ""
-    null = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    assert ChatTemplate(null.replace("{{ m.tool_calls }}", "{{ m.tool_calls[0].function.name }}")).calls_without_content is None
-    assert ChatTemplate(CHATML).calls_without_content == ""  # it never shows calls
-
-
 def render(template: ChatTemplate, *messages: dict[str, Any], **kwargs: Any) -> str:
     return template.conversation(messages, **kwargs).write()
 
@@ -87,7 +79,12 @@ def test_what_cannot_go_on():
         with pytest.raises(BadRequest, match="cannot be continued"):
             render(template, USER, {"role": "assistant", "content": text}, **GOES_ON)
     with pytest.raises(BadRequest, match="cannot be continued"):
-        render(ChatTemplate(CHATML.replace("m.content", "m.content | upper")), USER, {"role": "assistant", "content": "x"}, **GOES_ON)
+        render(
+            ChatTemplate(CHATML.replace("m.content", "m.content | upper")),
+            USER,
+            {"role": "assistant", "content": "x"},
+            **GOES_ON,
+        )
     with pytest.raises(BadRequest, match="contradict"):
         render(template, USER, {"role": "assistant", "content": "x"}, continue_final_message=True)
 
@@ -118,11 +115,18 @@ def test_a_file_with_a_template(tmp_path: Path):
     path = tmp_path / "my.jinja"
     path.write_text("{{ messages[0].content }}!")
     assert template_file(path, tokenizer).render([USER]) == "Hi!"
-    with pytest.raises(NotFound, match="nowhere.jinja"):
+    with pytest.raises(NotFound, match=r"nowhere\.jinja"):
         template_file(tmp_path / "nowhere.jinja", tokenizer)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(BadModelFile, match="UTF-8"):
         template_file(path, tokenizer)
     path.write_text("{% if %}")
-    with pytest.raises(BadModelFile, match="my.jinja"):
+    with pytest.raises(BadModelFile, match=r"my\.jinja"):
         template_file(path, tokenizer)
+
+
+def test_serve_says_at_once_that_there_is_no_such_file(tmp_path: Path):
+    from quire.cli.serve import command
+
+    with pytest.raises(NotFound, match=r"nowhere\.jinja"):
+        command(chat_template=tmp_path / "nowhere.jinja")

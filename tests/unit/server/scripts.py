@@ -15,9 +15,7 @@ from quire.chat.types import Call, CallPart, Chunk
 from quire.engine.types import Receipt
 from tests.unit.server.fakes import CALLER, FakeCompleter, client_for
 
-RECEIPT = Receipt(
-    prompt_tokens=20, output_tokens=9, cached_tokens=16, seed=7, prefill_seconds=0.25, decode_seconds=0.5
-)
+RECEIPT = Receipt(prompt_tokens=20, output_tokens=9, cached_tokens=16, seed=7, prefill_seconds=0.25, decode_seconds=0.5)
 
 
 def script(*chunks: Chunk, finish: str = "stop", stop_reason: str | None = None) -> list[Chunk]:
@@ -46,7 +44,7 @@ CALLS = [Call("call_0x", "weather", '{"city": "Paris"}'), Call("call_1x", "time"
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[list[Chunk], str, str, list[Call]]:
     """Chunks in an order that a parser could make, and the reasoning, text and calls that they amount to."""
-    words = st.text("ab {}\"\\\n<é😀", min_size=1, max_size=6)
+    words = st.text('ab {}"\\\n<é😀', min_size=1, max_size=6)
     values = st.dictionaries(st.text(max_size=3), st.one_of(st.integers(), words, st.none()), max_size=3)
     chunks: list[Chunk] = []
     calls: list[Call] = []

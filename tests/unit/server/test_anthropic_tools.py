@@ -158,7 +158,10 @@ async def test_a_call_that_is_cut_has_what_came_of_it():
     # And it may be sent back.
     completer = caller(script(Chunk(text="ok")))
     result = {"type": "tool_result", "tool_use_id": "call_0x", "content": "cut", "is_error": True}
-    await answer(completer, messages=[*USER, {"role": "assistant", "content": body["content"]}, {"role": "user", "content": [result]}])
+    await answer(
+        completer,
+        messages=[*USER, {"role": "assistant", "content": body["content"]}, {"role": "user", "content": [result]}],
+    )
     assert completer.rendered[0][0][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Pa'
 
 
@@ -214,7 +217,15 @@ THOUGHT = {"type": "thinking", "thinking": "I ask.", "signature": "any"}
 async def test_a_tool_loop_reaches_the_template():
     messages = [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": [THOUGHT, {"type": "text", "text": "Wait."}, USE, USE | {"id": "t2", "caller": {"type": "direct"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                THOUGHT,
+                {"type": "text", "text": "Wait."},
+                USE,
+                USE | {"id": "t2", "caller": {"type": "direct"}},
+            ],
+        },
         {
             "role": "user",
             "content": [
@@ -224,7 +235,10 @@ async def test_a_tool_loop_reaches_the_template():
             ],
         },
         {"role": "assistant", "content": [USE | {"id": "t3"}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t3", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t3", "cache_control": {"type": "ephemeral"}}],
+        },
     ]
     completer = caller()
     await answer(completer, messages=messages)
@@ -234,7 +248,12 @@ async def test_a_tool_loop_reaches_the_template():
 
     assert completer.rendered[0][0] == [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "Wait.", "reasoning_content": "I ask.", "tool_calls": [called("t1"), called("t2")]},
+        {
+            "role": "assistant",
+            "content": "Wait.",
+            "reasoning_content": "I ask.",
+            "tool_calls": [called("t1"), called("t2")],
+        },
         {"role": "tool", "content": "rain", "tool_call_id": "t1", "name": "weather"},
         {"role": "tool", "content": "Error: no such city", "tool_call_id": "t2", "name": "weather"},
         {"role": "user", "content": "and?"},
@@ -316,7 +335,10 @@ async def test_thinking(source: str, reasons: bool, fields: dict[str, Any], kwar
 
 async def test_the_form_of_the_answer():
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    for fields, param in (({"output_config": {"format": form}}, "output_config.format"), ({"output_format": form}, "output_format")):
+    for fields, param in (
+        ({"output_config": {"format": form}}, "output_config.format"),
+        ({"output_format": form}, "output_format"),
+    ):
         completer = caller()
         await answer(completer, **fields)
         assert completer.asked[0][1] == Constraint(kind="json_schema", text='{"type":"object"}', param=param)
@@ -345,27 +367,54 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"tools": [TIME | {"input_schema": DEEP}]}, "tools.0.input_schema is nested over 32 levels"),
         ({"tools": [TIME | {"description": "x" * 70_000}]}, "tools.0.description has 70000 characters"),
         ({"tools": [TIME] * 5000}, "tools has 5000 items"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: web_search_20250305 is a tool"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools.0.type: web_search_20250305 is a tool",
+        ),
         ({"tools": [TIME | {"input_examples": [{}]}]}, "tools.0.input_examples: not supported yet"),
         ({"tools": [TIME | {"defer_loading": True}]}, "tools.0.defer_loading: not supported yet"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type: must be one of"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: belongs to the type tool"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names 'x'"),
         ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice needs tools"),
-        (turn(RESULT | {"tool_use_id": "t9"}), "messages.2.content.0.tool_use_id: no earlier message has a call with the id 't9'"),
-        (turn(RESULT | {"content": [{"type": "image"}]}), "messages.2.content.0.content.0.type: this model takes text only"),
-        (turn(RESULT | {"content": [{"type": "tool_reference"}]}), "messages.2.content.0.content.0.type: tool_reference blocks"),
+        (
+            turn(RESULT | {"tool_use_id": "t9"}),
+            "messages.2.content.0.tool_use_id: no earlier message has a call with the id 't9'",
+        ),
+        (
+            turn(RESULT | {"content": [{"type": "image"}]}),
+            "messages.2.content.0.content.0.type: this model takes text only",
+        ),
+        (
+            turn(RESULT | {"content": [{"type": "tool_reference"}]}),
+            "messages.2.content.0.content.0.type: tool_reference blocks",
+        ),
         (turn(RESULT | {"x": 1}), "messages.2.content.0.x: Extra inputs"),
         (turn({"type": "tool_result"}), "messages.2.content.0.tool_use_id: Field required"),
         (turn(USE), "messages.2.content.0.type: tool_use blocks belong in messages of the role assistant"),
         (turn(RESULT, role="assistant"), "messages.2.content.0.type: tool_result blocks belong"),
-        (turn({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages.2.content.0.type: redacted_thinking blocks"),
+        (
+            turn({"type": "redacted_thinking", "data": "x"}, role="assistant"),
+            "messages.2.content.0.type: redacted_thinking blocks",
+        ),
         (turn({"type": "server_tool_use"}, role="assistant"), "messages.2.content.0.type: server_tool_use blocks"),
         ({"messages": [*USER, {"role": "assistant", "content": [USE]}]}, "messages: the last message calls tools"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE | {"name": "a b"}]}]}, "messages.1.content.0.name is 'a b'"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE | {"input": 5}]}]}, "messages.1.content.0.input: Expected"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE | {"input": DEEP}]}]}, "messages.1.content.0.input is nested"),
-        ({"messages": [*USER, {"role": "assistant", "content": "So"}], "thinking": ENABLED}, "messages: thinking cannot go before"),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": [USE | {"name": "a b"}]}]},
+            "messages.1.content.0.name is 'a b'",
+        ),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": [USE | {"input": 5}]}]},
+            "messages.1.content.0.input: Expected",
+        ),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": [USE | {"input": DEEP}]}]},
+            "messages.1.content.0.input is nested",
+        ),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": "So"}], "thinking": ENABLED},
+            "messages: thinking cannot go before",
+        ),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type must be json_schema"),
         ({"output_config": {"x": 1}}, "output_config.x: Extra inputs"),
     ],

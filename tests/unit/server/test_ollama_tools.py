@@ -121,7 +121,12 @@ async def test_a_tool_loop_reaches_the_template():
     asks = [{"function": {"name": "weather", "arguments": {"city": c}}} for c in ("Paris", "Rome")]
     messages = [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "thinking": "I ask.", "tool_calls": [*asks, {"function": {"name": "time"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "I ask.",
+            "tool_calls": [*asks, {"function": {"name": "time"}}],
+        },
         {"role": "tool", "tool_name": "time", "content": "noon"},
         {"role": "tool", "tool_name": "weather", "content": "rain"},
         {"role": "tool", "content": "sun"},

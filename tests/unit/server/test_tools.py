@@ -89,10 +89,18 @@ async def test_deltas_say_what_a_call_is_once():
         {"reasoning_content": "Let me ", "reasoning": "Let me "},
         {"reasoning_content": "see.", "reasoning": "see."},
         {"content": "I ask."},
-        {"tool_calls": [{"index": 0, "id": "call_0x", "type": "function", "function": {"name": "weather", "arguments": ""}}]},
+        {
+            "tool_calls": [
+                {"index": 0, "id": "call_0x", "type": "function", "function": {"name": "weather", "arguments": ""}}
+            ]
+        },
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "Pa'}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": 'ris"}'}}]},
-        {"tool_calls": [{"index": 1, "id": "call_1x", "type": "function", "function": {"name": "time", "arguments": ""}}]},
+        {
+            "tool_calls": [
+                {"index": 1, "id": "call_1x", "type": "function", "function": {"name": "time", "arguments": ""}}
+            ]
+        },
         {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
         {},
     ]
@@ -105,6 +113,8 @@ def assembled(found: list[Any]) -> tuple[dict[str, Any], str]:
     finish = ""
     for chunk in found[:-1]:
         for choice in chunk["choices"]:
+            indices = [part["index"] for part in choice["delta"].get("tool_calls", [])]
+            assert len(indices) == len(set(indices))  # clients go by it
             message = accumulate_delta(message, choice["delta"])
             finish = choice["finish_reason"] or finish
     for one in message.get("tool_calls", []):  # type: ignore[union-attr]
@@ -144,7 +154,9 @@ async def test_several_choices_that_call():
         body = await answer(caller(chunks), n=2, stream=stream)
         if stream:
             news = [c["choices"][0] for c in body[:-1]]
-            names = {c["index"]: t["function"]["name"] for c in news for t in c["delta"].get("tool_calls", []) if "id" in t}
+            names = {
+                c["index"]: t["function"]["name"] for c in news for t in c["delta"].get("tool_calls", []) if "id" in t
+            }
         else:
             names = {c["index"]: c["message"]["tool_calls"][0]["function"]["name"] for c in body["choices"]}
         assert names == {0: "f0", 1: "f1"}
@@ -153,7 +165,11 @@ async def test_several_choices_that_call():
 async def test_a_call_that_is_cut_says_length_or_stop():
     cut = call(0, "weather", '{"city": "Pa')
     for stream in (False, True):
-        for finish, stop, expected in (("length", None, "length"), ("stop", "ris", "stop"), ("stop", None, "tool_calls")):
+        for finish, stop, expected in (
+            ("length", None, "length"),
+            ("stop", "ris", "stop"),
+            ("stop", None, "tool_calls"),
+        ):
             body = await answer(caller(script(*cut, finish=finish, stop_reason=stop)), stream=stream)
             choice = body[-2]["choices"][0] if stream else body["choices"][0]
             assert choice["finish_reason"] == expected
@@ -171,7 +187,9 @@ async def test_logprobs_cover_every_token():
 
 async def test_reasoning_may_be_left_out():
     for stream in (False, True):
-        body = await answer(caller(), include_reasoning=False, stream=stream, stream_options={"include_usage": True} if stream else None)
+        body = await answer(
+            caller(), include_reasoning=False, stream=stream, stream_options={"include_usage": True} if stream else None
+        )
         assert "Let me" not in str(body)
         usage = body[-2]["usage"] if stream else body["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
@@ -225,7 +243,10 @@ SHOWN = [
             "parameters": FUNCTION["function"]["parameters"],
         },
     },
-    {"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {"name": "time", "description": "", "parameters": {"type": "object", "properties": {}}},
+    },
 ]
 TOOLS = (Tool("weather", "The weather in a city.", FUNCTION["function"]["parameters"]), Tool("time"))
 NAMED = {"type": "function", "function": {"name": "time"}}
@@ -287,7 +308,13 @@ CALL = {"id": "a1", "type": "function", "function": {"name": "weather", "argumen
 async def test_a_tool_loop_reaches_the_template():
     messages = [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "reasoning_content": "I ask.", "reasoning": "I ask.", "tool_calls": [CALL]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "I ask.",
+            "reasoning": "I ask.",
+            "tool_calls": [CALL],
+        },
         {"role": "tool", "tool_call_id": "a1", "content": [{"type": "text", "text": "rain"}]},
         {"role": "assistant", "content": "Rain.", "tool_calls": [], "reasoning": "So."},
         {"role": "user", "content": "ok"},
@@ -303,15 +330,6 @@ async def test_a_tool_loop_reaches_the_template():
         {"role": "assistant", "content": "Rain.", "reasoning_content": "So."},
         {"role": "user", "content": "ok"},
     ]
-
-
-async def test_a_turn_that_only_calls_has_the_content_that_the_template_expects():
-    completer = caller()
-    completer.template.calls_without_content = None  # type: ignore[attr-defined]
-    messages = [*HI["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    messages.append({"role": "tool", "tool_call_id": "a1", "content": ""})
-    await answer(completer, messages=messages)
-    assert completer.rendered[0][0][1]["content"] is None
 
 
 def said(*messages: dict[str, Any]) -> dict[str, Any]:
@@ -382,10 +400,15 @@ CALL_AT = "messages[1].tool_calls[0]"
         (said({"role": "assistant", "tool_calls": [{"function": {"name": "a b"}}]}), f"{CALL_AT}.function.name"),
         (said({"role": "assistant", "tool_calls": [CALL] * 2000}), "messages[1].tool_calls"),
         (
-            said({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9000 + "]" * 9000}}]}),
+            said(
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9000 + "]" * 9000}}]}
+            ),
             f"{CALL_AT}.function.arguments",
         ),
-        (said({"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}), "messages[1].reasoning"),
+        (
+            said({"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}),
+            "messages[1].reasoning",
+        ),
         (said({"role": "assistant", "content": "x", "function_call": {"name": "f"}}), "messages[1].function_call"),
         (said({"role": "assistant", "content": "x", "audio": {"id": "a"}}), "messages[1].audio"),
         (said({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[1].content[0].type"),
@@ -395,7 +418,11 @@ CALL_AT = "messages[1].tool_calls[0]"
         ({"documents": [5]}, "documents[0]"),
         ({"documents": [{}] * 2000}, "documents"),
         ({"continue_final_message": True}, "continue_final_message"),
-        (said({"role": "assistant", "content": "x"}) | {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (
+            said({"role": "assistant", "content": "x"})
+            | {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
         ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
         ({"web_search_options": {}}, "web_search_options"),

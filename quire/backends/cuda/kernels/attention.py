@@ -70,7 +70,7 @@ def _blocks(
         else:
             k = tl.load(k_base + slot[None, :] + dims[:, None])
             v = tl.load(v_base + slot[:, None] + dims[None, :])
-        score = tl.dot(q, k.to(q.dtype))
+        score = tl.dot(q, k.to(q.dtype), input_precision="ieee")  # what is stored as float32 is multiplied as such
         if SCALED > 0.0:  # the scales of a page and head follow one another
             beside = page * stride_scale + token % PAGE
             if MASKED:
@@ -96,7 +96,7 @@ def _blocks(
         acc = acc * fade[:, None]
         if SCALED > 0.0:  # by the largest value there, not the scale: that would leave the range of half floats
             weight = weight * (v_scale * SCALED)[None, :]
-        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc)
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         peak = new
     return acc, peak, total
 

@@ -15,10 +15,11 @@ from quire.observe.errors import BadRequest
 
 NAME = "lfm2"
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+SIGNS = (OPEN, "<|tool_list_start|>", "List of tools: [")  # templates that show tools and write no calls
 
 
 def found(seen: Seen, cut: Cut) -> Marked | None:
-    if OPEN not in seen.one and not any(mark in seen.source for mark in (OPEN, "<|tool_list_start|>")):
+    if OPEN not in seen.one and not (not seen.one and any(m in seen.source for m in SIGNS)):
         return None
     think = think_of(seen)
     return Marked(NAME, think, PythonSection(), cut, header_of(seen, think))

@@ -21,7 +21,16 @@ ENDS = (
         "<|observation|>",
         "<end_of_turn>",
     ),
-    *("<turn|>", "<seed:eos>", "[e~[", "<|eot|>", "<|end_of_msg|>", "<SPECIAL_12>", "<|assistant_end|>", "[/INST]"),
+    *("<turn|>", "<seed:eos>", "[e~[", "<|eot|>", "<|end_of_msg|>", "<SPECIAL_12>", "<|assistant_end|>", "<EOS>"),
+    *(
+        "<|message_sep|>",
+        "<sep>",
+        "</assistant>",
+        "<|calls|>",
+        "<|tool_response>",
+        "〈|EOS|〉",
+        "<｜hy_eos:opensource｜>",
+    ),
 )
 
 Read = tuple[str, str, list[tuple[str, object]]]

@@ -203,7 +203,9 @@ def test_an_answer_without_end_costs_its_length(source, start, unit):
             size += len(piece.text) + len(piece.reasoning) + sum(len(c.arguments) for c in piece.calls)
     for piece in parser.finish():
         size += len(piece.text) + len(piece.reasoning) + sum(len(c.arguments) for c in piece.calls)
-    assert time.process_time() - begun < 5  # well under a second; looking at what is held again and again would take minutes
+    assert (
+        time.process_time() - begun < 5
+    )  # well under a second; looking at what is held again and again would take minutes
     assert size > 0.8 * len(text) or unit.isspace()
 
 
@@ -225,6 +227,6 @@ def test_strings_of_marked_arguments_come_as_they_are_written():
     parser = form.reading(ASSISTANT, tools("f")).parser()
     parser.feed("<tool_call>\n<function=f>\n<parameter=city>\n")
     (piece,) = parser.feed('say "hi"\n and')
-    assert piece.calls[0].arguments == '"say \\"hi\\"\\n and'.removeprefix('"')
+    assert piece.calls[0].arguments == '"say \\"hi\\"\\n and'
     rest = "".join(c.arguments for p in parser.feed("\n</parameter>\n</function>") for c in p.calls)
     assert json.loads('{"city": "say \\"hi\\"\\n and' + rest) == {"city": 'say "hi"\n and'}
