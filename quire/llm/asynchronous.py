@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
     max_waiting: int  # requests in the queue
     depth: int  # steps in flight beyond the one being planned
     prefix_cache: bool
+    speculate: str  # "none", or "ngram": guess tokens ahead from what the text said before; the tokens stay the same
+    draft_tokens: int  # guesses for a sequence in a step at most
     default_params: SamplingParams  # for calls without parameters
     progress: bool | None  # show downloads and batches on stderr: on a terminal or in a notebook
 
