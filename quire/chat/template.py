@@ -229,8 +229,7 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise BadRequest(f"{where}.content is a {type(content).__name__}: text is needed", param=f"{where}.content")
         for call in made.get("tool_calls") or ():
-            if not self.needs_text_arguments:
-                _parse_arguments(call)
+            _write_arguments(call) if self.needs_text_arguments else _parse_arguments(call)
         if made.get("tool_calls") and made.get("content") == "" and self.needs_null_content:
             made["content"] = None
         # Reasoning goes by several names; a template knows one of them.
@@ -333,6 +332,13 @@ def _parse_arguments(call: Any) -> None:
             return  # the template gets the text, as the caller wrote it
         if isinstance(parsed, dict):
             function["arguments"] = parsed
+
+
+def _write_arguments(call: Any) -> None:
+    """Some templates print arguments as they are, and so need the text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def _strftime(now: datetime, form: Any) -> str:

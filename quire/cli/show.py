@@ -10,7 +10,7 @@ from quire.weights.progress import mb
 from quire.weights.store import Store
 
 if TYPE_CHECKING:
-    from quire.weights.checkpoint import Checkpoint
+    from quire.chat.words import Opened
 
 
 def command(
@@ -48,7 +48,7 @@ def gather(store: Store, name: str) -> dict[str, Any]:
     return facts
 
 
-def answers(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def answers(checkpoint: Opened) -> dict[str, Any] | None:
     """How the model writes reasoning and tool calls, and how well that was read back from its own template."""
     from quire.chat.answers.check import check
     from quire.chat.answers.find import find

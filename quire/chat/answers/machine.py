@@ -60,7 +60,7 @@ class Text:
         self.buffer = ""
         self.at = 0
         self.ended = False
-        self.said = False  # some text, other than spaces
+        self._called = False  # a call came last, with no text after it
         self.calls = 0
         self._news: list[tuple[int, str | CallPart]] = []  # 0 reasoning, 1 text, 2 a call
         self._spaces: list[str] = []  # at the end of the text so far: dropped if a call follows
@@ -108,7 +108,7 @@ class Text:
             return
         kept = text.rstrip()
         if kept:
-            self.said = True
+            self._called = False
             self._news += [(1, space) for space in self._spaces]
             self._spaces = []
             self._news.append((1, kept))
@@ -125,6 +125,11 @@ class Text:
         self._news += [(1, space) for space in self._spaces]
         self._spaces = []
 
+    def end(self) -> None:
+        """Nothing follows. Spaces after the last call belong to it."""
+        if not self._called:
+            self.let_go()
+
     def drop_spaces(self) -> None:
         """What follows is no text: the spaces before it belong to neither."""
         self._spaces = []
@@ -132,6 +137,7 @@ class Text:
     def begin(self, name: str, id: str | None = None) -> None:
         """A call. It is one now: what was held back is no text."""
         self._raw = None
+        self._called = True
         self.drop_spaces()
         self._news.append((2, CallPart(index=self.calls, id=id or new_id(), name=name)))
         self.calls += 1
@@ -327,8 +333,7 @@ class Machine:
                 self._run = None
         text.settle()
         text.say(text.take(len(text.buffer) - text.at))
-        if not text.calls:
-            text.let_go()
+        text.end()
 
 
 def new_id(size: int = 24, prefix: str = "call_") -> str:

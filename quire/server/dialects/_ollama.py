@@ -24,6 +24,7 @@ from quire.server.dialects import _fields, _turns
 from quire.server.limits import read_body, read_json
 from quire.server.service import Service
 from quire.weights.catalogue import look_up
+from quire.weights.manifest import Defaults
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -238,11 +239,24 @@ def canonical(name: str) -> str:
         return bare_name(name)
 
 
+def defaults_of(service: Service, name: str) -> Defaults | None:
+    """What a name that was made from the served model (/api/create) says by default; None for any other name."""
+    store = service.store
+    if store is None or service.path is None:
+        return None
+    try:
+        manifest = store.get(canonical(name))
+    except QuireError:
+        return None
+    same = manifest is not None and str(store.blob(manifest)) == service.path
+    return manifest.defaults if manifest is not None and same else None
+
+
 def check_model(service: Service, name: str | None) -> str:
-    """The name, if it is the served model's; else 404 with what is served."""
+    """The name, if it is the served model's or was made from it; else 404 with what is served."""
     if not name:
         raise BadRequest("model is missing", cure=f"{service.name} is served here", param="model")
-    if not is_served(service, name):
+    if not is_served(service, name) and defaults_of(service, name) is None:
         raise NotFound(
             f"model {name[:128]!r} is not served here",
             cure=f"{service.name} is; one server has one model, and `quire serve NAME --port PORT` starts another",

@@ -179,16 +179,3 @@ def template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
     for name in RESERVED & kwargs.keys():
         raise BadRequest(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
     return kwargs
-
-
-async def encode(
-    service: Service,
-    messages: list[ChatMessage],
-    add_generation_prompt: bool | None,
-    kwargs: dict[str, Any] | None,
-) -> list[int]:
-    """Tokens of a conversation without tools, through the model's own template."""
-    said = turns(service, messages)
-    return await _turns.encode(
-        service, Talk(said, kwargs=template_kwargs(kwargs), generation_prompt=add_generation_prompt is not False)
-    )

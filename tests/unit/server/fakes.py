@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from quire.chat.answers.types import Tools
+from quire.chat.infill import Infill
 from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
 from quire.config import ServerConfig
 from quire.engine.types import Constraint, EngineInfo, Receipt, Stats
@@ -30,12 +31,19 @@ class FakeTokenizer:
 
     vocab_size = VOCAB
     max_token_bytes = 5
+    add_bos = add_eos = False
+    bos_id: int | None = None
+    eos_id: int | None = EOS
+    infill: Infill | None = None
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def is_special(self, token: int) -> bool:
+        return token >= 256
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else f"<{token}>".encode()
@@ -211,7 +219,7 @@ async def client_for(
     service = service or service_over(completer or FakeCompleter(), config)
     app = create_app(config, service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
+    async with httpx.AsyncClient(transport=transport, base_url=URL, trust_env=False) as client:
         yield client
 
 

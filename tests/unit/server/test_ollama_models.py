@@ -362,21 +362,11 @@ async def test_the_store_is_not_changed_from_other_machines_without_a_key(servic
         assert r.status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/api/create"),
-        ("POST", "/api/push"),
-        ("POST", "/api/blobs/sha256:00"),
-        ("HEAD", "/api/blobs/sha256:00"),
-    ],
-)
-async def test_what_is_not_here_is_named(service: Service, method: str, path: str):
+async def test_what_is_not_here_is_named(service: Service):
     async with client_for(service=service) as http:
-        r = await http.request(method, path, content=b"{}")
+        r = await http.post("/api/push", content=b"{}")
     assert r.status_code == 501
-    if method != "HEAD":
-        assert path.split("/")[2] in r.json()["error"]
+    assert "push" in r.json()["error"]
 
 
 async def test_a_pull_that_nobody_waits_for_stops_at_the_next_bytes(service: Service):
