@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from quire.chat.types import Generation
 from quire.config import EngineConfig, Environment, parse_size
 from quire.engine.build import build_engine
 from quire.engine.inprocess import InProcessClient
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
     from quire.chat.tokenizer import Tokenizer
+    from quire.chat.types import Generation
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class Loaded:
         return self._job(None, await self.completer.encode_chat(list(messages)), params, constraint)
 
     def _job(self, text: str | None, tokens: list[int], params: SamplingParams, constraint: Constraint | None) -> Job:
+        from quire.chat.types import Generation
+
         name = f"{self._prefix}-{next(self._count)}"
         generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint)
         self.completer.check(generation)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.chat.types import Chunk, TokenLogprob
 from quire.engine.types import Receipt
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.chat.types import Chunk, TokenLogprob
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]  # at least "role" and "content"
