@@ -26,6 +26,9 @@ endif
 override PROMPT := $(value PROMPT)
 export PROMPT
 
+# Containers like to set it, and then every start compiles the whole package again: a fifth of a second each.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## This list
 	@echo "Quire: make TARGET"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
