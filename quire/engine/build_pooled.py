@@ -60,6 +60,11 @@ def build_pooled(
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
     lines = [*pooling.lines]
     kv = model.kv(1, PAGE_SIZE)
+    if any(own.state for own in kv.groups):
+        raise Unsupported(
+            f"a {model.config.architecture} has layers that carry a state, which is not kept when texts are embedded",
+            cure="leave --task out",
+        )
     inputs = {} if encoder is None else encoder.inputs
     if encoder is None:
         kv, held, more = _scratch(config, env, parts, kv, budget, rows)
