@@ -49,10 +49,12 @@ class Conversation:
     tools: Any
     kwargs: dict[str, Any]
     add_generation_prompt: bool
+    continues: bool = False  # ends with the last message's own text, so that the answer goes on with it
 
     def write(self) -> str:
         """The prompt."""
-        return self.template._run(self.messages, self.add_generation_prompt, self.tools, self.kwargs)
+        prompt = self.template._run(self.messages, self.add_generation_prompt, self.tools, self.kwargs)
+        return _up_to(prompt, self.messages[-1].get("content")) if self.continues else prompt
 
 
 class ChatTemplate:
@@ -117,12 +119,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> Conversation:
         """Check what a caller gives, and bring it into the form that the template reads."""
         if tools and self._with_tools is not None:
             return self._with_tools.conversation(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=documents,
+                continue_final_message=continue_final_message,
+                **kwargs,
             )
         taken = _OURS & kwargs.keys()
         if taken:
@@ -133,7 +142,18 @@ class ChatTemplate:
             raise BadRequest("messages is empty: at least one is needed", param="messages")
         plain = [self._message(i, message) for i, message in enumerate(messages)]
         given = None if tools is None else _plain(list(tools))
-        return Conversation(self, plain, given, _plain(kwargs), add_generation_prompt)
+        words = _plain(kwargs if documents is None else kwargs | {"documents": list(documents)})
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
+            )
+        return Conversation(self, plain, given, words, add_generation_prompt, continue_final_message)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names that the template takes from what it is given, `messages` and `enable_thinking` say."""
+        found = meta.find_undeclared_variables(self._environment.parse(self.source))
+        return frozenset(found) if self._with_tools is None else frozenset(found) | self._with_tools.reads
 
     @cached_property
     def _asks_functions(self) -> bool:
@@ -168,11 +188,11 @@ class ChatTemplate:
         size = measure([messages, tools, kwargs], 1 << 30)
         budget = Budget(self._seconds, total=32 * SLACK + 64 * size, value=SLACK + 4 * size)
         variables = {
+            "documents": None,
             **kwargs,
             **self._tokens,
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         if self._asks_functions:
@@ -276,6 +296,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise BadRequest(f"a {type(value).__name__} cannot be given to a chat template", param="messages")
+
+
+def _up_to(prompt: str, content: Any) -> str:
+    """The prompt up to the end of what its last message says."""
+    text = content[-1]["text"] if isinstance(content, list) and content else content
+    text = text if isinstance(text, str) else ""
+    at = prompt.rfind(text.strip()) if text.strip() else -1
+    if at < 0:
+        raise BadRequest(
+            "the last message cannot be continued: it is empty, or the chat template does not write it as it is",
+            param="messages",
+        )
+    # A template may trim what it writes; then so is what is continued.
+    begun = text.lstrip()
+    return prompt[: at + len(begun)] if prompt.startswith(begun, at) else prompt[: at + len(text.strip())]
 
 
 def _part_text(where: str, part: Any) -> str:

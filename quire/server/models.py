@@ -37,7 +37,7 @@ async def open_model(
 
     def words() -> tuple[Tokenizer, ChatTemplate | None]:
         with open_checkpoint(config.path) as checkpoint:
-            return words_of(checkpoint)
+            return words_of(checkpoint, service.config.chat_template)
 
     client = ProcessClient(
         config,
@@ -59,6 +59,7 @@ async def open_model(
         await client.close()
         raise
     completer = Completer(client, tokenizer, template, info)
+    await asyncio.to_thread(lambda: completer.answers)  # what its template says of reasoning and tools is found now
     threading.Thread(target=_tell, args=(completer, say), name="quire-answers", daemon=True).start()
     return client, completer
 
