@@ -24,7 +24,7 @@ from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Encoder, Model
 from quire.models.pooling import Pooling, pooling_of
-from quire.observe.errors import BadRequest, NotEnoughMemory
+from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
 if TYPE_CHECKING:
