@@ -53,8 +53,8 @@ def register(app: FastAPI, service: Service) -> None:
         return needed(app, service, "batches")
 
     async def create(request: Request) -> Response:
-        at = desk()
         asked = parse(await read_json(request), BatchRequest, (), {})
+        at = desk()
         if asked.endpoint not in ENDPOINTS:
             raise BadRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
         _metadata.check(asked.metadata)
