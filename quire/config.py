@@ -87,6 +87,10 @@ class EngineConfig:
     max_waiting: int = 1024  # requests in the queue
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
+    speculate: str = (
+        "none"  # who guesses tokens ahead, for one step to verify several: "ngram" (what the text said before)
+    )
+    draft_tokens: int = 4  # guesses for a sequence in a step at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,10 @@ def command(
     deterministic: Annotated[
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
     ] = False,
+    speculate: Annotated[
+        str, Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
+    ] = "none",
+    draft_tokens: Annotated[int, Option(help="With --speculate: guesses in a step at most.")] = 4,
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -103,6 +107,8 @@ def command(
             dtype=dtype,
             quantize=quantize,
             deterministic=deterministic,
+            speculate=speculate,
+            draft_tokens=draft_tokens,
             max_seqs=SEQUENCES,
         )
     try:
@@ -137,18 +143,17 @@ def _no_collections() -> Iterator[None]:
 
 def load(model: str, **options: Unpack[Options]) -> LLM:
     """Find the model, fetching it with a bar if it is not here, and load it."""
-    from quire.cli.pull import supported
     from quire.weights.store import Store
 
-    store = Store(accepts=supported)
     try:
-        store.resolve(model)
+        Store().resolve(model)
     except NotFound as missing:
         if missing.param != "model":
             raise
         from quire.cli import ui
+        from quire.cli.pull import supported
 
-        store.pull(model, ui.progress())
+        Store(accepts=supported).pull(model, ui.progress())
     from quire.llm import LLM
 
     return LLM(model, **options)

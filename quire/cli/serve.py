@@ -70,6 +70,12 @@ def command(
         typer.Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it."),
     ] = ENGINE.deterministic,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
+    speculate: Annotated[
+        str, typer.Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
+    ] = ENGINE.speculate,
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, help="With --speculate: guesses for an answer in a step at most.")
+    ] = ENGINE.draft_tokens,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
     ] = DEFAULTS.drain_seconds,
@@ -134,6 +140,8 @@ def command(
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
         prefix_cache=prefix_cache,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
     )
     if chat_template is not None and not chat_template.is_file():
         raise NotFound(f"there is no chat template at {chat_template}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import weakref
@@ -42,6 +41,8 @@ class Options(TypedDict, total=False):
     max_waiting: int  # requests in the queue
     depth: int  # steps in flight beyond the one being planned
     prefix_cache: bool
+    speculate: str  # "none", or "ngram": guess tokens ahead from what the text said before; the tokens stay the same
+    draft_tokens: int  # guesses for a sequence in a step at most
     default_params: SamplingParams  # for calls without parameters
     progress: bool | None  # show downloads and batches on stderr: on a terminal or in a notebook
 
@@ -204,6 +205,8 @@ class AsyncLLM:
 
     async def _ready(self) -> Loaded:
         if self._loaded is None and not self._closed:
+            import asyncio
+
             await asyncio.to_thread(self._load)
         return self._have()
 
@@ -254,6 +257,8 @@ class AsyncLLM:
 
     async def _gather(self, loaded: Loaded, jobs: list[Job], progress: bool | None) -> list[Output]:
         """Run everything; the first failure, or the caller's leaving, aborts the rest."""
+        import asyncio
+
         show = len(jobs) > 1 and self._progress if progress is None else progress
         meter = Meter(len(jobs)) if show else None
         # As many at once as keep the engine full: more would only wait inside it.

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.chat.types import Generation
 from quire.config import EngineConfig, Environment, parse_size
 from quire.engine.build import build_engine
 from quire.engine.inprocess import InProcessClient
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
     from quire.chat.tokenizer import Tokenizer
+    from quire.chat.types import Generation
 
 
 @dataclass(slots=True)
@@ -85,6 +85,8 @@ class Loaded:
         constraint: Constraint | None,
         reading: Reading | None = None,
     ) -> Job:
+        from quire.chat.types import Generation
+
         name = f"{self._prefix}-{next(self._count)}"
         generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint, reading=reading)
         self.completer.check(generation)

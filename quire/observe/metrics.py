@@ -58,6 +58,10 @@ class Snapshot(Protocol):
     @property
     def evictions(self) -> int: ...
     @property
+    def drafted_tokens(self) -> int: ...
+    @property
+    def accepted_tokens(self) -> int: ...
+    @property
     def steps(self) -> int: ...
 
 
@@ -254,6 +258,8 @@ class _EngineGauges(Collector):
             ("vllm:generation_tokens", "Tokens generated.", s.output_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix tree.", s.prefix_hits),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead and verified.", s.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that were right.", s.accepted_tokens),
             ("quire_engine_steps", "Steps run.", s.steps),
             ("quire_cache_evictions", "Cached pages given up for room.", s.evictions),
             ("quire_engine_restarts", "Times the engine process was started again.", self.restarts()),

@@ -48,8 +48,8 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        limit = self._limit(scope["path"])
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        limit = math.inf if scope["path"].startswith(tuple(UPLOADS)) else self.special.get(scope["path"], self.limit)
         if announced.isdigit() and int(announced) > limit:
             return await self._refuse(_large(limit), scope, receive, send)
         loop = asyncio.get_running_loop()
@@ -78,9 +78,6 @@ class BodyLimit:
         except _Refused as refused:
             await self._refuse(refused.error, scope, receive, send)
 
-    def _limit(self, path: str) -> float:
-        return math.inf if path.startswith(tuple(UPLOADS)) else self.special.get(path, self.limit)
-
     async def _refuse(self, error: QuireError, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = errors.response(error, {"connection": "close"}).on(scope["path"])
         await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
@@ -102,7 +99,7 @@ class BodyLimit:
 
 
 def _large(limit: float) -> TooLarge:
-    return TooLarge(f"the body is over {limit} bytes, the most this server reads")
+    return TooLarge(f"the body is over {limit} bytes, the most this server reads here")
 
 
 class _Refused(BaseException):

@@ -11,9 +11,11 @@ import random
 from dataclasses import dataclass, field
 
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
+from quire.runner.speculate import Proposer
 
 VOCAB = 11
 WRONG = 99  # a draft that is never right
+STATE = -1  # in place of a window: a page is the state after its last computed token, here the hash of all before
 
 
 class Caught(AssertionError):
@@ -79,7 +81,7 @@ class Device:
     def __init__(
         self, pools: list[tuple[int, int]], page_size: int, slots: int, rng: random.Random, fail: float, hit: float
     ) -> None:
-        """`pools` has the pages of each group and how many tokens its layers see; 0: all."""
+        """`pools` has the pages of each group and how many tokens its layers see; 0: all, STATE: they carry a state."""
         self.page_size = page_size
         self.kv: list[list[int | None]] = [[None] * (pages * page_size) for pages, _ in pools]
         self.windows = [window for _, window in pools]
@@ -88,6 +90,7 @@ class Device:
         self.fail = fail
         self.hit = hit
         self.reads = 0
+        self.proposer: Proposer | None = None  # None: drafts are right by chance
 
     def launch(self, plan: Plan, namespaces: dict[int, str]) -> Result:
         """Execute a step. `namespaces` maps keys of sequences to theirs: only the check of reads uses it."""
@@ -104,6 +107,8 @@ class Device:
             )
             for token in opened.tokens:
                 slot.push(token)
+            if self.proposer is not None:
+                self.proposer.open(opened.slot, opened.tokens)
         return Result([self._row(work) for work in plan.work])
 
     def _row(self, work: Work) -> Row:
@@ -119,7 +124,7 @@ class Device:
         if slot.failed or self.rng.random() < self.fail:
             slot.failed = True
             start = slot.length = max(slot.length, work.start)
-            self._write(slot, start, min(work.n, len(slot.tokens) - start))
+            self._write(slot, start, min(work.n, len(slot.tokens) - start), failed=True)
             return Row(0, error="this row failed")
         return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
 
@@ -139,6 +144,7 @@ class Device:
             token = slot.sample()
             self._say(slot, row, token)
             slot.push(token)
+            self._learn(work, row, 0)
         return row
 
     def _guess(self, slot: Slot, work: Work) -> Row:
@@ -146,12 +152,17 @@ class Device:
         expect(slot.length == len(slot.tokens) - 1, "the device does not know the last token")
         expect(work.n == 1 + work.drafts and work.sample, "n is not one and the drafts")
         start = slot.length
-        for _ in range(work.drafts):
-            slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
+        if self.proposer is None:
+            for _ in range(work.drafts):
+                slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
+        else:
+            for token in self.proposer.propose(work.slot, work.drafts):
+                slot.push(token)
         drafts = slot.tokens[start + 1 :]
-        self._write(slot, start, work.n)
+        expect(len(drafts) <= work.drafts, "more drafts than were planned")
+        self._write(slot, start, 1 + len(drafts))
         slot.cut(start + 1)
-        row = Row(0)
+        row = Row(0, drafted=len(drafts))
         for draft in [*drafts, None]:
             token = slot.sample()
             self._say(slot, row, token)
@@ -160,18 +171,41 @@ class Device:
             if token != draft:
                 break
         slot.length = start + row.accepted
+        self._learn(work, row, len(drafts))
         return row
+
+    def _learn(self, work: Work, row: Row, drafted: int) -> None:
+        if self.proposer is not None:
+            self.proposer.learn(work.slot, row.tokens, drafted)
 
     def _say(self, slot: Slot, row: Row, token: int) -> None:
         row.tokens.append(token)
         if slot.opened.sampling.logprobs is not None:
             row.logprobs.append(logprob(slot.prefix[-1], token))
 
-    def _write(self, slot: Slot, start: int, n: int) -> None:
+    def _carry(self, slot: Slot, row: list[int], kv: list[int | None], start: int, n: int, failed: bool) -> None:
+        """Go on from the state before `start`, and leave those of pages that end on the way, and the last one."""
+        size, end = self.page_size, start + n
+        if n <= 0:
+            return
+        if start and not failed:  # after a failure nobody looks at what is computed
+            page = row[(start - 1) // size]
+            expect(page >= 0, "no state to go on from", start)
+            expect(kv[page] == slot.prefix[start], "a state that is not the one before", start)
+        expect(failed or row[(end - 1) // size] >= 0, "no place for the state after the step", end)
+        for i in range(start // size, (end - 1) // size + 1):
+            if row[i] >= 0:
+                kv[row[i]] = slot.prefix[min(end, (i + 1) * size)]
+        self.reads += 1
+
+    def _write(self, slot: Slot, start: int, n: int, failed: bool = False) -> None:
         """Compute n positions from `start`: write their KV, then read all KV they attend to."""
         size, prefix = self.page_size, slot.prefix
         for row, kv, window in zip(slot.rows, self.kv, self.windows, strict=True):
             expect(start + n <= len(row) * size, "KV written past the page row", start + n, len(row))
+            if window == STATE:
+                self._carry(slot, row, kv, start, n, failed)
+                continue
             low = max(0, start - window + 1) if window else 0
             expect(min(row[low // size : -(-(start + n) // size)], default=0) >= 0, "a page that is not there", low)
             for at in range(start, start + n):

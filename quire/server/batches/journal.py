@@ -11,6 +11,7 @@ so doing it twice makes the same files. Knows no HTTP and no event loop but the 
 
 from __future__ import annotations
 
+import math
 import secrets
 import sqlite3
 import time
@@ -121,12 +122,22 @@ class Journal:
             (active,) = link.execute(f"SELECT COUNT(*) FROM batches WHERE status IN {ACTIVE}").fetchone()
             if active >= MAX_ACTIVE:
                 raise BadRequest(f"{active} batches are not over yet: that is the most", code="too_many_batches")
-            now = int(time.time())
+            now = time.time()
             batch = f"batch_{secrets.token_hex(16)}"
             link.execute(
                 "INSERT INTO batches (id, created, endpoint, input_file, window, expires, metadata, keep_seconds, model,"
                 " status) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'validating')",
-                (batch, now, endpoint, input_file, window, now + seconds, _json(metadata), keep_seconds, model),
+                (
+                    batch,
+                    int(now),
+                    endpoint,
+                    input_file,
+                    window,
+                    math.ceil(now) + seconds,  # never less than was asked for
+                    _json(metadata),
+                    keep_seconds,
+                    model,
+                ),
             )
             return _read(link, batch)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from quire.server.dialects import _anthropic, _fields, _ollama, _responses_request, ollama_generate
+from quire.server.dialects import _anthropic, _fields, _ollama, ollama_generate
 from quire.server.dialects._anthropic import MessagesRequest, Prompt
 from quire.server.dialects._compat import SAMPLING, Absent, Endpoint, Fields
-from quire.server.dialects.openai_batches import BatchRequest
 from quire.server.dialects.openai_chat import ChatRequest
 
 _USER = [{"role": "user", "content": "hi"}]
@@ -151,130 +150,18 @@ _OLLAMA = (
     ),
 )
 
-_SAID = {
-    f"{name}": (value, f"not for this route{': ' + cure if cure else ''}")
-    for name, value, cure in (
-        ("max_tokens", 4, "`max_output_tokens`"),
-        ("response_format", {"type": "json_object"}, "`text.format`"),
-        ("n", 2, "send the request several times"),
-        ("prompt_logprobs", 1, "`/v1/chat/completions`"),
-        ("return_token_ids", True, "`/v1/chat/completions`"),
-        ("request_id", "a", ""),
-    )
-}
-_RESPONSES_NOTES = SAMPLING | {
-    "input": "text, or items: messages, function calls and their results, reasoning",
-    "instructions": "a system text that is not kept for the next response",
-    "previous_response_id": "a response that was stored",
-    "tools": "functions; of a model whose template has tools",
-    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
-    "text": "`format`: enforced; `verbosity`: only `medium`",
-    "reasoning": "`effort`: what the template can be told; `summary`",
-    "truncation": "only `disabled`: nothing is cut",
-    "max_output_tokens": "never more than the context leaves: more is refused",
-    "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; the others ask for what is not here",
-    "store": "true by default: the answer is kept",
-    "background": "answered later; `GET /v1/responses/{id}` tells",
-    "service_tier": "`auto` or `default`",
-    "user": "kept with the answer",
-    "metadata": "kept with the answer",
-}
-_RESPONSES_IGNORED = dict.fromkeys(_responses_request.IGNORED, "prefixes are found without being told")
-_RESPONSES = (
-    Endpoint(
-        dialect="OpenAI",
-        method="POST",
-        path="/v1/responses",
-        what="The Responses API, with the sampling fields of chat completions beside its own.",
-        fields=(
-            Fields(
-                shape=_responses_request.ResponseRequest,
-                ignored=_RESPONSES_IGNORED,
-                neutral=_responses_request.NEUTRAL,
-                refused=_SAID,
-                notes=_RESPONSES_NOTES,
-            ),
-        ),
-        example={"input": "hi"},
-        surface="model input instructions previous_response_id conversation text reasoning tools tool_choice parallel_tool_calls store "
-        "background truncation include max_output_tokens max_tool_calls metadata temperature top_p top_logprobs stream stream_options "
-        "user safety_identifier prompt_cache_key service_tier prompt",
-    ),
-    Endpoint(
-        dialect="OpenAI",
-        method="POST",
-        path="/v1/responses/input_tokens",
-        what="Renders and counts the same prompt, and runs nothing.",
-        fields=(
-            Fields(
-                shape=_responses_request.Context,
-                ignored=_RESPONSES_IGNORED,
-                neutral=_responses_request.NEUTRAL,
-                refused=_SAID,
-                notes=_RESPONSES_NOTES,
-            ),
-        ),
-        example={"input": "hi"},
-        surface="model input instructions previous_response_id text reasoning tools tool_choice",
-    ),
-    *(
-        Endpoint(dialect="OpenAI", method=method, path=path, what=what)
-        for method, path, what in (
-            (
-                "GET",
-                "/v1/responses/{response}",
-                "A stored response; `stream` and `starting_after` follow one in the background.",
-            ),
-            ("DELETE", "/v1/responses/{response}", ""),
-            ("POST", "/v1/responses/{response}/cancel", "Of one in the background; the body is not read."),
-            ("GET", "/v1/responses/{response}/input_items", ""),
-        )
-    ),
-)
-_BATCHES = (
-    Endpoint(
-        dialect="OpenAI",
-        method="POST",
-        path="/v1/batches",
-        what="A queue that survives a restart.",
-        fields=(
-            Fields(
-                shape=BatchRequest,
-                notes={"completion_window": "how long it may take: `24h`, `30m`, …", "metadata": "kept with the batch"},
-            ),
-        ),
-        example={"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"},
-        surface="input_file_id endpoint completion_window metadata output_expires_after",
-        task="state",
-    ),
-    *(
-        Endpoint(dialect="OpenAI", method=method, path=path, what=what)
-        for method, path, what in (
-            ("GET", "/v1/batches", ""),
-            ("GET", "/v1/batches/{batch}", ""),
-            ("POST", "/v1/batches/{batch}/cancel", "The body is not read."),
-            ("POST", "/v1/files", "A form with `file`, `purpose` and `expires_after`."),
-            ("GET", "/v1/files", ""),
-            ("GET", "/v1/files/{file}", ""),
-            ("DELETE", "/v1/files/{file}", ""),
-            ("GET", "/v1/files/{file}/content", ""),
-        )
-    ),
-)
-
 _MODELS = (
     Endpoint(dialect="OpenAI", method="GET", path="/v1/models", what="The served model, with vLLM's `max_model_len`."),
     Endpoint(dialect="OpenAI", method="GET", path="/v1/models/{model_id:path}"),
 )
 
-COMPAT = (_CHAT, *_RESPONSES, *_BATCHES, *_MODELS, *_ANTHROPIC, *_OLLAMA)
+COMPAT = (_CHAT, *_MODELS, *_ANTHROPIC, *_OLLAMA)
 
 _LATER = "not built"
 ABSENT = (
     *(
         Absent("OpenAI", path, why)
         for path, why in (
-            ("/v1/responses/compact", "there is nothing to compact with; the message says so"),
             ("/v1/audio/…", "the models served take and make text"),
             ("/v1/images/…", "the models served take and make text"),
             ("/v1/realtime", "the models served take and make text"),

@@ -185,8 +185,7 @@ def unseal(where: str, sealed: str) -> str:
 
 def turns(service: Service, instructions: str | None, items: Sequence[Item], new_from: int) -> list[dict[str, Any]]:
     """Items as turns for the model's template. `items[new_from:]` are the request's input, for the names in refusals."""
-    template = service.ready().template
-    knows_developer = "developer" in str(getattr(template, "source", ""))
+    knows_developer = "developer" in str(getattr(service.ready().template, "source", ""))
     history = History()
     made: list[dict[str, Any]] = []
     if instructions:
@@ -194,9 +193,6 @@ def turns(service: Service, instructions: str | None, items: Sequence[Item], new
     for i, item in enumerate(items):
         where = f"input[{i - new_from}]" if i >= new_from else "previous_response_id"
         _add(made, where, item, history, knows_developer)
-    for turn in made:
-        if turn.get("tool_calls") and not turn["content"]:
-            turn["content"] = getattr(template, "calls_without_content", "")
     return _one_system(made)
 
 

@@ -7,7 +7,7 @@ one of them. A request becomes a `Prepared`: items, prompt and Generation, wheth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -34,7 +34,7 @@ INCLUDES = (
     *(LOGPROBS, SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
-IGNORED = frozenset({"prompt_cache_options"})  # prefixes are shared without being told
+IGNORED = {"prompt_cache_options": "prefixes are found without being told"}
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (None,),
     "prompt": (None,),
@@ -46,12 +46,12 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Fields that the sampling structs have and this API writes otherwise, or not at all.
 ELSEWHERE = {
-    "max_tokens": "send max_output_tokens",
-    "response_format": "send text.format",
-    "n": "send the request several times",
-    "prompt_logprobs": "use /v1/chat/completions",
-    "return_token_ids": "use /v1/chat/completions",
-    "request_id": "",
+    "max_tokens": (5, "send max_output_tokens"),  # a value that is refused, and the cure
+    "response_format": ({"type": "json_object"}, "send text.format"),
+    "n": (2, "send the request several times"),
+    "prompt_logprobs": (0, "use /v1/chat/completions"),
+    "return_token_ids": (True, "use /v1/chat/completions"),
+    "request_id": ("x", "ids are the server's own here"),
 }
 MAX_NAME = 512  # characters of user, prompt_cache_key and the like
 
@@ -108,9 +108,10 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[NamedTool]
 
 
-class Context(Sampling, kw_only=True):
-    """The fields that make a prompt; all that counting its tokens takes."""
+class CountRequest(msgspec.Struct, kw_only=True):
+    """The fields that make a prompt, which is all that counting its tokens takes."""
 
+    model: str | None = None
     input: str | list[Raw] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -122,18 +123,20 @@ class Context(Sampling, kw_only=True):
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def constraint(self) -> Constraint | None:
-        """What the answer must be."""
-        other = super().constraint()
-        own = _format(self.text.format if self.text else None)
-        if own is not None and other is not None:
-            raise BadRequest(f"text.format and {other.param} both say what the answer must be", param=other.param)
-        return own or other
 
+class ResponseRequest(Sampling, kw_only=True):
+    """The fields that are honoured. The first of them are CountRequest's: structs cannot have two parents."""
 
-class ResponseRequest(Context, kw_only=True):
-    """The fields that are honoured."""
-
+    input: str | list[Raw] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Raw] | None = None
+    tool_choice: Raw = NOTHING
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
@@ -146,6 +149,14 @@ class ResponseRequest(Context, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be."""
+        other = super().constraint()
+        own = _format(self.text.format if self.text else None)
+        if own is not None and other is not None:
+            raise BadRequest(f"text.format and {other.param} both say what the answer must be", param=other.param)
+        return own or other
 
     @property
     def stored(self) -> bool:
@@ -162,11 +173,14 @@ class ResponseRequest(Context, kw_only=True):
         return (self.reasoning.summary or self.reasoning.generate_summary) if self.reasoning else None
 
 
+Asked: TypeAlias = ResponseRequest | CountRequest
+
+
 def parse(body: bytes, shape: type[Any]) -> Any:
     """The request, every field of it accounted for."""
     asked = _fields.parse(body, shape, IGNORED, NEUTRAL)
-    for name, cure in ELSEWHERE.items():
-        value = getattr(asked, name)
+    for name, (_, cure) in ELSEWHERE.items():
+        value = getattr(asked, name, None)
         if value is not None and value is not False and not (name == "n" and value == 1):
             raise BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
     if asked.truncation not in (None, "disabled"):
@@ -175,7 +189,9 @@ def parse(body: bytes, shape: type[Any]) -> Any:
             param="truncation",
             code="unsupported_parameter",
         )
-    _only("text.verbosity", asked.text and asked.text.verbosity, "medium")
+    if asked.text is not None:
+        _only("text.verbosity", asked.text.verbosity, "medium")
+        _format(asked.text.format)
     if asked.reasoning is not None:
         _only("reasoning.context", asked.reasoning.context, "auto", "all_turns")
         _only("reasoning.mode", asked.reasoning.mode, "standard")
@@ -251,7 +267,7 @@ def schema_of(asked: TextFormat) -> dict[str, Any]:
     return schema
 
 
-def tools_of(asked: Context) -> tuple[list[Tool], Tools]:
+def tools_of(asked: Asked) -> tuple[list[Tool], Tools]:
     """The tools of a request: all of them, and what the model may call."""
     items = asked.tools or ()
     check_count(items)
@@ -318,7 +334,7 @@ class Prepared:
         return self.items[self.new_from :]
 
 
-async def prepare(service: Service, kept: Kept, asked: Context) -> Prepared:
+async def prepare(service: Service, kept: Kept, asked: Asked) -> Prepared:
     """The conversation and its prompt."""
     before: list[Item] = []
     if asked.previous_response_id is not None:

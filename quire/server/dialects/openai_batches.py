@@ -16,6 +16,7 @@ from quire.observe.errors import BadRequest
 from quire.server.batches.desk import Desk, desk_of, needed
 from quire.server.batches.queue import ENDPOINTS
 from quire.server.dialects import _metadata
+from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._fields import parse
 from quire.server.dialects._pages import no_such_after, page, window
 from quire.server.dialects.openai_files import expiry
@@ -58,7 +59,7 @@ def register(app: FastAPI, service: Service) -> None:
         if asked.endpoint not in ENDPOINTS:
             raise BadRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
         _metadata.check(asked.metadata)
-        keep = asked.output_expires_after
+        keep, at = asked.output_expires_after, desk()
         batch = await at.journal.create(
             endpoint=asked.endpoint,
             input_file=asked.input_file_id,
@@ -103,3 +104,28 @@ def _seconds(window: str) -> int:
 
 def _json(body: object) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path=PATH,
+        what="See batches.md, also for `/v1/batches/{batch}` and `/v1/batches/{batch}/cancel`.",
+        fields=(
+            Fields(
+                shape=BatchRequest,
+                notes={
+                    "input_file_id": "a file whose purpose is batch",
+                    "endpoint": ", ".join(f"`{path}`" for path in ENDPOINTS),
+                    "completion_window": "`24h`, or another time from a second to a week",
+                    "metadata": "kept and told back",
+                    "output_expires_after": "of the output and error files",
+                },
+            ),
+        ),
+        example={"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
+        surface="input_file_id endpoint completion_window metadata output_expires_after",
+        task="any",
+    ),
+)

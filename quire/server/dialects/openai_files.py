@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.observe.errors import BadRequest
 from quire.server.batches.desk import Desk, desk_of, needed
+from quire.server.dialects._compat import Endpoint
 from quire.server.dialects._pages import no_such_after, page, window
 from quire.server.files import new_id
 from quire.server.service import Service
@@ -115,3 +116,13 @@ def expiry(anchor: Any, seconds: int, name: str) -> int:
 
 def _json(body: object) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path=PATH,
+        what="A form with `file`, `purpose` and `expires_after`. See batches.md, also for `/v1/files/{file}` and `/v1/files/{file}/content`.",
+    ),
+)

@@ -19,12 +19,16 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server.database import Database
+from quire.server.dialects._compat import SAMPLING, Absent, Endpoint, Fields
 from quire.server.dialects._pages import cut, window
 from quire.server.dialects._responses_answer import Answer
 from quire.server.dialects._responses_request import (
+    ELSEWHERE,
+    IGNORED,
     LOGPROBS,
+    NEUTRAL,
     SEALED,
-    Context,
+    CountRequest,
     Prepared,
     ResponseRequest,
     check,
@@ -119,10 +123,9 @@ class _Responses:
         return _json(answer.body())
 
     async def count(self, request: Request) -> Response:
-        asked: Context = parse(await read_json(request), Context)
+        asked: CountRequest = parse(await read_json(request), CountRequest)
         self.service.check_model(asked.model)
         self.service.generator()
-        asked.check()
         ready = await prepare(self.service, self.kept, asked)
         return _json({"object": "response.input_tokens", "input_tokens": len(ready.prompt)})
 
@@ -273,3 +276,55 @@ def _missing(response: str) -> NotFound:
 
 def _json(body: object) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+_NOTES = SAMPLING | {
+    "input": "a string or items: messages of text, calls, their results, reasoning, references",
+    "instructions": "of this request alone",
+    "previous_response_id": "a stored response that is over",
+    "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` only medium",
+    "tools": "functions, up to 1024; of a model whose template has tools",
+    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
+    "parallel_tool_calls": "false: at most one call, enforced",
+    "reasoning": "`effort` as the template can be told it; `summary` auto or detailed",
+    "truncation": "only disabled: nothing is ever cut",
+    "chat_template_kwargs": "words for the template; not the names that the server itself sets",
+    "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
+    "top_logprobs": "0 to 20; needs `include`",
+    "max_output_tokens": "never more than the context leaves: more is refused",
+    "max_tool_calls": "told back; it bounds tools that run on OpenAI's side",
+    "store": "true by default: see responses.md",
+    "background": "needs `store`",
+    "metadata": "kept and told back",
+    "user": "told back",
+    "safety_identifier": "told back",
+    "prompt_cache_key": "told back",
+    "prompt_cache_retention": "told back",
+    "service_tier": "`auto` or `default`",
+    "stream_options": "`include_obfuscation` only false",
+}
+_PROMPT = "model input instructions previous_response_id tools tool_choice parallel_tool_calls reasoning text truncation conversation"
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path=PATH,
+        what="With vLLM's sampling fields. See responses.md, also for `/v1/responses/{response}`, `/v1/responses/{response}/cancel` and "
+        "`/v1/responses/{response}/input_items`.",
+        fields=(Fields(shape=ResponseRequest, ignored=IGNORED, neutral=NEUTRAL, refused=ELSEWHERE, notes=_NOTES),),
+        example={"input": "hi"},
+        surface=f"{_PROMPT} background context_management include max_output_tokens max_tool_calls metadata prompt prompt_cache_key "
+        "prompt_cache_options prompt_cache_retention safety_identifier service_tier store stream stream_options temperature "
+        "top_logprobs top_p user moderation image access_programs",
+    ),
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path=f"{PATH}/input_tokens",
+        what="Renders and counts the same prompt, and runs nothing.",
+        fields=(Fields(shape=CountRequest, ignored=IGNORED, neutral=NEUTRAL, notes=_NOTES),),
+        example={"input": "hi"},
+        surface=f"{_PROMPT} personality",
+    ),
+)
+ABSENT = (Absent("OpenAI", f"{PATH}/compact", "nothing shortens a conversation", 501),)
