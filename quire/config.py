@@ -87,6 +87,10 @@ class EngineConfig:
     max_waiting: int = 1024  # requests in the queue
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
+    speculate: str = (
+        "none"  # who guesses tokens ahead, for one step to verify several: "ngram" (what the text said before)
+    )
+    draft_tokens: int = 4  # guesses for a sequence in a step at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class ServerConfig:
     api_key: str | None = None
     max_body: int = 8 * 1024 * 1024
     max_prompts: int = 64  # prompts in one completions request
+    chat_template: str | None = None  # a file whose template takes the place of the model's own
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
     hang_seconds: float = 60.0  # silence after which an engine process is killed and restarted; 0: never

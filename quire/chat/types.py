@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.chat.answers.types import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,35 @@ class Call:
     id: str
     name: str
     arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a stretch of text turned out to be, in this order: reasoning, then text, then calls."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class Parser(Protocol):
+    """One answer as it comes."""
+
+    def feed(self, text: str) -> list[Pieces]:
+        """Take text in; give what is certain."""
+        ...
+
+    def finish(self) -> list[Pieces]:
+        """The answer ended: give what was held back. What looked like a call and is none comes as text."""
+        ...
+
+
+class Reading(Protocol):
+    """A format, ready for the choices of one request."""
+
+    def parser(self) -> Parser:
+        """A parser for one choice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ def command(
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with the chat template to use in place of the model's own.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
@@ -67,6 +70,12 @@ def command(
         typer.Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it."),
     ] = ENGINE.deterministic,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
+    speculate: Annotated[
+        str, typer.Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
+    ] = ENGINE.speculate,
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, help="With --speculate: guesses for an answer in a step at most.")
+    ] = ENGINE.draft_tokens,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
     ] = DEFAULTS.drain_seconds,
@@ -95,6 +104,7 @@ def command(
         port=port,
         api_key=api_key or env.api_key,
         max_body=_size("--max-body", max_body),
+        chat_template=None if chat_template is None else str(chat_template),
         drain_seconds=drain_seconds,
         hang_seconds=hang_seconds,
         log_requests=log_requests,
@@ -119,7 +129,11 @@ def command(
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
         prefix_cache=prefix_cache,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
     )
+    if chat_template is not None and not chat_template.is_file():
+        raise NotFound(f"there is no chat template at {chat_template}")
     if is_file:
         store.resolve(model)  # a wrong path is told before anything is started
     raise typer.Exit(_serve(store, model, server, engine))

@@ -53,6 +53,8 @@ COUNTERS = (
     "prefix_hits",
     "preemptions",
     "evictions",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 

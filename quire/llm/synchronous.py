@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -89,11 +89,24 @@ class LLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; see AsyncLLM.chat."""
         self._async._have()
-        return self._loop.run(self._async.chat(messages, params, constraint=constraint, progress=progress))
+        return self._loop.run(
+            self._async.chat(
+                messages,
+                params,
+                constraint=constraint,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                progress=progress,
+            )
+        )
 
     def embed(
         self,
@@ -125,10 +138,23 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning: bool = False,
     ) -> TextStream:
-        """The answer to one conversation, as it comes."""
+        """The answer to one conversation, as it comes; see AsyncLLM.stream_chat."""
         self._async._have()
-        return TextStream(self._async.stream_chat(messages, params, constraint=constraint), self._loop)
+        source = self._async.stream_chat(
+            messages,
+            params,
+            constraint=constraint,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            reasoning=reasoning,
+        )
+        return TextStream(source, self._loop)
 
 
 class TextStream:

@@ -9,7 +9,9 @@ the best token of every row. Rows that want something else than the best are cho
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,10 +128,10 @@ class Decoder:
         self, size: int, ids: I32, pos: I32, writes: Sequence[I32], slots: I32, where: I32, pages: Sequence[I32]
     ) -> list[I32]:
         state, spare, room = self._state, size - ids.size, CHANGES * size - where.size
-        made = [_pad(ids, spare, 0), _pad(pos, spare, 0), _pad(slots, spare, state.spare)]
-        made.append(_pad(where, room, state.spare * state.max_pages))
+        made = [pad(ids, spare, 0), pad(pos, spare, 0), pad(slots, spare, state.spare)]
+        made.append(pad(where, room, state.spare * state.max_pages))
         for g, (write, own) in enumerate(zip(writes, pages, strict=True)):
-            made += [_pad(write, spare, state.spare_writes[g]), _pad(own, room, state.spare_pages[g])]
+            made += [pad(write, spare, state.spare_writes[g]), pad(own, room, state.spare_pages[g])]
         return made
 
     def _numbers(self, size: int, sharing: bool = False) -> int:
@@ -203,16 +205,24 @@ class Decoder:
         kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
         for size, sharing in sorted(kinds, reverse=True):
             self._blank(size, sharing)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._body(size, sharing)  # whatever is set up at a first run must not be captured
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._body(size, sharing)
-            self._graphs[size, sharing] = graph
+            self._graphs[size, sharing] = graph_of(partial(self._body, size, sharing), device, pool, stream)
         torch.cuda.synchronize(device)
 
 
-def _pad(array: I32, count: int, value: int) -> I32:
+def graph_of(
+    body: Callable[[], None], device: torch.device, pool: Any, stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """What `body` launches, as a graph. It runs once before: whatever is set up at a first run must not be captured."""
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        body()
+    return graph
+
+
+def pad(array: I32, count: int, value: int) -> I32:
+    """The array, and so many of the value after it."""
     return np.concatenate((array, np.full(count, value, np.int32))) if count else np.ascontiguousarray(array, np.int32)

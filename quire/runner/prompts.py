@@ -8,6 +8,7 @@ rows. Longer steps are launched as they come: the device is busy with one kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.capture import MORE, DeviceState
+from quire.runner.capture import MORE, DeviceState, graph_of
 from quire.runner.staging import Staging
 
 # (tokens, sequences): alone or nearly so in fine steps, among many others in coarse ones.
@@ -164,14 +165,7 @@ class Prompter:
         stream = torch.cuda.Stream(device)
         for size in reversed(self.sizes):
             self._blank(size)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._body(size)  # whatever is set up at a first run must not be captured
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._body(size)
-            self._graphs[size] = graph
+            self._graphs[size] = graph_of(partial(self._body, size), device, pool, stream)
         torch.cuda.synchronize(device)
 
 

@@ -36,7 +36,7 @@ async def open_model(
 
     def words() -> tuple[Tokenizer, ChatTemplate | None]:
         with open_checkpoint(config.path) as checkpoint:
-            return words_of(checkpoint)
+            return words_of(checkpoint, service.config.chat_template)
 
     client = ProcessClient(
         config,
@@ -57,4 +57,6 @@ async def open_model(
         await asyncio.gather(reading, return_exceptions=True)
         await client.close()
         raise
-    return client, Completer(client, tokenizer, template, info)
+    completer = Completer(client, tokenizer, template, info)
+    await asyncio.to_thread(lambda: completer.answers)  # what its template says of reasoning and tools is found now
+    return client, completer

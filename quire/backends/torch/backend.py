@@ -10,13 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from quire.backends.batch import Batch
+from quire.backends.batch import Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.backends.recorder import Value, record
 from quire.backends.torch.batch import DeviceBatch
@@ -52,7 +51,7 @@ class DeviceProgram(Protocol):
 
 
 class TorchProgram:
-    """A recorded forward as a list of steps over cells, and its KV pool."""
+    """A recorded forward as a list of steps over cells, and its KV pools."""
 
     def __init__(self, kernels: TorchKernels, steps: list[Step], count: int, inputs: dict[str, int], output: int):
         self.device = kernels.device
@@ -95,7 +94,6 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
-    kv_groups = False
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(
@@ -156,13 +154,13 @@ class TorchBackend:
         """
         if not self.owns_memory:
             return available_memory()
-        need = -(-max_tokens // kv.page_size)
-        small = replace(kv, pages=need)
+        groups = len(kv.groups)
+        small = kv.sized([-(-max_tokens // kv.page_size)] * groups)
         program = self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        program.run(largest(max_tokens, max_rows, kv.page_size))
+        program.run(largest(max_tokens, max_rows, kv.page_size, groups))
         step = torch.cuda.max_memory_allocated(self.device) - before
         del program
         gc.collect()
@@ -180,8 +178,8 @@ class TorchBackend:
         return {op.name: f"torch ({self.device.type})" for op in TABLE}
 
 
-def largest(max_tokens: int, max_rows: int, page_size: int) -> Batch:
-    """One sequence that fills a step, every logit row wanted."""
+def largest(max_tokens: int, max_rows: int, page_size: int, groups: int = 1) -> Batch:
+    """One sequence that fills a step, every logit row wanted. All of it lies in every group's pool, in order."""
     count = np.arange(max_tokens, dtype=np.int32)
     pages = np.arange(-(-max_tokens // page_size), dtype=np.int32)[None]
     return Batch(
@@ -192,6 +190,7 @@ def largest(max_tokens: int, max_rows: int, page_size: int) -> Batch:
         pages=pages,
         write=count,
         logit_rows=np.zeros(max_rows, np.int32),
+        more=(Table(pages, count),) * (groups - 1),
     )
 
 

@@ -8,11 +8,13 @@ out, the same pieces however the text was cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.chat.types import CallPart
+from quire.chat.types import Parser, Pieces, Reading
 from quire.engine.types import Constraint
+
+__all__ = ["Format", "Parser", "Pieces", "Reading", "Tool", "Tools"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +42,26 @@ class Tools:
         return self.choice in ("required", "named")
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """What a stretch of text turned out to be, in this order: reasoning, then text, then calls."""
-
-    reasoning: str = ""
-    text: str = ""
-    calls: list[CallPart] = field(default_factory=list)
-
-
-class Parser(Protocol):
-    """One answer as it comes."""
-
-    def feed(self, text: str) -> list[Pieces]:
-        """Take text in; give what is certain."""
-        ...
-
-    def finish(self) -> list[Pieces]:
-        """The answer ended: give what was held back. What looked like a call and is none comes as text."""
-        ...
-
-
-class Reading(Protocol):
-    """A format, ready for the choices of one request."""
-
-    def parser(self) -> Parser:
-        """A parser for one choice."""
-        ...
-
-
 class Format(Protocol):
     """How one family of models writes what is not plain text."""
 
-    name: str
-    reasons: bool  # whether there is reasoning to be found
-    calls: bool  # whether there are tool calls
-    markers: tuple[str, ...]  # special tokens that the parser must see; all others are skipped as ever
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reasons(self) -> bool:
+        """Whether there is reasoning to be found."""
+        ...
+
+    @property
+    def calls(self) -> bool:
+        """Whether there are tool calls."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that the parser must see; all others are skipped as ever."""
+        ...
 
     def reading(self, tail: str, tools: Tools) -> Reading:
         """`tail` is how the prompt ended, special tokens written out: it may have opened the reasoning already."""
