@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.chat import protect
+from quire.chat.answers import plain
 from quire.chat.choice import ChoiceStream
 from quire.chat.template import ChatTemplate
 from quire.chat.tokenizer import Tokenizer
@@ -125,10 +126,11 @@ class Completer:
         if not self._looked:
             with self._looking:
                 if not self._looked:
-                    if self.template is not None and self.info.task == "generate":
+                    template = self.template
+                    if template is not None and self.info.task == "generate" and not plain(template.whole_source):
                         from quire.chat.answers.find import find
 
-                        self._answers = find(self.template, self.tokenizer)
+                        self._answers = find(template, self.tokenizer)
                     self._looked = True
         return self._answers
 
