@@ -109,6 +109,9 @@ class ServerConfig:
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
+    state_dir: Path | None = None  # files, batches and stored responses; None: no files, responses in memory
+    max_file: int = 512 * 1024 * 1024
+    batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
 
 
 def parse_size(text: str) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.chat import protect
-from quire.chat.answers import plain
+from quire.chat.answers.types import SIGNS
 from quire.chat.choice import ChoiceStream
 from quire.chat.template import ChatTemplate
 from quire.chat.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ from quire.engine.types import Constraint, EngineInfo, Event, Request, Vocabular
 from quire.observe.errors import BadModelFile, BadRequest
 
 if TYPE_CHECKING:
+    from quire.chat.answers.check import Score
     from quire.chat.answers.types import Format, Reading, Tools
 
 THREAD_FROM = 16 * 1024  # characters; longer texts are tokenized in a thread, off the event loop
@@ -126,13 +127,20 @@ class Completer:
         if not self._looked:
             with self._looking:
                 if not self._looked:
-                    template = self.template
-                    if template is not None and self.info.task == "generate" and not plain(template.whole_source):
+                    if self.template is not None and self.info.task == "generate" and _shows_more(self.template):
                         from quire.chat.answers.find import find
 
-                        self._answers = find(template, self.tokenizer)
+                        self._answers = find(self.template, self.tokenizer)
                     self._looked = True
         return self._answers
+
+    def score(self) -> Score | None:
+        """How well the format reads what the template writes; takes a good part of a second, and is not needed to answer."""
+        if self.answers is None or self.template is None:
+            return None
+        from quire.chat.answers.check import check
+
+        return check(self.template, self.tokenizer, self.answers)
 
     async def answering(
         self, prompt: list[int], tools: Tools, answer: Constraint | None = None
@@ -140,7 +148,8 @@ class Completer:
         """How to read the answer to a chat prompt, and what it must be: calls where they are demanded, `answer` elsewhere.
 
         Raises BadRequest where the tools cannot be honoured."""
-        form = self.answers if self._looked else await asyncio.to_thread(lambda: self.answers)
+        ready = self._looked or self.template is None or not _shows_more(self.template)
+        form = self.answers if ready else await asyncio.to_thread(lambda: self.answers)
         if tools.forced and not tools.tools:
             raise BadRequest("tool_choice demands a call, but there are no tools", param="tool_choice")
         if tools.choice == "named" and all(tool.name != tools.name for tool in tools.tools):
@@ -254,6 +263,11 @@ class Completer:
             )
             for i in range(sampling.n)
         ]
+
+
+def _shows_more(template: ChatTemplate) -> bool:
+    """Whether looking for a format is worth its imports."""
+    return any(word in template.whole_source for word in SIGNS)
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:

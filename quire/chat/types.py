@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from quire.chat.answers.types import CallPart, Reading
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
 
@@ -24,51 +24,12 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPart:
-    """News of one tool call. The first part of a call has its id and name; arguments of all parts, joined, are JSON."""
-
-    index: int  # which call of the choice, from 0
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """One whole tool call."""
 
     id: str
     name: str
     arguments: str  # JSON
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """What a stretch of text turned out to be, in this order: reasoning, then text, then calls."""
-
-    reasoning: str = ""
-    text: str = ""
-    calls: list[CallPart] = field(default_factory=list)
-
-
-class Parser(Protocol):
-    """One answer as it comes."""
-
-    def feed(self, text: str) -> list[Pieces]:
-        """Take text in; give what is certain."""
-        ...
-
-    def finish(self) -> list[Pieces]:
-        """The answer ended: give what was held back. What looked like a call and is none comes as text."""
-        ...
-
-
-class Reading(Protocol):
-    """A format, ready for the choices of one request."""
-
-    def parser(self) -> Parser:
-        """A parser for one choice."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures
+from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -104,6 +104,13 @@ def build_engine(
 
     if isinstance(model, Grouped):
         model.places.split()  # a pool for each kind of layer
+    check_kv(pool_of(config, model), backend)
+    if config.speculate != "none" and any(own.state for own in pool_of(config, model).groups):
+        raise Unsupported(
+            f"--speculate {config.speculate}: a {model.config.architecture} has layers that carry a state, and what is folded into "
+            "one cannot be taken back when a guess is wrong",
+            cure="leave --speculate out",
+        )
     drafts, guesses = _drafts(config)
     max_rows = config.max_seqs + EXTRA_ROWS + guesses
     budget = _budget(config, env, backend, model, max_rows, packed)

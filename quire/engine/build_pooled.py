@@ -24,7 +24,7 @@ from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Encoder, Model
 from quire.models.pooling import Pooling, pooling_of
-from quire.observe.errors import BadRequest, NotEnoughMemory
+from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ def build_pooled(
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
     lines = [*pooling.lines]
     kv = model.kv(1, PAGE_SIZE)
+    if any(own.state for own in kv.groups):
+        raise Unsupported(
+            f"a {model.config.architecture} has layers that carry a state, which is not kept when texts are embedded",
+            cure="leave --task out",
+        )
     inputs = {} if encoder is None else encoder.inputs
     if encoder is None:
         kv, held, more = _scratch(config, env, parts, kv, budget, rows)

@@ -41,11 +41,11 @@ class Completion:
     receipt: Receipt = field(default_factory=Receipt)
 
     def _take(self, chunk: Chunk) -> None:
-        from quire.chat.types import Call  # loaded with the chunk; at the top, an engine would begin later
-
         self.text += chunk.text
         self.reasoning += chunk.reasoning
         for part in chunk.calls:
+            from quire.chat.types import Call  # not at the top: most answers have none
+
             if part.index == len(self.calls):
                 self.calls.append(Call(part.id or "", part.name or "", part.arguments))
             else:

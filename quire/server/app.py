@@ -35,6 +35,8 @@ from quire.server.service import Service
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
 
+FORM = 64 * 1024  # what a form may add to the file in it
+
 
 class _Route(Route):
     """A route that names itself to the layers in front. Bodies are read by the dialects, so nothing is analysed or injected."""
@@ -95,7 +97,7 @@ def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
         layers.append(Middleware(Cors, origins=config.cors_origins))
     if config.api_key:
         layers.append(Middleware(KeyCheck, key=config.api_key))
-    layers.append(Middleware(BodyLimit, limit=config.max_body))
+    layers.append(Middleware(BodyLimit, limit=config.max_body, special={"/v1/files": config.max_file + FORM}))
     return layers
 
 

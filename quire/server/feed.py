@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from starlette.types import Receive
 
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
+from quire.server import urgency
 from quire.server.errors import ClientGone, engine_error
 from quire.server.service import Service
 
@@ -30,13 +32,18 @@ KEEP_ALIVE_SECONDS = 10.0
 News: TypeAlias = tuple[int, Chunk]  # which prompt, what
 
 
+def _placed(generation: Generation) -> Generation:
+    priority = urgency.priority(generation.priority)
+    return generation if priority == generation.priority else replace(generation, priority=priority)
+
+
 class Feed:
     """Runs the generations and hands out their news in batches: all that has arrived since the last look."""
 
     def __init__(self, service: Service, generations: list[Generation], receive: Receive, arrived: float):
         self.service = service
         self.completer = service.ready()
-        self.generations = generations
+        self.generations = [_placed(g) for g in generations]
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
         self._items: list[News] = []

@@ -216,8 +216,11 @@ async def serve(
             http.stop.set()
             http.should_exit = True
             await asyncio.gather(answering, return_exceptions=True)
+            for job in service.jobs:
+                await job.stop()
             if service.client is not None:
                 await service.client.close(0.0)
+            service.close()
         return code
 
 

@@ -10,6 +10,7 @@ import asyncio
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -39,17 +40,18 @@ _FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})"
 class BodyLimit:
     """Pure ASGI: refuses bodies over `limit` bytes with 413, whether announced or found out while reading, and slow ones with 408."""
 
-    def __init__(self, app: ASGIApp, limit: int):
+    def __init__(self, app: ASGIApp, limit: int, special: Mapping[str, int] | None = None):
         self.app = app
         self.limit = limit
+        self.special = special or {}  # bounds of single paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-        limit = math.inf if scope["path"].startswith(tuple(UPLOADS)) else self.limit
+        limit = math.inf if scope["path"].startswith(tuple(UPLOADS)) else self.special.get(scope["path"], self.limit)
         if announced.isdigit() and int(announced) > limit:
-            return await self._refuse(self._large(), scope, receive, send)
+            return await self._refuse(_large(limit), scope, receive, send)
         loop = asyncio.get_running_loop()
         seen, began, whole = 0, loop.time(), False
 
@@ -67,7 +69,7 @@ class BodyLimit:
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
                 if seen > limit:
-                    raise _Refused(self._large())
+                    raise _Refused(_large(limit))
                 whole = not message.get("more_body")
             return message
 
@@ -75,9 +77,6 @@ class BodyLimit:
             await self.app(scope, counted, send)
         except _Refused as refused:
             await self._refuse(refused.error, scope, receive, send)
-
-    def _large(self) -> TooLarge:
-        return TooLarge(f"the body is over {self.limit} bytes, the most this server reads")
 
     async def _refuse(self, error: QuireError, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = errors.response(error, {"connection": "close"}).on(scope["path"])
@@ -97,6 +96,10 @@ class BodyLimit:
         except TimeoutError:
             pass
         await send({"type": "http.response.body", "body": b""})
+
+
+def _large(limit: float) -> TooLarge:
+    return TooLarge(f"the body is over {limit} bytes, the most this server reads here")
 
 
 class _Refused(BaseException):

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
-from quire.chat.answers import named, objects, plain, probe, tagged
+from quire.chat.answers import named, objects, probe, tagged
 from quire.chat.answers.lark import Cut
 from quire.chat.answers.marked import Marked, Section, Think
-from quire.chat.answers.types import Format
+from quire.chat.answers.types import SIGNS, Format
 from quire.chat.template import ChatTemplate
 from quire.observe.errors import BadRequest
 
@@ -83,8 +83,7 @@ def styles() -> dict[str, Style]:
 
 def find(template: ChatTemplate, tokenizer: Words, name: str | None = None) -> Format | None:
     """The format of the answers; None: the template shows neither reasoning nor calls, and all is text. `name` overrides."""
-    source = template.whole_source
-    if name is None and plain(source):
+    if name is None and not any(word in template.whole_source for word in SIGNS):
         return None
     ends = [tokenizer.token_text(i) for i in tokenizer.eos_ids]
     seen = probe.look(template, ends)

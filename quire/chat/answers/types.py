@@ -8,13 +8,13 @@ out, the same pieces however the text was cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.chat.types import Parser, Pieces, Reading
 from quire.engine.types import Constraint
 
-__all__ = ["Format", "Parser", "Pieces", "Reading", "Tool", "Tools"]
+# Words without which a template shows neither reasoning nor calls, so that nothing need be tried.
+SIGNS = ("think", "THINK", "reasoning", "tool", "channel", "functions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,45 @@ class Tools:
     def forced(self) -> bool:
         """Whether an answer without a call is not one."""
         return self.choice in ("required", "named")
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """News of one tool call. The first part of a call has its id and name; arguments of all parts, joined, are JSON."""
+
+    index: int  # which call of the choice, from 0
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a stretch of text turned out to be, in this order: reasoning, then text, then calls."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class Parser(Protocol):
+    """One answer as it comes."""
+
+    def feed(self, text: str) -> list[Pieces]:
+        """Take text in; give what is certain."""
+        ...
+
+    def finish(self) -> list[Pieces]:
+        """The answer ended: give what was held back. What looked like a call and is none comes as text."""
+        ...
+
+
+class Reading(Protocol):
+    """A format, ready for the choices of one request."""
+
+    def parser(self) -> Parser:
+        """A parser for one choice."""
+        ...
 
 
 class Format(Protocol):

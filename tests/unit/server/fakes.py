@@ -126,6 +126,9 @@ class FakeCompleter:
         self.asked.append((tools, answer))
         return self.answers and "a reading", self.enforces or answer
 
+    def check(self, generation: Generation) -> None:
+        """Finds no fault."""
+
     async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
         self.seen.append(generation)
         self.running += 1

@@ -74,7 +74,13 @@ def taken(endpoint: Endpoint, r: httpx.Response) -> bool:
 
 
 def _needs_another(r: httpx.Response) -> bool:
-    others = ("was loaded to generate", "without a model store", "is not here", "no infill tokens")
+    others = (
+        "was loaded to generate",
+        "without a model store",
+        "is not here",
+        "no infill tokens",
+        "without a state folder",
+    )
     return any(words in r.text for words in others)
 
 
