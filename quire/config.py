@@ -102,12 +102,16 @@ class ServerConfig:
     api_key: str | None = None
     max_body: int = 8 * 1024 * 1024
     max_prompts: int = 64  # prompts in one completions request
+    chat_template: str | None = None  # a file whose template takes the place of the model's own
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
     hang_seconds: float = 60.0  # silence after which an engine process is killed and restarted; 0: never
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
+    state_dir: Path | None = None  # files, batches and stored responses; None: no files, responses in memory
+    max_file: int = 512 * 1024 * 1024
+    batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
 
 
 def parse_size(text: str) -> int:

@@ -28,13 +28,13 @@ from quire.config import (
     available_cores,
     resolve_step,
 )
-from quire.engine.build_pooled import TASKS, Parts, build_pooled, task_of
 from quire.engine.engine import Engine
 from quire.engine.guides import Guides
 from quire.engine.limits import standard
 from quire.engine.memory import Budget, group_of
 from quire.engine.scheduler import Scheduler
 from quire.engine.sizes import pool_of, resolve_sizes
+from quire.engine.tasks import TASKS, task_of
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
@@ -94,6 +94,8 @@ def build_engine(
     if task != "generate":
         if config.speculate != "none":
             raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
+        from quire.engine.build_pooled import Parts, build_pooled
+
         parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
         engine, info = build_pooled(config, env, parts, task, watch.lap)
         told = backend.told() if isinstance(backend, Holds) else []

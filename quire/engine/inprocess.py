@@ -6,7 +6,6 @@ back to whichever asyncio loop asked: several loops, in several threads, may sha
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -96,6 +95,8 @@ class InProcessClient:
 
     async def start(self) -> EngineInfo:
         self.begin()
+        import asyncio  # while the engine loads
+
         return await asyncio.get_running_loop().run_in_executor(None, self.wait)
 
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -105,6 +106,8 @@ class InProcessClient:
             await self._pending.drained(drain_seconds)
         thread = self.stop()
         if thread is not None:
+            import asyncio
+
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
 
     def stop(self) -> threading.Thread | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.engine.types import Constraint, EngineInfo, Stats
 from quire.llm.loading import Job, Loaded, as_prompts, conversations, load, to_bytes
-from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt
+from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt, Thought
 from quire.llm.progress import Meter, on_screen
 from quire.observe.errors import BadRequest, Unavailable
 from quire.runner.params import SamplingParams
@@ -137,13 +136,20 @@ class AsyncLLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
         progress: bool | None = None,
     ) -> list[Output]:
-        """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists."""
+        """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists.
+
+        `tools` are functions the model may call, as OpenAI's API writes them; what it calls is in `calls` of the outputs.
+        `tool_choice` is "none", "auto", "required" or a tool's name; a demanded call always validates.
+        """
         loaded = await self._ready()
         talks = conversations(messages)
         each = zip(talks, self._params(params, len(talks)), strict=True)
-        jobs = [await loaded.talk(m, q, constraint) for m, q in each]
+        jobs = [await loaded.talk(m, q, constraint, tools, tool_choice, parallel_tool_calls) for m, q in each]
         return await self._gather(loaded, jobs, progress)
 
     async def embed(
@@ -183,14 +189,24 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning: bool = False,
     ) -> AsyncTextStream:
-        """The answer to one conversation, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p, constraint), params))
+        """The answer to one conversation, as it comes. With `reasoning`, what the model thinks comes too, as `Thought`s."""
+
+        def make(loaded: Loaded, p: SamplingParams) -> Awaitable[Job]:
+            return loaded.talk(messages, p, constraint, tools, tool_choice, parallel_tool_calls)
+
+        return AsyncTextStream(self._stream(make, params, reasoning))
 
     # Inside.
 
     async def _ready(self) -> Loaded:
         if self._loaded is None and not self._closed:
+            import asyncio
+
             await asyncio.to_thread(self._load)
         return self._have()
 
@@ -220,7 +236,12 @@ class AsyncLLM:
             raise BadRequest(f"{len(params)} sampling parameters for {count} prompts", cure="give one, or one each")
         return list(params)
 
-    async def _stream(self, make: Callable[[Loaded, SamplingParams], Awaitable[Job]], params: SamplingParams | None):
+    async def _stream(
+        self,
+        make: Callable[[Loaded, SamplingParams], Awaitable[Job]],
+        params: SamplingParams | None,
+        reasoning: bool = False,
+    ):
         loaded = await self._ready()
         job = await make(loaded, params or self.default_params)
         if job.generation.sampling.n != 1:
@@ -229,11 +250,15 @@ class AsyncLLM:
         async with contextlib.aclosing(loaded.completer.stream(job.generation)) as chunks:
             async for chunk in chunks:
                 job.output._take(chunk)
+                if chunk.reasoning and reasoning:
+                    yield Thought(chunk.reasoning)
                 if chunk.text:
                     yield chunk.text
 
     async def _gather(self, loaded: Loaded, jobs: list[Job], progress: bool | None) -> list[Output]:
         """Run everything; the first failure, or the caller's leaving, aborts the rest."""
+        import asyncio
+
         show = len(jobs) > 1 and self._progress if progress is None else progress
         meter = Meter(len(jobs)) if show else None
         # As many at once as keep the engine full: more would only wait inside it.

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from starlette.types import Receive
 
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
+from quire.server import urgency
 from quire.server.errors import ClientGone, engine_error
 from quire.server.service import Service
 
@@ -30,13 +32,18 @@ KEEP_ALIVE_SECONDS = 10.0
 News: TypeAlias = tuple[int, Chunk]  # which prompt, what
 
 
+def _placed(generation: Generation) -> Generation:
+    priority = urgency.priority(generation.priority)
+    return generation if priority == generation.priority else replace(generation, priority=priority)
+
+
 class Feed:
     """Runs the generations and hands out their news in batches: all that has arrived since the last look."""
 
     def __init__(self, service: Service, generations: list[Generation], receive: Receive, arrived: float):
         self.service = service
         self.completer = service.ready()
-        self.generations = generations
+        self.generations = [_placed(g) for g in generations]
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
         self._items: list[News] = []
@@ -45,6 +52,9 @@ class Feed:
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._finished: set[tuple[int, int]] = set()
+        self._last = time.monotonic()  # when news was last handed out
+        self._quiet = False  # nothing came for long
+        self._reminder: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Feed:
         self.service.feeds.add(self)
@@ -60,6 +70,8 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.service.feeds.discard(self)
+        if self._reminder is not None:
+            self._reminder.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -83,21 +95,32 @@ class Feed:
 
     async def batches(self, keep_alive: float | None = None) -> AsyncIterator[list[News]]:
         """Batches until every choice has finished. With `keep_alive`, an empty batch after that many quiet seconds."""
+        if keep_alive is not None:
+            self._remind(keep_alive)
         while True:
-            try:
-                async with asyncio.timeout(keep_alive):
-                    await self._news.wait()
-            except TimeoutError:
-                yield []
-                continue
+            await self._news.wait()
             self._news.clear()
             items, self._items = self._items, []
             if items:
+                self._last = time.monotonic()
                 yield items
+            elif self._quiet:
+                yield []
+            self._quiet = False
             if self._failure is not None and not self._items:
                 raise self._failure
             if self._running == 0 and not self._items:
                 return
+
+    def _remind(self, seconds: float) -> None:
+        """Say so when nothing came for that long. One timer for the whole answer: setting one for every batch would cost as much as
+        sending it."""
+        now = time.monotonic()
+        left = self._last + seconds - now
+        if left <= 0:
+            self._quiet, self._last, left = True, now, seconds
+            self._news.set()
+        self._reminder = asyncio.get_running_loop().call_later(left, self._remind, seconds)
 
     async def _produce(self, prompt: int, generation: Generation) -> None:
         metrics = self.service.model_metrics
