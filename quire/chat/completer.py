@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.chat.answers.check import Score
     from quire.chat.answers.types import Format, Reading, Tools
 
-THREAD_FROM = 16 * 1024  # characters; longer texts are tokenized in a thread, off the event loop
+THREAD_FROM = 4 * 1024  # characters, some milliseconds; longer texts are tokenized in a thread, off the event loop
 TAIL = 64  # tokens of a prompt's end that say whether it opened the reasoning
 
 
