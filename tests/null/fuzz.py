@@ -282,6 +282,8 @@ class Run:
         for name in waited & self.answers.keys():
             leader = self.scheduler._ids.get(name)
             expect(leader is None or leader.prompt_done, "a follower ran before its leader's prompt was done", name)
+        for seq in (self.scheduler._keys[w.key] for w in plan.work):
+            expect(seq.computed + seq.in_flight < seq.max_len, "computed past the longest length", seq.key)
         for w in plan.work:
             slot = self.device.slots[w.slot]
             if w.page_from == 0 and w.start > 0 and any(w.slot == new.slot for new in plan.opened):
