@@ -123,12 +123,14 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
     client.begin()
     try:
         # Imported while the engine loads: these are the slow ones.
-        from quire.chat.completer import Completer
+        from quire.chat.completer import Completer, look
         from quire.chat.words import words_of
 
         tokenizer, template = words_of(checkpoint)
+        answers = look(template, tokenizer)  # it takes its time, and the engine still loads
         info = client.wait()
-        return Loaded(client, info, tokenizer, Completer(client, tokenizer, template, info))
+        completer = Completer(client, tokenizer, template, info, looked=True, answers=answers)
+        return Loaded(client, info, tokenizer, completer)
     except BaseException:
         client.stop()
         raise

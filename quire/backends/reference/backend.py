@@ -192,7 +192,7 @@ class ReferenceOps:
             before = np.zeros_like(x, shape=states.shape[1:]) if walk.load < 0 else states[walk.load]
             seen = np.concatenate([before, x[walk.rows]])
             n = len(seen) - past
-            out[walk.rows] = silu(sum(f * seen[j : j + n] for j, f in enumerate(factors)))
+            out[walk.rows] = silu(np.asarray(sum(f * seen[j : j + n] for j, f in enumerate(factors))))
             for done, page in walk.stops:
                 states[page] = seen[done : done + past]
         return out
