@@ -51,13 +51,20 @@ const drive = async (model) => {
   const streamed = streamText(loop);
   await streamed.consumeStream();
   out.streamedLoop = { told: await streamed.text, steps: (await streamed.steps).length, asked: [...asked] };
-  const forced = await generateText({ ...loop, messages: undefined, prompt, toolChoice: "required", stopWhen: stepCountIs(1) });
-  out.forced = forced.toolCalls.map((c) => [c.toolName, typeof c.input.city]);
 
   const City = z.object({ name: z.enum(["Paris", "Rome"]), rank: z.number().int().min(1).max(9) });
+  const forced = await generateText({
+    model,
+    prompt,
+    ...plain,
+    maxOutputTokens: 300,
+    tools: { get_weather, note: tool({ inputSchema: City, strict: true }) },
+    toolChoice: { type: "tool", toolName: "note" },
+  });
+  out.forced = forced.toolCalls.map((c) => [c.toolName, c.input]);
   const output = Output.object({ schema: City });
-  out.object = (await generateText({ model, prompt, ...plain, maxOutputTokens: 60, output })).output;
-  const partial = streamText({ model, prompt, ...plain, maxOutputTokens: 60, output });
+  out.object = (await generateText({ model, prompt, ...plain, maxOutputTokens: 300, output })).output;
+  const partial = streamText({ model, prompt, ...plain, maxOutputTokens: 300, output });
   out.partials = 0;
   for await (const _ of partial.partialOutputStream) out.partials++;
   out.streamedObject = await partial.output;

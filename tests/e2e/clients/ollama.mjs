@@ -65,7 +65,7 @@ const format = {
   required: ["city", "rank"],
   additionalProperties: false,
 };
-out.format = JSON.parse((await client.chat({ model, messages, format, options: { ...options, num_predict: 60 } })).message.content);
+out.format = JSON.parse((await client.chat({ model, messages, format, options: { ...options, num_predict: 300 } })).message.content);
 const thought = await client.chat({ model, messages, think: true, options });
 out.thought = { thinking: thought.message.thinking ?? "", text: thought.message.content };
 

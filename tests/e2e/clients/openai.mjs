@@ -52,7 +52,7 @@ const parsed = await client.chat.completions.parse({
   model,
   messages: ask,
   temperature: 0,
-  max_tokens: 60,
+  max_tokens: 300,
   response_format: zodResponseFormat(City, "city"),
 });
 out.parsed = parsed.choices[0].message.parsed;
@@ -60,7 +60,7 @@ const strict = await client.chat.completions.parse({
   model,
   messages: ask,
   temperature: 0,
-  max_tokens: 60,
+  max_tokens: 300,
   tools: [zodFunction({ name: "city", parameters: City })],
   tool_choice: "required",
   parallel_tool_calls: false,
