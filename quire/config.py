@@ -87,6 +87,10 @@ class EngineConfig:
     max_waiting: int = 1024  # requests in the queue
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
+    loras: tuple[tuple[str, str], ...] = ()  # adapters to load at start: names and paths
+    runtime_lora: bool = False  # adapters may be loaded later too
+    max_loras: int = 8  # adapters at once, where there are any
+    max_lora_rank: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class ServerConfig:
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
+    runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
 
 
 def parse_size(text: str) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.backends.batch import Batch, Table
+from quire.backends.cases_adapt import adapt_programs
 from quire.backends.ops import KV, KV_DTYPES, Forward, Ops, Tensor
 from quire.layouts import Affine, Dense, Experts, Floats, Layout, Rope, Routing
 
@@ -105,6 +106,13 @@ def linear_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) ->
                 x[0, 40] = 1000.0
                 steps.append(Step(single(tokens), {"x": x}, linear_bound(weight, x)))
             yield Case(f"linear-{label}-{n}x{k}", forward, steps, {"x": k})
+
+
+def adapt_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """See cases_adapt.py."""
+    for made in adapt_programs(rng, single):
+        steps = [Step(batch, inputs, lambda _, bound=bound: bound) for batch, inputs, bound in made.steps]
+        yield Case(made.name, made.forward, steps, made.widths)
 
 
 def linear_bound(weight: Layout, x: Floats) -> Bound:

@@ -60,6 +60,7 @@ def command(
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[str, Option(help="With cuda and torch: fp8, int8, int4, keep (a file's 4 bits).")] = "none",
+    lora: Annotated[str | None, Option(help="A LoRA adapter to answer with: a PEFT folder or a GGUF file.")] = None,
     deterministic: Annotated[
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
     ] = False,
@@ -90,6 +91,7 @@ def command(
     text = ask(prompt or [])
     if text is None and constraint is not None:
         raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
+    adapted: Options = {} if lora is None else {"loras": {"lora": lora}, "lora": "lora"}
     with Spinner("loading"), _no_collections():
         llm = load(
             model,
@@ -104,6 +106,7 @@ def command(
             quantize=quantize,
             deterministic=deterministic,
             max_seqs=SEQUENCES,
+            **adapted,
         )
     try:
         if stats:

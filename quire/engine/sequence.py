@@ -117,4 +117,5 @@ class Sequence:
             preemptions=self.preemptions,
             seed=self.seed,
             enforced="" if self.request.constraint is None else self.request.constraint.kind,
+            adapter=self.request.adapter,
         )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -42,6 +42,9 @@ class Options(TypedDict, total=False):
     max_waiting: int  # requests in the queue
     depth: int  # steps in flight beyond the one being planned
     prefix_cache: bool
+    loras: Mapping[str, str]  # LoRA adapters, by name: PEFT folders or GGUF files
+    lora: str  # the adapter for calls that name none
+    max_lora_rank: int
     default_params: SamplingParams  # for calls without parameters
     progress: bool | None  # show downloads and batches on stderr: on a terminal or in a notebook
 
@@ -63,12 +66,30 @@ class AsyncLLM:
         progress = options.pop("progress", None)
         self._progress = on_screen() if progress is None else progress
         memory = to_bytes(options.pop("kv_memory", None))
+        self._lora = options.pop("lora", "")
+        loras = tuple(options.pop("loras", {}).items())
         settings = cast("dict[str, Any]", options)
         # A batch of any size is fine: whoever asks is the one who waits.
-        self._config = EngineConfig(path="", name=model, kv_memory=memory, **{"max_waiting": 1 << 20, **settings})
+        settings = {"max_waiting": 1 << 20, "max_loras": max(1, len(loras)), **settings}
+        self._config = EngineConfig(path="", name=model, kv_memory=memory, loras=loras, **settings)
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
         self._closed = False
+
+    def _adapter(self, name: str | None) -> str:
+        """The adapter that a call means."""
+        chosen = self._lora if name is None else name
+        known = [own for own, _ in self._config.loras]
+        if chosen and chosen not in known:
+            raise BadRequest(f"there is no adapter {chosen!r}: there are {known}", param="lora")
+        return chosen
+
+    def _adapters(self, names: str | Sequence[str] | None, count: int) -> list[str]:
+        """The adapters of several prompts."""
+        listed = [names] * count if names is None or isinstance(names, str) else list(names)
+        if len(listed) != count:
+            raise BadRequest(f"{len(listed)} adapters for {count} prompts: give one for all, or one each", param="lora")
+        return [self._adapter(name) for name in listed]
 
     # Life.
 
@@ -116,17 +137,20 @@ class AsyncLLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Continue each prompt; outputs come in the order of the prompts.
 
         A prompt is text, or a list of token ids taken as they are. `params` is for all of them, or one each. All prompts
         are checked before the first one runs. With a constraint, every answer that ends by itself satisfies it.
+        `lora` names an adapter of the model for all of them, or one each; "" is the model as it is.
         """
         loaded = await self._ready()
         listed = as_prompts(prompts)
         each = zip(listed, self._params(params, len(listed)), strict=True)
-        jobs = [await loaded.job(p, q, constraint) for p, q in each]
+        names = self._adapters(lora, len(listed))
+        jobs = [await loaded.job(p, q, constraint, a) for (p, q), a in zip(each, names, strict=True)]
         return await self._gather(loaded, jobs, progress)
 
     async def chat(
@@ -135,13 +159,15 @@ class AsyncLLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists."""
         loaded = await self._ready()
         talks = conversations(messages)
         each = zip(talks, self._params(params, len(talks)), strict=True)
-        jobs = [await loaded.talk(m, q, constraint) for m, q in each]
+        names = self._adapters(lora, len(talks))
+        jobs = [await loaded.talk(m, q, constraint, a) for (m, q), a in zip(each, names, strict=True)]
         return await self._gather(loaded, jobs, progress)
 
     async def embed(
@@ -170,10 +196,10 @@ class AsyncLLM:
         return [one.score for one in made]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None, lora: str | None = None
     ) -> AsyncTextStream:
         """The continuation of one prompt, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p, constraint), params))
+        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p, constraint, self._adapter(lora)), params))
 
     def stream_chat(
         self,
@@ -181,9 +207,10 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | None = None,
     ) -> AsyncTextStream:
         """The answer to one conversation, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p, constraint), params))
+        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p, constraint, self._adapter(lora)), params))
 
     # Inside.
 

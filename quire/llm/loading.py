@@ -54,21 +54,27 @@ class Loaded:
 
         return Embedder(self.client, self.tokenizer, self.info)
 
-    async def job(self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None) -> Job:
+    async def job(self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None, lora: str = "") -> Job:
         """A prompt, checked."""
         if isinstance(prompt, str):
-            return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint)
-        return self._job(None, _ids(prompt, self.info.vocab_size), params, constraint)
+            return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint, lora)
+        return self._job(None, _ids(prompt, self.info.vocab_size), params, constraint, lora)
 
     async def talk(
-        self, messages: Sequence[Message], params: SamplingParams, constraint: Constraint | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        lora: str = "",
     ) -> Job:
         """A conversation, rendered and checked."""
-        return self._job(None, await self.completer.encode_chat(list(messages)), params, constraint)
+        return self._job(None, await self.completer.encode_chat(list(messages)), params, constraint, lora)
 
-    def _job(self, text: str | None, tokens: list[int], params: SamplingParams, constraint: Constraint | None) -> Job:
+    def _job(
+        self, text: str | None, tokens: list[int], params: SamplingParams, constraint: Constraint | None, lora: str
+    ) -> Job:
         name = f"{self._prefix}-{next(self._count)}"
-        generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint)
+        generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint, adapter=lora)
         self.completer.check(generation)
         return Job(generation, Output(text, tokens, [Completion(index=i) for i in range(params.n)]))
 

@@ -79,11 +79,12 @@ class LLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Continue each prompt; see AsyncLLM.generate. Ctrl-C aborts all of them."""
         self._async._have()
-        return self._loop.run(self._async.generate(prompts, params, constraint=constraint, progress=progress))
+        return self._loop.run(self._async.generate(prompts, params, constraint=constraint, lora=lora, progress=progress))
 
     def chat(
         self,
@@ -91,11 +92,12 @@ class LLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; see AsyncLLM.chat."""
         self._async._have()
-        return self._loop.run(self._async.chat(messages, params, constraint=constraint, progress=progress))
+        return self._loop.run(self._async.chat(messages, params, constraint=constraint, lora=lora, progress=progress))
 
     def embed(
         self,
@@ -115,11 +117,16 @@ class LLM:
         return self._loop.run(self._async.score(query, documents, truncate=truncate))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+        lora: str | None = None,
     ) -> TextStream:
         """The continuation of one prompt, as it comes."""
         self._async._have()
-        return TextStream(self._async.stream(prompt, params, constraint=constraint), self._loop)
+        return TextStream(self._async.stream(prompt, params, constraint=constraint, lora=lora), self._loop)
 
     def stream_chat(
         self,
@@ -127,10 +134,11 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | None = None,
     ) -> TextStream:
         """The answer to one conversation, as it comes."""
         self._async._have()
-        return TextStream(self._async.stream_chat(messages, params, constraint=constraint), self._loop)
+        return TextStream(self._async.stream_chat(messages, params, constraint=constraint, lora=lora), self._loop)
 
 
 class TextStream:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from quire.backends.torch.sampler import RULED_OUT
 from quire.runner.capture import Decoder, DeviceState
 from quire.runner.device_wishes import Asked, SlotWishes
 from quire.runner.intake import Intake, Pending, Works, reason
+from quire.runner.lora import Loras
 from quire.runner.plan import Logprob, Plan, Result, Row, Work
 from quire.runner.prompts import Prompter
 from quire.runner.sampler import Masks
@@ -185,6 +186,20 @@ class DeviceRunner:
         """forward, sample and result in one."""
         return self.sample(self.forward(plan)).result()
 
+    @property
+    def loras(self) -> Loras | None:
+        """The adapters that plans may name; changed with `between` alone."""
+        return self._intake.loras
+
+    @loras.setter
+    def loras(self, loras: Loras) -> None:
+        self._intake.loras = loras
+
+    @torch.inference_mode()
+    def between(self, task: Callable[[], None]) -> None:
+        """Do something after every step that was given, and before the next: they are in one stream."""
+        task()
+
     def close(self) -> None:
         """Read what was launched. Harmless when called again."""
         if not self._closed:
@@ -232,13 +247,14 @@ class DeviceRunner:
         pending.asked = self._wishes.ask(slots, self._slots.position[slots])
         where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
-        if decoding and self._decoder is not None:
+        plain = batch.adapters is None  # what is captured has no adapters
+        if plain and decoding and self._decoder is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             sharing = self._sharing
             pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
-        elif self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
+        elif plain and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
             more = self._more(pending)
             pending.logits, pending.sent = self._prompter.run(size, batch, own, where, pages, more)
         else:
@@ -280,7 +296,9 @@ class DeviceRunner:
         kinds = len(pages)
         writes = [batch.table(g).write for g in range(kinds)]
         arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.logit_rows, own, where, *pages, *writes)
-        sent = self._staging.send([*arrays, *self._more(pending)])
+        adapted = [] if batch.adapters is None else [batch.adapters]
+        sent = self._staging.send([*arrays, *self._more(pending), *adapted])
+        adapters = sent.pop() if adapted else None
         ids, pos, q_start, kv_len, rows, slots, places = sent[:7]
         pending.sent = sent[len(arrays) :]
         if where.size:
@@ -299,6 +317,7 @@ class DeviceRunner:
                 longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
                 reach=int(batch.kv_len.max()),
                 host=batch,
+                adapters=adapters,
             )
         )
 

@@ -12,10 +12,13 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.observe.errors import QuireError
 from quire.runner.batch_builder import BadWork, BatchBuilder
+from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Row, Work
 from quire.runner.slots import Slots
 
@@ -43,6 +46,7 @@ class Intake:
     def __init__(
         self, kv: KV, *, vocab_size: int, max_seqs: int, max_tokens: int, max_context: int, max_rows: int
     ) -> None:
+        self.loras: Loras | None = None  # the adapters that sequences may name
         if max_rows < max_seqs:
             raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
         self.slots = Slots(
@@ -71,6 +75,8 @@ class Intake:
         for new in plan.opened:
             try:
                 slots.open(new)
+                if new.adapter:
+                    slots.adapter[new.slot] = self._adapter(new.adapter)
             except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
         for work in plan.work:
@@ -80,12 +86,18 @@ class Intake:
                 except ValueError as error:
                     slots.fail([work.slot], str(error))
 
+    def _adapter(self, key: str) -> int:
+        if self.loras is None:
+            raise ValueError(f"the adapter {key!r} is not loaded: this program has no adapters")
+        return self.loras.slot_of(key)
+
     def build(self, pending: Pending, arrange: Callable[[Works], Works] | None = None) -> Batch | None:
         """The batch of all the work that can be done; the rest is answered with its error. None when nothing is left.
 
         `arrange` may put the rows in another order.
         """
         works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
+        works = self._together(works)
         works = pending.works = works if arrange is None else arrange(works)
         while works:
             try:
@@ -95,6 +107,16 @@ class Intake:
                 self.fail(pending, [index], str(error))
                 del works[index]
         return None
+
+    def _together(self, works: Works) -> Works:
+        """Rows of one adapter follow one another: they are one product. No result depends on it."""
+        if self.loras is None or not works:
+            return works
+        used = self.slots.adapter[[w.slot for w in works.values()]]
+        if (used[1:] >= used[:-1]).all():
+            return works
+        places = list(works)
+        return {places[at]: works[places[at]] for at in np.argsort(used, kind="stable").tolist()}
 
     def fail(self, pending: Pending, indices: Iterable[int], why: str) -> None:
         """Answer these rows with an error, and let their slots remember it."""

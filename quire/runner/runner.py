@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from quire.backends.ops import KV, Program
 from quire.layouts import Floats
 from quire.runner.intake import Intake, Pending, reason
+from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Work
 from quire.runner.sampler import Masks, Sampler
 
@@ -122,6 +124,28 @@ class Runner:
     def step(self, plan: Plan) -> Result:
         """forward, sample and result in one."""
         return self.sample(self.forward(plan)).result()
+
+    @property
+    def loras(self) -> Loras | None:
+        """The adapters that plans may name; changed with `between` alone."""
+        return self._intake.loras
+
+    @loras.setter
+    def loras(self, loras: Loras) -> None:
+        self._intake.loras = loras
+
+    def between(self, task: Callable[[], None]) -> None:
+        """Do something after every step that was given, and before the next. Waits for it, and raises what it raises."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(task())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._submit(run)
+        done.result()
 
     def close(self) -> None:
         """Finish what was given, then stop the worker. Harmless when called again."""

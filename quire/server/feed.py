@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from starlette.types import Receive
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
 from quire.server.errors import ClientGone, engine_error
-from quire.server.service import Service
+from quire.server.service import ADAPTER, Service
 
 KEEP_ALIVE_SECONDS = 10.0
 
@@ -36,7 +37,8 @@ class Feed:
     def __init__(self, service: Service, generations: list[Generation], receive: Receive, arrived: float):
         self.service = service
         self.completer = service.ready()
-        self.generations = generations
+        chosen = ADAPTER.get()
+        self.generations = [replace(g, adapter=chosen) for g in generations] if chosen else generations
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
         self._items: list[News] = []

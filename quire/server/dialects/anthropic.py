@@ -53,7 +53,7 @@ def register(app: FastAPI, service: Service) -> None:
         left = room(service, prompt)
         # max_tokens must be sent here, and clients send large ones: the context may end the answer first, and says so.
         sampling = msgspec.structs.replace(sampling, max_tokens=min(asked.max_tokens, left))
-        answer = _Answer(service.name, len(prompt), asked.max_tokens > left)
+        answer = _Answer(service.answering, len(prompt), asked.max_tokens > left)
         generation = Generation(id=secrets.token_hex(12), prompt=prompt, sampling=sampling)
         feed = Feed(service, [generation], request.receive, arrived)
         if asked.stream:
