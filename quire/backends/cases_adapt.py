@@ -91,7 +91,9 @@ def _taken(rng: np.random.Generator, single: Any) -> Made:
 
     steps = []
     for rows in ([4], [6, 0, 3], [5, 5, 1, 2]):
-        batch = replace(single(7), adapters=np.array((0, 0, 1, -1, 2, 1, 0), np.int32), logit_rows=np.array(rows, np.int32))
+        batch = replace(
+            single(7), adapters=np.array((0, 0, 1, -1, 2, 1, 0), np.int32), logit_rows=np.array(rows, np.int32)
+        )
         steps.append((batch, {"x": _floats(rng, 7, k)}, np.full((len(rows), n), 1e-4, np.float32)))
     return Made("adapt-taken", forward, steps, {"x": k})
 

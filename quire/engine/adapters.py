@@ -49,7 +49,9 @@ class _Resident:
 class Adapters:
     """The adapters of one engine. Used from its thread."""
 
-    def __init__(self, sites: Sites, program: Adapts, runner: Ordered, slots: int, memory: Callable[[], int] | None = None):
+    def __init__(
+        self, sites: Sites, program: Adapts, runner: Ordered, slots: int, memory: Callable[[], int] | None = None
+    ):
         """`memory` says what is free where pairs are kept; None: nobody knows."""
         self._sites = sites
         self._runner = runner
@@ -69,10 +71,15 @@ class Adapters:
     def load(self, name: str, path: str) -> AdapterInfo:
         """Read an adapter and make it ready. Raises a QuireError, and then nothing has changed."""
         if not NAME.fullmatch(name):
-            raise BadRequest(f"{name[:128]!r} is not a name for an adapter: letters, digits and ._:/@+-", param="lora_name")
+            raise BadRequest(
+                f"{name[:128]!r} is not a name for an adapter: letters, digits and ._:/@+-", param="lora_name"
+            )
         if name in self._named:
             raise BadRequest(
-                f"an adapter {name!r} is loaded already", cure="unload it first", param="lora_name", code="adapter_exists"
+                f"an adapter {name!r} is loaded already",
+                cure="unload it first",
+                param="lora_name",
+                code="adapter_exists",
             )
         if not self._loras.room:
             leaving = sum(r.leaving for r in self._residents.values())

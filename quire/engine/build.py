@@ -107,9 +107,7 @@ def build_engine(
     kv = pool_of(config, model).sized(sizes.groups)
     watch.lap("sizes")
     try:
-        program = backend.compile(
-            forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
-        )
+        program = backend.compile(forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed)
     except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
         raise NotEnoughMemory(
             f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",

@@ -196,10 +196,17 @@ class AsyncLLM:
         return [one.score for one in made]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None, lora: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+        lora: str | None = None,
     ) -> AsyncTextStream:
         """The continuation of one prompt, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p, constraint, self._adapter(lora)), params))
+        return AsyncTextStream(
+            self._stream(lambda loaded, p: loaded.job(prompt, p, constraint, self._adapter(lora)), params)
+        )
 
     def stream_chat(
         self,
@@ -210,7 +217,9 @@ class AsyncLLM:
         lora: str | None = None,
     ) -> AsyncTextStream:
         """The answer to one conversation, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.talk(messages, p, constraint, self._adapter(lora)), params))
+        return AsyncTextStream(
+            self._stream(lambda loaded, p: loaded.talk(messages, p, constraint, self._adapter(lora)), params)
+        )
 
     # Inside.
 

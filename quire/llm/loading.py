@@ -54,7 +54,9 @@ class Loaded:
 
         return Embedder(self.client, self.tokenizer, self.info)
 
-    async def job(self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None, lora: str = "") -> Job:
+    async def job(
+        self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None, lora: str = ""
+    ) -> Job:
         """A prompt, checked."""
         if isinstance(prompt, str):
             return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint, lora)

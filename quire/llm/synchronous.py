@@ -84,7 +84,9 @@ class LLM:
     ) -> list[Output]:
         """Continue each prompt; see AsyncLLM.generate. Ctrl-C aborts all of them."""
         self._async._have()
-        return self._loop.run(self._async.generate(prompts, params, constraint=constraint, lora=lora, progress=progress))
+        return self._loop.run(
+            self._async.generate(prompts, params, constraint=constraint, lora=lora, progress=progress)
+        )
 
     def chat(
         self,

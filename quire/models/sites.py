@@ -111,7 +111,9 @@ class Sites:
         heads = config.heads if name.endswith(".q_proj") else config.kv_heads if name.endswith(".k_proj") else 0
         if not heads:
             return lora.b
-        return Dense(np.ascontiguousarray(lora.b.data[reorder(lora.b.shape[0], heads, self._order in PERMUTED)]), lora.b.dtype)
+        return Dense(
+            np.ascontiguousarray(lora.b.data[reorder(lora.b.shape[0], heads, self._order in PERMUTED)]), lora.b.dtype
+        )
 
     def _candidates(self, tensors: Tensors, slots: int) -> Iterator[tuple[int, tuple[Origin, Site]]]:
         """Matrices whose name is a projection's. Which of them are multiplied by is found by recording."""

@@ -1,7 +1,7 @@
 """A LoRA adapter in a GGUF file, as llama.cpp converts them: general.type is "adapter", adapter.type is "lora".
 
-    NAME.lora_a   [r, k]      NAME is a tensor of the base model, such as blk.0.attn_q.weight
-    NAME.lora_b   [n, r]      adapter.lora.alpha counts for all of them; 0 means that nothing is scaled
+NAME.lora_a   [r, k]      NAME is a tensor of the base model, such as blk.0.attn_q.weight
+NAME.lora_b   [n, r]      adapter.lora.alpha counts for all of them; 0 means that nothing is scaled
 """
 
 from __future__ import annotations

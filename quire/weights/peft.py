@@ -142,6 +142,8 @@ class _Scales:
         if values is None:
             return {}
         if len(values.raw) > MAX_PATTERNS or any(len(k) > 256 for k in values.raw):
-            raise BadModelFile(f"{config.where}: {key} has {len(values.raw)} patterns: at most {MAX_PATTERNS} short ones")
+            raise BadModelFile(
+                f"{config.where}: {key} has {len(values.raw)} patterns: at most {MAX_PATTERNS} short ones"
+            )
         found: dict[str, Any] = {k: values.number(k) for k in values.raw}
         return found

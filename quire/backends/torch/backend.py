@@ -160,9 +160,7 @@ class TorchBackend:
         self.weights.load(list(groups(program)), packed, products(program), kept_back(program), stacks(program))
         return program
 
-    def _steps(
-        self, program: list[Instruction], recording: Recording, kernels: TorchKernels, held: Stacks
-    ) -> Steps:
+    def _steps(self, program: list[Instruction], recording: Recording, kernels: TorchKernels, held: Stacks) -> Steps:
         number: dict[Value, int] = {v: n for n, v in enumerate(recording.inputs.values())}
         for i in program:
             for v in i.writes():

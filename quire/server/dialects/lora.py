@@ -48,7 +48,11 @@ def register(app: FastAPI, service: Service) -> None:
             raise BadRequest(f"lora_path must be a path of 1 to {MAX_PATH} characters", param="lora_path")
         try:
             made = await client.load_adapter(asked.lora_name, asked.lora_path)
-        except (BadModelFile, Unsupported, NotEnoughMemory) as e:  # whoever may name a path may know what is wrong there
+        except (
+            BadModelFile,
+            Unsupported,
+            NotEnoughMemory,
+        ) as e:  # whoever may name a path may know what is wrong there
             raise BadRequest(e.message, cure=e.cure, param="lora_path", code=e.code) from e
         told = {"id": made.name, "parent": service.name, "rank": made.rank, "bytes": made.nbytes}
         return _json({"status": "loaded", **told})

@@ -21,7 +21,7 @@ from quire.runner.params import SamplingParams
 pytest.importorskip("torch", reason="needs the test extra: torch makes the model")
 pytest.importorskip("peft", reason="needs the test extra: peft makes the adapters")
 
-from tests.unit.models import adapters, folders, tiny  # noqa: E402
+from tests.unit.models import adapters, folders, tiny
 
 PROMPT = np.random.default_rng(1).integers(3, 120, 50).tolist()
 

@@ -24,7 +24,9 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-def save(model: Any, path: Path, targets: Sequence[str] = EVERY, *, r: int = 4, seed: int = 0, dtype: Any = None, **more: Any) -> Any:
+def save(
+    model: Any, path: Path, targets: Sequence[str] = EVERY, *, r: int = 4, seed: int = 0, dtype: Any = None, **more: Any
+) -> Any:
     """A random adapter of the model in a folder; returns the model with it, as PEFT computes it."""
     import peft
     import torch
@@ -73,7 +75,9 @@ def convert(model: Any, folder: Path, path: Path, arch: str = "llama", pairs: bo
 class Adapted:
     """A model with some adapters in its slots, on one backend; every row's logits are wanted."""
 
-    def __init__(self, path: Path, adapters: Sequence[Path], backend: str, most: int = 256, threads: int = 2, **where: Any):
+    def __init__(
+        self, path: Path, adapters: Sequence[Path], backend: str, most: int = 256, threads: int = 2, **where: Any
+    ):
         checkpoint = open_checkpoint(path)
         self.model = models.load(checkpoint)
         self.pages = -(-most // 16)

@@ -155,5 +155,5 @@ def test_an_adapter_of_another_model_is_refused_with_the_numbers(tmp_path: Path)
     with pytest.raises(BadModelFile, match=r"layers\.2\.mlp\.up_proj.*no module of this model.*q_proj"):
         Adapted(path, [tmp_path / "deep"], "reference")
     adapters.save(model, tmp_path / "high", ("up_proj",), r=65)
-    with pytest.raises(BadRequest, match="rank is 65, and at most 64.*--max-lora-rank 65"):
+    with pytest.raises(BadRequest, match=r"rank is 65, and at most 64.*--max-lora-rank 65"):
         Adapted(path, [tmp_path / "high"], "reference")

@@ -111,7 +111,7 @@ def test_missing_and_pickled_files(tmp_path: Path):
     with pytest.raises(Unsupported, match=r"adapter_model\.bin is a pickle.*safetensors"):
         open_adapter(path)
     (path / "adapter_model.bin").unlink()
-    with pytest.raises(NotFound, match="there is no adapter_model.safetensors"):
+    with pytest.raises(NotFound, match=r"there is no adapter_model\.safetensors"):
         open_adapter(path)
 
 
