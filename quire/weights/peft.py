@@ -39,6 +39,7 @@ REFUSED = {
     "layer_replication": "layers that are there several times",
     "alora_invocation_tokens": "aLoRA: rows that switch it on",
 }
+COPIES = (".base_layer.weight", ".embed_tokens.weight", ".lm_head.weight")
 # Ways to begin training that change the base as well: the pairs alone are not what was trained.
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 
@@ -69,7 +70,9 @@ def read_peft(path: str) -> Adapter:
         if match is None:
             raise Unsupported(
                 f"{file}: tensor {name!r} is no half of a pair ({PREFIX}MODULE.lora_A.weight or lora_B.weight)",
-                cure="only plain LoRA on linear modules is supported",
+                cure="a copy of the base's weights: save it with save_embedding_layers=False"
+                if name.endswith(COPIES)
+                else "only plain LoRA on linear modules is supported",
             )
         module = match["module"].removeprefix(PREFIX)
         if match["half"].lower() in (own := halves.setdefault(module, {})):

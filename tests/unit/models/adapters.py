@@ -37,14 +37,14 @@ def save(
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name:
-                parameter.normal_(0.0, 0.15)
+                parameter.normal_(0.0, 0.12)
                 if dtype is not None:
                     parameter.copy_(parameter.to(dtype))
     if dtype is not None:
         for name, parameter in made.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.to(dtype)
-    made.save_pretrained(path)
+    made.save_pretrained(path, save_embedding_layers=False)
     return made.float()
 
 

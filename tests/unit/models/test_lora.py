@@ -23,7 +23,8 @@ def exact(model: Any, tokens: list[int]) -> np.ndarray:
         return model(torch.tensor([tokens])).logits[0].float().numpy()
 
 
-def close(got: np.ndarray, want: np.ndarray, share: float = 4e-3) -> None:
+def close(got: np.ndarray, want: np.ndarray, share: float = 8e-3) -> None:
+    """What is left is rounding keys and values to float16; adapters make them larger."""
     assert got.shape == want.shape
     assert np.abs(got - want).max() < share * want.std(), f"{np.abs(got - want).max() / want.std():.1e}"
 
@@ -91,7 +92,7 @@ def test_either_kind_of_adapter_fits_either_kind_of_model(name: str, adapter: st
 @pytest.mark.parametrize("quantize", [None, "Q8_0"])
 def test_a_row_gets_the_same_bits_in_any_mixture(quantize: str | None, tmp_path: Path):
     """Three adapters of different ranks and none, prompts and single rows, in one step and alone, with one thread and two."""
-    model = tiny.build(hidden_size=128, intermediate_size=192)
+    model = tiny.build(hidden_size=128, num_attention_heads=4, intermediate_size=192)
     path = tiny.write_gguf(model, tmp_path / "m.gguf", quantize)
     given = [tmp_path / f"a{i}" for i in range(3)]
     for i, (r, targets) in enumerate([(4, EVERY), (16, EVERY), (33, ("q_proj", "down_proj"))]):
@@ -105,7 +106,7 @@ def test_a_row_gets_the_same_bits_in_any_mixture(quantize: str | None, tmp_path:
         alone.append([loaded.logits(p, s) for p, s in zip(prompts, slots, strict=True)])
     for one, two in zip(*alone, strict=True):
         np.testing.assert_array_equal(one, two)
-    pages = [[4 * i, 4 * i + 1, 4 * i + 2] for i in range(5)]
+    pages = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(5)]
     first = loaded.mixed([(0, p[:-1], s, at) for p, s, at in zip(prompts, slots, pages, strict=True) if len(p) > 1])
     last = loaded.mixed([(len(p) - 1, p[-1:], s, at) for p, s, at in zip(prompts, slots, pages, strict=True)])
     begun = iter(first)
@@ -121,7 +122,7 @@ def test_a_row_gets_the_same_bits_in_any_mixture(quantize: str | None, tmp_path:
 def test_a_program_with_sites_gives_a_plain_row_the_bits_of_one_without(tmp_path: Path):
     from tests.unit.models.programs import Loaded
 
-    path = tiny.write_gguf(tiny.build(hidden_size=128), tmp_path / "m.gguf", "Q8_0")
+    path = tiny.write_gguf(tiny.build(hidden_size=128, num_attention_heads=4), tmp_path / "m.gguf", "Q8_0")
     with_sites = Adapted(path, [], "native", most=64).logits(TOKENS, -1, 9)
     np.testing.assert_array_equal(with_sites, Loaded(path, "native", most=64).logits(TOKENS, 9))
 
