@@ -91,7 +91,6 @@ def command(
     text = ask(prompt or [])
     if text is None and constraint is not None:
         raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
-    adapted: Options = {} if lora is None else {"loras": {"lora": lora}, "lora": "lora"}
     with Spinner("loading"), _no_collections():
         llm = load(
             model,
@@ -106,7 +105,8 @@ def command(
             quantize=quantize,
             deterministic=deterministic,
             max_seqs=SEQUENCES,
-            **adapted,
+            loras={} if lora is None else {"lora": lora},
+            lora="" if lora is None else "lora",
         )
     try:
         if stats:

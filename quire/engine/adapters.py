@@ -31,8 +31,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 class Ordered(Protocol):
     """A runner that has adapters."""
 
-    loras: Loras | None
-
+    def adopt(self, loras: Loras) -> None: ...
     def between(self, task: Callable[[], None]) -> None: ...
 
 
@@ -56,7 +55,8 @@ class Adapters:
         self._sites = sites
         self._runner = runner
         self._slots = slots
-        self._loras = runner.loras = Loras(program, slots)
+        self._loras = Loras(program, slots)
+        runner.adopt(self._loras)
         self._memory = memory
         self._named: dict[str, _Resident] = {}
         self._residents: dict[str, _Resident] = {}  # by key; also those that are leaving

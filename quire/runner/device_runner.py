@@ -186,13 +186,8 @@ class DeviceRunner:
         """forward, sample and result in one."""
         return self.sample(self.forward(plan)).result()
 
-    @property
-    def loras(self) -> Loras | None:
-        """The adapters that plans may name; changed with `between` alone."""
-        return self._intake.loras
-
-    @loras.setter
-    def loras(self, loras: Loras) -> None:
+    def adopt(self, loras: Loras) -> None:
+        """The adapters that plans may name; changed within `between` alone."""
         self._intake.loras = loras
 
     @torch.inference_mode()

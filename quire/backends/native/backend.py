@@ -352,9 +352,9 @@ class NativeBackend:
         self, s: Segment, slots: dict[Value, int], numbers: dict[Site, int]
     ) -> tuple[Any, Any, int, int, int, int, int]:
         residual = -1 if s.residual is None else slots[s.residual]
-        adapted = (-1, -1) if s.site is None or s.shrunk is None else (numbers[s.site], slots[s.shrunk])
-        own = self._packed[id(s.weight)][1], self._vector(s.bias)
-        return *own, slots[s.x], slots.get(s.out, -1), residual, *adapted
+        weight, bias = self._packed[id(s.weight)][1], self._vector(s.bias)
+        site, shrunk = (-1, -1) if s.site is None or s.shrunk is None else (numbers[s.site], slots[s.shrunk])
+        return weight, bias, slots[s.x], slots.get(s.out, -1), residual, site, shrunk
 
     def _vector(self, w: Layout | None) -> Any:
         """The handle of a vector; None for none."""
