@@ -1,11 +1,12 @@
 """Where the time of a step goes on a GPU: kernels by name and the host's share, for kinds of steps of a whole engine.
 
-    python -m benchmarks.gpu_profile [--shape llama-3.1-8b] [--kinds prompt mixed decode shared]
+    python -m benchmarks.gpu_profile [--shape llama-3.1-8b] [--kinds prompt mixed decode shared one]
 
     prompt   fresh prompts of 512 tokens, as many as a step takes
     mixed    a step of prompts beside 240 sequences that decode
     decode   256 sequences of 512 tokens and more
     shared   256 sequences that share 2,048 tokens and have 64 of their own
+    one      a single sequence
 
 Steps run one at a time (depth 0), so host and device add up; with --depth 1 they overlap as in an engine at work.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from benchmarks.gpu import Bench, add_engine_options
 
-KINDS = ("prompt", "mixed", "decode", "shared")
+KINDS = ("prompt", "mixed", "decode", "shared", "one")
 STEPS = 6
 
 
@@ -113,6 +114,7 @@ def main() -> None:
     args.depth = args.depth or 0
     b = Bench(args, (1.0, 1.0))
     prepare: dict[str, Any] = {"prompt": prompt, "mixed": mixed, "decode": decode, "shared": shared}
+    prepare["one"] = lambda b: decode(b, 1)
     for name in args.kinds:
         prepare[name](b)
         measure(b, name, args.top)

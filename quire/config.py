@@ -87,6 +87,10 @@ class EngineConfig:
     max_waiting: int = 1024  # requests in the queue
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
+    speculate: str = (
+        "none"  # who guesses tokens ahead, for one step to verify several: "ngram" (what the text said before)
+    )
+    draft_tokens: int = 4  # guesses for a sequence in a step at most
     loras: tuple[tuple[str, str], ...] = ()  # adapters to load at start: names and paths
     runtime_lora: bool = False  # adapters may be loaded later too
     max_loras: int = 8  # adapters at once, where there are any
@@ -102,12 +106,16 @@ class ServerConfig:
     api_key: str | None = None
     max_body: int = 8 * 1024 * 1024
     max_prompts: int = 64  # prompts in one completions request
+    chat_template: str | None = None  # a file whose template takes the place of the model's own
     drain_seconds: float = 30.0
     restarts: int = 5  # engine restarts within a minute before giving up
     hang_seconds: float = 60.0  # silence after which an engine process is killed and restarted; 0: never
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
+    state_dir: Path | None = None  # files, batches and stored responses; None: no files, responses in memory
+    max_file: int = 512 * 1024 * 1024
+    batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
 
 

@@ -257,7 +257,6 @@ class Backend(Protocol):
 
     name: str
     kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
-    kv_groups: bool  # whether a program may have several pools, and rows of the page table that begin with nothing
 
     def compile(
         self,
@@ -301,11 +300,6 @@ class Holds(Protocol):
 
 def check_kv(kv: KV, backend: Backend) -> None:
     """Raises Unsupported where the backend does not keep K and V that way."""
-    if (kv.more or kv.window) and not backend.kv_groups:
-        raise Unsupported(
-            f"the {backend.name} backend keeps every layer's K and V in one pool and for the whole context",
-            cure="join the model's groups into one",
-        )
     if kv.dtype != "f16" and kv.dtype not in backend.kv_dtypes:
         raise Unsupported(f"the {backend.name} backend cannot keep K and V as {kv.dtype}", cure="leave --kv-dtype out")
 

@@ -1,77 +1,146 @@
 """One choice of a generation: engine events in, chunks of text out.
 
-Owns the order of things for a single sequence: detokenize, look for stop strings, attach log probabilities. Knows no
-engine and no asyncio: `Completer` brings it events and acts on `stopped`.
+Owns the order of things for a single sequence: detokenize, tell reasoning and calls from the text, look for stop strings
+in what is left, attach log probabilities. Knows no engine and no asyncio: `Completer` brings it events and acts on
+`stopped`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quire.chat.detokenizer import Detokenizer
 from quire.chat.stop import StopStrings
 from quire.chat.tokenizer import Tokenizer
-from quire.chat.types import Chunk, TokenLogprob, TokenText
+from quire.chat.types import CallPart, Chunk, TokenLogprob, TokenText
 from quire.engine.types import FINISH_STOP, Event
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
 
+if TYPE_CHECKING:
+    from quire.chat.answers.types import Pieces, Reading
+
+
+class _News:
+    """What the tokens of one event became, in order. Within one entry: reasoning, then text, then calls."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[list[str], list[str], list[CallPart]]] = []
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._at(0)[0].append(text)
+
+    def text(self, text: str) -> None:
+        if text:
+            self._at(1)[1].append(text)
+
+    def calls(self, calls: list[CallPart]) -> None:
+        if calls:
+            self._at(2)[2].extend(calls)
+
+    def _at(self, place: int) -> tuple[list[str], list[str], list[CallPart]]:
+        if not self.entries or any(self.entries[-1][place + 1 :]):
+            self.entries.append(([], [], []))
+        return self.entries[-1]
+
 
 class ChoiceStream:
-    """Turns the events of one sequence into chunks. `stopped` is set once a stop string was found."""
+    """Turns the events of one sequence into chunks. `stopped` is set once a stop string was found.
 
-    def __init__(self, index: int, tokenizer: Tokenizer, sampling: SamplingParams):
+    With a `reading`, special tokens in `keep` are written out for its parser, and stop strings look at the text alone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        reading: Reading | None = None,
+        keep: frozenset[int] = frozenset(),
+    ):
         self.index = index
         self.stopped = False
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._detokenizer = Detokenizer(tokenizer, skip_special=sampling.skip_special_tokens)
+        self._parser = None if reading is None else reading.parser()
+        self._detokenizer = Detokenizer(tokenizer, skip_special=sampling.skip_special_tokens, keep=keep)
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop)
         self._count = 0
 
-    def chunk(self, event: Event) -> Chunk | None:
-        """News for the client, or None when the event changes nothing for it."""
+    def chunks(self, event: Event) -> list[Chunk]:
+        """News for the client; none when the event changes nothing for it. The first has the tokens, the last the end."""
         if self.stopped:
             return self._after_stop(event)
-        texts: list[str] = []
+        news = _News()
         used = 0
         for token in event.tokens:
             used += 1
             self._count += 1
             if token == event.stop_id and used == len(event.tokens) and not self._sampling.include_stop:
                 break  # the token that ended the answer is reported, but is not part of the text
-            text = self._detokenizer.feed(token)
             # Until min_tokens the answer may not stop, so the text does not take part in the search.
-            texts.append(self._stops.feed(text) if self._count > self._sampling.min_tokens else text)
-            if self._stops.matched is not None:
-                self.stopped = True
+            self._take(news, self._detokenizer.feed(token), self._count > self._sampling.min_tokens)
+            if self.stopped:
                 break
         if event.finish is not None and not self.stopped:
-            texts.append(self._stops.feed(self._detokenizer.finish()))
-            self.stopped = self._stops.matched is not None
-            texts.append(self._stops.finish())
+            self._take(news, self._detokenizer.finish(), True)
+            if self._parser is not None and not self.stopped:
+                self._sort(news, self._parser.finish(), True)
+            news.text(self._stops.finish())
         if not (event.tokens or event.prompt_logprobs or event.finish):
-            return None
+            return []
         finish, reason = event.finish, self._reason(event)
         if self.stopped:
             # The engine has not said its last word: the chunk with `finish` comes with its receipt.
             finish, reason = (FINISH_STOP, self._stops.matched) if event.finish is not None else (None, None)
-        return Chunk(
-            index=self.index,
-            text="".join(texts),
-            tokens=event.tokens[:used],
-            logprobs=[self._logprob(entry) for entry in event.logprobs[:used]],
-            prompt_logprobs=[self._logprob(entry) for entry in event.prompt_logprobs],
-            finish=finish,
-            stop_reason=reason,
-            error=event.error,
-            param=event.param,
-            receipt=event.receipt,
-        )
+        made: list[Chunk] = []
+        entries = news.entries or [([], [], [])]
+        for i, (reasoning, text, calls) in enumerate(entries):
+            first, last = i == 0, i == len(entries) - 1
+            made.append(
+                Chunk(
+                    index=self.index,
+                    text="".join(text),
+                    reasoning="".join(reasoning),
+                    calls=calls,
+                    tokens=event.tokens[:used] if first else [],
+                    logprobs=[self._logprob(entry) for entry in event.logprobs[:used]] if first else [],
+                    prompt_logprobs=[self._logprob(entry) for entry in event.prompt_logprobs] if first else [],
+                    finish=finish if last else None,
+                    stop_reason=reason if last else None,
+                    error=event.error if last else None,
+                    param=event.param if last else None,
+                    receipt=event.receipt if last else None,
+                )
+            )
+        return made
 
-    def _after_stop(self, event: Event) -> Chunk | None:
+    def _take(self, news: _News, text: str, searching: bool) -> None:
+        if self._parser is None:
+            self._say(news, text, searching)
+        elif text:
+            self._sort(news, self._parser.feed(text), searching)
+
+    def _sort(self, news: _News, pieces: list[Pieces], searching: bool) -> None:
+        for piece in pieces:
+            news.reasoning(piece.reasoning)
+            self._say(news, piece.text, searching)
+            if self.stopped:
+                return  # what follows the stop string is not the client's
+            news.calls(piece.calls)
+
+    def _say(self, news: _News, text: str, searching: bool) -> None:
+        news.text(self._stops.feed(text) if searching else text)
+        self.stopped = self._stops.matched is not None
+
+    def _after_stop(self, event: Event) -> list[Chunk]:
         """The engine's last event after a stop string: what it computed beyond the match is not the client's."""
         if event.finish is None:
-            return None
-        return Chunk(index=self.index, finish=FINISH_STOP, stop_reason=self._stops.matched, receipt=event.receipt)
+            return []
+        return [Chunk(index=self.index, finish=FINISH_STOP, stop_reason=self._stops.matched, receipt=event.receipt)]
 
     def _reason(self, event: Event) -> int | None:
         asked = event.finish == FINISH_STOP and event.stop_id in self._sampling.stop_token_ids

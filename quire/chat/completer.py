@@ -10,23 +10,29 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.chat import protect
+from quire.chat.answers.types import SIGNS
 from quire.chat.choice import ChoiceStream
 from quire.chat.template import ChatTemplate
 from quire.chat.tokenizer import Tokenizer
-from quire.chat.types import Choice, Chunk, Generation
+from quire.chat.types import Call, Choice, Chunk, Generation
 from quire.engine.client import EngineClient
 from quire.engine.grammar import check as check_constraint
-from quire.engine.types import EngineInfo, Event, Request, Vocabulary
+from quire.engine.types import Constraint, EngineInfo, Event, Request, Vocabulary
 from quire.observe.errors import BadModelFile, BadRequest
 
+if TYPE_CHECKING:
+    from quire.chat.answers.check import Score
+    from quire.chat.answers.types import Format, Reading, Tools
+
 THREAD_FROM = 16 * 1024  # characters; longer texts are tokenized in a thread, off the event loop
+TAIL = 64  # tokens of a prompt's end that say whether it opened the reasoning
 
 
 class Completer:
@@ -48,6 +54,9 @@ class Completer:
         self._taught = False
         self._words: Vocabulary | None = None
         self._reading = threading.Lock()
+        self._answers: Format | None = None
+        self._looked = False  # for the format of the answers
+        self._looking = threading.Lock()
 
     # Prompts
 
@@ -110,6 +119,60 @@ class Completer:
                 code="context_length_exceeded",
             )
 
+    # Answers
+
+    @property
+    def answers(self) -> Format | None:
+        """How this model writes reasoning and tool calls, found from its template on first use; None: all it writes is text."""
+        if not self._looked:
+            with self._looking:
+                if not self._looked:
+                    if self.template is not None and self.info.task == "generate" and _shows_more(self.template):
+                        from quire.chat.answers.find import find
+
+                        self._answers = find(self.template, self.tokenizer)
+                    self._looked = True
+        return self._answers
+
+    def score(self) -> Score | None:
+        """How well the format reads what the template writes; takes a good part of a second, and is not needed to answer."""
+        if self.answers is None or self.template is None:
+            return None
+        from quire.chat.answers.check import check
+
+        return check(self.template, self.tokenizer, self.answers)
+
+    async def answering(
+        self, prompt: list[int], tools: Tools, answer: Constraint | None = None
+    ) -> tuple[Reading | None, Constraint | None]:
+        """How to read the answer to a chat prompt, and what it must be: calls where they are demanded, `answer` elsewhere.
+
+        Raises BadRequest where the tools cannot be honoured."""
+        ready = self._looked or self.template is None or not _shows_more(self.template)
+        form = self.answers if ready else await asyncio.to_thread(lambda: self.answers)
+        if tools.forced and not tools.tools:
+            raise BadRequest("tool_choice demands a call, but there are no tools", param="tool_choice")
+        if tools.choice == "named" and all(tool.name != tools.name for tool in tools.tools):
+            raise BadRequest(f"tool_choice names {tools.name!r}, which is not among the tools", param="tool_choice")
+        if tools.tools and tools.choice != "none" and (form is None or not form.calls):
+            raise BadRequest(
+                "this model's chat template writes no tool calls, so it cannot be given tools",
+                param="tools",
+                cure="use a model with tools (quire show MODEL tells), or say in the prompt what it may ask for",
+                code="unsupported_tools",
+            )
+        if form is None:
+            return None, answer
+        tail = self.tokenizer.decode(prompt[-TAIL:], at_start=False)
+        return form.reading(tail, tools), form.constraint(tail, tools, answer)
+
+    def _kept(self) -> frozenset[int]:
+        """Special tokens that a reading must see."""
+        if self.answers is None:
+            return frozenset()
+        ids = (self.tokenizer.token_id(mark) for mark in self.answers.markers)
+        return frozenset(i for i in ids if i is not None)
+
     # Generation
 
     def generates(self) -> None:
@@ -146,15 +209,17 @@ class Completer:
         if generation.constraint is not None:
             await self._teach()
         requests = self._requests(generation)
-        choices = {r.id: ChoiceStream(r.index, self.tokenizer, generation.sampling) for r in requests}
+        reading = generation.reading
+        keep = self._kept() if reading is not None else frozenset[int]()
+        choices = {r.id: ChoiceStream(r.index, self.tokenizer, generation.sampling, reading, keep) for r in requests}
         async with aclosing(_merged(self.client, requests)) as events:
             async for event in events:
                 choice = choices[event.id]
                 before = choice.stopped
-                chunk = choice.chunk(event)
+                chunks = choice.chunks(event)
                 if choice.stopped and not before and event.finish is None:
                     self.client.abort(event.id)  # its last event brings the receipt
-                if chunk is not None:
+                for chunk in chunks:
                     yield chunk
 
     async def complete(self, generation: Generation) -> list[Choice]:
@@ -201,6 +266,11 @@ class Completer:
         ]
 
 
+def _shows_more(template: ChatTemplate) -> bool:
+    """Whether looking for a format is worth its imports."""
+    return any(word in template.whole_source for word in SIGNS)
+
+
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """The bytes of the first `size` tokens."""
     known = range(min(size, tokenizer.vocab_size))
@@ -218,12 +288,25 @@ def _gathered(index: int, chunks: list[Chunk]) -> Choice:
         text="".join(c.text for c in chunks),
         tokens=[t for c in chunks for t in c.tokens],
         finish=last.finish or "abort",  # the engine let go without a last word
+        reasoning="".join(c.reasoning for c in chunks),
+        calls=gathered_calls(chunks),
         logprobs=[entry for c in chunks for entry in c.logprobs],
         prompt_logprobs=[entry for c in chunks for entry in c.prompt_logprobs],
         stop_reason=last.stop_reason,
         error=last.error,
         receipt=last.receipt,
     )
+
+
+def gathered_calls(chunks: Iterable[Chunk]) -> list[Call]:
+    """The whole calls of a choice."""
+    made: dict[int, tuple[str, str, list[str]]] = {}
+    for chunk in chunks:
+        for part in chunk.calls:
+            if part.index not in made:
+                made[part.index] = (part.id or "", part.name or "", [])
+            made[part.index][2].append(part.arguments)
+    return [Call(id, name, "".join(parts)) for _, (id, name, parts) in sorted(made.items())]
 
 
 async def _merged(client: EngineClient, requests: list[Request]) -> AsyncGenerator[Event, None]:

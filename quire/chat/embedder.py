@@ -53,7 +53,7 @@ class _Ids:
 class Embedder:
     """Embeddings and scores over one engine."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, info: EngineInfo):
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, info: EngineInfo, priority: int = 0):
         if info.task == "generate":
             raise BadRequest(
                 f"{info.model} was loaded to generate text, not to embed",
@@ -64,6 +64,7 @@ class Embedder:
         self.client = client
         self.tokenizer = tokenizer
         self.info = info
+        self.priority = priority  # of everything that is asked; lower runs first
         self._names = (f"{os.urandom(6).hex()}-{i}" for i in itertools.count())
 
     async def embed(
@@ -200,7 +201,7 @@ class Embedder:
         return [m for m in made if m is not None]
 
     async def _one(self, text: _Ids) -> Embedded:
-        request = Request(id=next(self._names), tokens=text.ids, second=text.second)
+        request = Request(id=next(self._names), tokens=text.ids, second=text.second, priority=self.priority)
         async with aclosing(self.client.generate(request)) as events:
             async for event in events:
                 if event.finish == "error":

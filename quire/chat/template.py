@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 
 from quire.chat.sandbox import BoundedEnvironment
@@ -49,10 +49,12 @@ class Conversation:
     tools: Any
     kwargs: dict[str, Any]
     add_generation_prompt: bool
+    continues: bool = False  # ends with the last message's own text, so that the answer goes on with it
 
     def write(self) -> str:
         """The prompt."""
-        return self.template._run(self.messages, self.add_generation_prompt, self.tools, self.kwargs)
+        prompt = self.template._run(self.messages, self.add_generation_prompt, self.tools, self.kwargs)
+        return _up_to(prompt, self.messages[-1].get("content")) if self.continues else prompt
 
 
 class ChatTemplate:
@@ -76,6 +78,7 @@ class ChatTemplate:
         self._tokens = {**more, "bos_token": bos_token, "eos_token": eos_token}
         self._with_tools = with_tools
         self._seconds = seconds
+        self._now = now
         self._environment = BoundedEnvironment({"strftime_now": lambda form: _strftime(now(), form)})
         if len(source) > MAX_SOURCE:
             raise BadModelFile(f"{where} has {len(source)} characters: at most {MAX_SOURCE} are allowed")
@@ -116,12 +119,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> Conversation:
         """Check what a caller gives, and bring it into the form that the template reads."""
         if tools and self._with_tools is not None:
             return self._with_tools.conversation(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=documents,
+                continue_final_message=continue_final_message,
+                **kwargs,
             )
         taken = _OURS & kwargs.keys()
         if taken:
@@ -132,7 +142,29 @@ class ChatTemplate:
             raise BadRequest("messages is empty: at least one is needed", param="messages")
         plain = [self._message(i, message) for i, message in enumerate(messages)]
         given = None if tools is None else _plain(list(tools))
-        return Conversation(self, plain, given, _plain(kwargs), add_generation_prompt)
+        words = _plain(kwargs if documents is None else kwargs | {"documents": list(documents)})
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
+            )
+        return Conversation(self, plain, given, words, add_generation_prompt, continue_final_message)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names that the template takes from what it is given, `messages` and `enable_thinking` say."""
+        found = meta.find_undeclared_variables(self._environment.parse(self.source))
+        return frozenset(found) if self._with_tools is None else frozenset(found) | self._with_tools.reads
+
+    @cached_property
+    def _asks_functions(self) -> bool:
+        """Whether it wants its tools as a text called `functions`, as templates from before `tools` did."""
+        asked = meta.find_undeclared_variables(self._environment.parse(self.source))
+        return "functions" in asked and "tools" not in asked
+
+    @property
+    def whole_source(self) -> str:
+        """The source, with that of the template for tools where there is one."""
+        return self.source if self._with_tools is None else f"{self.source}\n{self._with_tools.source}"
 
     @cached_property
     def looked_for(self) -> frozenset[str]:
@@ -156,13 +188,16 @@ class ChatTemplate:
         size = measure([messages, tools, kwargs], 1 << 30)
         budget = Budget(self._seconds, total=32 * SLACK + 64 * size, value=SLACK + 4 * size)
         variables = {
+            "documents": None,
             **kwargs,
             **self._tokens,
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        if self._asks_functions:
+            given = {"functions": json.dumps(tools or [], indent=4), "datetime": _strftime(self._now(), "%Y-%m-%d")}
+            variables = {**given, **variables}
         try:
             return self._environment.render(self._template, variables, budget)
         except OverBudget as error:
@@ -194,11 +229,16 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise BadRequest(f"{where}.content is a {type(content).__name__}: text is needed", param=f"{where}.content")
         for call in made.get("tool_calls") or ():
-            if not self.needs_text_arguments:
-                _parse_arguments(call)
-        # Reasoning goes by several names; a template knows one of them. The same two are filled in as in transformers.
+            _write_arguments(call) if self.needs_text_arguments else _parse_arguments(call)
+        if made.get("tool_calls") and made.get("content") == "" and self.needs_null_content:
+            made["content"] = None
+        # Reasoning goes by several names; a template knows one of them.
         reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
-        return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+        return (
+            made
+            if reasoning is None
+            else {**dict.fromkeys(_REASONING, reasoning), **made, "reasoning_content": reasoning}
+        )
 
     # What the template does with content is found by trying it: whether a needle comes out when the content is text,
     # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
@@ -217,13 +257,22 @@ class ChatTemplate:
     def needs_text_arguments(self) -> bool:
         """The template reads a call's arguments only as text, as the APIs carry them; others expect an object."""
 
-        def renders(arguments: Any) -> bool:
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "123456789", "type": "function", "function": function}
-            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
+        as_object, as_text = {"a": _NEEDLE}, json.dumps({"a": _NEEDLE})
+        return not any(self._calls(as_object, c) for c in ("", None)) and any(
+            self._calls(as_text, c) for c in ("", None)
+        )
 
-        return not renders({"a": _NEEDLE}) and renders(json.dumps({"a": _NEEDLE}))
+    @cached_property
+    def needs_null_content(self) -> bool:
+        """The template writes calls only beside content that is null, as the APIs carry it; empty text hides them."""
+        given = json.dumps({"a": _NEEDLE}) if self.needs_text_arguments else {"a": _NEEDLE}
+        return not self._calls(given, "") and self._calls(given, None)
+
+    def _calls(self, arguments: Any, content: str | None) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "123456789", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return _NEEDLE in self._tried([{"role": "user", "content": "x"}, turn])
 
     def _finds(self, content: Any) -> bool:
         text = self._tried([{"role": "user", "content": content}])
@@ -249,6 +298,21 @@ def _plain(value: Any) -> Any:
     raise BadRequest(f"a {type(value).__name__} cannot be given to a chat template", param="messages")
 
 
+def _up_to(prompt: str, content: Any) -> str:
+    """The prompt up to the end of what its last message says."""
+    text = content[-1]["text"] if isinstance(content, list) and content else content
+    text = text if isinstance(text, str) else ""
+    at = prompt.rfind(text.strip()) if text.strip() else -1
+    if at < 0:
+        raise BadRequest(
+            "the last message cannot be continued: it is empty, or the chat template does not write it as it is",
+            param="messages",
+        )
+    # A template may trim what it writes; then so is what is continued.
+    begun = text.lstrip()
+    return prompt[: at + len(begun)] if prompt.startswith(begun, at) else prompt[: at + len(text.strip())]
+
+
 def _part_text(where: str, part: Any) -> str:
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -268,6 +332,13 @@ def _parse_arguments(call: Any) -> None:
             return  # the template gets the text, as the caller wrote it
         if isinstance(parsed, dict):
             function["arguments"] = parsed
+
+
+def _write_arguments(call: Any) -> None:
+    """Some templates print arguments as they are, and so need the text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def _strftime(now: datetime, form: Any) -> str:

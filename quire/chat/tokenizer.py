@@ -13,7 +13,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
 
-from quire.chat import pretokenizers
+from quire.chat import infill, pretokenizers
+from quire.chat.infill import Infill
 from quire.chat.specials import Splitter
 from quire.chat.vocab import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported
@@ -277,6 +278,11 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The special or user-defined token whose text this is."""
         return self._special_ids.get(text)
+
+    @cached_property
+    def infill(self) -> Infill | None:
+        """The tokens around a gap to be filled, for a model that knows them."""
+        return infill.find(self._vocab)
 
     def is_special(self, token: int) -> bool:
         """A control or unknown token: one that decode(skip_special=True) leaves out."""

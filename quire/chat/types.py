@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from quire.chat.answers.types import CallPart, Reading
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.chat.answers.types import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +22,6 @@ class Generation:
     constraint: Constraint | None = None  # what the answer must be
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
     adapter: str = ""  # the name of a loaded adapter; empty: the model as it is
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """News of one tool call. The first part of a call has its id and name; arguments of all parts, joined, are JSON."""
-
-    index: int  # which call of the choice, from 0
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class Vocabulary:
     collapse_spaces: bool = False  # runs of spaces become one, and those around a text go
     charsmap: bytes = b""  # how characters are normalized first, as SentencePiece compiles it
     lowercase: bool | None = None  # WordPiece; None: the file does not say
+    infill: tuple[int, int, int] | None = None  # prefix, suffix and middle tokens, where the file names all three
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Vocabulary:
@@ -117,7 +118,17 @@ class Vocabulary:
             collapse_spaces=bool(_optional(metadata, "remove_extra_whitespaces", bool)),
             charsmap=_bytes(metadata, "precompiled_charsmap"),
             lowercase=_optional(metadata, "normalizer.lowercase", bool),
+            infill=_infill(metadata, count),
         )
+
+
+def _infill(metadata: Mapping[str, Any], count: int) -> tuple[int, int, int] | None:
+    """The infill tokens by the newer keys, then the older."""
+    for keys in (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")):
+        before, after, middle = (_id(metadata, f"{key}_token_id", count) for key in keys)
+        if before is not None and after is not None and middle is not None:
+            return before, after, middle
+    return None
 
 
 def where(mask: npt.NDArray[np.bool_]) -> list[int]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from quire.runner.params import SamplingParams
 
 
+DIM, PLAIN = "\x1b[2m", "\x1b[22m"
+
+
 def show(stream: Iterable[str]) -> float | None:
     """Pieces to stdout as they come, with a spinner before the first. Ends with a newline, also when interrupted.
 
@@ -26,15 +29,25 @@ def show(stream: Iterable[str]) -> float | None:
     out = sys.stdout
     screen = out.isatty()
     last, first = "\n", None
+    thinking = False
     spinner = Spinner("thinking")
     spinner.start()
     try:
         for piece in stream:
             spinner.stop()
+            first = first or _age()
+            if type(piece) is not str:  # a Thought: for people alone, the answer is what goes on in a pipe
+                thinking = thinking or screen
+                if screen:
+                    out.write(f"{DIM}{_tame(piece)}{PLAIN}")
+                    out.flush()
+                continue
+            if thinking:
+                out.write("\n\n")
+                thinking = False
             last = piece
             out.write(_tame(piece) if screen else piece)
             out.flush()
-            first = first or _age()
     finally:
         spinner.stop()
         if not last.endswith("\n"):

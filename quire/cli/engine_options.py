@@ -35,6 +35,8 @@ HELP: dict[str, str] = {
     "max_seqs": "Sequences computed together; 0: 64, on a GPU 256.",
     "max_batch_tokens": "Tokens in a step; 0: 512, on a GPU 8192.",
     "prefix_cache": "Keep computed prefixes for the next request.",
+    "speculate": "Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.",
+    "draft_tokens": "With --speculate: guesses for a sequence in a step at most.",
 }
 SIZES = frozenset({"kv_memory"})  # bytes, written with a unit
 

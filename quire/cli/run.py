@@ -64,6 +64,10 @@ def command(
     deterministic: Annotated[
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
     ] = False,
+    speculate: Annotated[
+        str, Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
+    ] = "none",
+    draft_tokens: Annotated[int, Option(help="With --speculate: guesses in a step at most.")] = 4,
 ) -> None:
     """Chat with a model, or ask it one thing.
 
@@ -104,6 +108,8 @@ def command(
             dtype=dtype,
             quantize=quantize,
             deterministic=deterministic,
+            speculate=speculate,
+            draft_tokens=draft_tokens,
             max_seqs=SEQUENCES,
             loras={} if lora is None else {"lora": lora},
             lora="" if lora is None else "lora",
@@ -228,7 +234,8 @@ def once(
         stream = llm.stream(text, params, constraint=constraint)
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params, constraint=constraint)
+        asked = [*messages, {"role": "user", "content": text}]
+        stream = llm.stream_chat(asked, params, constraint=constraint, reasoning=True)
     with stream:
         first = show(stream)
     if stream.output is not None:

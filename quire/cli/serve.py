@@ -40,6 +40,9 @@ def command(
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with the chat template to use in place of the model's own.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
@@ -75,6 +78,12 @@ def command(
     ] = ENGINE.runtime_lora,
     max_loras: Annotated[int, typer.Option(min=1, help="Adapters loaded at once.")] = ENGINE.max_loras,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = ENGINE.max_lora_rank,
+    speculate: Annotated[
+        str, typer.Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
+    ] = ENGINE.speculate,
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, help="With --speculate: guesses for an answer in a step at most.")
+    ] = ENGINE.draft_tokens,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
     ] = DEFAULTS.drain_seconds,
@@ -85,6 +94,14 @@ def command(
     allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host name to answer to.")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin whose pages may call.")] = None,
     log_requests: Annotated[bool, typer.Option(help="A line for every request.")] = True,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(help="Folder of files, batches and stored responses, or none. Default: under QUIRE_HOME."),
+    ] = None,
+    max_file: Annotated[str, typer.Option(help="Largest file.")] = f"{DEFAULTS.max_file >> 20}MiB",
+    batch_lines: Annotated[
+        int, typer.Option(min=0, help="Lines of batches computed together; 0: a quarter of --max-seqs.")
+    ] = DEFAULTS.batch_lines,
 ) -> None:
     """Serve a model over HTTP.
 
@@ -103,12 +120,16 @@ def command(
         port=port,
         api_key=api_key or env.api_key,
         max_body=_size("--max-body", max_body),
+        chat_template=None if chat_template is None else str(chat_template),
         drain_seconds=drain_seconds,
         hang_seconds=hang_seconds,
         log_requests=log_requests,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         runtime_lora=runtime_lora,
+        state_dir=_state_dir(store.home, state_dir, served),
+        max_file=_size("--max-file", max_file),
+        batch_lines=batch_lines,
     )
     engine = EngineConfig(
         path="",
@@ -132,7 +153,11 @@ def command(
         runtime_lora=runtime_lora,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
     )
+    if chat_template is not None and not chat_template.is_file():
+        raise NotFound(f"there is no chat template at {chat_template}")
     if is_file:
         store.resolve(model)  # a wrong path is told before anything is started
     raise typer.Exit(_serve(store, model, server, engine))
@@ -167,6 +192,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
                 ui.note(f"  {line}")
             ui.note(f"{engine.name} is ready at {url}/v1 (loaded in {service.info.load_seconds:.1f} s)")
 
+        ui.note(service.state.line())
         ui.note(f"listening on {url}; loading {engine.name}")
         return await lifecycle.serve(server, sock, service, opener, on_ready=ready)
 
@@ -187,6 +213,15 @@ def _loras(listed: list[str], served: str) -> tuple[tuple[str, str], ...]:
             raise typer.BadParameter(f"{path!r} does not exist", param_hint="--lora")
         found[name] = str(Path(path).expanduser())
     return tuple(found.items())
+
+
+def _state_dir(home: Path, asked: str | None, model: str) -> Path | None:
+    """The server's own folder: as asked, none at all, or one of this model's under the store's."""
+    from quire.server.state import default_folder
+
+    if asked == "none":
+        return None
+    return Path(asked).expanduser().absolute() if asked else default_folder(home, model)
 
 
 def _last_name(path: Path) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import ui
 from quire.cli.options import Argument, Option
 from quire.weights.progress import mb
 from quire.weights.store import Store
+
+if TYPE_CHECKING:
+    from quire.chat.words import Opened
 
 
 def command(
@@ -32,6 +35,8 @@ def gather(store: Store, name: str) -> dict[str, Any]:
     with open_checkpoint(path) as checkpoint:
         told = gguf.describe(checkpoint) if isinstance(checkpoint, gguf.GGUF) else folder.describe(checkpoint)
         facts: dict[str, Any] = {"model": manifest.name if manifest else name, **told}
+        if facts.get("chat_template"):
+            facts["answers"] = answers(checkpoint)
     facts |= {
         "path": str(path),
         "digest": manifest.digest if manifest else None,
@@ -41,6 +46,36 @@ def gather(store: Store, name: str) -> dict[str, Any]:
     if manifest and manifest.licence:
         facts["license"] = manifest.licence  # what we checked, before what the file says of itself
     return facts
+
+
+def answers(checkpoint: Opened) -> dict[str, Any] | None:
+    """How the model writes reasoning and tool calls, and how well that was read back from its own template."""
+    from quire.chat.answers.check import check
+    from quire.chat.answers.find import find
+    from quire.chat.words import words_of
+    from quire.observe.errors import QuireError
+
+    try:
+        tokenizer, template = words_of(checkpoint)
+        form = None if template is None else find(template, tokenizer)
+        if template is None or form is None:
+            return {"format": None}
+        score = check(template, tokenizer, form)
+        return {"format": form.name, "tools": score.tools, "reasoning": score.reasoning, "failed": score.failed}
+    except QuireError as error:  # a vocabulary that is not served
+        return {"format": None, "failed": [error.message]}
+
+
+def told(answers: dict[str, Any] | None) -> str | None:
+    """The same for people."""
+    if answers is None:
+        return None
+    if answers["format"] is None:
+        return "text only: the template writes neither tool calls nor reasoning" if not answers.get("failed") else None
+    scores = [f"{kind} {s[0]}/{s[1]}" for kind in ("tools", "reasoning") if (s := answers[kind])]
+    short = any(s[0] < s[1] for kind in ("tools", "reasoning") if (s := answers[kind]))
+    note = "; not everything the template writes could be read back (docs/tools.md)" if short else ""
+    return f"{answers['format']} ({', '.join(scores) or 'not checked: the template writes none'}){note}"
 
 
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -72,6 +107,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("context", f"{number('context_length')} tokens" if facts.get("context_length") else None),
         ("tokenizer", f"{facts['tokenizer']}{pre}{vocabulary}" if facts.get("tokenizer") else None),
         ("chat template", "yes" if facts.get("chat_template") else "no"),
+        ("answers", told(facts.get("answers"))),
         ("licence", facts.get("license")),
         ("size", mb(facts["size"]) if facts.get("size") else None),
         ("digest", facts.get("digest")),

@@ -121,7 +121,7 @@ class Talk:
             stream = self.llm.stream(text, self.params)
         else:
             self.turns.append({"role": "user", "content": text})
-            stream = self.llm.stream_chat(self.messages, self.params)
+            stream = self.llm.stream_chat(self.messages, self.params, reasoning=True)
         stopped = False
         try:
             with stream:

@@ -42,9 +42,12 @@ from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
 from quire.models import Grouped, Model, Stretches, load
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
+from quire.runner.speculate import names
 from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
 from quire.weights.gguf import GGUF, expanded
 
+GUESSES = 16, 256  # tokens guessed ahead in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
+MOST_DRAFTS = 32  # for one sequence
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
 Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
@@ -92,14 +95,18 @@ def build_engine(
     if task != "generate":
         if config.loras or config.runtime_lora:
             raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
+        if config.speculate != "none":
+            raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
         parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
         engine, info = build_pooled(config, env, parts, task, watch.lap)
         told = backend.told() if isinstance(backend, Holds) else []
         lines = [*about, f"task: {task}", *told, *info.decisions, watch.line()]
         return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
 
-    together = _split(model, backend)
-    max_rows = config.max_seqs + EXTRA_ROWS
+    if isinstance(model, Grouped):
+        model.places.split()  # a pool for each kind of layer
+    drafts, guesses = _drafts(config)
+    max_rows = config.max_seqs + EXTRA_ROWS + guesses
     adapted = open_adapted(config, model, source.checkpoint)
     forward = model.forward if adapted is None else adapted.forward
     budget = _budget(config, env, backend, model, forward, max_rows, packed)
@@ -123,7 +130,15 @@ def build_engine(
         budget=config.max_batch_tokens,
         context=sizes.context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None), guides),
+        limits=(
+            *standard(
+                max_rows,
+                PAGE_SIZE if config.prefix_cache else None,
+                (guesses, config.max_batch_tokens) if drafts else None,
+            ),
+            guides,
+        ),
+        drafts=drafts,
         prefix_cache=config.prefix_cache,
     )
     runner = open_runner(
@@ -135,6 +150,8 @@ def build_engine(
         max_context=sizes.context,
         max_rows=max_rows,
         overlap=depth > 0,
+        speculate=config.speculate,
+        drafts=drafts,
     )
     door = CLOSED if adapted is None else adapted.door(program, runner)
     watch.lap("engine")
@@ -142,11 +159,11 @@ def build_engine(
         *about,
         *(backend.told() if isinstance(backend, Holds) else []),
         *sizes.lines,
-        *together,
         *_kv_line(config, kv, backend),
         *([] if adapted is None else adapted.lines(door.listed())),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
+        *_drafts_line(config, drafts, guesses),
         watch.line(),
     ]
     info = EngineInfo(
@@ -260,16 +277,6 @@ def _budget(
     return Budget(look_at_memory())
 
 
-def _split(model: Model, backend: Backend) -> list[str]:
-    """A pool for each kind of layer where the backend has several, or the line that says that it has not."""
-    if not isinstance(model, Grouped) or not model.places.forgets:
-        return []
-    if not backend.kv_groups:
-        return [f"layers with a window keep their whole context: the {backend.name} backend has one KV pool"]
-    model.places.split()
-    return []
-
-
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
     """What was asked for about K and V, and what it costs."""
     if config.kv_dtype == "auto":
@@ -282,8 +289,33 @@ def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
     return [f"KV cache: {kv.dtype}, {each(kv.dtype)} bytes per token ({beside}; asked for)"]
 
 
+def _drafts(config: EngineConfig) -> tuple[int, int]:
+    """Guesses for a sequence in a step, and for all of them together."""
+    if config.speculate == "none":
+        return 0, 0
+    most = min(GUESSES[config.backend == "cuda"], config.max_seqs * config.draft_tokens)
+    return config.draft_tokens, max(config.draft_tokens, most)
+
+
+def _drafts_line(config: EngineConfig, drafts: int, guesses: int) -> list[str]:
+    if not drafts:
+        return []
+    return [
+        f"speculation: {config.speculate}, up to {drafts} tokens ahead of a sequence and {guesses} in a step; "
+        "tokens stay the same, and so do their odds"
+    ]
+
+
 def _check(config: EngineConfig) -> None:
     """Numbers that could never work."""
+    if config.speculate != "none" and config.speculate not in names():
+        raise BadRequest(
+            f"speculate is {config.speculate!r}: it must be none or {' or '.join(names())}", param="speculate"
+        )
+    if not 1 <= config.draft_tokens <= MOST_DRAFTS:
+        raise BadRequest(
+            f"draft_tokens is {config.draft_tokens}: it must be between 1 and {MOST_DRAFTS}", param="draft_tokens"
+        )
     if config.kv_dtype not in ("auto", *KV_DTYPES):
         raise BadRequest(
             f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"

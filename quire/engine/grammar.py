@@ -17,7 +17,15 @@ from quire.observe.errors import BadRequest, Unsupported
 from quire.runner.params import SamplingParams
 
 JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE, LARK, GBNF = "json_object", "json_schema", "regex", "choice", "lark", "gbnf"
-MAX_TEXT = {JSON_SCHEMA: 1 << 20, REGEX: 1 << 14, CHOICE: 1 << 18, LARK: 1 << 16, GBNF: 1 << 16}  # bytes
+COMPOSED = "composed"  # a grammar of ours with others inside: {"grammar": …, "parts": {name: {kind, text, param}}}
+MAX_TEXT = {
+    JSON_SCHEMA: 1 << 20,
+    REGEX: 1 << 14,
+    CHOICE: 1 << 18,
+    LARK: 1 << 16,
+    GBNF: 1 << 16,
+    COMPOSED: 2 << 20,
+}  # bytes
 MAX_CHOICES = 4096
 MAX_STATES = 50_000  # of one sequence's lexer, which grows as it runs: one or two kilobytes each
 
@@ -81,14 +89,33 @@ def to_grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's own words. Raises BadRequest; takes time in proportion to the text."""
     from llguidance import LLMatcher
 
+    if constraint.kind == COMPOSED:
+        grammar, parts = composed(constraint)
+        named = [{"name": name, "lark_grammar": _written(part) + DIRECTIVE} for name, part in parts.items()]
+        return json.dumps({"grammars": [{"name": "main", "lark_grammar": grammar + DIRECTIVE}, *named]})
+    return LLMatcher.grammar_from_lark(_written(constraint) + DIRECTIVE)
+
+
+def composed(constraint: Constraint) -> tuple[str, dict[str, Constraint]]:
+    """The grammar and the parts of a composed constraint."""
     try:
-        lark = _WRITERS[constraint.kind](constraint.text)
+        whole = json.loads(constraint.text)
+        parts = {name: Constraint(**part) for name, part in whole["parts"].items()}
+        if any(part.kind not in _WRITERS for part in parts.values()):
+            raise ValueError("a part has no such kind")
+        return whole["grammar"], parts
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadRequest(f"{constraint.param}: {error}"[:500], param=constraint.param) from None
+
+
+def _written(constraint: Constraint) -> str:
+    try:
+        return _WRITERS[constraint.kind](constraint.text)
     except BadRequest as error:
         raise BadRequest(f"{constraint.param}: {error.message}", cure=error.cure, param=constraint.param) from None
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadRequest(f"{constraint.param}: {why}"[:500], param=constraint.param) from None
-    return LLMatcher.grammar_from_lark(lark + DIRECTIVE)
 
 
 def compile_matcher(constraint: Constraint, tokenizer: Any) -> Matcher:
@@ -107,6 +134,9 @@ def compile_matcher(constraint: Constraint, tokenizer: Any) -> Matcher:
         if warnings := made.get_grammar_warnings():
             raise _refusal(constraint, "; ".join(warnings))
         return made
+    if constraint.kind == COMPOSED:  # say which part it is
+        for part in composed(constraint)[1].values():
+            compile_matcher(part, tokenizer)
     raise _refusal(constraint, made.get_error())
 
 

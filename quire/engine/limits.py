@@ -99,6 +99,33 @@ class LogitRows:
         pass
 
 
+class Drafts:
+    """At most `most` guessed tokens in a step, as many for each running sequence, and never what others need of the budget.
+
+    Guesses pay while rows are cheap; in a large batch they are not, and each of them is a row that may be in vain.
+    """
+
+    __slots__ = ("_budget", "_each", "_most")
+    admission_only = False
+
+    def __init__(self, most: int, budget: int) -> None:
+        self._most, self._budget, self._each = most, budget, 0
+
+    def begin(self, live: Mapping[str, Sequence]) -> None:
+        running = max(1, sum(seq.status == RUNNING for seq in live.values()))
+        self._each = max(0, min(self._most, self._budget // 2 - running)) // running
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        sure = max(1, len(seq.tokens) - start)
+        return n if n <= sure else min(n, sure + self._each)
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+    def opened(self, seq: Sequence) -> None:
+        pass
+
+
 class Follows:
     """A sequence that asked to share another's prompt waits until that prompt is computed, or its owner is gone.
 
@@ -183,11 +210,18 @@ def common(a: list[int], b: list[int]) -> int:
     return low
 
 
-def standard(logit_rows: int | None = None, prefix_pages: int | None = None) -> tuple[Limit, ...]:
-    """The limits of an engine, besides its token budget. `prefix_pages` is the page size of its prefix cache, if it has one."""
+def standard(
+    logit_rows: int | None = None, prefix_pages: int | None = None, drafts: tuple[int, int] | None = None
+) -> tuple[Limit, ...]:
+    """The limits of an engine, besides its token budget.
+
+    `prefix_pages` is the page size of its prefix cache, if it has one; `drafts` the guesses and all tokens of a step.
+    """
     limits: list[Limit] = [Follows()]
     if prefix_pages is not None:
         limits.append(SamePrompt(prefix_pages))
     if logit_rows is not None:
         limits.append(LogitRows(logit_rows))
+    if drafts is not None:
+        limits.append(Drafts(*drafts))
     return tuple(limits)

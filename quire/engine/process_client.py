@@ -54,6 +54,8 @@ COUNTERS = (
     "prefix_hits",
     "preemptions",
     "evictions",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 

@@ -83,6 +83,8 @@ class Scheduler:
         self._prompt_tokens = 0
         self._computed_prompt_tokens = 0
         self._output_tokens = 0
+        self._drafted = 0
+        self._guessed = 0
 
     @property
     def has_work(self) -> bool:
@@ -111,6 +113,8 @@ class Scheduler:
             prefix_hits=tree.hits,
             preemptions=self._preemptions,
             evictions=tree.evictions,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._guessed,
         )
 
     # ---- requests come and go
@@ -225,6 +229,8 @@ class Scheduler:
                 return
         lease = seq.held
         upto = start + n
+        if guess and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
+            n, upto = 1, start + 1  # nobody gives way to a guess
         if upto > lease.room:
             while not self.tree.extend(lease, upto):
                 victim = self._running[-1]
@@ -357,6 +363,8 @@ class Scheduler:
                 seq.sampled_here = True
                 finish, taken = self._append(seq, row.tokens)
                 self._output_tokens += taken
+                if row.drafted:
+                    self._count_drafts(seq, row.drafted, min(row.accepted - 1, taken))
             lease, verified = seq.held, seq.computed
             if verified >= lease.due:
                 if self._prefix_cache:
@@ -367,6 +375,13 @@ class Scheduler:
             elif taken:
                 events.append(Event(id=seq.request.id, tokens=row.tokens, logprobs=row.logprobs))
         return events
+
+    def _count_drafts(self, seq: Sequence, drafted: int, right: int) -> None:
+        """So many tokens were guessed, and so many of these are in the answer."""
+        seq.drafted += drafted
+        seq.guessed += right
+        self._drafted += drafted
+        self._guessed += right
 
     def _append(self, seq: Sequence, sampled: list[int]) -> tuple[str | None, int]:
         """Add sampled tokens up to the one that ends the sequence. Returns why it ends, and how many were taken."""

@@ -61,6 +61,8 @@ class Sequence:
     chunks: int = 0
     steps: int = 0
     preemptions: int = 0
+    drafted: int = 0  # tokens that were guessed
+    guessed: int = 0  # ... and came
 
     @classmethod
     def of(cls, request: Request, key: int, rank: Any, seed: int, context: int) -> Sequence:
@@ -115,6 +117,8 @@ class Sequence:
             chunks=self.chunks,
             steps=self.steps,
             preemptions=self.preemptions,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.guessed,
             seed=self.seed,
             enforced="" if self.request.constraint is None else self.request.constraint.kind,
             adapter=self.request.adapter,

@@ -10,7 +10,7 @@ Defaults are said aloud: without parameters an answer is greedy and at most 512 
 from __future__ import annotations
 
 from quire.llm.asynchronous import AsyncLLM, AsyncTextStream, Options
-from quire.llm.outputs import DEFAULT_PARAMS, Completion, Message, Output, Prompt
+from quire.llm.outputs import DEFAULT_PARAMS, Completion, Message, Output, Prompt, Thought
 from quire.llm.synchronous import LLM, TextStream
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "Output",
     "Prompt",
     "TextStream",
+    "Thought",
 ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.engine.types import Constraint, EngineInfo, Stats
 from quire.llm.loading import Job, Loaded, as_prompts, conversations, load, to_bytes
-from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt
+from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt, Thought
 from quire.llm.progress import Meter, on_screen
 from quire.observe.errors import BadRequest, Unavailable
 from quire.runner.params import SamplingParams
@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
     max_waiting: int  # requests in the queue
     depth: int  # steps in flight beyond the one being planned
     prefix_cache: bool
+    speculate: str  # "none", or "ngram": guess tokens ahead from what the text said before; the tokens stay the same
+    draft_tokens: int  # guesses for a sequence in a step at most
     loras: Mapping[str, str]  # LoRA adapters, by name: PEFT folders or GGUF files
     lora: str  # the adapter for calls that name none
     max_lora_rank: int
@@ -159,15 +161,23 @@ class AsyncLLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
         lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
-        """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists."""
+        """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists.
+
+        `tools` are functions the model may call, as OpenAI's API writes them; what it calls is in `calls` of the outputs.
+        `tool_choice` is "none", "auto", "required" or a tool's name; a demanded call always validates.
+        """
         loaded = await self._ready()
         talks = conversations(messages)
         each = zip(talks, self._params(params, len(talks)), strict=True)
         names = self._adapters(lora, len(talks))
-        jobs = [await loaded.talk(m, q, constraint, a) for (m, q), a in zip(each, names, strict=True)]
+        called = (constraint, tools, tool_choice, parallel_tool_calls)
+        jobs = [await loaded.talk(m, q, *called, a) for (m, q), a in zip(each, names, strict=True)]
         return await self._gather(loaded, jobs, progress)
 
     async def embed(
@@ -214,12 +224,18 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning: bool = False,
         lora: str | None = None,
     ) -> AsyncTextStream:
-        """The answer to one conversation, as it comes."""
-        return AsyncTextStream(
-            self._stream(lambda loaded, p: loaded.talk(messages, p, constraint, self._adapter(lora)), params)
-        )
+        """The answer to one conversation, as it comes. With `reasoning`, what the model thinks comes too, as `Thought`s."""
+
+        def make(loaded: Loaded, p: SamplingParams) -> Awaitable[Job]:
+            return loaded.talk(messages, p, constraint, tools, tool_choice, parallel_tool_calls, self._adapter(lora))
+
+        return AsyncTextStream(self._stream(make, params, reasoning))
 
     # Inside.
 
@@ -254,7 +270,12 @@ class AsyncLLM:
             raise BadRequest(f"{len(params)} sampling parameters for {count} prompts", cure="give one, or one each")
         return list(params)
 
-    async def _stream(self, make: Callable[[Loaded, SamplingParams], Awaitable[Job]], params: SamplingParams | None):
+    async def _stream(
+        self,
+        make: Callable[[Loaded, SamplingParams], Awaitable[Job]],
+        params: SamplingParams | None,
+        reasoning: bool = False,
+    ):
         loaded = await self._ready()
         job = await make(loaded, params or self.default_params)
         if job.generation.sampling.n != 1:
@@ -263,6 +284,8 @@ class AsyncLLM:
         async with contextlib.aclosing(loaded.completer.stream(job.generation)) as chunks:
             async for chunk in chunks:
                 job.output._take(chunk)
+                if chunk.reasoning and reasoning:
+                    yield Thought(chunk.reasoning)
                 if chunk.text:
                     yield chunk.text
 

@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.chat.types import Generation
 from quire.config import EngineConfig, Environment, parse_size
@@ -26,6 +26,7 @@ from quire.runner.params import SamplingParams
 from quire.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
+    from quire.chat.answers.types import Reading, Tools
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
     from quire.chat.tokenizer import Tokenizer
@@ -67,18 +68,53 @@ class Loaded:
         messages: Sequence[Message],
         params: SamplingParams,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: str | None = None,
+        parallel: bool = True,
         lora: str = "",
     ) -> Job:
         """A conversation, rendered and checked."""
-        return self._job(None, await self.completer.encode_chat(list(messages)), params, constraint, lora)
+        asked = tools_of(tools, choice, parallel)
+        given = {"tools": list(tools)} if tools and asked.choice != "none" else {}
+        tokens = await self.completer.encode_chat(list(messages), **given)
+        reading, constraint = await self.completer.answering(tokens, asked, constraint)
+        return self._job(None, tokens, params, constraint, lora, reading)
 
     def _job(
-        self, text: str | None, tokens: list[int], params: SamplingParams, constraint: Constraint | None, lora: str
+        self,
+        text: str | None,
+        tokens: list[int],
+        params: SamplingParams,
+        constraint: Constraint | None,
+        lora: str,
+        reading: Reading | None = None,
     ) -> Job:
         name = f"{self._prefix}-{next(self._count)}"
-        generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint, adapter=lora)
+        generation = Generation(
+            id=name, prompt=tokens, sampling=params, constraint=constraint, reading=reading, adapter=lora
+        )
         self.completer.check(generation)
         return Job(generation, Output(text, tokens, [Completion(index=i) for i in range(params.n)]))
+
+
+def tools_of(tools: Sequence[Mapping[str, Any]], choice: str | None, parallel: bool) -> Tools:
+    """Tools as OpenAI's API writes them. `choice` is none, auto, required, or the name of one."""
+    from quire.chat.answers.types import Tool, Tools
+
+    made: list[Tool] = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise BadRequest(f'tools[{i}] is not {{"type": "function", "function": {{"name": …}}}}', param="tools")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise BadRequest(f"tools[{i}].function.parameters is not a schema", param="tools")
+        schema = None if parameters is None else dict(parameters)
+        made.append(Tool(name, str(function.get("description") or ""), schema, function.get("strict") is True))
+    if choice in (None, "none", "auto", "required"):
+        return Tools(made, choice or "auto", None, parallel)
+    return Tools(made, "named", choice, parallel)
 
 
 def load(model: str, config: EngineConfig, progress: bool) -> Loaded:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from quire.chat.types import Chunk, TokenLogprob
+from quire.chat.types import Call, Chunk, TokenLogprob
 from quire.engine.types import Receipt
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
@@ -18,12 +18,20 @@ Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=512)
 
 
+class Thought(str):
+    """A piece of a stream that is reasoning, not text."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class Completion:
     """One continuation of a prompt."""
 
     index: int = 0
     text: str = ""
+    reasoning: str = ""  # what a chat model thought before it answered, where it says so
+    calls: list[Call] = field(default_factory=list)  # tools it calls
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # when SamplingParams.logprobs asked for them
     finish_reason: str | None = None  # "stop", "length" or "abort"
@@ -32,6 +40,13 @@ class Completion:
 
     def _take(self, chunk: Chunk) -> None:
         self.text += chunk.text
+        self.reasoning += chunk.reasoning
+        for part in chunk.calls:
+            if part.index == len(self.calls):
+                self.calls.append(Call(part.id or "", part.name or "", part.arguments))
+            else:
+                had = self.calls[part.index]
+                self.calls[part.index] = Call(had.id, had.name, had.arguments + part.arguments)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         if chunk.finish is not None:
@@ -53,6 +68,16 @@ class Output:
     def text(self) -> str:
         """The first continuation's text."""
         return self.outputs[0].text
+
+    @property
+    def reasoning(self) -> str:
+        """The first continuation's reasoning."""
+        return self.outputs[0].reasoning
+
+    @property
+    def calls(self) -> list[Call]:
+        """The first continuation's calls."""
+        return self.outputs[0].calls
 
     @property
     def receipt(self) -> Receipt:

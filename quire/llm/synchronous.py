@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -94,12 +94,26 @@ class LLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
         lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; see AsyncLLM.chat."""
         self._async._have()
-        return self._loop.run(self._async.chat(messages, params, constraint=constraint, lora=lora, progress=progress))
+        return self._loop.run(
+            self._async.chat(
+                messages,
+                params,
+                constraint=constraint,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                lora=lora,
+                progress=progress,
+            )
+        )
 
     def embed(
         self,
@@ -136,11 +150,25 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning: bool = False,
         lora: str | None = None,
     ) -> TextStream:
-        """The answer to one conversation, as it comes."""
+        """The answer to one conversation, as it comes; see AsyncLLM.stream_chat."""
         self._async._have()
-        return TextStream(self._async.stream_chat(messages, params, constraint=constraint, lora=lora), self._loop)
+        source = self._async.stream_chat(
+            messages,
+            params,
+            constraint=constraint,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            reasoning=reasoning,
+            lora=lora,
+        )
+        return TextStream(source, self._loop)
 
 
 class TextStream:

@@ -1,8 +1,8 @@
 """Where each layer's K and V are kept: layers that keep them equally long share a group, with a pool of its own.
 
 A family with sliding windows makes a `Places` of them, gives `places.kv(…)` for its pools, and names places[i] when it
-attends. All layers are one group, kept for the whole context, until `split()` is called: before anything is recorded, by an
-engine whose backend has several pools. The answers are the same; the memory is not.
+attends. All layers are one group, kept for the whole context, until `split()` is called, before anything is recorded. The
+answers are the same; the memory is not.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ class Places:
         self.windows = tuple(w if w is not None and w < context else None for w in windows)
         self._groups: list[int | None] = [None]
         self._places = _count(self._groups, [None] * len(self.windows))
-
-    @property
-    def forgets(self) -> bool:
-        """Whether some layer need not keep everything."""
-        return any(w is not None for w in self.windows)
 
     def split(self) -> None:
         """A group for each window, and one for the layers that see everything, which comes first."""

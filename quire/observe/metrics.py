@@ -7,12 +7,15 @@ none. Gauges and engine counters are read when scraped, so an idle server does n
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FIRST_TOKEN = (
@@ -54,6 +57,10 @@ class Snapshot(Protocol):
     def preemptions(self) -> int: ...
     @property
     def evictions(self) -> int: ...
+    @property
+    def drafted_tokens(self) -> int: ...
+    @property
+    def accepted_tokens(self) -> int: ...
     @property
     def steps(self) -> int: ...
 
@@ -119,7 +126,10 @@ class ModelMetrics:
             return metric.labels(name, "0")
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
-        self._itl = histogram("inter_token_latency_seconds", "Between one token and the next.", BETWEEN_TOKENS)
+        self._itl = _Tally(
+            "vllm:inter_token_latency_seconds", "Between one token and the next.", [name, "0"], BETWEEN_TOKENS
+        )
+        registry.register(self._itl)
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Decode time per output token.", BETWEEN_TOKENS
         )
@@ -187,6 +197,31 @@ class ModelMetrics:
         self._refused.labels(self._name, code).inc()
 
 
+class _Tally(Collector):
+    """A histogram that is counted once for every token: without locks, because one loop alone counts and reads it."""
+
+    def __init__(self, name: str, what: str, labels: list[str], edges: tuple[float, ...]):
+        self._name = name
+        self._what = what
+        self._labels = labels
+        self._edges = edges
+        self._counts = [0] * (len(edges) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._edges, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # unchecked: nothing else registers this name
+
+    def collect(self) -> Iterable[Metric]:
+        edges = [*map(floatToGoString, self._edges), "+Inf"]
+        made = HistogramMetricFamily(self._name, self._what, labels=LABELS)
+        made.add_metric(self._labels, list(zip(edges, accumulate(self._counts), strict=True)), self._sum)
+        yield made
+
+
 class _EngineGauges(Collector):
     """The engine's own counts, read at scrape time. A restarted engine starts its counters at zero, as processes do."""
 
@@ -223,6 +258,8 @@ class _EngineGauges(Collector):
             ("vllm:generation_tokens", "Tokens generated.", s.output_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix tree.", s.prefix_hits),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead and verified.", s.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that were right.", s.accepted_tokens),
             ("quire_engine_steps", "Steps run.", s.steps),
             ("quire_cache_evictions", "Cached pages given up for room.", s.evictions),
             ("quire_engine_restarts", "Times the engine process was started again.", self.restarts()),

@@ -8,6 +8,7 @@ trust is checked: token ids, positions, pages. The arrays are views of buffers t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from quire.runner.slots import Slots
 
 Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]
+Guesses: TypeAlias = Sequence[Sequence[int]]
 
 
 class BadWork(ValueError):
@@ -55,17 +57,20 @@ class BatchBuilder:
         width = -(-max_context // page_size)
         self._pages: list[I32] = [np.zeros(max_seqs * width, np.int32) for _ in range(groups)]
 
-    def build(self, work: Sequence[Work], slots: Slots) -> Batch:
+    def build(self, work: Sequence[Work], slots: Slots, guesses: Guesses = ()) -> Batch:
         """One Batch of all the work, whose slots must be open. logit_rows has the sampled rows first, then the prompt_logits rows, work by work.
 
-        Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
+        `guesses`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
+        sampled. Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
         """
-        tokens = self._flatten(work)
+        tokens = self._flatten(work, guesses)
         count, total = len(work), len(tokens)
         if total > self._ids.size:
             raise ValueError(f"{total} tokens in a step of at most {self._ids.size}")
         slot = np.array([w.slot for w in work], np.intp)
-        n = np.array([w.n for w in work], np.int32)
+        n = np.array([w.n if w.tokens is not None else 1 for w in work], np.int32)
+        if guesses:
+            n += np.array([len(own) for own in guesses], np.int32)
         start = np.array([w.start for w in work], np.int32)
         ids, pos = self._ids[:total], self._pos[:total]
         q_start, kv_len = self._q_start[: count + 1], self._kv_len[:count]
@@ -102,10 +107,10 @@ class BatchBuilder:
         first, more = tables[0], tuple(tables[1:])
         used = slots.adapter[slot]
         adapters = used[owner] if (used >= 0).any() else None
-        rows = self._logit_rows(work, q_start)
+        rows = self._logit_rows(work, q_start, guesses)
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
 
-    def _flatten(self, work: Sequence[Work]) -> list[int]:
+    def _flatten(self, work: Sequence[Work], guesses: Guesses) -> list[int]:
         """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""
         tokens: list[int] = []
         seen: set[int] = set()
@@ -113,14 +118,15 @@ class BatchBuilder:
             if w.slot in seen:
                 raise BadWork(i, f"slot {w.slot} has two rows in one step")
             seen.add(w.slot)
-            if w.drafts:
-                raise BadWork(i, f"slot {w.slot}: {w.drafts} drafts to verify, and no proposer that makes drafts")
+            own = guesses[i] if guesses else ()
+            if len(own) > w.drafts or (w.drafts and (w.tokens is not None or not w.sample)):
+                raise BadWork(i, f"slot {w.slot}: {len(own)} guesses in {w.n} rows with {w.drafts} drafts")
             if w.tokens is None:
-                if w.n != 1 or w.start != -1 or w.prompt_logits:
+                if w.n != 1 + w.drafts or w.start != -1 or w.prompt_logits:
                     raise BadWork(
-                        i, f"slot {w.slot}: a row without tokens has n=1 and start=-1, not {w.n} and {w.start}"
+                        i, f"slot {w.slot}: a row without tokens has n=1 + drafts and start=-1, not {w.n} and {w.start}"
                     )
-                tokens.append(0)
+                tokens += (0, *own)
                 continue
             if not w.tokens or len(w.tokens) != w.n or w.start < 0:
                 raise BadWork(i, f"slot {w.slot}: n={w.n} with {len(w.tokens)} tokens from position {w.start}")
@@ -162,9 +168,13 @@ class BatchBuilder:
                 i, f"slot {slot[i]}: a page is missing of the {window} tokens that position {start[i]} looks back"
             )
 
-    def _logit_rows(self, work: Sequence[Work], q_start: I32) -> I32:
+    def _logit_rows(self, work: Sequence[Work], q_start: I32, guesses: Guesses) -> I32:
         sampled = np.array([w.sample for w in work], np.bool_)
         last = q_start[1:][sampled] - 1
+        if guesses:  # of a work that guesses, all rows
+            more = np.array([len(own) for own in guesses], np.int32)[sampled]
+            ends = np.cumsum(more + 1, dtype=np.int32)
+            last = np.repeat(last + 1 - ends, more + 1) + self._count[: int(ends[-1])] if ends.size else last
         rows = [last]
         for i, w in enumerate(work):
             if w.prompt_logits:

@@ -9,7 +9,9 @@ the best token of every row. Rows that want something else than the best are cho
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from quire.backends.torch.batch import DeviceBatch, DeviceTable, Shared
 from quire.runner.sharing import GROUPS, Sharing
 from quire.runner.staging import Staging
 
-SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32))
+SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 SHARED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # where rows share prefixes: a step costs less
 CHANGES = 2  # page-table entries that a captured step can change, per row
 MORE = 64  # numbers per row that may travel with a step without a copy of their own
@@ -66,9 +68,7 @@ class DeviceState:
 class Decoder:
     """The ladder. `logits` and `tokens` of a step are valid until the next one."""
 
-    def __init__(
-        self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int, *, graphs: bool
-    ):
+    def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int):
         self.sizes = [size for size in SIZES if size < max_seqs] + [max_seqs]
         self._program = program
         self._state = state
@@ -83,8 +83,6 @@ class Decoder:
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
         self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs] if program.shares else []
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether prefixes are shared
-        if graphs:
-            self._capture()
 
     @property
     def captured(self) -> int:
@@ -130,10 +128,10 @@ class Decoder:
         self, size: int, ids: I32, pos: I32, writes: Sequence[I32], slots: I32, where: I32, pages: Sequence[I32]
     ) -> list[I32]:
         state, spare, room = self._state, size - ids.size, CHANGES * size - where.size
-        made = [_pad(ids, spare, 0), _pad(pos, spare, 0), _pad(slots, spare, state.spare)]
-        made.append(_pad(where, room, state.spare * state.max_pages))
+        made = [pad(ids, spare, 0), pad(pos, spare, 0), pad(slots, spare, state.spare)]
+        made.append(pad(where, room, state.spare * state.max_pages))
         for g, (write, own) in enumerate(zip(writes, pages, strict=True)):
-            made += [_pad(write, spare, state.spare_writes[g]), _pad(own, room, state.spare_pages[g])]
+            made += [pad(write, spare, state.spare_writes[g]), pad(own, room, state.spare_pages[g])]
         return made
 
     def _numbers(self, size: int, sharing: bool = False) -> int:
@@ -186,28 +184,45 @@ class Decoder:
         tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
         state.keep(own, tokens)
 
-    def _capture(self) -> None:
-        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
+    def _blank(self, size: int, sharing: bool) -> None:
+        """Fill the buffer with padding rows alone."""
+        none = np.zeros(0, np.int32)
+        blank = self._padded(size, none, none, [none] * self._kinds, none, none, [none] * self._kinds)
+        self._staging.send([*blank, *(self._groups(None, none, size) if sharing else [])])
+
+    def rehearse(self) -> None:
+        """One step of every kind that a kernel might be chosen by."""
+        few = [size for size in self.sizes if size <= 64 or size == self.sizes[-1] or size % 128 == 0]
+        for size, sharing in [(size, False) for size in few] + [(size, True) for size in self.shared_sizes]:
+            self._blank(size, sharing)
+            self._body(size, sharing)
+
+    def capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory."""
         device = self._program.device
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
         for size, sharing in sorted(kinds, reverse=True):
-            none = np.zeros(0, np.int32)
-            blank = self._padded(size, none, none, [none] * self._kinds, none, none, [none] * self._kinds)
-            if sharing:
-                blank += self._groups(None, none, size)
-            self._staging.send(blank)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._body(size, sharing)  # whatever is set up at a first run must not be captured
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._body(size, sharing)
-            self._graphs[size, sharing] = graph
+            self._blank(size, sharing)
+            self._graphs[size, sharing] = graph_of(partial(self._body, size, sharing), device, pool, stream)
         torch.cuda.synchronize(device)
 
 
-def _pad(array: I32, count: int, value: int) -> I32:
+def graph_of(
+    body: Callable[[], None], device: torch.device, pool: Any, stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """What `body` launches, as a graph. It runs once before: whatever is set up at a first run must not be captured."""
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        body()
+    return graph
+
+
+def pad(array: I32, count: int, value: int) -> I32:
+    """The array, and so many of the value after it."""
     return np.concatenate((array, np.full(count, value, np.int32))) if count else np.ascontiguousarray(array, np.int32)

@@ -26,27 +26,29 @@ def open_runner(
     max_context: int,
     max_rows: int,
     overlap: bool,
+    speculate: str = "none",
+    drafts: int = 0,
 ) -> Runner | DeviceRunner:
-    """A runner for that program. `overlap` gives the host's runner a thread; a device overlaps by itself."""
+    """A runner for that program. `overlap` gives the host's runner a thread; a device overlaps by itself.
+
+    `speculate` names the proposer of up to `drafts` tokens, or is none.
+    """
+    proposer = None
+    if speculate != "none":
+        from quire.runner.speculate import open_proposer
+
+        proposer = open_proposer(speculate, max_seqs=max_seqs, max_context=max_context)
+    sizes: dict[str, Any] = {
+        "kv": kv,
+        "vocab_size": vocab_size,
+        "max_seqs": max_seqs,
+        "max_tokens": max_tokens,
+        "max_context": max_context,
+        "max_rows": max_rows,
+        "proposer": proposer,
+    }
     if on_device(program):
         from quire.runner.device_runner import DeviceRunner
 
-        return DeviceRunner(
-            program,
-            kv=kv,
-            vocab_size=vocab_size,
-            max_seqs=max_seqs,
-            max_tokens=max_tokens,
-            max_context=max_context,
-            max_rows=max_rows,
-        )
-    return Runner(
-        program,
-        kv=kv,
-        vocab_size=vocab_size,
-        max_seqs=max_seqs,
-        max_tokens=max_tokens,
-        max_context=max_context,
-        max_rows=max_rows,
-        overlap=overlap,
-    )
+        return DeviceRunner(program, **sizes, drafts=drafts)
+    return Runner(program, **sizes, overlap=overlap)

@@ -6,7 +6,10 @@
 A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
 The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
 so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, short ones
-with prompts through prompts.Prompter, all others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
+with prompts through prompts.Prompter, those that verify drafts through verify.Verifier, all others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
+
+With a proposer the host must know a sequence's tokens before it can guess more of them, and how many were right before it
+knows where the next one goes: then a forward reads the steps before it first, and its tokens all come from the host.
 
 The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
 the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read: its slot then
@@ -15,58 +18,35 @@ fails, and so does whatever was launched for it in between, told apart by how of
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from quire.backends.batch import Batch, Table
+from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.sampler import RULED_OUT
 from quire.runner.capture import Decoder, DeviceState
-from quire.runner.device_wishes import Asked, SlotWishes
+from quire.runner.device_wishes import SlotWishes
 from quire.runner.intake import Intake, Pending, Works, reason
+from quire.runner.launched import Launched, Shape, logprob_of
 from quire.runner.lora import Loras
-from quire.runner.plan import Logprob, Plan, Result, Row, Work
+from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.practice import practise
 from quire.runner.prompts import Prompter
 from quire.runner.sampler import Masks
 from quire.runner.sharing import LEAST, Sharing, find
+from quire.runner.speculate import Proposer
 from quire.runner.staging import Arrival, Staging
+from quire.runner.verify import Verifier
 
+LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
 WORTH = 16384  # tokens of keys and values that need not be read again: what reading them once costs in launches
 _CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
 _BROKEN = "the model produced NaN or infinite logits"
-# Steps to launch before the first request, as decode rows, prompt rows and reach: few rows, many, split contexts, and not.
-PRACTICE = ((0, 3, 64), (1, 3, 256), (1, 20, 1024), (1, 40, 4096), (1, 300, 256), (7, 200, 2048), (159, 300, 512))
-
-
-@dataclass(slots=True)
-class Shape:
-    """How the numbers that come back are to be read: rows of logprobs behind the tokens, all of one width."""
-
-    top: int  # alternatives in each row of logprobs
-    wanted: list[tuple[int, int]]  # places among the sampled rows that have logprobs, and how many alternatives
-    prompt: list[tuple[int, list[int], int]]  # places in plan.work, the tokens after their prompt rows, alternatives
-
-
-class Launched(Pending):
-    """A forward on its way, with what its sampling needs."""
-
-    __slots__ = ("asked", "best", "sent", "shape", "slots", "turns")
-
-    def __init__(self, plan: Plan):
-        super().__init__(plan)
-        self.turns: dict[int, int] = {}  # place in plan.work -> which opening of its slot it belongs to
-        self.slots = np.zeros(0, np.intp)  # of the sampled rows
-        self.shape = Shape(0, [], [])
-        self.asked: Asked | None = None
-        self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what is asked
-        self.best: torch.Tensor | None = None  # the best tokens, when the forward noted them already
 
 
 class DeviceTicket:
@@ -104,8 +84,13 @@ class DeviceRunner:
         max_context: int,
         max_rows: int,
         padded: bool | None = None,
+        proposer: Proposer | None = None,
+        drafts: int = 0,
     ):
-        """`padded` sends steps through the captured sizes even without graphs; None: only where there are graphs."""
+        """`padded` sends steps through the captured sizes even without graphs; None: only where there are graphs.
+
+        `proposer` guesses up to `drafts` tokens of a sequence in a step.
+        """
         self._program = program
         self._sampler = program.sampler
         self._device = program.device
@@ -118,6 +103,8 @@ class DeviceRunner:
             max_tokens=max_tokens,
             max_context=max_context,
             max_rows=max_rows,
+            proposer=proposer,
+            histories=False,
         )
         self._slots = self._intake.slots
         max_pages = self._slots.table.shape[1]
@@ -130,17 +117,23 @@ class DeviceRunner:
         self._late = Staging(self._device)
         self._decoder: Decoder | None = None
         self._prompter: Prompter | None = None
+        self._verifier: Verifier | None = None
         if program.graphs if padded is None else padded:
-            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size, graphs=program.graphs)
+            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size)
             self._prompter = Prompter(
-                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context,
-                vocab=vocab_size, graphs=program.graphs,
+                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
             )  # fmt: skip
-        if program.graphs:
-            self._practise(max_seqs, max_tokens, max_context)
+            if proposer is not None and drafts:
+                self._verifier = Verifier(
+                    program, self._state, drafts=drafts, max_seqs=max_seqs, max_tokens=max_tokens,
+                    max_context=max_context, vocab=vocab_size
+                )  # fmt: skip
+            if program.graphs:
+                self._get_ready(max_seqs, max_tokens, max_context)
         self._turns = [0] * max_seqs
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
         self._sharing: Sharing | None = None  # of the step that is being launched
+        self._rows = 0  # ... and its rows a sequence, where it verifies as many for each
         self._known: tuple[list[int], Sharing | None] = [], None  # slots that were looked at last, and what they share
         self._unread: deque[DeviceTicket] = deque()
         self._unsampled: Launched | None = None
@@ -153,6 +146,8 @@ class DeviceRunner:
             raise RuntimeError("the runner is closed")
         if self._unsampled is not None:
             raise RuntimeError("forward was called twice without sample between: the first logits would be lost")
+        if self._intake.proposer is not None and self._unread:
+            self.read(self._unread[-1])
         pending = Launched(plan)
         try:
             self._intake.apply(plan)
@@ -213,9 +208,12 @@ class DeviceRunner:
                 self._turns[new.slot] += 1
                 self._wishes.open(new.slot, self._slots.stream(new.slot))
 
-    def _arrange(self, works: Works) -> Works:
+    def _arrange(self, pending: Pending, works: Works) -> Works:
         """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
-        self._sharing = None
+        self._sharing, self._rows = None, 0
+        if pending.drafts:
+            self._level(pending, works)
+            return works
         if self._decoder is None or not self._shares or any(w.tokens is not None for w in works.values()):
             return works
         own, known = [w.slot for w in works.values()], self._known
@@ -230,20 +228,44 @@ class DeviceRunner:
         places = list(works)
         return {places[at]: works[places[at]] for at in self._sharing.order.tolist()}
 
+    def _level(self, pending: Pending, works: Works) -> None:
+        """As many rows for every sequence, where that is not many more than there are, and the plan has room for them."""
+        streams = [self._slots.stream(w.slot) for w in works.values()]
+        known = any(w.tokens is not None for w in works.values())
+        if self._verifier is None or known or any(stream.history is not None for stream in streams):
+            return
+        rows = self._verifier.rows_for(1 + max(map(len, pending.drafts.values())), len(works))
+        needed = sum(map(pending.rows_of, works))
+        if rows is None or any(w.n < rows for w in works.values()) or rows * len(works) > 2 * needed + LEVEL:
+            return
+        self._rows = rows
+        for i in works:
+            guess = pending.drafts.get(i, [])
+            pending.guesses[i] = guess + [0] * (rows - 1 - len(guess))  # nobody looks at what follows the drafts
+
     def _launch(self, pending: Launched, batch: Batch) -> None:
         works = pending.works
         own = np.array([w.slot for w in works.values()], np.int32)
-        known = np.array([w.tokens is not None for w in works.values()], np.bool_)
-        batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
+        if self._intake.proposer is None:
+            known = np.array([w.tokens is not None for w in works.values()], np.bool_)
+            batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
         pending.turns = {i: self._turns[w.slot] for i, w in works.items()}
         pending.sampled = [i for i, w in works.items() if w.sample]
         slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
+        pending.ahead = np.zeros(slots.size, np.int64)
+        if pending.guesses:
+            rows = [pending.rows_of(i) for i in pending.sampled]
+            pending.slots = np.repeat(slots, rows)
+            pending.ahead = np.concatenate([np.arange(n) for n in rows])
         pending.shape = self._shape(pending)
-        pending.asked = self._wishes.ask(slots, self._slots.position[slots])
+        pending.asked = self._wishes.ask(pending.slots, self._slots.position[pending.slots] + pending.ahead)
         where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
         plain = batch.adapters is None  # what is captured has no adapters
-        if plain and decoding and self._decoder is not None:
+        if plain and self._rows and self._verifier is not None:
+            more = self._more(pending) if pending.asked or pending.shape.wanted else []
+            pending.logits, pending.best, pending.sent = self._verifier.run(batch, own, where, pages, more)
+        elif plain and decoding and self._decoder is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
@@ -257,7 +279,7 @@ class DeviceRunner:
         self._slots.length[own] = batch.kv_len
         for i, w in works.items():
             if pending.rows[i].error is None:
-                pending.rows[i].accepted = w.n
+                pending.rows[i].accepted = w.n if w.tokens is not None else 1  # and drafts that turn out to be right
         self._slots.last[slots] = 0  # some token; which one is the device's business
         self._slots.position[slots] += 1
 
@@ -316,54 +338,34 @@ class DeviceRunner:
             )
         )
 
-    @torch.inference_mode()
-    def _practise(self, max_seqs: int, max_tokens: int, max_context: int) -> None:
-        """Launch steps of every kind that is not captured, on the spare page: what they compile must not meet a request."""
-        for ones, rows, reach in PRACTICE:
-            if ones >= max_seqs or ones + rows > max_tokens or rows > max_context:
-                continue
-            n = np.array([1] * ones + [rows], np.int32)
-            q_start = np.concatenate(([0], np.cumsum(n))).astype(np.int32)
-            pos = np.concatenate([np.arange(k, dtype=np.int32) for k in n])
-            offset = pos % self._program.kv.page_size
-            writes = [(first + offset).astype(np.int32) for first in self._state.spare_writes]
-            ids, last = np.zeros_like(pos), q_start[1:] - 1
-            arrays = [ids, pos, q_start, n, last.astype(np.int32), np.full(n.size, self._state.spare, np.int32)]
-            on_device = self._staging.send([*arrays, *writes])
-            tables = self._state.rows(on_device[5], on_device[6:])
-            blank = np.zeros((n.size, 1), np.int32)
-            others = tuple(Table(blank, write) for write in writes[1:])
-            batch = DeviceBatch(
-                ids=on_device[0],
-                pos=on_device[1],
-                q_start=on_device[2],
-                kv_len=on_device[3],
-                pages=tables[0].pages,
-                write=tables[0].write,
-                more=tuple(tables[1:]),
-                logit_rows=on_device[4],
-                longest=rows,
-                reach=min(reach, max_context),
-                host=Batch(ids, pos, q_start, n, blank, writes[0], arrays[4], others),
-            )
-            self._sampler.practise(self._program.launch(batch))
-        torch.cuda.synchronize(self._device)
+    def _get_ready(self, *sizes: int) -> None:
+        """Compile and capture everything: none of that may meet a request."""
+        steps = [x for x in (self._decoder, self._prompter, self._verifier) if x is not None]
+        with self._program.rehearsal():
+            for kind in steps:
+                kind.rehearse()
+            practise(self._program, self._state, self._staging, *sizes, sampling=False)
+        for kind in steps:
+            kind.capture()
+        practise(self._program, self._state, self._staging, *sizes)
 
     # ---- choosing
 
     def _sample(self, pending: Launched, masks: Masks) -> Arrival:
         """Launch the choice of tokens and the copy back."""
-        count, logits, tokens, shape = len(pending.sampled), pending.logits, pending.best, pending.shape
-        own = {j: masks[i] for j, i in enumerate(pending.sampled) if i in masks}
+        count, logits, tokens, shape = pending.slots.size, pending.logits, pending.best, pending.shape
+        own = {j: masks[i] for i, j in pending.firsts().items() if i in masks}
         if own:  # only now is it known what they want: this costs copies of its own
-            pending.asked = self._wishes.ask(pending.slots, self._slots.position[pending.slots] - 1, own)
+            positions = self._slots.position[pending.slots] - 1 + pending.ahead
+            pending.asked = self._wishes.ask(pending.slots, positions, own)
             pending.sent = self._late.send(self._more(pending))
         if not pending.sent:  # decoded, and nobody wants more than the best token
             assert tokens is not None
             return Arrival(tokens)
         slots, follow, wanted = (x.long() for x in pending.sent[:3])
         tokens = self._choose(pending, logits[:count])
-        self._state.keep(slots, tokens)
+        if self._intake.proposer is None:  # who has one tells the device every token
+            self._state.keep(slots, tokens)
         parts = [tokens.double()]
         if shape.wanted:
             every = len(shape.wanted) == count
@@ -413,18 +415,19 @@ class DeviceRunner:
                 self._fail(pending, i, gone[1])
         if news is None:
             return
-        numbers, count, shape = news.wait(), len(pending.sampled), pending.shape
+        numbers, count, shape = news.wait(), pending.slots.size, pending.shape
         details = numbers[count:].reshape(-1, 2 + 2 * shape.top)
-        for j, i in enumerate(pending.sampled):
-            token = int(numbers[j])
-            if token < 0:
-                self._fail(pending, i, _CODES.get(token, _BROKEN))
-            elif pending.rows[i].error is None:
-                pending.rows[i].tokens = [token]
-        for at, (j, top) in enumerate(shape.wanted):
-            row = pending.rows[pending.sampled[j]]
-            if row.error is None:
-                row.logprobs = [_logprob(row.tokens[0], details[at], top, shape.top)]
+        told = {j: (details[at], top) for at, (j, top) in enumerate(shape.wanted)}
+        for i, first in pending.firsts().items():
+            tokens = self._right(pending, i, numbers[first:])
+            if tokens and pending.rows[i].error is None:
+                pending.rows[i].tokens = tokens
+                if first in told:
+                    rows = (told[first + j] for j in range(len(tokens)))
+                    pairs = zip(tokens, rows, strict=True)
+                    pending.rows[i].logprobs = [logprob_of(token, row, top, shape.top) for token, (row, top) in pairs]
+                if self._intake.proposer is not None:
+                    self._note(pending, i, tokens)
         at = len(shape.wanted)
         for i, tokens, top in shape.prompt:
             rows, at = details[at : at + len(tokens)], at + len(tokens)
@@ -432,7 +435,27 @@ class DeviceRunner:
                 self._fail(pending, i, _BROKEN)
             elif pending.rows[i].error is None:
                 told = zip(tokens, rows, strict=True)
-                pending.rows[i].prompt_logprobs = [_logprob(token, row, top, shape.top) for token, row in told]
+                pending.rows[i].prompt_logprobs = [logprob_of(token, row, top, shape.top) for token, row in told]
+
+    def _right(self, pending: Launched, index: int, chosen: np.ndarray) -> list[int]:
+        """The tokens of a sequence: what was chosen after its drafts, up to the first that was not guessed."""
+        drafts = pending.drafts.get(index, [])
+        tokens: list[int] = []
+        for j, token in enumerate(chosen[: 1 + len(drafts)].astype(np.int64).tolist()):
+            if token < 0:
+                self._fail(pending, index, _CODES.get(token, _BROKEN))
+                return []
+            tokens.append(token)
+            if j < len(drafts) and drafts[j] != token:
+                break
+        return tokens
+
+    def _note(self, pending: Launched, index: int, tokens: list[int]) -> None:
+        """What the host knows of a slot, once its tokens are known."""
+        slot = pending.plan.work[index].slot
+        if self._turns[slot] == pending.turns[index]:
+            self._intake.verified(pending, index, tokens)
+            self._slots.position[slot] += len(tokens) - 1
 
     def _fail(self, pending: Launched, index: int, why: str) -> None:
         """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
@@ -461,10 +484,3 @@ def _changes(works: Iterable[Work], state: DeviceState) -> tuple[np.ndarray, lis
     for own, spare in zip(told, state.spare_pages, strict=True):
         own[own < 0] = spare
     return np.array(places, np.int32), told
-
-
-def _logprob(token: int, row: np.ndarray, top: int, width: int) -> Logprob:
-    """One row of numbers as the host tells it; what the model itself ruled out is no alternative."""
-    ids, probs = row[2 : 2 + width][:top].tolist(), row[2 + width :][:top].tolist()
-    best = [(int(t), p) for t, p in zip(ids, probs, strict=True) if p > -math.inf]
-    return Logprob(token, float(row[0]), int(row[1]), best)

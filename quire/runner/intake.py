@@ -21,6 +21,7 @@ from quire.runner.batch_builder import BadWork, BatchBuilder
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Row, Work
 from quire.runner.slots import Slots
+from quire.runner.speculate import Proposer
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +31,38 @@ Works: TypeAlias = dict[int, Work]  # by their place in the plan, in the order o
 class Pending:
     """A forward that was given to the device: logits wait in it for `sample`."""
 
-    __slots__ = ("logits", "plan", "rows", "sampled", "works")
+    __slots__ = ("drafts", "guesses", "logits", "plan", "rows", "sampled", "works")
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.rows = [Row(accepted=0) for _ in plan.work]
         self.works: Works = {}  # what is computed, by its place in plan.work
         self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
-        self.logits: Any = None  # [len(sampled), V]; valid until the next forward runs
+        self.drafts: dict[int, list[int]] = {}  # by place in plan.work: what is guessed to come next
+        self.guesses: dict[int, list[int]] = {}  # ... as it is computed: a runner may add to it, for a shape of its own
+        self.logits: Any = None  # 1 + guesses rows for each of `sampled`, [L, V]; valid until the next forward runs
+
+    def rows_of(self, index: int) -> int:
+        """Rows of logits of a sampled work."""
+        return 1 + len(self.guesses.get(index, ()))
 
 
 class Intake:
     """Slots and a builder, and the rules of who fails with whom."""
 
     def __init__(
-        self, kv: KV, *, vocab_size: int, max_seqs: int, max_tokens: int, max_context: int, max_rows: int
+        self,
+        kv: KV,
+        *,
+        vocab_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
+        max_rows: int,
+        proposer: Proposer | None = None,
+        histories: bool = True,
     ) -> None:
+        """`histories`: whether a row's choice can look at those that the step makes before it, as penalties do."""
         self.loras: Loras | None = None  # the adapters that sequences may name
         if max_rows < max_seqs:
             raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
@@ -57,6 +74,8 @@ class Intake:
             window=kv.window,
             more=[(own.pages, own.window) for own in kv.more],
         )
+        self.proposer = proposer
+        self._histories = histories
         self._builder = BatchBuilder(
             page_size=kv.page_size,
             vocab_size=vocab_size,
@@ -72,11 +91,15 @@ class Intake:
         slots = self.slots
         for slot in plan.closed:
             slots.close(slot)
+            if self.proposer is not None:
+                self.proposer.close(slot)
         for new in plan.opened:
             try:
                 slots.open(new)
                 if new.adapter:
                     slots.adapter[new.slot] = self._adapter(new.adapter)
+                if self.proposer is not None:
+                    self.proposer.open(new.slot, new.tokens)
             except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
         for work in plan.work:
@@ -91,17 +114,20 @@ class Intake:
             raise ValueError(f"the adapter {key!r} is not loaded: this program has no adapters")
         return self.loras.slot_of(key)
 
-    def build(self, pending: Pending, arrange: Callable[[Works], Works] | None = None) -> Batch | None:
+    def build(self, pending: Pending, arrange: Callable[[Pending, Works], Works] | None = None) -> Batch | None:
         """The batch of all the work that can be done; the rest is answered with its error. None when nothing is left.
 
-        `arrange` may put the rows in another order.
+        `arrange` may put the rows in another order, and add guesses.
         """
         works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
         works = self._together(works)
-        works = pending.works = works if arrange is None else arrange(works)
+        if self.proposer is not None:
+            self._propose(pending, works, self.proposer)
+        works = pending.works = works if arrange is None else arrange(pending, works)
         while works:
+            guesses = [pending.guesses.get(i, ()) for i in works] if pending.guesses else ()
             try:
-                return self._builder.build(list(works.values()), self.slots)
+                return self._builder.build(list(works.values()), self.slots, guesses)
             except BadWork as error:
                 index = list(works)[error.index]
                 self.fail(pending, [index], str(error))
@@ -118,6 +144,26 @@ class Intake:
         places = list(works)
         return {places[at]: works[places[at]] for at in np.argsort(used, kind="stable").tolist()}
 
+    def _propose(self, pending: Pending, works: Works, proposer: Proposer) -> None:
+        """Ask for drafts, where the plan has room for them and they can be verified."""
+        for i, w in works.items():
+            if w.drafts and (self._histories or self.slots.stream(w.slot).history is None):
+                found = proposer.propose(w.slot, w.drafts)
+                if found:
+                    pending.drafts[i] = pending.guesses[i] = found
+
+    def verified(self, pending: Pending, index: int, tokens: list[int]) -> None:
+        """These are the tokens of a sampled row: the drafts that were right, and one more. The slot has computed so much."""
+        work, row, slots = pending.plan.work[index], pending.rows[index], self.slots
+        drafted = len(pending.drafts.get(index, ()))
+        if work.tokens is None:
+            row.accepted, row.drafted = len(tokens), drafted
+            slots.length[work.slot] += len(tokens) - pending.rows_of(index)
+        row.tokens = tokens
+        slots.last[work.slot] = tokens[-1]
+        if self.proposer is not None:
+            self.proposer.learn(work.slot, tokens, drafted)
+
     def fail(self, pending: Pending, indices: Iterable[int], why: str) -> None:
         """Answer these rows with an error, and let their slots remember it."""
         for i in indices:
@@ -130,6 +176,7 @@ class Intake:
         log.exception("step %d failed", pending.plan.step)
         self.fail(pending, range(len(pending.plan.work)), reason(error))
         pending.works, pending.sampled, pending.logits = {}, [], None
+        pending.drafts, pending.guesses = {}, {}
 
     def _refused(self, pending: Pending, index: int) -> bool:
         """Whether this row's sequence has failed already."""

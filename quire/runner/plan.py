@@ -30,7 +30,8 @@ class Work(msgspec.Struct, kw_only=True):
     """Compute `n` tokens of the sequence in `slot`.
 
     With `tokens` the host knows the ids, and they start at absolute position `start`. Without, the device knows the
-    id (the last one it sampled) and the position: n is 1 + drafts.
+    id (the last one it sampled) and the position: n is 1 + drafts. Drafts are guessed where the tokens are known, so n is
+    then the most that may be computed.
     """
 
     key: int  # the scheduler's name for the sequence
@@ -79,6 +80,7 @@ class Row(msgspec.Struct):
     logprobs: list[Logprob] = []  # one per token, when the request asked
     prompt_logprobs: list[Logprob] = []  # one per prompt_logits row
     vector: bytes = b""  # float32: the embedding or score of a whole sequence, where that is what a runner makes
+    drafted: int = 0  # guesses that were computed; all of them but the right ones were in vain
     error: str | None = None  # this row alone failed (for instance, logits that are not numbers)
 
 

@@ -8,6 +8,7 @@ rows. Longer steps are launched as they come: the device is busy with one kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.capture import MORE, DeviceState
+from quire.runner.capture import MORE, DeviceState, graph_of
 from quire.runner.staging import Staging
 
 # (tokens, sequences): alone or nearly so in fine steps, among many others in coarse ones.
@@ -38,7 +39,6 @@ class Prompter:
         max_tokens: int,
         max_context: int,
         vocab: int,
-        graphs: bool,
     ):
         self._program = program
         self._state = state
@@ -51,8 +51,6 @@ class Prompter:
         most = max((seqs for _, seqs in self.sizes), default=0)
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        if graphs:
-            self._capture()
 
     def size_for(self, batch: Batch) -> tuple[int, int] | None:
         """The smallest size that the step fits, if any does."""
@@ -147,24 +145,27 @@ class Prompter:
             )
         )
 
-    def _capture(self) -> None:
-        """Every size, the largest first, so that the others live in its memory. The buffer holds padding rows alone."""
-        device, pool = self._program.device, torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
+    def _blank(self, size: tuple[int, int]) -> None:
+        """Fill the buffer with padding rows alone."""
         none = np.zeros(0, np.int32)
         kinds, rows = len(self._state.tables), np.zeros((0, 1), np.int32)
         others = (Table(rows, none),) * (kinds - 1)
         blank = Batch(none, none, np.zeros(1, np.int32), none, rows, none, none, others)
+        self._staging.send(self._padded(size, blank, none, none, [none] * kinds))
+
+    def rehearse(self) -> None:
+        """One step of every kind that a kernel might be chosen by."""
+        for size in self.sizes[::2]:
+            self._blank(size)
+            self._body(size)
+
+    def capture(self) -> None:
+        """Every size, the largest first, so that the others live in its memory."""
+        device, pool = self._program.device, torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
         for size in reversed(self.sizes):
-            self._staging.send(self._padded(size, blank, none, none, [none] * kinds))
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._body(size)  # whatever is set up at a first run must not be captured
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._body(size)
-            self._graphs[size] = graph
+            self._blank(size)
+            self._graphs[size] = graph_of(partial(self._body, size), device, pool, stream)
         torch.cuda.synchronize(device)
 
 

@@ -28,6 +28,7 @@ from quire.runner.intake import Intake, Pending, reason
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Work
 from quire.runner.sampler import Masks, Sampler
+from quire.runner.speculate import Proposer
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Runner:
         max_context: int,
         max_rows: int,
         overlap: bool = False,
+        proposer: Proposer | None = None,
     ):
         self._program = program
         self._intake = Intake(
@@ -82,6 +84,7 @@ class Runner:
             max_tokens=max_tokens,
             max_context=max_context,
             max_rows=max_rows,
+            proposer=proposer,
         )
         self._slots = self._intake.slots
         self._sampler = Sampler(vocab_size)
@@ -169,7 +172,7 @@ class Runner:
             self._intake.apply(pending.plan)
             logits = self._run(pending)
             pending.sampled = [i for i, w in pending.works.items() if w.sample]
-            pending.logits = logits[: len(pending.sampled)]
+            pending.logits = logits[: sum(map(pending.rows_of, pending.sampled))]
         except Exception as error:
             self._intake.fail_step(pending, error)
 
@@ -182,7 +185,7 @@ class Runner:
         works = pending.works
         slot = np.array([w.slot for w in works.values()], np.intp)
         self._slots.length[slot] = batch.kv_len
-        row = sum(w.sample for w in works.values())
+        row = sum(pending.rows_of(i) for i, w in works.items() if w.sample)
         for i, w in works.items():
             pending.rows[i].accepted = w.n
             if w.prompt_logits:
@@ -207,7 +210,8 @@ class Runner:
         indices = [pending.sampled[j] for j in places]
         if indices and logits is not None:
             if len(places) < len(pending.sampled):
-                logits = logits[places]
+                owner = np.repeat(np.arange(len(pending.sampled)), list(map(pending.rows_of, pending.sampled)))
+                logits = logits[np.isin(owner, places)]
             try:
                 self._choose(pending, indices, logits, masks or {})
             except Exception as error:
@@ -220,12 +224,13 @@ class Runner:
         slots, work = self._slots, pending.plan.work
         slot = [work[i].slot for i in indices]
         own = {j: masks[i] for j, i in enumerate(indices) if i in masks} if masks else None
-        chosen = self._sampler.sample(logits, [slots.stream(s) for s in slot], slots.position[slot].tolist(), masks=own)
+        streams, positions = [slots.stream(s) for s in slot], slots.position[slot].tolist()
+        drafts = [pending.drafts.get(i, []) for i in indices] if pending.drafts else None
+        chosen = self._sampler.sample(logits, streams, positions, drafts=drafts, masks=own)
         for s, i, choice in zip(slot, indices, chosen, strict=True):
             if choice.error is not None:
                 self._intake.fail(pending, [i], choice.error)
                 continue
-            row = pending.rows[i]
-            row.tokens, row.logprobs = choice.tokens, choice.logprobs
-            slots.last[s] = choice.tokens[-1]
+            pending.rows[i].logprobs = choice.logprobs
+            self._intake.verified(pending, i, choice.tokens)
             slots.position[s] += len(choice.tokens)

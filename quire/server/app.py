@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI
@@ -18,6 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from quire.config import VERSION, ServerConfig
 from quire.observe.errors import QuireError
@@ -32,6 +35,27 @@ from quire.server.service import Service
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
 
+FORM = 64 * 1024  # what a form may add to the file in it
+
+
+class _Route(Route):
+    """A route that names itself to the layers in front. Bodies are read by the dialects, so nothing is analysed or injected."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        if match != Match.NONE:
+            found["route"] = self
+        return match, found
+
+
+class _App(FastAPI):
+    """FastAPI with plain routes: every handler takes a Request and gives a Response."""
+
+    def add_api_route(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        route = _Route(path, endpoint, methods=options["methods"])
+        route.methods = set(options["methods"])  # HEAD only where it is asked for
+        self.router.routes.append(route)
+
 
 def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
     """The application over a Service (which may still be loading) or over a completer that is ready."""
@@ -40,7 +64,7 @@ def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
     else:
         service = Service(config, source.info.model)
         service.attach(source.client, source)
-    app = FastAPI(
+    app = _App(
         title="Quire",
         version=VERSION,
         openapi_url=None,
@@ -73,7 +97,7 @@ def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
         layers.append(Middleware(Cors, origins=config.cors_origins))
     if config.api_key:
         layers.append(Middleware(KeyCheck, key=config.api_key))
-    layers.append(Middleware(BodyLimit, limit=config.max_body))
+    layers.append(Middleware(BodyLimit, limit=config.max_body, special={"/v1/files": config.max_file + FORM}))
     return layers
 
 

@@ -49,6 +49,13 @@ class UnsupportedMedia(QuireError):
     status = 415
 
 
+class TooSlow(QuireError):
+    """The request's body comes so slowly that it is not waited for."""
+
+    code = "request_timeout"
+    status = 408
+
+
 class Unimplemented(QuireError):
     """A part of somebody's API that is not here. The message names it."""
 
@@ -92,12 +99,13 @@ def headers(error: QuireError) -> dict[str, str]:
 
 
 Shape: TypeAlias = Callable[[QuireError], tuple[int, object]]  # an error's status and body
-SHAPES: dict[str, Shape] = {}  # by the beginning of the path
+SHAPES: dict[str, Shape] = {}  # by the beginning of the path; "/" is that path alone
 
 
 def shaped(path: str, error: QuireError) -> tuple[int, object]:
     """Status and body of an error on `path`."""
-    shape = next((shape for prefix, shape in SHAPES.items() if path.startswith(prefix)), None)
+    named = (shape for prefix, shape in SHAPES.items() if prefix != "/" and path.startswith(prefix))
+    shape = SHAPES.get(path) or next(named, None)
     return (error.status, body(error)) if shape is None else shape(error)
 
 

@@ -23,12 +23,18 @@ from starlette.types import Receive
 
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
+from quire.server import urgency
 from quire.server.errors import ClientGone, engine_error
 from quire.server.service import ADAPTER, Service
 
 KEEP_ALIVE_SECONDS = 10.0
 
 News: TypeAlias = tuple[int, Chunk]  # which prompt, what
+
+
+def _placed(generation: Generation) -> Generation:
+    priority = urgency.priority(generation.priority)
+    return generation if priority == generation.priority else replace(generation, priority=priority)
 
 
 class Feed:
@@ -38,7 +44,8 @@ class Feed:
         self.service = service
         self.completer = service.ready()
         chosen = ADAPTER.get()
-        self.generations = [replace(g, adapter=chosen) for g in generations] if chosen else generations
+        placed = [_placed(g) for g in generations]
+        self.generations = [replace(g, adapter=chosen) for g in placed] if chosen else placed
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
         self._items: list[News] = []
@@ -47,6 +54,9 @@ class Feed:
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._finished: set[tuple[int, int]] = set()
+        self._last = time.monotonic()  # when news was last handed out
+        self._quiet = False  # nothing came for long
+        self._reminder: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Feed:
         self.service.feeds.add(self)
@@ -62,6 +72,8 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.service.feeds.discard(self)
+        if self._reminder is not None:
+            self._reminder.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -85,21 +97,32 @@ class Feed:
 
     async def batches(self, keep_alive: float | None = None) -> AsyncIterator[list[News]]:
         """Batches until every choice has finished. With `keep_alive`, an empty batch after that many quiet seconds."""
+        if keep_alive is not None:
+            self._remind(keep_alive)
         while True:
-            try:
-                async with asyncio.timeout(keep_alive):
-                    await self._news.wait()
-            except TimeoutError:
-                yield []
-                continue
+            await self._news.wait()
             self._news.clear()
             items, self._items = self._items, []
             if items:
+                self._last = time.monotonic()
                 yield items
+            elif self._quiet:
+                yield []
+            self._quiet = False
             if self._failure is not None and not self._items:
                 raise self._failure
             if self._running == 0 and not self._items:
                 return
+
+    def _remind(self, seconds: float) -> None:
+        """Say so when nothing came for that long. One timer for the whole answer: setting one for every batch would cost as much as
+        sending it."""
+        now = time.monotonic()
+        left = self._last + seconds - now
+        if left <= 0:
+            self._quiet, self._last, left = True, now, seconds
+            self._news.set()
+        self._reminder = asyncio.get_running_loop().call_later(left, self._remind, seconds)
 
     async def _produce(self, prompt: int, generation: Generation) -> None:
         metrics = self.service.model_metrics

@@ -65,7 +65,7 @@ class Cors:
         if scope["method"] == "OPTIONS" and any(k == b"access-control-request-method" for k, _ in scope["headers"]):
             if allowed:
                 grant += [
-                    (b"access-control-allow-methods", b"GET, POST"),
+                    (b"access-control-allow-methods", b"GET, POST, DELETE"),
                     (b"access-control-allow-headers", ALLOWED),
                     (b"access-control-max-age", b"600"),
                 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.config import VERSION, ServerConfig
 from quire.engine.client import EngineClient
@@ -37,6 +39,8 @@ log = logging.getLogger("quire.server")
 
 MAX_HEADERS = 64 * 1024  # bytes of a request's head
 KEEP_ALIVE = 65  # seconds an idle connection stays open: longer than the clients' pools keep theirs
+HEAD_SECONDS = 20.0  # from a connection's first byte, or the first of its next request, to the end of the head
+TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 BACKLOG = 1024
 # How a model is opened: loads it and returns what serves it. Progress goes to `service.note`.
 Opener: TypeAlias = Callable[[Service], Awaitable[tuple[EngineClient, "Completer"]]]
@@ -108,6 +112,41 @@ def run_file(home: Path, sock: socket.socket, model: str) -> Generator[Path, Non
         path.unlink(missing_ok=True)
 
 
+class _Protocol(H11Protocol):
+    """uvicorn's, with a bound on how long a request's head may take: a connection that never says what it wants is closed."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()  # the head is here
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self._close)
+
+    def _forget(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        self._late = None
+        if not self.transport.is_closing():
+            self.transport.write(TOO_LATE)
+            self.transport.close()
+
+
 class _Http(uvicorn.Server):
     """uvicorn without its signal handlers and without its ten wakeups a second."""
 
@@ -142,7 +181,7 @@ async def serve(
     http = _Http(
         uvicorn.Config(
             create_app(config, service),
-            http="h11",  # the one that bounds a request's head
+            http=_Protocol,  # of h11, the parser that bounds a request's head
             h11_max_incomplete_event_size=MAX_HEADERS,
             ws="none",
             lifespan="off",
@@ -177,15 +216,27 @@ async def serve(
             http.stop.set()
             http.should_exit = True
             await asyncio.gather(answering, return_exceptions=True)
+            for job in service.jobs:
+                await job.stop()
             if service.client is not None:
                 await service.client.close(0.0)
+            service.close()
         return code
 
 
 async def _load(service: Service, opener: Opener, on_ready: Callable[[], None]) -> None:
     client, completer = await opener(service)
     service.attach(client, completer)
+    _settle()
     on_ready()
+
+
+def _settle() -> None:
+    """What was made while loading stays (a tokenizer is hundreds of thousands of objects): the collector need not look at it again
+    and again, nor run after every few hundred tokens."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 async def _drain(service: Service, seconds: float, signals: asyncio.Queue[int]) -> int:

@@ -1,14 +1,16 @@
 """Bounds on what a client may send, before anything is built from it.
 
-`BodyLimit` counts bytes as they arrive (a length header is only a promise) and answers 413 with the bound; `read_json`
-takes the whole body as bytes; `parse` turns it into a msgspec struct, with errors that name the field. Knows no dialect.
+`BodyLimit` counts bytes as they arrive (a length header is only a promise) and answers 413 with the bound, or 408 when they come too
+slowly to be waited for; `read_json` takes the whole body as bytes; `parse` turns it into a msgspec struct, with errors that name the field. Knows no dialect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,14 +18,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.observe.errors import BadRequest, TooLarge
+from quire.observe.errors import BadRequest, QuireError, TooLarge
 from quire.server import errors
-from quire.server.errors import ClientGone, UnsupportedMedia
+from quire.server.errors import ClientGone, TooSlow, UnsupportedMedia
 
 MAX_DEPTH = 32  # of nested JSON in fields whose shape is open
 MAX_NODES = 10_000
+BODY_SECONDS = 20.0  # a body has this long to come whole, and
+BODY_RATE = 16 << 10  # ... a second more for each so many bytes that have come
 LINGER_SECONDS = 2.0  # a refused body is read and thrown away this long, so that its sender can read the refusal
 LINGER_BYTES = 64 << 20
+
+UPLOADS: set[str] = set()  # beginnings of paths whose bodies are files: bounded by who takes them
 
 T = TypeVar("T")
 _TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -32,36 +38,47 @@ _FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})"
 
 
 class BodyLimit:
-    """Pure ASGI: refuses bodies over `limit` bytes with 413, whether announced or found out while reading."""
+    """Pure ASGI: refuses bodies over `limit` bytes with 413, whether announced or found out while reading, and slow ones with 408."""
 
-    def __init__(self, app: ASGIApp, limit: int):
+    def __init__(self, app: ASGIApp, limit: int, special: Mapping[str, int] | None = None):
         self.app = app
         self.limit = limit
+        self.special = special or {}  # bounds of single paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-        if announced.isdigit() and int(announced) > self.limit:
-            return await self._refuse(scope, receive, send)
-        seen = 0
+        limit = math.inf if scope["path"].startswith(tuple(UPLOADS)) else self.special.get(scope["path"], self.limit)
+        if announced.isdigit() and int(announced) > limit:
+            return await self._refuse(_large(limit), scope, receive, send)
+        loop = asyncio.get_running_loop()
+        seen, began, whole = 0, loop.time(), False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, whole
+            if whole:  # what is waited for now is that the client leaves
+                return await receive()
+            try:
+                async with asyncio.timeout_at(began + BODY_SECONDS + seen / BODY_RATE):
+                    message = await receive()
+            except TimeoutError:
+                raise _Refused(
+                    TooSlow(f"the body did not come whole: {seen} bytes in {loop.time() - began:.0f} s")
+                ) from None
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > self.limit:
-                    raise _Over
+                if seen > limit:
+                    raise _Refused(_large(limit))
+                whole = not message.get("more_body")
             return message
 
         try:
             await self.app(scope, counted, send)
-        except _Over:
-            await self._refuse(scope, receive, send)
+        except _Refused as refused:
+            await self._refuse(refused.error, scope, receive, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = TooLarge(f"the body is over {self.limit} bytes, the most this server reads")
+    async def _refuse(self, error: QuireError, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = errors.response(error, {"connection": "close"}).on(scope["path"])
         await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
@@ -81,8 +98,15 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b""})
 
 
-class _Over(BaseException):
+def _large(limit: float) -> TooLarge:
+    return TooLarge(f"the body is over {limit} bytes, the most this server reads here")
+
+
+class _Refused(BaseException):
     """Passes through every handler up to BodyLimit."""
+
+    def __init__(self, error: QuireError):
+        self.error = error
 
 
 async def read_json(request: Request) -> bytes:

@@ -6,6 +6,7 @@ Both are made at the same time, from the same file. Knows the engine's process c
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ async def open_model(
 
     def words() -> tuple[Tokenizer, ChatTemplate | None]:
         with open_checkpoint(config.path) as checkpoint:
-            return words_of(checkpoint)
+            return words_of(checkpoint, service.config.chat_template)
 
     client = ProcessClient(
         config,
@@ -57,4 +58,19 @@ async def open_model(
         await asyncio.gather(reading, return_exceptions=True)
         await client.close()
         raise
-    return client, Completer(client, tokenizer, template, info)
+    completer = Completer(client, tokenizer, template, info)
+    await asyncio.to_thread(lambda: completer.answers)  # what its template says of reasoning and tools is found now
+    threading.Thread(target=_tell, args=(completer, say), name="quire-answers", daemon=True).start()
+    return client, completer
+
+
+def _tell(completer: Completer, say: Callable[[str], None]) -> None:
+    """Say how answers are read, and what of them could not be: beside the way, nobody waits for it."""
+    try:
+        score = completer.score()
+    except Exception as error:  # a template's fault: requests that meet it are refused with the reason
+        say(f"answers: the chat template could not be tried: {error}")
+        return
+    if score is not None:
+        short = "" if score.whole else "; what is written otherwise comes as text (docs/tools.md)"
+        say(f"answers: {score.format}, read back from the chat template: {score}{short}")

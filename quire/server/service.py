@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +21,8 @@ from quire.engine.client import AdapterClient, EngineClient
 from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, Unavailable
 from quire.observe.metrics import Metrics, ModelMetrics
+from quire.server import urgency
+from quire.server.state import State
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
@@ -35,6 +38,13 @@ class Running(Protocol):
     """An answer on its way, as far as a shutdown cares."""
 
     def fail(self, error: BaseException) -> None: ...
+
+
+class Job(Protocol):
+    """Work of the server's own, beside requests. It begins when a model is there, and is let go when the server drains."""
+
+    def start(self) -> None: ...
+    async def stop(self) -> None: ...
 
 
 class Service:
@@ -54,6 +64,9 @@ class Service:
         self.store: Store | None = None  # the models of this machine, where clients may see them
         self.expected: frozenset[str] = frozenset()  # adapters that will be there once the model is loaded
         self.restarted = 0  # times the engine process was started again
+        self.state = State(config.state_dir)
+        self.jobs: list[Job] = []
+        self.closing: list[Callable[[], None]] = []  # called when the process ends
         self.feeds: set[Running] = set()
         self.in_flight = 0  # HTTP requests between their first byte in and last byte out, probes not counted
         self.draining = False
@@ -103,6 +116,8 @@ class Service:
         self.client = client
         self.completer = completer
         self._loaded.set()
+        for job in self.jobs:
+            job.start()
 
     async def loaded(self) -> None:
         """Wait for the first load to end, for clients that expect a request to wait for it. Says nothing of what came."""
@@ -128,7 +143,7 @@ class Service:
 
         completer = self.ready()
         info = msgspec.structs.replace(completer.info, model=self.name)  # a client knows it by this name
-        return Embedder(completer.client, completer.tokenizer, info)
+        return Embedder(completer.client, completer.tokenizer, info, urgency.priority())
 
     def generator(self) -> Completer:
         """The completer; 503 with the stage, 400 where the model makes no text."""
@@ -190,6 +205,8 @@ class Service:
         """Refuse new requests, wait for those in flight, then fail the rest. True when none had to be failed."""
         self.draining = True
         self._loaded.set()
+        for job in self.jobs:
+            await job.stop()
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -204,6 +221,12 @@ class Service:
         except TimeoutError:
             pass
         return False
+
+    def close(self) -> None:
+        """Let go of what is on disk."""
+        for close in self.closing:
+            close()
+        self.state.close()
 
 
 def fingerprint(info: EngineInfo) -> str:

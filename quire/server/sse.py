@@ -7,8 +7,8 @@ have no comments, so a long wait is silent there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -35,6 +35,11 @@ class Encoder(Protocol):
 def event(value: object) -> bytes:
     """One `data:` event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """One event that is called by the type of its object."""
+    return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def line(value: object) -> bytes:
@@ -75,7 +80,9 @@ class EventStream(Response):
                     data = b"".join(map(self.frame, self.encoder.news(items))) if items else self.waiting
                     if data:
                         await write(data)
-            await write(b"".join(map(self.frame, self.encoder.closing())) + self.done, more=False)
+            closing = b"".join(map(self.frame, self.encoder.closing()))
+            await self.settle()
+            await write(closing + self.done, more=False)
         except ClientGone:
             if not started:
                 raise
@@ -86,7 +93,14 @@ class EventStream(Response):
             if not isinstance(error, QuireError):
                 errors.log.error("unexpected %s in a stream", type(error).__name__, exc_info=error)
                 error = QuireError("the server failed on this request; its log has the cause")
-            await write(self.frame(errors.shaped(scope["path"], error)[1]) + self.done, more=False)
+            await write(self.trouble(scope["path"], error) + self.done, more=False)
+
+    async def settle(self) -> None:
+        """Between the last news and its telling: what must be done before a client hears of the end."""
+
+    def trouble(self, path: str, error: QuireError) -> bytes:
+        """The last words of a stream that did not end well."""
+        return self.frame(errors.shaped(path, error)[1])
 
 
 class LineStream(EventStream):

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,15 @@ class File(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class Defaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a name that was made from another model says where a request says nothing."""
+
+    parent: str  # the model that it was made from, or the digest of a file
+    system: str = ""
+    parameters: dict[str, Any] = {}  # options, by Ollama's names
+    messages: tuple[dict[str, str], ...] = ()  # role and content, before those of a conversation
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What the store knows of one name."""
 
@@ -34,6 +44,7 @@ class Manifest(msgspec.Struct, frozen=True):
     format: str = "gguf"
     licence: str = ""
     files: tuple[File, ...] = ()  # of a folder
+    defaults: Defaults | None = None  # of a name that was made here
 
     @property
     def sha256(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +20,7 @@ from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFo
 from quire.weights import names, sources
 from quire.weights.catalogue import Wanted, find, look_up
 from quire.weights.home import Home, entries, hash_file, sync_folder
-from quire.weights.manifest import Manifest, Problem, decode, encode
+from quire.weights.manifest import Defaults, Manifest, Problem, decode, encode
 from quire.weights.progress import Progress, Quiet, mb
 from quire.weights.sources import Local
 
@@ -184,31 +185,83 @@ class Store:
 
     def copy(self, source: str, name: str) -> Manifest:
         """Call what `source` has by a second, short name as well. The content is shared, and goes with its last name."""
-        short = names.parse(name)
-        if not isinstance(short, names.ShortName):
-            raise BadRequest(f"{name!r} is no short name", cure="write for instance mine:7b", param="destination")
-        if find(short) is not None:
-            raise BadRequest(f"{short} is the catalogue's name for another model", param="destination")
-        from quire.weights.fetch import write_whole  # writing is rare, and it brings the network's code
-
+        short = self._own_name(name, "destination")
         self.place.prepare()
         with self.place.lock("store"):  # nobody removes the content meanwhile
             manifest = self.get(source)
             if manifest is None:
                 raise NotFound(f"{source} is not in the store", cure="`quire list` shows what is", param="source")
             self.checked(manifest)
-            there = self.get(str(short)) if self.place.manifest(str(short)).exists() else None
-            if there is not None and there.digest != manifest.digest:
+            there = self.get(short) if self.place.manifest(short).exists() else None
+            if there is not None and (there.digest, there.defaults) != (manifest.digest, manifest.defaults):
                 raise BadRequest(
                     f"{short} is already the name of another model",
                     cure=f"`quire rm {short}` frees it",
                     param="destination",
                 )
-            made = msgspec.structs.replace(manifest, name=str(short))
-            path = self.place.manifest(made.name)
-            write_whole(path, encode(made))
-            sync_folder(path.parent)
-            return made
+            return self._write(msgspec.structs.replace(manifest, name=short))
+
+    def create(self, name: str, source: str, defaults: Defaults, licence: str = "") -> Manifest:
+        """A new name for what `source` has, with defaults of its own; `source` is a name, or the digest of a file that `put`
+        brought. The content is shared. A name that was made here before is made anew."""
+        short = self._own_name(name, "model")
+        self.place.prepare()
+        with self.place.lock("store"):
+            manifest = self._from_blob(source) if source.startswith("sha256:") else self.get(source)
+            if manifest is None:
+                raise NotFound(f"{source} is not in the store", cure="`quire list` shows what is", param="from")
+            self.checked(manifest)
+            there = self.get(short) if self.place.manifest(short).exists() else None
+            if there is not None and there.defaults is None:
+                raise BadRequest(
+                    f"{short} is already the name of another model", cure=f"`quire rm {short}` frees it", param="model"
+                )
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            made = msgspec.structs.replace(
+                manifest, name=short, pulled_at=now, licence=licence or manifest.licence, defaults=defaults
+            )
+            freed = there is not None and there.digest != made.digest
+            if freed:
+                self._drop(self.place.manifest(short))
+            return self._write(made)
+
+    def put(self, sha256: str, partial: Path) -> Path:
+        """Take a file whose digest was computed into the store. It goes when the last name that uses it does."""
+        with self.place.lock("store"):
+            path = self.place.blob(sha256)
+            if path.exists():
+                partial.unlink()
+            else:
+                partial.replace(path)
+                sync_folder(path.parent)
+            return path
+
+    def _from_blob(self, digest: str) -> Manifest | None:
+        path = self.place.blob(digest.partition(":")[2])
+        if not path.is_file():
+            return None
+        with path.open("rb") as f:
+            if f.read(4) != b"GGUF":
+                raise BadRequest("the file is not a GGUF file: nothing else can be made a model of here", param="files")
+        return Manifest("", f"blob:{digest}", digest, path.stat().st_size, "")
+
+    def _own_name(self, name: str, param: str) -> str:
+        """A short name that may be given to a model here."""
+        short = names.parse(name)
+        if not isinstance(short, names.ShortName):
+            raise BadRequest(f"{name!r} is no short name", cure="write for instance mine:7b", param=param)
+        if find(short) is not None:
+            raise BadRequest(f"{short} is the catalogue's name for another model", param=param)
+        return str(short)
+
+    def _write(self, manifest: Manifest) -> Manifest:
+        """The store's lock is held."""
+        from quire.weights.fetch import write_whole  # writing is rare, and it brings the network's code
+
+        path = self.place.manifest(manifest.name)
+        write_whole(path, encode(manifest))
+        sync_folder(path.parent)
+        return manifest
 
     def remove(self, name: str) -> int:
         """Forget `name`; the bytes freed. Its content goes when no other name uses it, an unfinished download too.

@@ -139,7 +139,7 @@ def test_errors_are_the_clients_own(claude: Any):
     for expected, code, fields in (
         (anthropic.NotFoundError, "model_not_found", {"model": "nope"}),
         (anthropic.BadRequestError, "invalid_request", {"max_tokens": 0}),
-        (anthropic.BadRequestError, "invalid_request", {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+        (anthropic.BadRequestError, "unsupported_parameter", {"tools": [{"name": "f", "input_schema": {}}]}),
         (anthropic.BadRequestError, "unknown_parameter", {"extra_body": {"seed": 7}}),
         (anthropic.BadRequestError, "unsupported_parameter", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
         (

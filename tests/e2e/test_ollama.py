@@ -164,7 +164,6 @@ def test_other_models_and_routes(llama: ollama.Client):
         (lambda: llama.generate("gemma3", "hi"), 404),
         (lambda: llama.delete(DEFAULT_MODEL), 400),
         (lambda: llama.push("x"), 501),
-        (lambda: llama.create("x", from_=DEFAULT_MODEL), 501),
         (lambda: llama.copy(DEFAULT_MODEL, "../x"), 400),
         (lambda: llama.pull("/etc/passwd"), 400),
     ):

@@ -80,7 +80,7 @@ def test_errors(client: openai.OpenAI):
         ({"prompt": ""}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
         ({"n": 1000}, "n"),
-        ({"best_of": 4}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 99}, "logprobs"),
     ):

@@ -280,23 +280,17 @@ def test_decoding_equals_transformers(shape: str, skinny: int, monkeypatch: pyte
 
 
 def copy_weights(model: Any, held: Any, oracle: Any) -> None:
-    """Rows of q and k lie as neighbouring pairs here and as halves there."""
-
-    def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-        return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-    c, inner = model.config, oracle.model
+    """A shape of transformers has its rows where transformers has them."""
+    inner = oracle.model
     with torch.no_grad():
         inner.embed_tokens.weight.copy_(held[model.embedding])
         inner.norm.weight.copy_(held[model.norm])
         oracle.lm_head.weight.copy_(held[model.head])
         for w, layer in zip(model.layers, inner.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            attention.q_proj.weight.copy_(halves(held[w.q], c.heads))
-            attention.k_proj.weight.copy_(halves(held[w.k], c.kv_heads))
-            for name, source in (("v_proj", w.v), ("o_proj", w.o)):
-                getattr(attention, name).weight.copy_(held[source])
-            for name, source in (("gate_proj", w.gate), ("up_proj", w.up), ("down_proj", w.down)):
+            for name in ("q", "k", "v", "o"):
+                getattr(attention, f"{name}_proj").weight.copy_(held[getattr(w.attn, name)])
+            for name, source in (("gate_proj", w.mlp.gate), ("up_proj", w.mlp.up), ("down_proj", w.mlp.down)):
                 getattr(mlp, name).weight.copy_(held[source])
             layer.input_layernorm.weight.copy_(held[w.attn_norm])
             layer.post_attention_layernorm.weight.copy_(held[w.ffn_norm])

@@ -56,6 +56,9 @@ def test_mixtures(name: str, tmp_path: Path):
     """In float32 alone: a router whose scores are rounded to less would choose others everywhere."""
     kind, changes = VARIANTS[name]
     model = mixtures.build(kind, **changes)
+    limit = changes.get("swiglu_limit")
+    if limit is not None and model.model.layers[0].mlp.experts.limit != limit:
+        pytest.skip("needs a transformers that reads gpt-oss's swiglu_limit: 5.22 does")
     loaded = Loaded(folders.save(model, tmp_path / "m"), "cuda", most=256, device="cuda", dtype="float32")
     tokens = np.random.default_rng(1).integers(0, 160, 110).tolist()
     want = mixtures.exact_logits(model, tokens)

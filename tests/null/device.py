@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
+from quire.runner.speculate import Proposer
 
 VOCAB = 11
 WRONG = 99  # a draft that is never right
@@ -88,6 +89,7 @@ class Device:
         self.fail = fail
         self.hit = hit
         self.reads = 0
+        self.proposer: Proposer | None = None  # None: drafts are right by chance
 
     def launch(self, plan: Plan, namespaces: dict[int, str]) -> Result:
         """Execute a step. `namespaces` maps keys of sequences to theirs: only the check of reads uses it."""
@@ -104,6 +106,8 @@ class Device:
             )
             for token in opened.tokens:
                 slot.push(token)
+            if self.proposer is not None:
+                self.proposer.open(opened.slot, opened.tokens)
         return Result([self._row(work) for work in plan.work])
 
     def _row(self, work: Work) -> Row:
@@ -139,6 +143,7 @@ class Device:
             token = slot.sample()
             self._say(slot, row, token)
             slot.push(token)
+            self._learn(work, row, 0)
         return row
 
     def _guess(self, slot: Slot, work: Work) -> Row:
@@ -146,12 +151,17 @@ class Device:
         expect(slot.length == len(slot.tokens) - 1, "the device does not know the last token")
         expect(work.n == 1 + work.drafts and work.sample, "n is not one and the drafts")
         start = slot.length
-        for _ in range(work.drafts):
-            slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
+        if self.proposer is None:
+            for _ in range(work.drafts):
+                slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
+        else:
+            for token in self.proposer.propose(work.slot, work.drafts):
+                slot.push(token)
         drafts = slot.tokens[start + 1 :]
-        self._write(slot, start, work.n)
+        expect(len(drafts) <= work.drafts, "more drafts than were planned")
+        self._write(slot, start, 1 + len(drafts))
         slot.cut(start + 1)
-        row = Row(0)
+        row = Row(0, drafted=len(drafts))
         for draft in [*drafts, None]:
             token = slot.sample()
             self._say(slot, row, token)
@@ -160,7 +170,12 @@ class Device:
             if token != draft:
                 break
         slot.length = start + row.accepted
+        self._learn(work, row, len(drafts))
         return row
+
+    def _learn(self, work: Work, row: Row, drafted: int) -> None:
+        if self.proposer is not None:
+            self.proposer.learn(work.slot, row.tokens, drafted)
 
     def _say(self, slot: Slot, row: Row, token: int) -> None:
         row.tokens.append(token)

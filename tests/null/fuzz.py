@@ -26,6 +26,7 @@ from quire.engine.types import Event, Request
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result
+from quire.runner.speculate import open_proposer
 from tests.null.device import VOCAB, Device, choose, expect, grow, logprob, start_of
 
 PAGE = 4
@@ -69,8 +70,15 @@ class Report:
     rewritten: int = 0  # page rows changed below their end
     forgotten: int = 0  # times that a running sequence was seen to have let pages go
     hollow: int = 0  # hits on prefixes with pages missing in front
+    drafted: int = 0  # tokens guessed ahead
+    right: int = 0  # ... and kept
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
+
+
+def rng_of(seed: int) -> random.Random:
+    """For what is newer than the seeds: it takes nothing from the stream that they were found with."""
+    return random.Random(~seed)
 
 
 def naive(request: Request, context: int) -> Answer:
@@ -179,13 +187,19 @@ class Run:
             budget=self.budget,
             context=rng.choice([24, 40, 400]),
             draw=lambda: DRAWN,
-            limits=quire.engine.limits.standard(self.rows, PAGE),
+            limits=quire.engine.limits.standard(
+                self.rows,
+                PAGE,
+                (rng_of(seed).choice([1, 4, 64]), self.budget) if self.drafts and seed % 4 == 1 else None,
+            ),
             drafts=self.drafts,
             prefix_cache=rng.random() < 0.9,
         )
         fail = 0.02 if rng.random() < 0.15 else 0.0
         self.device = Device(pools, PAGE, self.slots, rng, fail, rng.choice([0.3, 0.6, 0.95]))
         self.context = self.scheduler.context
+        if self.drafts and seed % 2:
+            self.device.proposer = open_proposer("ngram", max_seqs=self.slots, max_context=self.context)
         expect(self.context <= min((n * PAGE for n, w in pools if not w), default=400), "a context that cannot fit")
         self.turns: dict[str, str] = {}
         self.requests = {r.id: r for r in workload(rng, self.context, self.turns)}
@@ -297,6 +311,10 @@ class Run:
             expect(got.prompt_logprobs == want.prompt_logprobs, "wrong prompt logprobs", name)
             expect(cut or got.stop_id == want.stop_id, "wrong stop id", name)
             expect(got.receipt.output_tokens == len(got.tokens), "wrong receipt", name)
+            drafted, right = got.receipt.drafted_tokens, got.receipt.accepted_tokens
+            expect(right <= min(drafted, len(got.tokens)), "more drafts were right than there were", name)
+            report.drafted += drafted
+            report.right += right
             report.finishes[str(got.finish)] = report.finishes.get(str(got.finish), 0) + 1
         stats = self.scheduler.stats()
         if self.check:

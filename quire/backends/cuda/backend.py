@@ -20,6 +20,7 @@ from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.head_norm import head_norm
+from quire.backends.cuda.kernels.launch import rehearsal
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
@@ -30,6 +31,7 @@ from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
+from quire.backends.torch.caches import Cache
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Weight
@@ -208,7 +210,7 @@ class CudaKernels(TorchKernels):
         v: torch.Tensor,
         batch: DeviceBatch,
         *,
-        layer: int,
+        cache: Cache,
         heads: int,
         scale: float,
         rope: Rope | None,
@@ -218,66 +220,69 @@ class CudaKernels(TorchKernels):
         qkv = side_by_side(q, k, v)
         if rope is None or qkv is None:
             told: dict[str, Any] = {"rope": rope, "sight": sight, "norms": norms}
-            return super().attention(q, k, v, batch, layer=layer, heads=heads, scale=scale, **told)
+            return super().attention(q, k, v, batch, cache=cache, heads=heads, scale=scale, **told)
         tokens = q.shape[-2]
-        turned = torch.empty(tokens, heads, self.kv.head_dim, dtype=self.dtype, device=self.device)
+        turned = torch.empty(tokens, heads, cache.kv.head_dim, dtype=self.dtype, device=self.device)
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         rope_write(
             qkv,
             turned,
-            self.keys[layer],
-            self.values[layer],
+            *cache.both,
             angles=self.angles(rope, batch.reach),
             pos=batch.pos,
-            write=batch.write,
+            write=batch.table(cache.group).write,
             pairs=rope.pairs,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
             pdl=self._chain,
-            **self._kv_scales(layer),
+            **cache.scales,
         )
-        return self.attend(turned, batch, layer, scale, sight).view(tokens, -1)
+        return self.attend(turned, batch, cache, scale, sight).view(tokens, -1)
 
     def attend(
-        self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight = PLAIN
+        self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight = PLAIN
     ) -> torch.Tensor:
         tokens, heads, dim = q.shape
-        out = torch.empty_like(q)
-        # A prefix that rows share lies before a window, or is cut by it otherwise for each row.
-        if batch.shared is not None and batch.longest == 1 and not sight.window:
-            return self._attend_shared(q, batch, batch.shared, layer, scale, sight, out)
+        out, kv_heads, table = torch.empty_like(q), cache.kv.kv_heads, batch.table(cache.group).pages
+        # A prefix that rows share lies before a window, or is cut by it otherwise for each row. Its pages are the first group's.
+        if batch.shared is not None and batch.longest == 1 and not sight.window and cache.group == 0:
+            return self._attend_shared(q, batch, batch.shared, cache, scale, sight, out)
         longest, shortest = batch.longest, batch.shortest
-        found = self._beginnings(batch, heads) if sight == PLAIN else None
+        found = self._beginnings(batch, cache, heads) if sight == PLAIN else None
         if found is not None:
             prompts, decode = found
-            library.attend_beginnings(q, self.keys[layer], self.values[layer], out, batch.pages, prompts, scale)
+            library.attend_beginnings(q, *cache.both, out, table, prompts, scale)
             if not decode:
                 return out
             longest = shortest = 1
         reach = min(batch.reach, sight.window) if sight.window else batch.reach
-        splits = paged.choose_splits(batch.sequences, self.kv.kv_heads, reach, self._processors)
+        splits = paged.choose_splits(batch.sequences, kv_heads, reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
         space = self._space(out, batch, splits) if splits > 1 else None
         arrays: dict[str, Any] = {
             "q_start": batch.q_start,
             "kv_len": batch.kv_len,
-            "table": batch.pages,
+            "table": table,
             "pos": batch.pos,
             "window": sight.window,
             "softcap": sight.softcap,
             "sinks": sight.sinks,
-            **self._kv_scales(layer),
+            **cache.scales,
         }
-        keys, values = self.keys[layer], self.values[layer]
-        if longest > 1 or not self._chain:
+        keys, values = cache.both
+        group = triton.next_power_of_2(heads // kv_heads)
+        few = longest == 1 or (batch.uniform and longest * group <= paged.VERIFIED)
+        if not few or not self._chain:
             bounds = {"max_q": longest, "min_q": shortest}
             paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
-        tile = paged.decode_tile(batch.sequences * self.kv.kv_heads, heads // self.kv.kv_heads)
+        tile = (
+            paged.decode_tile(batch.sequences * kv_heads, group) if longest == 1 else paged.verify_tile(longest * group)
+        )
         told: dict[str, Any] = {
             "tile": tile,
-            "max_rows": 1,
+            "max_rows": longest,
             "scale": scale,
             "splits": splits,
             "space": space,
@@ -285,37 +290,39 @@ class CudaKernels(TorchKernels):
         }
         paged.attend(q, keys, values, out, **told, **arrays)
         if space is not None:
-            bounds = {"q_start": batch.q_start, "max_q": 1, "parts": splits}
+            bounds = {"q_start": batch.q_start, "max_q": longest, "parts": splits}
             combine(space.part, space.lse, out, sinks=sight.sinks, pdl=True, **bounds)
         return out
 
-    def _beginnings(self, batch: DeviceBatch, heads: int) -> tuple[list[tuple[int, int, int]], bool] | None:
+    def _beginnings(
+        self, batch: DeviceBatch, cache: Cache, heads: int
+    ) -> tuple[list[tuple[int, int, int]], bool] | None:
         """Long prompts that cuDNN is to attend, if this step is made of those and decode rows."""
-        kv = self.kv
-        if batch.longest < library.LONG or self.key_scales:
+        kv = cache.kv
+        if batch.longest < library.LONG or cache.key_scale is not None:
             return None
         if not library.usable(self.device, self.dtype, heads, kv.kv_heads, kv.head_dim):
             return None
         return batch.once("beginnings", lambda: library.beginnings(batch))
 
-    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float) -> torch.Tensor:
         tokens, heads, _ = q.shape
-        out = torch.empty(tokens, heads, self.kv.latent, dtype=self.dtype, device=self.device)
+        out = torch.empty(tokens, heads, cache.kv.latent, dtype=self.dtype, device=self.device)
         splits = latent.latent_splits(tokens, heads, batch.reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (out.numel() * 4)))
         latent.latent_attention(
             q,
-            self.keys[layer],
+            cache.keys,
             out,
             q_start=batch.q_start,
             kv_len=batch.kv_len,
-            table=batch.pages,
+            table=batch.table(cache.group).pages,
             pos=batch.pos,
             scale=scale,
             max_q=batch.longest,
             splits=splits,
             space=self._space(out, batch, splits) if splits > 1 else None,
-            k_scale=self.key_scales[layer] if self.key_scales else None,
+            k_scale=cache.key_scale,
             pdl=self._chain,
         )
         return out
@@ -339,28 +346,23 @@ class CudaKernels(TorchKernels):
         )  # fmt: skip
         return out.flatten(1)
 
-    def _kv_scales(self, layer: int) -> dict[str, Any]:
-        """What the cached codes of a layer are multiplied with, where they are codes."""
-        return {"k_scale": self.key_scales[layer], "v_scale": self.value_scales[layer]} if self.key_scales else {}
-
     def _attend_shared(
         self,
         q: torch.Tensor,
         batch: DeviceBatch,
         shared: Shared,
-        layer: int,
+        cache: Cache,
         scale: float,
         sight: Sight,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Rows with a common beginning: that is read once for all of them."""
         tokens, heads, _ = q.shape
-        own = paged.choose_splits(batch.sequences, self.kv.kv_heads, batch.reach, self._processors)
-        together = prefix_splits(tokens, heads, self.kv.kv_heads, self._processors)
+        own = paged.choose_splits(batch.sequences, cache.kv.kv_heads, batch.reach, self._processors)
+        together = prefix_splits(tokens, heads, cache.kv.kv_heads, self._processors)
         shared_attention(
             q,
-            self.keys[layer],
-            self.values[layer],
+            *cache.both,
             out,
             q_start=batch.q_start,
             kv_len=batch.kv_len,
@@ -375,7 +377,7 @@ class CudaKernels(TorchKernels):
             softcap=sight.softcap,
             sinks=sight.sinks,
             pdl=self._chain,
-            **self._kv_scales(layer),
+            **cache.scales,
         )
         return out
 
@@ -434,6 +436,7 @@ class CudaBackend(TorchBackend):
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
         program.shares = self.shares
+        program.rehearsal = rehearsal
         return program
 
     def implementations(self) -> dict[str, str]:

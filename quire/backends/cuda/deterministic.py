@@ -21,6 +21,7 @@ from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.caches import Cache
 from quire.backends.torch.kernels import PLAIN, Sight
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
@@ -82,25 +83,25 @@ class DeterministicKernels(CudaKernels):
         return residual, self.rms_norm(residual, norm, eps)
 
     def attend(
-        self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight = PLAIN
+        self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight = PLAIN
     ) -> torch.Tensor:
-        out, kv_heads = torch.empty_like(q), self.kv.kv_heads
+        out, kv_heads = torch.empty_like(q), cache.kv.kv_heads
         tiles = batch.sequences + q.shape[0] * q.shape[1] // kv_heads // paged.INVARIANT.rows
         splits, space = self._in_order(out, batch, tiles * kv_heads)
         paged.attention(
-            q, self.keys[layer], self.values[layer], out, q_start=batch.q_start, kv_len=batch.kv_len,
-            table=batch.pages, pos=batch.pos, scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT,
+            q, *cache.both, out, q_start=batch.q_start, kv_len=batch.kv_len,
+            table=batch.table(cache.group).pages, pos=batch.pos, scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT,
             space=space, window=sight.window, softcap=sight.softcap, sinks=sight.sinks, pdl=self._chain,
         )  # fmt: skip
         return out
 
-    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
-        out = torch.empty(*q.shape[:2], self.kv.latent, dtype=self.dtype, device=self.device)
+    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float) -> torch.Tensor:
+        out = torch.empty(*q.shape[:2], cache.kv.latent, dtype=self.dtype, device=self.device)
         tiles = batch.sequences + q.shape[0] * q.shape[1] // latent.FEW.rows
         splits, space = self._in_order(out, batch, tiles)
         latent.latent_attention(
-            q, self.keys[layer], out, q_start=batch.q_start, kv_len=batch.kv_len, table=batch.pages, pos=batch.pos,
-            scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT, space=space, pdl=self._chain,
+            q, cache.keys, out, q_start=batch.q_start, kv_len=batch.kv_len, table=batch.table(cache.group).pages,
+            pos=batch.pos, scale=scale, max_q=batch.longest, splits=splits, split_len=SPLIT, space=space, pdl=self._chain,
         )  # fmt: skip
         return out
 

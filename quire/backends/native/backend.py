@@ -100,7 +100,6 @@ class NativeBackend:
 
     name = "native"
     kv_dtypes: tuple[str, ...] = ("f16", "int8")
-    kv_groups = True
 
     def __init__(
         self,

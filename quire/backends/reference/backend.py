@@ -311,7 +311,6 @@ class ReferenceBackend:
 
     name = "reference"
     kv_dtypes = tuple(KV_DTYPES)
-    kv_groups = True
 
     def __init__(self) -> None:
         self._dense: dict[int, tuple[Layout, Floats]] = {}  # the layout is kept so that its id stays its own

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from quire.backends.adapters import Pair, Site, by_slot
-from quire.backends.batch import Batch
+from quire.backends.batch import Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.backends.recorder import Instruction, Recording, Value, record
 from quire.backends.torch.adapters import Stacks, without
@@ -47,6 +48,10 @@ class DeviceProgram(Protocol):
         """Logits of batch.logit_rows, float32 [L, V], on the device; valid until the next launch. Does not wait."""
         ...
 
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Launches in here mean nothing: they are for what must be compiled, which may then be done faster."""
+        ...
+
 
 @dataclass(slots=True)
 class Steps:
@@ -59,7 +64,7 @@ class Steps:
 
 
 class TorchProgram:
-    """A recorded forward as a list of steps over cells, and its KV pool."""
+    """A recorded forward as a list of steps over cells, and its KV pools."""
 
     def __init__(self, kernels: TorchKernels, plain: Steps, adapted: Steps | None, held: Stacks):
         self.device = kernels.device
@@ -68,6 +73,7 @@ class TorchProgram:
         self.sampler = kernels.sampler()
         self.graphs = False
         self.shares = False
+        self.rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
         self._plain = plain
         self._adapted = adapted  # for steps with adapters in them
         self._held = held
@@ -104,7 +110,6 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
-    kv_groups = False
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(
@@ -181,13 +186,13 @@ class TorchBackend:
         """
         if not self.owns_memory:
             return available_memory()
-        need = -(-max_tokens // kv.page_size)
-        small = replace(kv, pages=need)
+        groups = len(kv.groups)
+        small = kv.sized([-(-max_tokens // kv.page_size)] * groups)
         program = self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        program.run(largest(max_tokens, max_rows, kv.page_size))
+        program.run(largest(max_tokens, max_rows, kv.page_size, groups))
         step = torch.cuda.max_memory_allocated(self.device) - before
         del program
         gc.collect()
@@ -205,8 +210,8 @@ class TorchBackend:
         return {op.name: f"torch ({self.device.type})" for op in TABLE}
 
 
-def largest(max_tokens: int, max_rows: int, page_size: int) -> Batch:
-    """One sequence that fills a step, every logit row wanted."""
+def largest(max_tokens: int, max_rows: int, page_size: int, groups: int = 1) -> Batch:
+    """One sequence that fills a step, every logit row wanted. All of it lies in every group's pool, in order."""
     count = np.arange(max_tokens, dtype=np.int32)
     pages = np.arange(-(-max_tokens // page_size), dtype=np.int32)[None]
     return Batch(
@@ -217,6 +222,7 @@ def largest(max_tokens: int, max_rows: int, page_size: int) -> Batch:
         pages=pages,
         write=count,
         logit_rows=np.zeros(max_rows, np.int32),
+        more=(Table(pages, count),) * (groups - 1),
     )
 
 

@@ -2,7 +2,7 @@
 
 A kernel's grid must be chosen without asking the device, so the batch carries bounds: `longest` rows of one sequence and
 a `reach` that no kv_len exceeds. `host` is the same batch as numpy arrays; it is missing while a graph is captured, where
-every sequence has one row. `derived` keeps what is computed once a step and used by every layer.
+the bounds must do. `derived` keeps what is computed once a step and used by every layer.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class DeviceBatch:
     logit_rows: torch.Tensor
     longest: int  # rows of the longest sequence in this batch
     reach: int  # no kv_len is more than this
+    uniform: bool = False  # every sequence has `longest` rows
     host: Batch | None = None
     shared: Shared | None = None  # for steps of one row a sequence; a device may make use of it
     into: torch.Tensor | None = None  # float32 [rows, V]: where the logits go; None: wherever there is room
@@ -84,6 +85,8 @@ class DeviceBatch:
     def shortest(self) -> int:
         """Rows of the shortest sequence; 1 where the host does not know."""
         host = self.host
+        if self.uniform:
+            return self.longest
         if host is None or self.longest <= 1:
             return 1
         return self.once("shortest", lambda: int((host.q_start[1:] - host.q_start[:-1]).min()))

@@ -173,7 +173,8 @@ class Emitter:
         norms = None
         if i.q_norm is not None and i.k_norm is not None:
             norms = self._weight(i.q_norm), self._weight(i.k_norm), i.eps
-        told = {"layer": i.layer, "heads": i.heads, "scale": i.scale, "rope": i.rope, "sight": sight, "norms": norms}
+        cache = kernels.caches[i.group][i.layer]
+        told = {"cache": cache, "heads": i.heads, "scale": i.scale, "rope": i.rope, "sight": sight, "norms": norms}
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = kernels.attention(cells[q], cells[k], cells[v], batch, **told)
@@ -182,7 +183,7 @@ class Emitter:
 
     def _latent_attention(self, i: Instruction) -> Step:
         kernels, (q, k), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
-        told = {"layer": i.layer, "heads": i.heads, "scale": i.scale}
+        told = {"cache": kernels.caches[i.group][i.layer], "heads": i.heads, "scale": i.scale}
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = kernels.latent_attention(cells[q], cells[k], batch, **told)

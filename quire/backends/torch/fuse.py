@@ -114,7 +114,8 @@ def attention(program: Program, output: Value) -> Program:
     for i in program:
         if i.op in ("attend", "attend_latent"):
             store = out.pop()
-            assert store.op == i.op.replace("attend", "store") and store.layer == i.layer  # the recorder pairs them
+            # The recorder pairs them.
+            assert store.op == i.op.replace("attend", "store") and (store.group, store.layer) == (i.group, i.layer)
             i = _latent(store, i) if i.op == "attend_latent" else _paged(store, i, used, maker, gone)
         out.append(i)
     return [i for i in out if id(i) not in gone]
@@ -122,7 +123,9 @@ def attention(program: Program, output: Value) -> Program:
 
 def _latent(store: Instruction, i: Instruction) -> Instruction:
     inputs = [*i.inputs, *store.inputs]
-    return Instruction("latent_attention", inputs, i.outputs, layer=i.layer, heads=i.heads, scale=i.scale)
+    return Instruction(
+        "latent_attention", inputs, i.outputs, layer=i.layer, heads=i.heads, scale=i.scale, group=i.group
+    )
 
 
 def _paged(
@@ -130,7 +133,7 @@ def _paged(
 ) -> Instruction:
     whole = Attention(
         "attention", [*i.inputs, *store.inputs], i.outputs, layer=i.layer, heads=i.heads, scale=i.scale,
-        window=i.window, cap=i.cap, weight=i.weight,
+        window=i.window, cap=i.cap, weight=i.weight, group=i.group,
     )  # fmt: skip
     q, k, v = whole.inputs
     a, b = maker.get(q), maker.get(k)

@@ -1,10 +1,8 @@
-"""Every op in plain torch, over the KV pool of one program: complete, on any device, and meant to be read.
+"""Every op in plain torch, over the KV pools of one program: complete, on any device, and meant to be read.
 
-Norms, rotations, softmax and gates are computed in float32 and rounded once to the compute dtype. K and V lie in pages,
-[pages, page_size, kv_heads, head_dim] a layer, so that a flat index addresses [pages * page_size, kv_heads, head_dim];
-one page more than the pool has takes what padding rows write. Where they are codes, the scales of a page lie beside it,
-[pages, kv_heads, page_size]. Quantized weights are dequantized a part at a time whenever they are used: exact, and slow.
-A faster device inherits this and overrides methods.
+Norms, rotations, softmax and gates are computed in float32 and rounded once to the compute dtype. Where K and V lie is
+caches.py's; an attention is given its layer's cache. Quantized weights are dequantized a part at a time whenever they are used:
+exact, and slow. A faster device inherits this and overrides methods.
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ import torch.nn.functional as F
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.caches import Cache, caches
 from quire.backends.torch.experts import Mixture, mix
-from quire.backends.torch.quantized import E4M3, Mixed, Quantized, Weight, encode
+from quire.backends.torch.quantized import Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.layouts import Rope
 
@@ -42,25 +41,13 @@ PLAIN = Sight()
 
 
 class TorchKernels:
-    """The ops of one program. `dtype` is what is computed in.
-
-    Keys and values keep float16 unless that is bfloat16, or are codes where the pool says so.
-    """
+    """The ops of one program. `dtype` is what is computed in; `caches` are by group and by layer in it."""
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         self.kv = kv
         self.device = device
         self.dtype = dtype
-        halves = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
-        self.kv_dtype = {"f16": halves, "int8": torch.int8, "fp8": E4M3}[kv.dtype]
-        shape = (kv.pages + 1, kv.page_size, kv.kv_heads, kv.head_dim)
-        self.keys = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(kv.layers)]
-        apart = 0 if kv.latent else kv.layers  # layers whose values are not a part of their keys
-        self.values = [torch.zeros(shape, dtype=self.kv_dtype, device=device) for _ in range(apart)]
-        beside = (kv.pages + 1, kv.kv_heads, kv.page_size)
-        scaled = kv.layers if kv.dtype != "f16" else 0
-        self.key_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(scaled)]
-        self.value_scales = [torch.zeros(beside, dtype=torch.float32, device=device) for _ in range(min(scaled, apart))]
+        self.caches = caches(kv, dtype, device)
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
 
     def sampler(self) -> DeviceSampler:
@@ -229,7 +216,7 @@ class TorchKernels:
         v: torch.Tensor,
         batch: DeviceBatch,
         *,
-        layer: int,
+        cache: Cache,
         heads: int,
         scale: float,
         rope: Rope | None,
@@ -240,90 +227,87 @@ class TorchKernels:
 
         `norms` are the weights for a head of q and of k, and eps.
         """
-        kv = self.kv
+        kv = cache.kv
         if norms is not None:
             q = self.rms_norm(q, norms[0], norms[2], heads=heads)
             k = self.rms_norm(k, norms[1], norms[2], heads=kv.kv_heads)
         if rope is not None:
             q, k = self.rope(q, batch, rope, heads), self.rope(k, batch, rope, kv.kv_heads)
-        self._store((k, v), batch, layer)
-        return self.attend(q.reshape(-1, heads, kv.head_dim), batch, layer, scale, sight).reshape(q.shape[0], -1)
+        self._store((k, v), batch, cache)
+        return self.attend(q.reshape(-1, heads, kv.head_dim), batch, cache, scale, sight).reshape(q.shape[0], -1)
 
     def latent_attention(
-        self, q: torch.Tensor, k: torch.Tensor, batch: DeviceBatch, *, layer: int, heads: int, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, batch: DeviceBatch, *, cache: Cache, heads: int, scale: float
     ) -> torch.Tensor:
         """Write k, whose front is the value too, and attend: [T, heads * latent]."""
-        self._store((k,), batch, layer)
-        return self.attend_latent(q.reshape(-1, heads, self.kv.head_dim), batch, layer, scale).reshape(q.shape[0], -1)
+        self._store((k,), batch, cache)
+        queries = q.reshape(-1, heads, cache.kv.head_dim)
+        return self.attend_latent(queries, batch, cache, scale).reshape(q.shape[0], -1)
 
-    def _store(self, new: Sequence[torch.Tensor], batch: DeviceBatch, layer: int) -> None:
-        """Keys, and values if they are apart, into a layer's pool."""
-        where = batch.once("write", lambda: batch.write.long())
-        for at, rows in enumerate(new):
-            self._write((self.keys, self.values)[at][layer], self._scales(at, layer), where, rows)
+    def _store(self, new: Sequence[torch.Tensor], batch: DeviceBatch, cache: Cache) -> None:
+        """Keys, and values if they are apart, into a layer's pages."""
+        where = batch.once(("write", cache.group), lambda: batch.table(cache.group).write.long())
+        for rows, (pages, scales) in zip(new, _parts(cache), strict=True):
+            self._write(pages, scales, where, rows)
 
-    def _scales(self, of_values: int, layer: int) -> torch.Tensor | None:
-        held = (self.key_scales, self.value_scales)[of_values]
-        return held[layer] if held else None
-
-    def _write(self, pool: torch.Tensor, scales: torch.Tensor | None, where: torch.Tensor, new: torch.Tensor) -> None:
+    def _write(self, pages: torch.Tensor, scales: torch.Tensor | None, where: torch.Tensor, new: torch.Tensor) -> None:
         """Rows into a layer's keys or values, at flat places."""
-        kv = self.kv
-        rows = new.reshape(-1, kv.kv_heads, kv.head_dim)
-        flat = pool.view(-1, kv.kv_heads, kv.head_dim)
+        flat = pages.flatten(0, 1)
+        rows = new.reshape(-1, *flat.shape[1:])
         if scales is None:
-            flat.index_copy_(0, where, rows.to(self.kv_dtype))
+            flat.index_copy_(0, where, rows.to(pages.dtype))
             return
-        codes, scale = encode(rows, self.kv_dtype)
+        codes, scale = encode(rows, pages.dtype)
         flat.view(torch.uint8).index_copy_(0, where, codes.view(torch.uint8))
-        scales[where // kv.page_size, :, where % kv.page_size] = scale
+        size = pages.shape[1]
+        scales[where // size, :, where % size] = scale
 
     def attend(
-        self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight = PLAIN
+        self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight = PLAIN
     ) -> torch.Tensor:
         """q [T, H, D] -> [T, H, D]."""
-        return self._attend(q, batch, layer, scale, sight)
+        return self._attend(q, batch, cache, scale, sight)
 
-    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float) -> torch.Tensor:
+    def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float) -> torch.Tensor:
         """q [T, H, D] -> [T, H, latent]."""
-        return self._attend(q, batch, layer, scale, PLAIN)
+        return self._attend(q, batch, cache, scale, PLAIN)
 
-    def _attend(self, q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, sight: Sight) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight) -> torch.Tensor:
         """Sequences of one row are handled together, longer ones one by one."""
+        table, kv = batch.table(cache.group).pages, cache.kv
         if batch.longest <= 1:
-            return self._attend_rows(q, batch.pages, batch.kv_len, batch.reach, layer, scale, sight)
+            return self._attend_rows(q, table, batch.kv_len, batch.reach, cache, scale, sight)
         host = batch.host
         assert host is not None  # a captured batch has one row a sequence
-        out = torch.empty(*q.shape[:2], self.kv.latent or self.kv.head_dim, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], kv.latent or kv.head_dim, dtype=q.dtype, device=q.device)
         ones: list[int] = []
         for b, (first, end) in enumerate(zip(host.q_start[:-1].tolist(), host.q_start[1:].tolist(), strict=True)):
             if end - first == 1:
                 ones.append(b)
             elif end > first:
                 seen = max(0, int(host.pos[first]) - sight.window + 1) if sight.window else 0, int(host.kv_len[b])
-                args = batch.pages[b : b + 1], batch.pos[first:end], seen, layer, scale, sight
+                args = table[b : b + 1], batch.pos[first:end], seen, cache, scale, sight
                 out[first:end] = self._attend_sequence(q[first:end], *args)
         if ones:
             own, rows = batch.once("ones", lambda: self._places(ones, [int(host.q_start[b]) for b in ones]))
             reach = int(host.kv_len[ones].max())
-            out[rows] = self._attend_rows(q[rows], batch.pages[own], batch.kv_len[own], reach, layer, scale, sight)
+            out[rows] = self._attend_rows(q[rows], table[own], batch.kv_len[own], reach, cache, scale, sight)
         return out
 
     def _places(self, *lists: list[int]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.tensor(each, device=self.device) for each in lists)
 
-    def _past(self, pages: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _past(self, pages: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in each row of pages, float32 [B, Hk, S, D] and [B, Hk, S, D or latent]."""
-        kv = self.kv
+        kv = cache.kv
         table = pages.clamp(min=0).long()
         shape = (table.shape[0], -1, kv.kv_heads, kv.head_dim)
         found: list[torch.Tensor] = []
-        for at in range(1 if kv.latent else 2):
-            pool, scales = (self.keys, self.values)[at][layer], self._scales(at, layer)
+        for held, scales in _parts(cache):
             if scales is None:
-                past = pool[table].float()  # [B, P, page, Hk, D]
+                past = held[table].float()  # [B, P, page, Hk, D]
             else:
-                codes = pool.view(torch.uint8)[table].view(self.kv_dtype).float()
+                codes = held.view(torch.uint8)[table].view(held.dtype).float()
                 past = codes * scales[table].transpose(2, 3)[..., None]
             found.append(past.reshape(shape).transpose(1, 2))
         return found[0], found[0][..., : kv.latent] if kv.latent else found[1]
@@ -334,12 +318,12 @@ class TorchKernels:
         pages: torch.Tensor,
         kv_len: torch.Tensor,
         reach: int,
-        layer: int,
+        cache: Cache,
         scale: float,
         sight: Sight,
     ) -> torch.Tensor:
         """One row of each sequence: q [B, H, D]. With a window only the pages that it touches are looked at."""
-        kv, window = self.kv, sight.window
+        kv, window = cache.kv, sight.window
         out = torch.empty(*q.shape[:2], kv.latent or kv.head_dim, dtype=q.dtype, device=q.device)
         columns = torch.arange(-(-reach // kv.page_size), device=self.device)[None].expand(q.shape[0], -1)
         if window:
@@ -355,7 +339,7 @@ class TorchKernels:
         sinks = None if sight.sinks is None else sight.sinks.view(kv.kv_heads, -1, 1)
         for at in range(0, q.shape[0], step):
             part = slice(at, at + step)
-            keys, values = self._past(table[part], layer)
+            keys, values = self._past(table[part], cache)
             grouped = q[part].reshape(-1, kv.kv_heads, q.shape[1] // kv.kv_heads, kv.head_dim).float()
             # What an earlier owner left in a page may be anything, and 0 * NaN is NaN.
             values = values.masked_fill(hidden[part, None, :, None], 0.0)
@@ -369,15 +353,15 @@ class TorchKernels:
         pages: torch.Tensor,
         pos: torch.Tensor,
         seen: tuple[int, int],
-        layer: int,
+        cache: Cache,
         scale: float,
         sight: Sight,
     ) -> torch.Tensor:
         """Rows of one sequence: q [n, H, D], pages [1, P]; none of them sees what is not in `seen`."""
-        size = self.kv.page_size
+        size = cache.kv.page_size
         first = seen[0] // size * size
         own = slice(seen[0] - first, seen[1] - first)
-        keys, values = (x[:, :, own] for x in self._past(pages[:, first // size : -(-seen[1] // size)], layer))
+        keys, values = (x[:, :, own] for x in self._past(pages[:, first // size : -(-seen[1] // size)], cache))
         where = torch.arange(*seen, device=self.device)[None]
 
         def hidden(rows: slice) -> torch.Tensor:
@@ -422,6 +406,12 @@ class TorchKernels:
             mixed = softmax_product(flat, keys, values, masked, scale, sight.softcap, sinks)  # [1, Hk, G * n, D]
             out[own] = mixed.reshape(kv_heads, share, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
         return out
+
+
+def _parts(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Keys, and values if they are apart, each with the scales of its codes."""
+    found = [(cache.keys, cache.key_scale)]
+    return found if cache.values is None else [*found, (cache.values, cache.value_scale)]
 
 
 def softmax_product(

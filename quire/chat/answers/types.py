@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.chat.types import CallPart
 from quire.engine.types import Constraint
+
+# Words without which a template shows neither reasoning nor calls, so that nothing need be tried.
+SIGNS = ("think", "THINK", "reasoning", "tool", "channel", "functions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,16 @@ class Tools:
     def forced(self) -> bool:
         """Whether an answer without a call is not one."""
         return self.choice in ("required", "named")
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """News of one tool call. The first part of a call has its id and name; arguments of all parts, joined, are JSON."""
+
+    index: int  # which call of the choice, from 0
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +84,23 @@ class Reading(Protocol):
 class Format(Protocol):
     """How one family of models writes what is not plain text."""
 
-    name: str
-    reasons: bool  # whether there is reasoning to be found
-    calls: bool  # whether there are tool calls
-    markers: tuple[str, ...]  # special tokens that the parser must see; all others are skipped as ever
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reasons(self) -> bool:
+        """Whether there is reasoning to be found."""
+        ...
+
+    @property
+    def calls(self) -> bool:
+        """Whether there are tool calls."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that the parser must see; all others are skipped as ever."""
+        ...
 
     def reading(self, tail: str, tools: Tools) -> Reading:
         """`tail` is how the prompt ended, special tokens written out: it may have opened the reasoning already."""

@@ -1,98 +1,90 @@
-"""What an Anthropic request may say, and the conversation and sampling it means.
+"""What an Anthropic request may say, and the conversation, sampling and tools it means.
 
-Owns the request structs, the table of fields that are taken without effect, and every refusal in Anthropic's words
-(`messages.0.content.1.type: …`, "Field required", "Extra inputs are not permitted"). A block is looked at one at a time
-and undecoded until its type is known. Knows nothing of answers or streams: those are `anthropic.py`.
+Owns the request structs and the table of fields that are taken without effect. Messages and the words of refusals are
+`_anthropic_turns.py`. Knows nothing of answers or streams: those are `_anthropic_answers.py`.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
 
+from quire.chat.answers.types import Tool, Tools
+from quire.engine.grammar import JSON_SCHEMA
+from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
-from quire.server import limits
-from quire.server.dialects import _fields
-from quire.server.dialects._openai import check_text
+from quire.server.dialects import _fields, _tools, _turns
+from quire.server.dialects._anthropic_turns import Turn, reworded, turns
+from quire.server.dialects._turns import Talk
 from quire.server.service import Service
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-ROLES = frozenset({"user", "assistant", "system"})
-LATER = frozenset(
-    {
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "redacted_thinking",
-        "search_result",
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "container_upload",
-    }
-)
-
 IGNORED = frozenset({"cache_control"})  # prefixes are shared without being told
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "thinking": (None, {"type": "disabled"}),
     "service_tier": (None, "auto", "standard_only"),
     "speed": (None, "standard"),
-    "output_config": (None, {}),
-    "output_format": (None,),
     "container": (None,),
     "context_management": (None,),
     "diagnostics": (None,),
     "inference_geo": (None,),
     "mcp_servers": (None, []),
 }
-# Claude Code writes a line about itself at the head of its system prompt. It differs in every request, so leaving it in
-# would compute the whole prompt anew each time.
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
-_INDEX = re.compile(r"\[(\d+)\]")
+_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_NULL = msgspec.Raw(b"null")
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
-    """One message."""
-
-    role: str
-    content: str | list[msgspec.Raw]
-
-
-class ToolChoice(msgspec.Struct):
-    """`tool_choice`, as far as it matters while tools are refused."""
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice`."""
 
     type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool of the client's own; those that Anthropic runs are refused by their type."""
+
+    name: str
+    input_schema: msgspec.Raw
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: msgspec.Raw = _NULL
+    eager_input_streaming: bool | None = None  # arguments always come as they are made
+    input_examples: list[Any] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """`thinking`."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class Format(msgspec.Struct, forbid_unknown_fields=True):
+    """`output_config.format`, and `output_format` of its beta."""
+
+    type: str
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """`output_config`."""
+
+    effort: str | None = None
+    format: Format | None = None
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True):
     """`metadata`: taken, without effect."""
 
     user_id: str | None = None
-
-
-class Block(msgspec.Struct):
-    """Any content block."""
-
-    type: str
-
-
-class TextBlock(msgspec.Struct, forbid_unknown_fields=True):
-    """A text block, with what clients echo back from an answer."""
-
-    type: str
-    text: str
-    cache_control: msgspec.Raw = msgspec.Raw(b"null")  # any: it cannot change the tokens
-    citations: list[Any] | None = None
 
 
 class Prompt(msgspec.Struct, kw_only=True):
@@ -103,6 +95,22 @@ class Prompt(msgspec.Struct, kw_only=True):
     system: str | list[msgspec.Raw] | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer's text must be."""
+        asked, name = self.output_format, "output_format"
+        if self.output_config is not None and self.output_config.format is not None:
+            if asked is not None:
+                raise BadRequest("output_format and output_config.format are the same: send one", param=name)
+            asked, name = self.output_config.format, "output_config.format"
+        if asked is None:
+            return None
+        if asked.type != "json_schema":
+            raise BadRequest(f"{name}.type must be json_schema", param=f"{name}.type")
+        return Constraint(kind=JSON_SCHEMA, text=bytes(asked.schema).decode(errors="replace"), param=name)
 
 
 class MessagesRequest(Prompt, kw_only=True):
@@ -136,34 +144,39 @@ def parse(body: bytes, shape: type[T]) -> T:
     try:
         return _fields.parse(body, shape, IGNORED, NEUTRAL)
     except BadRequest as error:
-        raise _reworded(error) from None
+        raise reworded(error) from None
 
 
-def dotted(path: str) -> str:
-    """A field's place as Anthropic writes it: `messages.0.content`."""
-    return _INDEX.sub(r".\1", path)
-
-
-async def encode(service: Service, asked: Prompt) -> list[int]:
-    """Tokens of the conversation, through the model's own template."""
-    _check_tools(asked)
-    turns = _turns(asked)
-    if not turns:
+def talk(service: Service, asked: Prompt) -> Talk:
+    """The conversation that a request asks for."""
+    try:
+        tools = _chosen(asked)
+        said = turns(asked.messages, asked.system)
+    except BadRequest as error:
+        raise reworded(error) from None
+    if not said:
         raise BadRequest("messages: at least one message is required", param="messages")
-    if turns[-1]["role"] == "assistant":
+    last = said[-1]
+    continues = last["role"] == "assistant"
+    if continues and last.get("tool_calls"):
         raise BadRequest(
-            "messages: continuing an assistant message (prefill) is not supported yet",
-            cure="end with a user message",
+            "messages: the last message calls tools, and nothing answers it",
+            cure="add tool_result blocks",
             param="messages",
         )
+    if continues and asked.thinking is not None and asked.thinking.type == "enabled":
+        raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+    return Talk(said, tools, _thinking(service, asked), continues=continues)
+
+
+async def encode(service: Service, asked: Talk) -> list[int]:
+    """Tokens of the conversation, through the model's own template."""
     try:
-        check_text(service, "".join(turn["content"] for turn in turns), "messages")
-        return await service.ready().encode_chat(turns, add_generation_prompt=True)
+        return await _turns.encode(service, asked)
     except BadRequest as error:
         if error.code == "context_length_exceeded":  # the words that clients look for
             error.message = f"prompt is too long: {error.message}"
-        if error.param in ("prompt", "messages"):
-            error.param = None if error.code == "context_length_exceeded" else "messages"
+            error.param = None
         raise
 
 
@@ -175,77 +188,62 @@ def room(service: Service, prompt: list[int]) -> int:
     return most + 1 - len(prompt)
 
 
-def _check_tools(asked: Prompt) -> None:
-    choice = None if asked.tool_choice is None else asked.tool_choice.type
-    if asked.tools and choice != "none":
+def _chosen(asked: Prompt) -> Tools:
+    items = asked.tools or []
+    _tools.check_count(items)
+    made = [_tool(f"tools[{i}]", raw) for i, raw in enumerate(items)]
+    _tools.check_distinct(made)
+    choice = asked.tool_choice
+    if choice is None:
+        return _tools.choose(made, None)
+    if choice.type not in _CHOICES:
+        raise BadRequest(f"tool_choice.type: must be one of {', '.join(_CHOICES)}", param="tool_choice.type")
+    if (choice.name is not None) != (choice.type == "tool"):
+        raise BadRequest("tool_choice.name: belongs to the type tool, which needs it", param="tool_choice.name")
+    return _tools.choose(made, _CHOICES[choice.type], choice.name, not choice.disable_parallel_tool_use)
+
+
+def _tool(where: str, raw: msgspec.Raw) -> Tool:
+    kind = _tools.at(where, raw, _tools.Kind).type
+    if kind not in (None, "custom"):
         raise BadRequest(
-            "tools are not supported yet", cure="leave them out, or set tool_choice to none", param="tools"
+            f"{where}.type: {kind[:64]} is a tool that a server runs, and there are none here",
+            param=f"{where}.type",
+            code="unsupported_parameter",
         )
-    if choice not in (None, "none", "auto"):
-        raise BadRequest("tool_choice is not supported yet: only none and auto are taken", param="tool_choice")
+    given: CustomTool = _tools.at(where, raw, CustomTool)
+    for name, value in (
+        ("input_examples", given.input_examples),
+        ("defer_loading", given.defer_loading),
+        ("allowed_callers", given.allowed_callers not in (None, [], ["direct"])),
+    ):
+        if value:
+            place = f"{where}.{name}"
+            raise BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter")
+    return _tools.tool(where, given.name, given.description, given.input_schema, given.strict, "input_schema")
 
 
-def _turns(asked: Prompt) -> list[dict[str, str]]:
-    """Messages for the template. Turns of one role that follow each other are one, as they are for Anthropic."""
-    said: list[tuple[str, str]] = []
-    if asked.system is not None:
-        said.append(("system", _text("system", asked.system, billed=True)))
-    if not asked.messages:
-        return []
-    for i, turn in enumerate(asked.messages):
-        if turn.role not in ROLES:
-            where = f"messages.{i}.role"
-            raise BadRequest(f"{where}: must be one of {', '.join(sorted(ROLES))}", param=where)
-        said.append((turn.role, _text(f"messages.{i}.content", turn.content, billed=turn.role == "system")))
-    turns: list[dict[str, str]] = []
-    for role, text in said:
-        if role == "system" and not text:
-            continue  # nothing was said, or only what was left out
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += "\n" + text
-        else:
-            turns.append({"role": role, "content": text})
-    return turns
-
-
-def _text(where: str, content: str | list[msgspec.Raw], *, billed: bool) -> str:
-    """The text of a message or a system prompt; `billed` is one that may begin with Claude Code's own line."""
-    texts = [content] if isinstance(content, str) else [_block(f"{where}.{j}", raw) for j, raw in enumerate(content)]
-    if not billed:
-        return "\n".join(texts)
-    stripped = [_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts]
-    return "\n".join(text for text in stripped if text)
-
-
-def _block(where: str, raw: msgspec.Raw) -> str:
-    """The text of a block, or a refusal that names it."""
-    try:
-        kind = limits.parse(raw, Block).type
-        if kind == "text":
-            block = limits.parse(raw, TextBlock)
-            if not block.citations:
-                return block.text
-            raise BadRequest("citations: not supported yet", param="citations")
-    except BadRequest as error:
-        raise _reworded(error, where) from None
-    if kind in LATER:
-        what = f"{kind} blocks are not supported yet"
-    else:
-        what = "this model takes text only, so type must be text"
-    raise BadRequest(f"{where}.type: {what}", param=f"{where}.type", code="unsupported_content")
-
-
-def _reworded(error: BadRequest, under: str = "") -> BadRequest:
-    """The same refusal with Anthropic's words and the whole place; `under` is where the value that was parsed lies."""
-    if error.code == "invalid_json" or not (error.param or under):
-        return error
-    param = error.param or ""
-    where = ".".join(part for part in (under, dotted(param)) if part)
-    if error.code == "unknown_parameter" or "contains unknown field" in error.message:
-        what, code = "Extra inputs are not permitted", "unknown_parameter"
-    elif "missing required field" in error.message:
-        what, code = "Field required", error.code
-    else:
-        what, code = error.message.removeprefix(f"{param}: "), error.code
-    said = what if what.startswith(where) else f"{where}: {what}"
-    return BadRequest(said, cure=error.cure, param=where, code=code)
+def _thinking(service: Service, asked: Prompt) -> dict[str, Any]:
+    """Keywords for the template. No word means no thinking, as it does for Anthropic, where that can be said."""
+    effort = None if asked.output_config is None else asked.output_config.effort
+    made = {} if effort is None else _turns.thinking(service, None, effort, "output_config.effort")
+    wish = asked.thinking
+    if wish is None:
+        return made or (_turns.thinking(service, False, None, "thinking") if _turns.can_switch(service) else {})
+    if wish.display not in (None, "summarized"):
+        raise BadRequest(
+            "thinking.display: not supported: thinking is shown", param="thinking.display", code="unsupported_parameter"
+        )
+    if wish.type == "disabled":
+        return made | _turns.thinking(service, False, None, "thinking")
+    if wish.type == "adaptive":  # as much as the model will, which may be nothing
+        return made | (_turns.thinking(service, True, None, "thinking") if _turns.can_switch(service) else {})
+    if wish.type != "enabled":
+        raise BadRequest("thinking.type: must be enabled, disabled or adaptive", param="thinking.type")
+    if wish.budget_tokens is None:
+        raise BadRequest("thinking.budget_tokens: Field required", param="thinking.budget_tokens")
+    if wish.budget_tokens < 1:
+        raise BadRequest("thinking.budget_tokens: must be at least 1", param="thinking.budget_tokens")
+    if "thinking_budget" in _turns.template_reads(service):
+        made["thinking_budget"] = wish.budget_tokens
+    return made | _turns.thinking(service, True, None, "thinking")

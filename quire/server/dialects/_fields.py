@@ -26,6 +26,7 @@ IGNORED = frozenset(
         "metadata",
         "prompt_cache_key",  # prefixes are shared without being told
         "prompt_cache_retention",
+        "prompt_cache_options",
         "prediction",  # a hint for speed
         "parallel_tool_calls",  # tools themselves are refused
         "include_reasoning",
@@ -70,6 +71,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}  # what such a field became
+
+
 def parse(
     body: bytes | msgspec.Raw,
     shape: type[T],
@@ -95,6 +99,7 @@ def check(name: str, value: object, neutral: tuple[object, ...]) -> None:
     asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in neutral)
     raise BadRequest(
         f"{name} is not supported: the only accepted value is {asks_nothing}",
+        cure=INSTEAD.get(name, ""),
         param=name,
         code="unsupported_parameter",
     )

@@ -14,7 +14,8 @@ from quire.chat.types import TokenLogprob, TokenText
 LOWEST = -9999.0
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """A number that JSON can hold."""
     return value if value > LOWEST else LOWEST
 
 
@@ -31,9 +32,9 @@ def chat(entries: list[TokenLogprob]) -> list[dict[str, Any]]:
     return [
         {
             "token": name(e.token),
-            "logprob": _finite(e.logprob),
+            "logprob": finite(e.logprob),
             "bytes": list(e.token.bytes),
-            "top_logprobs": [{"token": name(t), "logprob": _finite(p), "bytes": list(t.bytes)} for t, p in e.top],
+            "top_logprobs": [{"token": name(t), "logprob": finite(p), "bytes": list(t.bytes)} for t, p in e.top],
         }
         for e in entries
     ]
@@ -44,10 +45,9 @@ def prompt(entries: list[TokenLogprob], prompt_len: int) -> list[dict[str, Any] 
     body: list[dict[str, Any] | None] = [None] * (prompt_len - len(entries))
     for e in entries:
         top = {
-            str(t.id): {"logprob": _finite(p), "rank": i + 1, "decoded_token": name(t)}
-            for i, (t, p) in enumerate(e.top)
+            str(t.id): {"logprob": finite(p), "rank": i + 1, "decoded_token": name(t)} for i, (t, p) in enumerate(e.top)
         }
-        top[str(e.token.id)] = {"logprob": _finite(e.logprob), "rank": e.rank, "decoded_token": name(e.token)}
+        top[str(e.token.id)] = {"logprob": finite(e.logprob), "rank": e.rank, "decoded_token": name(e.token)}
         body.append(top)
     return body
 
@@ -65,12 +65,12 @@ class Legacy:
     def add(self, token: TokenText, entry: TokenLogprob | None) -> None:
         """One position; no entry for a token that nothing predicted (the first of a prompt)."""
         self.tokens.append(name(token))
-        self.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+        self.token_logprobs.append(None if entry is None else finite(entry.logprob))
         if entry is None:
             self.top_logprobs.append(None)
         else:
-            top = {name(t): _finite(p) for t, p in entry.top}
-            top.setdefault(name(token), _finite(entry.logprob))
+            top = {name(t): finite(p) for t, p in entry.top}
+            top.setdefault(name(token), finite(entry.logprob))
             self.top_logprobs.append(top)
         # A character begins at each byte that is not a continuation; a token may begin inside one.
         begun = sum(b & 0xC0 != 0x80 for b in token.bytes)

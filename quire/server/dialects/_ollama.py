@@ -20,10 +20,11 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
-from quire.server.dialects import _fields
+from quire.server.dialects import _fields, _turns
 from quire.server.limits import read_body, read_json
 from quire.server.service import Service
 from quire.weights.catalogue import look_up
+from quire.weights.manifest import Defaults
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -57,6 +58,7 @@ NEUTRAL_OPTIONS: dict[str, tuple[object, ...]] = {
     "embedding_only": (None, False),
     "draft_num_predict": (None, 0),
 }
+LEVELS = ("low", "medium", "high", "max")  # of `think`
 OURS = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}  # SamplingParams' names -> Ollama's
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -187,16 +189,17 @@ def constraint(value: object) -> Constraint | None:
     return Constraint(kind=JSON_SCHEMA, text=msgspec.json.encode(value).decode(), param="format")
 
 
-def check_think(service: Service, value: bool | str | None) -> None:
-    """Thoughts are not told apart from the answer: only their absence can be asked for."""
-    if value in (None, False, "", "false"):
-        return
-    raise BadRequest(
-        f"think is not supported yet: {service.name} answers without a separate thinking part",
-        cure="leave it out, or send false",
-        param="think",
-        code="unsupported_parameter",
-    )
+def thinking(service: Service, value: bool | str | None) -> dict[str, Any]:
+    """`think`, as keywords for the template: yes, no, or how much. No word leaves it to the model."""
+    if value in (None, ""):
+        return {}
+    if value in (False, "false"):
+        return _turns.thinking(service, False, None, "think")
+    if value in (True, "true"):
+        return _turns.thinking(service, True, None, "think")
+    if value not in LEVELS:
+        raise BadRequest(f"think must be true, false or one of {', '.join(LEVELS)}", param="think")
+    return _turns.thinking(service, None, str(value), "think")
 
 
 def seconds(value: float | str | None) -> float | None:
@@ -236,13 +239,26 @@ def canonical(name: str) -> str:
         return bare_name(name)
 
 
+def defaults_of(service: Service, name: str) -> Defaults | None:
+    """What a name that was made from the served model (/api/create) says by default; None for any other name."""
+    store = service.store
+    if store is None or service.path is None:
+        return None
+    try:
+        manifest = store.get(canonical(name))
+    except QuireError:
+        return None
+    same = manifest is not None and str(store.blob(manifest)) == service.path
+    return manifest.defaults if manifest is not None and same else None
+
+
 def check_model(service: Service, name: str | None) -> str:
-    """The name, if it is the served model's; else 404 with what is served."""
+    """The name, if it is the served model's or was made from it; else 404 with what is served."""
     if not name:
         raise BadRequest("model is missing", cure=f"{service.name} is served here", param="model")
     adapter = next((own for own in (name, bare_name(name)) if own in service.adapters), None)
     service.check_model(adapter)  # None: the model itself
-    if adapter is None and not is_served(service, name):
+    if adapter is None and not is_served(service, name) and defaults_of(service, name) is None:
         raise NotFound(
             f"model {name[:128]!r} is not served here",
             cure=f"{service.name} is; one server has one model, and `quire serve NAME --port PORT` starts another",

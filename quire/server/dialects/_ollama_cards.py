@@ -17,7 +17,7 @@ from quire.server.dialects import _ollama
 from quire.server.service import Service
 
 if TYPE_CHECKING:
-    from quire.weights.manifest import Manifest
+    from quire.weights.manifest import Defaults, Manifest
 
 CACHED = 256  # headers kept
 
@@ -43,6 +43,7 @@ class Card:
     modified: float  # seconds since the epoch
     header: Header
     licence: str = ""
+    defaults: Defaults | None = None  # of a name that was made from another
 
     def listed(self) -> dict[str, Any]:
         """As /api/tags has it."""
@@ -52,7 +53,7 @@ class Card:
             "modified_at": _ollama.stamp(self.modified),
             "size": self.size,
             "digest": self.digest,
-            "details": self.header.details,
+            "details": self.header.details | ({} if self.defaults is None else {"parent_model": self.defaults.parent}),
         }
 
 
@@ -109,7 +110,7 @@ def _of(manifest: Manifest, path: str) -> Card:
     except ValueError:
         when = 0.0
     licence = manifest.licence or header.licence
-    return Card(manifest.name, manifest.size, manifest.sha256, when, header, licence)
+    return Card(manifest.name, manifest.size, manifest.sha256, when, header, licence, manifest.defaults)
 
 
 def read(path: str) -> Header:

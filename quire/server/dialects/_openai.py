@@ -20,6 +20,7 @@ from quire.engine.types import Receipt
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.server import limits
+from quire.server.dialects._answers import Calls, Thoughts
 from quire.server.dialects._constraint import Structured
 from quire.server.feed import Feed
 from quire.server.service import Service
@@ -182,6 +183,9 @@ class Partial:
     """One choice as it comes together."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
+    thoughts: Thoughts = field(default_factory=Thoughts)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     finish: str | None = None
@@ -191,10 +195,20 @@ class Partial:
     def add(self, chunk: Chunk) -> None:
         """Take one chunk in."""
         self.text.append(chunk.text)
+        self.reasoning.append(chunk.reasoning)
+        self.calls.add(chunk.calls)
+        self.thoughts.add(chunk)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         if chunk.finish is not None:
             self.finish, self.stop_reason, self.receipt = chunk.finish, chunk.stop_reason, chunk.receipt
+
+    @property
+    def called(self) -> bool:
+        """It ended with calls to make: not cut by a length, nor by a stop string inside of one."""
+        if self.finish != "stop" or not self.calls:
+            return False
+        return not isinstance(self.stop_reason, str) or self.calls.whole
 
 
 @dataclass(slots=True)
@@ -204,6 +218,7 @@ class Usage:
     prompts: list[int]  # tokens of each
     output: int = 0
     cached: int = 0
+    details: dict[str, int] | None = None  # of the output; None: the dialect has none
 
     def finish(self, index: int, receipt: Receipt | None, tokens: int) -> None:
         """A choice ended; `tokens` were delivered of it. What was computed past a stop string depends on timing."""
@@ -214,12 +229,13 @@ class Usage:
     def body(self) -> dict[str, Any]:
         """The `usage` object."""
         prompt = sum(self.prompts)
-        return {
+        body: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": self.output,
             "total_tokens": prompt + self.output,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        return body if self.details is None else body | {"completion_tokens_details": self.details}
 
 
 def receipt_body(index: int, receipt: Receipt | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,17 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat.answers.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
-from quire.server.dialects import _logprobs, _ollama
-from quire.server.dialects._openai import check_prompt, encode_text, receipt_body
-from quire.server.dialects.openai_chat import ChatMessage, encode
+from quire.server.dialects import _logprobs, _ollama, _turns
+from quire.server.dialects._answers import Calls
+from quire.server.dialects._ollama_turns import Message, turns
+from quire.server.dialects._ollama_turns import told as tell_call
+from quire.server.dialects._openai import Partial, check_prompt, encode_text, receipt_body
+from quire.server.dialects._tools import NO_TOOLS, choose, openai_tools
+from quire.server.dialects._turns import Talk
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
 from quire.server.service import Service
@@ -34,7 +39,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "template": (None, ""),  # a template from a client is a program
     "images": (None, []),
-    "tools": (None, []),
     "width": (None, 0),
     "height": (None, 0),
     "steps": (None, 0),
@@ -64,26 +68,11 @@ class GenerateRequest(Common, kw_only=True):
     context: list[int] | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message; the fields after `content` are taken only when empty."""
-
-    role: str
-    content: str | None = None
-    images: list[Any] | None = None
-    thinking: str | None = None
-    tool_calls: list[Any] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-
 class ChatRequest(Common, kw_only=True):
     """The fields of /api/chat that are honoured."""
 
     messages: list[Message] | None = None
-
-
-GENERATE = {k: v for k, v in NEUTRAL.items() if k != "tools"}
-CHAT = {"tools": NEUTRAL["tools"]}
+    tools: list[msgspec.Raw] | None = None
 
 
 @dataclass(slots=True)
@@ -99,23 +88,26 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def generate(request: Request) -> Response:
         clock = Clock()
-        asked = _ollama.parse(await _ollama.read(request), GenerateRequest, IGNORED, GENERATE)
+        asked = _ollama.parse(await _ollama.read(request), GenerateRequest, IGNORED, NEUTRAL)
         options = await _begin(service, asked, clock)
         if not asked.prompt:
             return _only_loaded(service, asked, clock, {"response": ""})
         prompt = await _prompt(service, asked)
-        say: Callable[[str], dict[str, Any]] = lambda text: {"response": text}  # noqa: E731
-        return await _answer(service, request, asked, options, prompt, clock, "prompt", say, not asked.raw)
+        lines = _Lines(service, asked, prompt, clock, not asked.raw, chat=False)
+        reads = not asked.raw and service.ready().template is not None  # a raw prompt's answer is told as it comes
+        return await _answer(service, request, lines, options, NO_TOOLS if reads else None, "prompt")
 
     async def chat(request: Request) -> Response:
         clock = Clock()
-        asked = _ollama.parse(await _ollama.read(request), ChatRequest, IGNORED, CHAT)
+        asked = _ollama.parse(await _ollama.read(request), ChatRequest, IGNORED)
         options = await _begin(service, asked, clock)
         if not asked.messages:
             return _only_loaded(service, asked, clock, {"message": {"role": "assistant", "content": ""}})
-        prompt = await encode(service, _messages(asked.messages), True, _thoughtless(service, asked))
-        say: Callable[[str], dict[str, Any]] = lambda text: {"message": {"role": "assistant", "content": text}}  # noqa: E731
-        return await _answer(service, request, asked, options, prompt, clock, "messages", say, False)
+        tools = choose(openai_tools(asked.tools), None)
+        talk = Talk(turns(asked.messages), tools, _ollama.thinking(service, asked.think))
+        prompt = await _turns.encode(service, talk)
+        lines = _Lines(service, asked, prompt, clock, False, chat=True)
+        return await _answer(service, request, lines, options, tools, "messages")
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
@@ -126,7 +118,6 @@ async def _begin(service: Service, asked: Common, clock: Clock) -> _ollama.Optio
     _ollama.check_model(service, asked.model)
     options = _ollama.read_options(asked.options)
     _ollama.constraint(asked.format)
-    _ollama.check_think(service, asked.think)
     _ollama.seconds(asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -176,7 +167,7 @@ async def _prompt(service: Service, asked: GenerateRequest) -> list[int]:
     text, before = asked.prompt or "", asked.context or []
     completer = service.ready()
     if asked.raw:
-        for name in ("system", "context"):
+        for name in ("system", "context", "think"):
             if getattr(asked, name):
                 raise BadRequest(f"{name} has no place in a raw prompt", cure="write it into the prompt", param=name)
         return await encode_text(service, text, "prompt")
@@ -185,44 +176,28 @@ async def _prompt(service: Service, asked: GenerateRequest) -> list[int]:
             raise BadRequest(
                 f"{service.name} has no chat template: it continues text, and has no place for system", param="system"
             )
+        _ollama.thinking(service, asked.think)
         turn = await encode_text(service, text, "prompt", None if not before else False)
     else:
-        messages = [ChatMessage("system", asked.system)] if asked.system else []
-        messages.append(ChatMessage("user", text))
-        turn = await encode(service, messages, True, _thoughtless(service, asked))
+        said = [{"role": "system", "content": asked.system}] if asked.system else []
+        said.append({"role": "user", "content": text})
+        turn = await _turns.encode(service, Talk(said, kwargs=_ollama.thinking(service, asked.think)), "prompt")
         bos = getattr(completer.tokenizer, "bos_id", None)
         if before and turn[:1] == [bos]:
             turn = turn[1:]  # only the first text begins
     return [*before, *turn]
 
 
-def _thoughtless(service: Service, asked: Common) -> dict[str, Any] | None:
-    """`think: false`, for a template that knows the word."""
-    knows = "enable_thinking" in str(getattr(service.ready().template, "source", ""))
-    return {"enable_thinking": False} if asked.think is False and knows else None
-
-
-def _messages(given: list[Message]) -> list[ChatMessage]:
-    for i, message in enumerate(given):
-        for name in ("images", "thinking", "tool_calls", "tool_name", "tool_call_id"):
-            if getattr(message, name):
-                at = f"messages[{i}].{name}"
-                raise BadRequest(f"{at} is not supported yet", param=at, code="unsupported_content")
-    return [ChatMessage(message.role, message.content or "") for message in given]
-
-
 async def _answer(
     service: Service,
     request: Request,
-    asked: Common,
+    lines: _Lines,
     options: _ollama.Options,
-    prompt: list[int],
-    clock: Clock,
+    tools: Tools | None,
     param: str,
-    say: Callable[[str], dict[str, Any]],
-    with_context: bool,
 ) -> Response:
-    """The answer to a prompt: lines, or one object."""
+    """The answer to a prompt: lines, or one object. Without `tools` all of it is text."""
+    asked, prompt = lines.asked, lines.prompt
     check_prompt(service, prompt, None, param, "options.num_predict")
     context = _ollama.context_of(service, options)
     if len(prompt) >= context:
@@ -234,43 +209,42 @@ async def _answer(
         )
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     sampling = _ollama.params(options, service.info.vocab_size, context - len(prompt), logprobs)
-    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=_ollama.constraint(asked.format))
-    feed = Feed(service, [made], request.receive, clock.arrived)
-    lines = _Lines(asked, prompt, clock, say, with_context, _notes(service, asked))
+    reading, constraint = None, _ollama.constraint(asked.format)
+    if tools is not None:
+        reading, constraint = await _turns.answering(service, prompt, tools, constraint)
+    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+    feed = Feed(service, [made], request.receive, lines.clock.arrived)
     if asked.stream is None or asked.stream:
         return LineStream(feed, lines)
-    parts: list[Chunk] = []
+    said = Partial()
     async with feed:
         async for items in feed.batches():
-            parts += [lines.take(chunk) for _, chunk in items]
-    entries = [entry for chunk in parts for entry in chunk.logprobs]
-    return _ollama.answer(lines.last("".join(chunk.text for chunk in parts), _logprobs.chat(entries)))
+            for _, chunk in items:
+                said.add(lines.take(chunk))
+    return _ollama.answer(lines.whole(said))
 
 
 class _Lines:
-    """Lines of an answer: one for each piece of text, and a last one with the reason, the counts and the times."""
+    """Lines of an answer: one for each piece of it, and a last one with the reason, the counts and the times."""
 
     def __init__(
-        self,
-        asked: Common,
-        prompt: list[int],
-        clock: Clock,
-        say: Callable[[str], dict[str, Any]],
-        with_context: bool,
-        notes: dict[str, Any],
+        self, service: Service, asked: Common, prompt: list[int], clock: Clock, with_context: bool, *, chat: bool
     ):
         self.asked = asked
         self.prompt = prompt
         self.clock = clock
-        self.say = say
         self.with_context = with_context
-        self.notes = notes
+        self.chat = chat
+        self.notes: list[str] = list(_notes(service, asked).get("quire", {}).get("notes", []))
         self.tokens: list[int] = []
+        self.calls = Calls()
+        self.told = 0  # calls
         self.end = Chunk()
 
     def take(self, chunk: Chunk) -> Chunk:
         """Account for a chunk."""
         self.tokens += chunk.tokens
+        self.calls.add(chunk.calls)
         if chunk.finish is not None:
             self.end = chunk
         return chunk
@@ -281,18 +255,47 @@ class _Lines:
     def news(self, items: list[News]) -> Iterable[object]:
         for _, chunk in items:
             self.take(chunk)
-            if chunk.text or (chunk.logprobs and self.asked.logprobs):
-                body = {"model": self.asked.model, "created_at": _ollama.now(), **self.say(chunk.text), "done": False}
+            calls = self._ready(chunk.finish is not None)
+            if chunk.text or chunk.reasoning or calls or (chunk.logprobs and self.asked.logprobs):
+                body = {**self._head(chunk.text, chunk.reasoning, calls), "done": False}
                 if self.asked.logprobs:
                     body["logprobs"] = _logprobs.chat(chunk.logprobs)
                 yield body
 
     def closing(self) -> Iterable[object]:
-        yield self.last("", [])
+        yield self.last("", "", [], [])
 
-    def last(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The line that ends an answer, with `text` where there were no others."""
-        body: dict[str, Any] = {"model": self.asked.model, "created_at": _ollama.now(), **self.say(text), "done": True}
+    def whole(self, said: Partial) -> dict[str, Any]:
+        """The answer as one object."""
+        calls = self._ready(True)
+        return self.last("".join(said.text), "".join(said.reasoning), calls, _logprobs.chat(said.logprobs))
+
+    def _ready(self, ended: bool) -> list[dict[str, Any]]:
+        """Calls that became whole: when the next one begins, or at the end."""
+        made: list[dict[str, Any]] = []
+        calls = self.calls.all() if len(self.calls.ids) > self.told else []
+        for index in range(self.told, len(calls) if ended else len(calls) - 1):
+            told = tell_call(calls[index], index)
+            if isinstance(told, str):
+                self.notes.append(told)
+            else:
+                made.append(told)
+            self.told = index + 1
+        return made
+
+    def _head(self, text: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        head: dict[str, Any] = {"model": self.asked.model, "created_at": _ollama.now()}
+        thought = {"thinking": reasoning} if reasoning else {}
+        if not self.chat:
+            return head | {"response": text} | thought
+        message = {"role": "assistant", "content": text} | thought | ({"tool_calls": calls} if calls else {})
+        return head | {"message": message}
+
+    def last(
+        self, text: str, reasoning: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The line that ends an answer, with what it says where there were no others."""
+        body: dict[str, Any] = {**self._head(text, reasoning, calls), "done": True}
         body["done_reason"] = self.end.finish
         if self.with_context:
             body["context"] = [*self.prompt, *self.tokens]
@@ -305,7 +308,7 @@ class _Lines:
         if (receipt := self.end.receipt) is not None:
             body["prompt_eval_duration"] = _ollama.nanoseconds(receipt.prefill_seconds)
             body["eval_duration"] = _ollama.nanoseconds(receipt.decode_seconds)
-        told = dict(self.notes.get("quire", {}))
+        told: dict[str, Any] = {"notes": self.notes} if self.notes else {}
         if self.asked.receipts:
             told["receipts"] = [receipt_body(0, self.end.receipt)]
         return body | ({"quire": told} if told else {})

@@ -16,13 +16,22 @@ from starlette.responses import Response
 
 from quire.config import VERSION
 from quire.observe.errors import BadRequest
-from quire.server.dialects import _ollama, _ollama_cards
+from quire.server.dialects import _modelfile, _ollama, _ollama_cards
+from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.service import Service
 
 RUNNING = "Ollama is running"
 LEVEL = "0.6.4"  # the first in which /api/show tells capabilities
 # Ollama's own word for never is as far ahead as its clock goes; clients show "Forever" beyond twenty years.
 NEVER = "2318-01-01T00:00:00Z"
+
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "verbose": (None, False),
+    "system": (None, ""),
+    "template": (None, ""),
+    "options": (None, {}),
+}
 
 
 class ShowRequest(msgspec.Struct, kw_only=True):
@@ -46,12 +55,13 @@ def register(app: FastAPI, service: Service) -> None:
         return _ollama.answer({"models": [card.listed() for card in cards]})
 
     async def show(request: Request) -> Response:
-        asked = _ollama.parse(await _ollama.read(request), ShowRequest, neutral={"verbose": (None, False)})
+        asked = _ollama.parse(await _ollama.read(request), ShowRequest, neutral=NEUTRAL)
         name = asked.model or asked.name
         if not name:
             raise BadRequest("model is missing", param="model")
         card = await asyncio.to_thread(_ollama_cards.find, service, name)
-        return _ollama.answer(_shown(card))
+        able = _abilities(service) if _ollama.is_served(service, name) else []
+        return _ollama.answer(_shown(card, able))
 
     async def ps(request: Request) -> Response:
         card = await asyncio.to_thread(_ollama_cards.served, service)
@@ -63,19 +73,39 @@ def register(app: FastAPI, service: Service) -> None:
     app.add_api_route("/api/ps", ps, methods=["GET"], response_model=None)
 
 
-def _shown(card: _ollama_cards.Card) -> dict[str, Any]:
+def _abilities(service: Service) -> list[str]:
+    """What the served model does besides completing, as far as it is loaded."""
+    answers = None if service.completer is None else service.completer.answers
+    if answers is None:
+        return []
+    return ["tools"] * answers.calls + ["thinking"] * answers.reasons
+
+
+def _shown(card: _ollama_cards.Card, able: list[str]) -> dict[str, Any]:
     """As /api/show has it. The template is the model's own, in Jinja; the parameters are what holds where a client says nothing."""
-    lines = [f"{name:<30} {value:g}" for name, value in _ollama.DEFAULTS.items()]
-    return {
+    made = card.defaults
+    chosen: dict[str, Any] = {**_ollama.DEFAULTS, **({} if made is None else made.parameters)}
+    lines: list[str] = []
+    for name, value in chosen.items():
+        lines += [f"{name:<30} {_modelfile.said(one)}" for one in (value if isinstance(value, list) else [value])]
+    written = f"# written for clients that read one; Quire has none\nFROM {card.name}\n"
+    if made is not None:
+        written = _modelfile.write(made.parent, made, card.licence)
+    body: dict[str, Any] = {
         "license": card.licence,
-        "modelfile": f"# written for clients that read one; Quire has none\nFROM {card.name}\n",
+        "modelfile": written,
         "parameters": "\n".join(lines),
         "template": card.header.template,
         "details": card.header.details,
         "model_info": card.header.info,
-        "capabilities": ["embedding" if "bert" in card.header.details["family"].lower() else "completion"],
+        "capabilities": ["embedding" if "bert" in card.header.details["family"].lower() else "completion", *able],
         "modified_at": _ollama.stamp(card.modified),
     }
+    if made is not None:
+        body["details"] = {**card.header.details, "parent_model": made.parent}
+        body["system"] = made.system
+        body["messages"] = list(made.messages)
+    return body
 
 
 def _loaded(service: Service, card: _ollama_cards.Card | None) -> list[dict[str, Any]]:
@@ -98,3 +128,32 @@ def _loaded(service: Service, card: _ollama_cards.Card | None) -> list[dict[str,
             "context_length": info.context,
         }
     ]
+
+
+COMPAT = (
+    Endpoint(
+        dialect="Ollama",
+        method="POST",
+        path="/api/show",
+        what="What is in a model, served or in the store.",
+        fields=(
+            Fields(
+                shape=ShowRequest,
+                neutral=NEUTRAL,
+                notes={"name": "the older word for `model`"},
+            ),
+        ),
+        example={"model": ""},
+        surface="model verbose",
+        task="store",
+    ),
+    *(
+        Endpoint(dialect="Ollama", method="GET", path=path, what=what)
+        for path, what in (
+            ("/api/tags", "The served model and those in the store."),
+            ("/api/ps", "The loaded model; it never expires."),
+            ("/api/version", "The level of Ollama's API spoken here; `quire` is this server's."),
+        )
+    ),
+    Endpoint(dialect="Ollama", method="GET", path="/", what="`Ollama is running`, which clients compare."),
+)

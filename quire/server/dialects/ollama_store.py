@@ -1,4 +1,4 @@
-"""Ollama's routes over the model store: pull with progress, delete, copy; create, push and blobs are refused by name.
+"""Ollama's routes over the model store: pull with progress, delete, copy; push is refused by name. Making one is `ollama_create.py`.
 
 They change this machine, so they answer on loopback, or to who has the key, and to nobody else. Names come over the network: a path or
 an address is never taken. A pull runs in a thread that a stuck network cannot make the process wait for; it ends when its client goes,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from quire.observe.errors import BadRequest, Busy, NotFound, QuireError
 from quire.server import errors
 from quire.server.dialects import _ollama
+from quire.server.dialects._compat import Absent, Endpoint, Fields
 from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
 from quire.server.service import Service
@@ -75,7 +76,7 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def pull(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), PullRequest, neutral={"insecure": (None, False)})
-        store, name = _store(service), _model(asked.model or asked.name)
+        store, name = writable(service), model_name(asked.model or asked.name)
         _check_source(name)
         wanted = store.look_up(name)
         if len(running) >= MAX_PULLS:
@@ -91,7 +92,7 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def delete(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), DeleteRequest)
-        store, given = _store(service), _model(asked.model or asked.name)
+        store, given = writable(service), model_name(asked.model or asked.name)
         name = _ollama.canonical(given)
         if _ollama.is_served(service, given):
             raise BadRequest(f"{service.name} is being served", cure="stop its server first", param="model")
@@ -102,33 +103,21 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def copy(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), CopyRequest)
-        store = _store(service)
-        source, name = _ollama.canonical(_model(asked.source)), _ollama.bare_name(_model(asked.destination))
+        store = writable(service)
+        source, name = _ollama.canonical(model_name(asked.source)), _ollama.bare_name(model_name(asked.destination))
         await in_thread(lambda: store.copy(source, name))
         return Response()
+
+    async def push(request: Request) -> Response:
+        raise Unimplemented("push is not supported: there is no registry to push to")
 
     app.add_api_route("/api/pull", pull, methods=["POST"], response_model=None)
     app.add_api_route("/api/delete", delete, methods=["DELETE"], response_model=None)
     app.add_api_route("/api/copy", copy, methods=["POST"], response_model=None)
-    for path, method, what in (
-        ("/api/create", "POST", "a model is made from files, not from a Modelfile"),
-        ("/api/push", "POST", "there is no registry to push to"),
-        ("/api/blobs/{digest}", "POST", "files are not uploaded"),
-        ("/api/blobs/{digest}", "HEAD", "files are not uploaded"),
-    ):
-        app.add_api_route(path, _refusal(path, what), methods=[method], response_model=None)
+    app.add_api_route("/api/push", push, methods=["POST"], response_model=None)
 
 
-def _refusal(path: str, what: str) -> Callable[[Request], Awaitable[Response]]:
-    name = path.split("/")[2]
-
-    async def refuse(request: Request) -> Response:
-        raise Unimplemented(f"{name} is not supported: {what}", cure="`quire serve PATH` serves a file or folder")
-
-    return refuse
-
-
-def _store(service: Service) -> Store:
+def writable(service: Service) -> Store:
     """The store, for who may change it."""
     if service.store is None:
         raise Unimplemented("this server was started without a model store")
@@ -140,7 +129,8 @@ def _store(service: Service) -> Store:
     return service.store
 
 
-def _model(name: str | None) -> str:
+def model_name(name: str | None) -> str:
+    """The name in a request, without Ollama's `:latest`."""
     if not name:
         raise BadRequest("model is missing", param="model")
     return _ollama.bare_name(name)
@@ -321,3 +311,39 @@ class PullStream(Response):
                 error = QuireError("the server failed on this request; its log has the cause")
             last = line(errors.shaped(scope["path"], error)[1])
         await write(last, more=False)
+
+
+_NAME = {"name": "the older word for `model`", "stream": "true by default"}
+COMPAT = (
+    Endpoint(
+        dialect="Ollama",
+        method="POST",
+        path="/api/pull",
+        what="Lines of progress; ends when its client goes, and what came is kept for the next pull.",
+        fields=(Fields(shape=PullRequest, neutral={"insecure": (None, False)}, notes=_NAME),),
+        example={"model": "none-such"},
+        surface="model insecure stream",
+        task="store",
+    ),
+    Endpoint(
+        dialect="Ollama",
+        method="DELETE",
+        path="/api/delete",
+        what="Of models in the store; the served one is not deleted.",
+        fields=(Fields(shape=DeleteRequest, notes=_NAME),),
+        example={"model": "none-such"},
+        surface="model",
+        task="store",
+    ),
+    Endpoint(
+        dialect="Ollama",
+        method="POST",
+        path="/api/copy",
+        what="A second name for what is here.",
+        fields=(Fields(shape=CopyRequest),),
+        example={"source": "none-such", "destination": "mine"},
+        surface="source destination",
+        task="store",
+    ),
+)
+ABSENT = (Absent("Ollama", "/api/push", "there is no registry to push to", 501),)

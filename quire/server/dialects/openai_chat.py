@@ -1,13 +1,13 @@
-"""POST /v1/chat/completions, in OpenAI's shape with vLLM's extra fields.
+"""POST /v1/chat/completions, in OpenAI's shape with vLLM's and llama.cpp's extra fields.
 
-Owns the request struct, the messages' rules and the two answers (a body, a stream). Text only for now: images, audio
-and tools are refused by name. See docs/server.md for what each field does.
+Owns the request struct and the rules between its fields. Messages are `_messages.py`, tools `_tools.py`, the way to the model
+`_turns.py`, answers `_chat_answers.py`. See docs/server.md for what each field does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,75 +15,54 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat.types import Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
-from quire.server.dialects import _logprobs
+from quire.server import limits
+from quire.server.dialects import _turns
+from quire.server.dialects._chat_answers import Stream, Wishes, whole
 from quire.server.dialects._fields import parse
-from quire.server.dialects._openai import (
-    Envelope,
-    Sampling,
-    Usage,
-    check_open,
-    check_prompt,
-    check_text,
-    collect,
-    envelope,
-    generation,
-    receipt_body,
-)
-from quire.server.feed import Feed, News
+from quire.server.dialects._messages import ChatMessage, turns
+from quire.server.dialects._openai import check_open, check_prompt, envelope, generation
+from quire.server.dialects._tools import NOTHING, Raw, at, openai_choice, openai_tools
+from quire.server.dialects._turns import Talk
+from quire.server.feed import Feed
 from quire.server.limits import read_json
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
-ROLES = frozenset({"system", "developer", "user", "assistant"})
-LATER = frozenset({"tool", "function"})
 # Names that a template is given by us; a client's kwargs may not take their place.
 RESERVED = frozenset(
-    {"self", "messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "return_dict"}
+    {
+        *("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "tokenize", "return_dict"),
+    }
 )
+TIERS = (None, "auto", "default")
+MAX_DOCUMENTS = 1024
 
 
-class Part(msgspec.Struct):
-    """One piece of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. The fields after `name` are what clients echo back from an answer; only empty ones are taken."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-
-
-ECHOED = tuple(f.name for f in msgspec.structs.fields(ChatMessage)[3:])
-
-
-class ChatRequest(Sampling, kw_only=True):
+class ChatRequest(Wishes, kw_only=True):
     """The fields of a chat request that are honoured."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[Raw] | None = None
+    tool_choice: Raw = NOTHING
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Raw] | None = None
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """`prediction`: taken, and not used."""
+
+    type: str
+    content: str | list[dict[str, str]]
 
 
 def register(app: FastAPI, service: Service) -> None:
@@ -100,15 +79,19 @@ def register(app: FastAPI, service: Service) -> None:
             max_tokens=_max_tokens(asked),
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
-        prompt = await encode(service, asked.messages, asked.add_generation_prompt, asked.chat_template_kwargs)
+        talk = _talk(service, asked)
+        prompt = await _turns.encode(service, talk)
         max_param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
         check_prompt(service, prompt, sampling.max_tokens, "messages", max_param)
-        feed = Feed(service, [generation(asked, prompt, sampling)], request.receive, arrived)
+        made = generation(asked, prompt, sampling)
+        reading, constraint = await _turns.answering(service, prompt, talk.tools, made.constraint)
+        made = replace(made, reading=reading, constraint=constraint)
+        feed = Feed(service, [made], request.receive, arrived)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = envelope(service, asked, "chatcmpl", kind)
         if asked.stream:
-            return EventStream(feed, _Stream(asked, head, prompt, sampling.n))
-        return Response(await _whole(feed, asked, head, prompt), media_type="application/json")
+            return EventStream(feed, Stream(asked, head, prompt, sampling.n))
+        return Response(await whole(feed, asked, head, prompt), media_type="application/json")
 
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
 
@@ -122,12 +105,17 @@ def _check(asked: ChatRequest) -> None:
             raise BadRequest(
                 f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
             )
-    if asked.tools and asked.tool_choice != "none":
+    if asked.service_tier not in TIERS:
         raise BadRequest(
-            "tools are not supported yet", cure="leave them out, or set tool_choice to none", param="tools"
+            "service_tier is not supported: the only accepted value is auto or default",
+            param="service_tier",
+            code="unsupported_parameter",
         )
-    if asked.tool_choice not in (None, "none", "auto"):
-        raise BadRequest("tool_choice is not supported yet: only none and auto are taken", param="tool_choice")
+    if (
+        bytes(asked.prediction) not in (b"", b"null")
+        and at("prediction", asked.prediction, Prediction).type != "content"
+    ):
+        raise BadRequest("prediction.type must be content", param="prediction.type")
     if asked.echo:
         raise BadRequest("echo is for /v1/completions", param="echo")
     if asked.add_special_tokens:
@@ -147,138 +135,47 @@ def _max_tokens(asked: ChatRequest) -> int | None:
     return value
 
 
-async def encode(
-    service: Service,
-    messages: list[ChatMessage],
-    add_generation_prompt: bool | None,
-    template_kwargs: dict[str, Any] | None,
-) -> list[int]:
-    """Tokens of a conversation, through the model's own template."""
-    if not messages:
-        raise BadRequest("messages is empty", param="messages")
-    check_open("chat_template_kwargs", template_kwargs)
-    kwargs = dict(template_kwargs or {})
+def _talk(service: Service, asked: ChatRequest) -> Talk:
+    """The conversation that a request asks for."""
+    continues = bool(asked.continue_final_message)
+    if continues and asked.messages and asked.messages[-1].role != "assistant":
+        raise BadRequest(
+            "continue_final_message needs the last message to be the assistant's", param="continue_final_message"
+        )
+    if continues and asked.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
+        )
+    kwargs = template_kwargs(asked.chat_template_kwargs)
+    effort = asked.reasoning_effort
+    if effort is not None:
+        kwargs = _turns.thinking(service, None, effort, "reasoning_effort") | kwargs
+    return Talk(
+        turns(service, asked.messages),
+        openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls),
+        kwargs,
+        asked.add_generation_prompt is not False,
+        continues,
+        _documents(asked.documents),
+    )
+
+
+def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:
+    if not items:
+        return None
+    if len(items) > MAX_DOCUMENTS:
+        raise BadRequest(f"documents has {len(items)} items: at most {MAX_DOCUMENTS} are taken", param="documents")
+    made: list[dict[str, Any]] = []
+    for i, raw in enumerate(items):
+        made.append(at(f"documents[{i}]", raw, dict[str, Any]))
+        limits.bounded(f"documents[{i}]", made[-1])
+    return made
+
+
+def template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+    """`chat_template_kwargs`, checked."""
+    check_open("chat_template_kwargs", given)
+    kwargs = dict(given or {})
     for name in RESERVED & kwargs.keys():
         raise BadRequest(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
-    completer = service.ready()
-    # A template that was never taught "developer" would drop or refuse it; its meaning is "system".
-    knows_developer = "developer" in str(getattr(completer.template, "source", ""))
-    rendered = [_message(i, m, knows_developer) for i, m in enumerate(messages)]
-    check_text(service, "".join(m["content"] for m in rendered), "messages")
-    kwargs["add_generation_prompt"] = True if add_generation_prompt is None else add_generation_prompt
-    try:
-        return await completer.encode_chat(rendered, **kwargs)
-    except BadRequest as error:
-        if error.param == "prompt":  # the text that the template wrote
-            error.param = "messages"
-        raise
-
-
-def _message(i: int, message: ChatMessage, knows_developer: bool) -> dict[str, str]:
-    where = f"messages[{i}]"
-    if message.role in LATER:
-        raise BadRequest(f"{where}.role: {message.role} messages are not supported yet", param=f"{where}.role")
-    if message.role not in ROLES:
-        raise BadRequest(f"{where}.role must be one of {', '.join(sorted(ROLES))}", param=f"{where}.role")
-    for name in ECHOED:
-        if getattr(message, name):
-            raise BadRequest(f"{where}.{name} is not supported yet", param=f"{where}.{name}")
-    role = "system" if message.role == "developer" and not knows_developer else message.role
-    body = {"role": role, "content": _content(where, message.content)}
-    return body if message.name is None else body | {"name": message.name}
-
-
-def _content(where: str, content: str | list[Part] | None) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise BadRequest(f"{where}.content is missing", param=f"{where}.content")
-    texts: list[str] = []
-    for j, part in enumerate(content):
-        at = f"{where}.content[{j}]"
-        if part.type != "text":
-            raise BadRequest(
-                f"{at}.type: this model takes text only, so type must be text",
-                param=f"{at}.type",
-                code="unsupported_content",
-            )
-        if part.text is None:
-            raise BadRequest(f"{at}.text is missing", param=f"{at}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
-async def _whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> bytes:
-    choices, prompt_logprobs = await collect(feed)
-    usage = Usage([len(prompt)])
-    body: list[dict[str, Any]] = []
-    for (_, index), choice in sorted(choices.items()):
-        usage.finish(index, choice.receipt, len(choice.tokens))
-        item: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": {"content": _logprobs.chat(choice.logprobs), "refusal": None} if asked.logprobs else None,
-            "finish_reason": choice.finish,
-            "stop_reason": choice.stop_reason,
-        }
-        if asked.return_token_ids:
-            item["token_ids"] = choice.tokens
-        body.append(item)
-    more: dict[str, Any] = {"usage": usage.body()}
-    if asked.prompt_logprobs is not None:
-        more["prompt_logprobs"] = _logprobs.prompt(prompt_logprobs.get(0, []), len(prompt))
-    if asked.return_token_ids:
-        more["prompt_token_ids"] = prompt
-    if asked.receipts:
-        more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
-    return msgspec.json.encode(head.wrap(body, **more))
-
-
-class _Stream:
-    """Chunks of a chat answer: a role for each choice, then text, then a finish reason, then usage if asked for."""
-
-    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int):
-        self.asked = asked
-        self.head = head
-        self.prompt = prompt
-        self.n = n
-        self.usage = Usage([len(prompt)])
-        self.delivered = [0] * n
-        # With include_usage every chunk but the last has `usage: null`.
-        self.more: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
-
-    def opening(self) -> Iterable[object]:
-        more = self.more | ({"prompt_token_ids": self.prompt} if self.asked.return_token_ids else {})
-        for index in range(self.n):
-            yield self.head.wrap([_delta(index, {"role": "assistant", "content": ""})], **more)
-
-    def news(self, items: list[News]) -> Iterable[object]:
-        for _, chunk in items:
-            self.delivered[chunk.index] += len(chunk.tokens)
-            more = dict(self.more)
-            if chunk.prompt_logprobs:
-                more["prompt_logprobs"] = _logprobs.prompt(chunk.prompt_logprobs, len(self.prompt))
-            says = chunk.text or chunk.finish or more.keys() - self.more.keys()
-            if says or (chunk.logprobs and self.asked.logprobs) or (chunk.tokens and self.asked.return_token_ids):
-                yield self._chunk(chunk, more)
-
-    def _chunk(self, chunk: Chunk, more: dict[str, Any]) -> dict[str, Any]:
-        item = _delta(chunk.index, {"content": chunk.text} if chunk.text else {})
-        if self.asked.logprobs and chunk.logprobs:
-            item["logprobs"] = {"content": _logprobs.chat(chunk.logprobs), "refusal": None}
-        if self.asked.return_token_ids:
-            item["token_ids"] = chunk.tokens
-        if chunk.finish is not None:
-            item["finish_reason"], item["stop_reason"] = chunk.finish, chunk.stop_reason
-            self.usage.finish(chunk.index, chunk.receipt, self.delivered[chunk.index])
-            if self.asked.receipts:
-                more["quire"] = {"receipts": [receipt_body(chunk.index, chunk.receipt)]}
-        return self.head.wrap([item], **more)
-
-    def closing(self) -> Iterable[object]:
-        if self.asked.wants_usage:
-            yield self.head.wrap([], usage=self.usage.body())
-
-
-def _delta(index: int, delta: dict[str, str]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return kwargs

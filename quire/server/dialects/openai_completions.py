@@ -1,11 +1,13 @@
 """POST /v1/completions, OpenAI's older dialect: text or tokens in, text out, several prompts in one request.
 
 Choice `p * n + i` is the i-th continuation of prompt p. `echo` puts the prompt before the answer, and with `logprobs`
-scores it; `max_tokens: 0` with `echo` scores only. `max_tokens` is 16 when not given, as it is for OpenAI.
+scores it; `max_tokens: 0` with `echo` scores only. `max_tokens` is 16 when not given, as it is for OpenAI. `best_of` computes that
+many and answers with the n of the highest summed log probability, best first; all of them are in `usage`. `suffix` is for models with infill tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,10 +18,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat import infill
 from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
-from quire.runner.params import MAX_LOGPROBS
-from quire.server.dialects import _logprobs
+from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
+from quire.server.dialects import _fields, _logprobs
+from quire.server.dialects._compat import SAMPLING, Endpoint, Fields
 from quire.server.dialects._fields import parse
 from quire.server.dialects._openai import (
     MAX_CHOICES,
@@ -27,6 +31,7 @@ from quire.server.dialects._openai import (
     Sampling,
     Usage,
     check_prompt,
+    check_text,
     encode_text,
     envelope,
     generation,
@@ -47,7 +52,13 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+    suffix: str | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def computed(self) -> int:
+        """Choices that are made of each prompt."""
+        return self.best_of or self.n or 1
 
 
 @dataclass(slots=True)
@@ -74,20 +85,18 @@ def register(app: FastAPI, service: Service) -> None:
         sampling = asked.params(
             service.info.vocab_size,
             max_tokens=1 if score_only else max_tokens,  # the engine always computes one; it is not delivered
-            logprobs=asked.logprobs,
+            n=asked.computed,
+            logprobs=0 if asked.logprobs is None and asked.computed > (asked.n or 1) else asked.logprobs,
             prompt_logprobs=max((k for k in (asked.prompt_logprobs, scores) if k is not None), default=None),
         )
+        if asked.suffix:
+            sampling = _until_filled(service, sampling)
         encoded: list[Prompt] = []
         for i, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
-            text = prompt if isinstance(prompt, str) else None
-            ids = (
-                prompt
-                if isinstance(prompt, list)
-                else await encode_text(service, prompt, param, asked.add_special_tokens)
-            )
+            ids = await _encoded(service, asked, prompt, param)
             check_prompt(service, ids, sampling.max_tokens if asked.max_tokens else None, param, "max_tokens")
-            encoded.append(Prompt(ids, text))
+            encoded.append(Prompt(ids, prompt if isinstance(prompt, str) else None))
         if asked.max_tokens is None:  # a default never refuses a prompt that leaves less room than itself
             room = [min(DEFAULT_MAX_TOKENS, service.info.context - len(p.tokens)) for p in encoded]
         else:
@@ -124,13 +133,60 @@ def _prompts(asked: CompletionRequest, most: int) -> list[str | list[int]]:
     return [item for item in prompt if not isinstance(item, int)]
 
 
+async def _encoded(service: Service, asked: CompletionRequest, prompt: str | list[int], param: str) -> list[int]:
+    """Tokens of one prompt."""
+    if asked.suffix:
+        completer = service.ready()
+        tokens = completer.tokenizer.infill
+        if tokens is None:
+            raise BadRequest(
+                f"{service.name} has no infill tokens: it continues a text, and cannot write towards a suffix",
+                cure="leave suffix out, or serve a model that was taught to fill in (qwen2.5-coder:1.5b is one)",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        for text, name in ((prompt, param), (asked.suffix, "suffix")):
+            if isinstance(text, str):
+                check_text(service, text, name)
+        return await asyncio.to_thread(infill.write, completer.tokenizer, tokens, prompt, asked.suffix)
+    if isinstance(prompt, list):
+        return prompt
+    return await encode_text(service, prompt, param, asked.add_special_tokens)
+
+
+def _until_filled(service: Service, sampling: SamplingParams) -> SamplingParams:
+    """The same, ended by the tokens that such models write when the gap is filled."""
+    tokens = service.ready().tokenizer.infill
+    if tokens is None or sampling.ignore_eos:
+        return sampling
+    ends = (*sampling.stop_token_ids, *(t for t in tokens.ends if t not in sampling.stop_token_ids))
+    return msgspec.structs.replace(sampling, stop_token_ids=ends)
+
+
 def _check(asked: CompletionRequest, prompts: int) -> None:
     asked.check()
     n = 1 if asked.n is None else asked.n
-    if asked.best_of is not None and asked.best_of != n:
-        raise BadRequest(f"best_of is {asked.best_of}: only best_of equal to n ({n}) is supported", param="best_of")
-    if n > 0 and prompts * n > MAX_CHOICES:
-        raise BadRequest(f"{prompts} prompts times n = {n}: at most {MAX_CHOICES} choices in one request", param="n")
+    if asked.best_of is not None and n >= 1:  # an n that is none is refused with the other bounds
+        if not n <= asked.best_of <= MAX_N:
+            raise BadRequest(f"best_of is {asked.best_of}: it must be from n ({n}) to {MAX_N}", param="best_of")
+        if asked.stream and asked.best_of > n:
+            raise BadRequest(
+                f"best_of is {asked.best_of}: the best of several is known at their end, so it cannot be streamed",
+                cure="leave out stream, or best_of",
+                param="best_of",
+            )
+    if n < 1 or n > MAX_N:
+        raise BadRequest(f"n is {n}: it must be in [1, {MAX_N}]", param="n")
+    if prompts * asked.computed > MAX_CHOICES:
+        name = "n" if asked.best_of is None else "best_of"
+        raise BadRequest(
+            f"{prompts} prompts times {name} = {asked.computed}: at most {MAX_CHOICES} choices in one request",
+            param=name,
+        )
+    if asked.suffix and asked.echo:
+        raise BadRequest("echo has no meaning with suffix: the answer goes between the two", param="echo")
+    if asked.suffix and asked.add_special_tokens is False:
+        raise BadRequest("add_special_tokens is for prompts without a suffix", param="add_special_tokens")
     if asked.logprobs is not None and not 0 <= asked.logprobs <= MAX_LOGPROBS:
         raise BadRequest(f"logprobs is {asked.logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="logprobs")
     if asked.max_tokens == 0 and not asked.echo:
@@ -144,7 +200,7 @@ class _Choice:
     legacy: _logprobs.Legacy | None
     begun: bool = False
     delivered: int = 0
-    finish: str | None = None
+    score: float = 0.0  # the sum of its log probabilities, where they were computed
     parts: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -159,7 +215,7 @@ class _Answer:
         self.head = head
         self.prompts = prompts
         self.score_only = score_only
-        self.n = asked.n or 1
+        self.n = asked.computed
         self.usage = Usage([len(p.tokens) for p in prompts])
         self.scores: dict[int, list[TokenLogprob]] = {}
         self.waiting: dict[int, list[Chunk]] = {}  # chunks that came before their prompt's scores
@@ -199,6 +255,7 @@ class _Answer:
         index = prompt * self.n + chunk.index
         choice = self.choices[index]
         choice.delivered += len(chunk.tokens)
+        choice.score += sum(entry.logprob for entry in chunk.logprobs)
         text, tokens, entries = chunk.text, chunk.tokens, chunk.logprobs
         if self.score_only:
             text, tokens, entries = "", [], []
@@ -215,13 +272,18 @@ class _Answer:
         receipt = None
         if chunk.finish is not None:
             item["finish_reason"] = "length" if self.score_only else chunk.finish
-            item["stop_reason"] = None if self.score_only else chunk.stop_reason
+            item["stop_reason"] = None if self.score_only else self._reason(chunk)
             receipt = receipt_body(index, chunk.receipt)
             self.usage.finish(chunk.index, chunk.receipt, choice.delivered)
             if self.score_only:
                 self.usage.output = 0
         speaks = item["text"] or item["finish_reason"] or first or (item["logprobs"] or {}).get("tokens")
         return (item, receipt) if speaks or (tokens and self.asked.return_token_ids) else None
+
+    def _reason(self, chunk: Chunk) -> str | int | None:
+        """What ended it, if the client named it: the ends of a filled gap are ours."""
+        named = not isinstance(chunk.stop_reason, int) or chunk.stop_reason in (self.asked.stop_token_ids or ())
+        return chunk.stop_reason if named else None
 
     def _begin(self, choice: _Choice, prompt: int, item: dict[str, Any]) -> None:
         """What goes before the first text of a choice: the echo, and scores of the prompt."""
@@ -264,11 +326,24 @@ async def _whole(feed: Feed, answer: _Answer) -> bytes:
                     answer.choices[item["index"]].parts.append(item)
                     if receipt is not None:
                         receipts.append(receipt)
-    body = [_join(index, choice.parts) for index, choice in enumerate(answer.choices)]
+    kept = _kept(answer)
+    body = [_join(index, answer.choices[i].parts) for index, i in enumerate(kept)]
     more: dict[str, Any] = {"usage": answer.usage.body()}
     if answer.asked.receipts:
-        more["quire"] = {"receipts": sorted(receipts, key=lambda r: r["index"])}
+        by_index = {r["index"]: r for r in receipts}
+        more["quire"] = {"receipts": [by_index[i] | {"index": index} for index, i in enumerate(kept)]}
     return msgspec.json.encode(answer.head.wrap(body, **more))
+
+
+def _kept(answer: _Answer) -> list[int]:
+    """The choices that are answered with, in order: all, or of each prompt the n best, the earlier of equals first."""
+    each, n = answer.n, answer.asked.n or 1
+    if each == n:
+        return list(range(len(answer.choices)))
+    kept: list[int] = []
+    for first in range(0, len(answer.choices), each):
+        kept += sorted(range(first, first + each), key=lambda i: (-answer.choices[i].score, i))[:n]
+    return kept
 
 
 def _join(index: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -284,3 +359,36 @@ def _join(index: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
     if "token_ids" in joined:
         joined["token_ids"] = [t for p in parts for t in p["token_ids"]]
     return joined
+
+
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path="/v1/completions",
+        what="OpenAI's fields, and vLLM's and llama.cpp's beside them.",
+        fields=(
+            Fields(
+                shape=CompletionRequest,
+                ignored=_fields.IGNORED,
+                neutral=_fields.NEUTRAL,
+                notes=SAMPLING
+                | {
+                    "prompt": "a text, texts, token ids, or lists of them; up to 64, and up to 512 prompts times `n`",
+                    "echo": "with `logprobs` it scores the prompt",
+                    "max_tokens": "16 by default; 0 with `echo`: score only",
+                    "logprobs": "0 to 20",
+                    "best_of": "the `n` of the highest summed log probability, best first; all are in `usage`; more than `n` not in a stream",
+                    "suffix": "of a model with infill tokens; else 400",
+                    "add_special_tokens": "true by default",
+                },
+            ),
+        ),
+        example={"prompt": "hi"},
+        surface="model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options "
+        "suffix temperature top_p user top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output ignore_eos "
+        "min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens allowed_token_ids prompt_logprobs "
+        "add_special_tokens response_format structured_outputs priority request_id return_token_ids return_tokens_as_token_ids cache_salt "
+        "kv_transfer_params use_beam_search",
+    ),
+)

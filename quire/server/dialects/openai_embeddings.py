@@ -17,12 +17,23 @@ from starlette.responses import Response
 from quire.chat.embedder import Embedded, Input
 from quire.observe.errors import BadRequest
 from quire.server.attend import attended
+from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._embedded import MAX_INPUTS, count, cut, usage
 from quire.server.dialects._fields import parse
 from quire.server.limits import read_json
 from quire.server.service import Service
 
 FORMATS = ("float", "base64")
+IGNORED = {"user": "who asks does not change the answer", "metadata": "the client's own notes; they are not kept"}
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "truncation_side": (None, "right"),
+    "add_special_tokens": (None, True),
+    "priority": (None, 0),
+    "normalize": (None,),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "little"),
+}
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -40,7 +51,7 @@ def register(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
     async def embeddings(request: Request) -> Response:
-        asked = parse(await read_json(request), EmbeddingRequest)
+        asked = parse(await read_json(request), EmbeddingRequest, IGNORED, NEUTRAL)
         service.check_model(asked.model)
         embedder = service.embedder()
         encoding = asked.encoding_format or "float"
@@ -80,3 +91,30 @@ def _written(one: Embedded, encoding: str) -> Any:
     if encoding == "float":
         return one.vector.tolist()
     return base64.b64encode(one.vector.astype("<f4").tobytes()).decode()
+
+
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path="/v1/embeddings",
+        what="Of a model that embeds.",
+        fields=(
+            Fields(
+                shape=EmbeddingRequest,
+                ignored=IGNORED,
+                neutral=NEUTRAL,
+                notes={
+                    "input": "a text, texts, token ids, or lists of them; up to 2048",
+                    "encoding_format": "`float` or `base64` (little-endian float32)",
+                    "dimensions": "the first numbers, made of length 1 again, where the model's files say that this means something; else 400",
+                    "truncate": "Quire's: cut a text that is too long and say how much, instead of refusing it",
+                    "prompt_name": "Quire's: one of the model's own prompts",
+                },
+            ),
+        ),
+        example={"input": "hi"},
+        surface="input model dimensions encoding_format user",
+        task="embed",
+    ),
+)

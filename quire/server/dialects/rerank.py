@@ -16,10 +16,20 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
 from quire.server.attend import attended
+from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._embedded import check_count, count, cut, usage
 from quire.server.dialects._fields import parse
 from quire.server.limits import read_json
 from quire.server.service import Service
+
+IGNORED = {"user": "who asks does not change the answer"}
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "priority": (None, 0),
+    "max_chunks_per_doc": (None,),
+    "max_tokens_per_doc": (None,),
+    "rank_fields": (None,),
+}
 
 
 class Document(msgspec.Struct):
@@ -43,7 +53,7 @@ def register(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
     async def rerank(request: Request) -> Response:
-        asked = parse(await read_json(request), RerankRequest)
+        asked = parse(await read_json(request), RerankRequest, IGNORED, NEUTRAL)
         service.check_model(asked.model)
         embedder = service.embedder()
         texts = [d if isinstance(d, str) else d.text for d in asked.documents]
@@ -71,3 +81,24 @@ def register(app: FastAPI, service: Service) -> None:
 
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         app.add_api_route(path, rerank, methods=["POST"], response_model=None)
+
+
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI, with vLLM's fields",
+        method="POST",
+        path="/v1/rerank",
+        what="Also `/rerank` and `/v2/rerank`. Of a model that scores pairs or embeds.",
+        fields=(
+            Fields(
+                shape=RerankRequest,
+                ignored=IGNORED,
+                neutral=NEUTRAL,
+                notes={"truncate": "Quire's: cut a text that is too long and say how much, instead of refusing it"},
+            ),
+        ),
+        example={"query": "a", "documents": ["b"]},
+        surface="query documents model top_n return_documents",
+        task="embed",
+    ),
+)

@@ -12,10 +12,17 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
 from quire.server.attend import attended
+from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._embedded import check_count, count, cut, usage
 from quire.server.dialects._fields import parse
 from quire.server.limits import read_json
 from quire.server.service import Service
+
+IGNORED = {"user": "who asks does not change the answer"}
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "priority": (None, 0),
+}
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -31,7 +38,7 @@ def register(app: FastAPI, service: Service) -> None:
     """Add the route, under both its names."""
 
     async def score(request: Request) -> Response:
-        asked = parse(await read_json(request), ScoreRequest)
+        asked = parse(await read_json(request), ScoreRequest, IGNORED, NEUTRAL)
         service.check_model(asked.model)
         embedder = service.embedder()
         work = embedder.score(_pairs(asked), truncate=bool(asked.truncate), param="text_2")
@@ -65,3 +72,24 @@ def _pairs(asked: ScoreRequest) -> list[tuple[str, str]]:
             param="text_1",
         )
     return list(zip(first, second, strict=True))
+
+
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI, with vLLM's fields",
+        method="POST",
+        path="/v1/score",
+        what="Also `/score`. Of a model that scores pairs or embeds.",
+        fields=(
+            Fields(
+                shape=ScoreRequest,
+                ignored=IGNORED,
+                neutral=NEUTRAL,
+                notes={"truncate": "Quire's: cut a text that is too long and say how much, instead of refusing it"},
+            ),
+        ),
+        example={"text_1": "a", "text_2": "b"},
+        surface="text_1 text_2 model",
+        task="embed",
+    ),
+)

@@ -80,6 +80,15 @@ KEYWORDS: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"enable_think
 # Where the two differ, and why. "markup": jinja2's own type for HTML makes transformers write quotes as entities inside
 # what a macro printed; there is no markup here, and JSON stays JSON.
 DIFFERENT = {("meetkai-functionary-medium-v3.1.jinja", kind): "markup" for kind in WITH_TOOLS}
+# A template that prints arguments as they are gets them as text, and transformers fails on an object.
+DIFFERENT |= {("meetkai-functionary-medium-v3.2.jinja", kind): "arguments as text" for kind in WITH_TOOLS}
+# It writes calls beside content that is null; beside "" transformers loses them.
+DIFFERENT |= {("deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", kind): "null content" for kind in WITH_TOOLS}
+# Reasoning has a third name here, `reasoning`, and these know no other.
+REASONING = ("reasoning", "reasoning and tools")
+DIFFERENT |= {("upstage-Solar-Open-100B.jinja", kind): "named reasoning" for kind in REASONING}
+# It wants its tools under another name, and the date.
+DIFFERENT |= {("fireworks-ai-llama-3-firefunction-v2.jinja", kind): "functions" for kind in CONVERSATIONS}
 
 # Templates that refuse some of these conversations, in transformers and here, and what they say.
 REFUSED = {

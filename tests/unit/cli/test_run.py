@@ -86,7 +86,10 @@ class Parrot:
         self.info = INFO
         self.chats = True
 
-    def stream_chat(self, messages: Any, params: SamplingParams, constraint: Any = None) -> Stream:
+    def stream_chat(
+        self, messages: Any, params: SamplingParams, constraint: Any = None, reasoning: bool = False
+    ) -> Stream:
+        assert reasoning  # a person may see it
         self.constraints.append(constraint)
         self.asked.append([dict(m) for m in messages])
         self.params.append(params)

@@ -16,16 +16,18 @@ from quire.runner.params import SamplingParams
 pytest.importorskip("transformers", reason="needs transformers, which makes the model")
 pytest.importorskip("gguf", reason="needs gguf, which writes the model")
 
-from quire.backends.choose import open_backend
-from tests.unit.models import families
+from quire.models.places import Places
+from tests.unit.models import families, folders, mixtures
 
 WINDOW = 24
 
 
-@pytest.fixture(scope="module", params=["gemma3", "mistral, window"])
+@pytest.fixture(scope="module", params=["gemma3", "mistral, window", "gpt-oss"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = families.build(request.param)
-    return families.write_gguf(request.param, made, tmp_path_factory.mktemp("groups") / "model.gguf")
+    folder = tmp_path_factory.mktemp("groups")
+    if request.param == "gpt-oss":
+        return folders.save(mixtures.build("gpt-oss", sliding_window=WINDOW), folder / "model")
+    return families.write_gguf(request.param, families.build(request.param), folder / "model.gguf")
 
 
 def requests() -> list[Request]:
@@ -45,12 +47,13 @@ def requests() -> list[Request]:
 
 
 def serve(path: Path, backend: str, **options: Any) -> tuple[dict[str, list[tuple[Any, Any]]], Any, Any]:
+    where = {"device": "cpu", "dtype": "float32", "threads": 1} if backend == "torch" else {"threads": 2}
     config = EngineConfig(
-        path=str(path), backend=backend, threads=2, **{"max_seqs": 4, "max_batch_tokens": 48, **options}
+        path=str(path), backend=backend, **where, **{"max_seqs": 4, "max_batch_tokens": 48, **options}
     )
     engine, info = build_engine(config, Environment(home=path.parent))
     heard: dict[str, list[tuple[Any, Any]]] = {}
-    todo = requests()
+    todo = requests()[: 4 if backend == "torch" else None]  # it is the slow one
     while todo or engine.busy:
         if todo:
             engine.add(todo.pop(0))
@@ -61,24 +64,24 @@ def serve(path: Path, backend: str, **options: Any) -> tuple[dict[str, list[tupl
 
 
 def same(have: Any, want: Any, backend: str) -> bool:
-    """Bit for bit; the reference's products round by the shape of the batch, so there the tokens are what counts."""
+    """Bit for bit; elsewhere products round by the shape of the batch, so there the tokens are what counts."""
     if backend == "native":
         return have == want
     return {k: [t for t, _ in v] for k, v in have.items()} == {k: [t for t, _ in v] for k, v in want.items()}
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_several_pools_give_what_one_gives(path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "native":
         pytest.importorskip("quire.backends.native._native", reason="needs the native backend: pip install -e .")
-    kind = type(open_backend(backend))
-    if not kind.kv_groups:
-        pytest.skip(f"needs several KV pools: the {backend} backend has one")
+    if backend == "torch":
+        pytest.importorskip("torch", reason="needs torch: the torch extra")
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "kv_groups", False)
-        want, _, info = serve(path, backend)
-        assert any(f"keep their whole context: the {backend} backend has one KV pool" in x for x in info.decisions)
-    for options in ({}, {"depth": 1}, {"kv_memory": 1 << 18, "context": 256}, {"prefix_cache": False}):
+        patch.setattr(Places, "split", lambda places: None)
+        want, engine, _ = serve(path, backend)
+        assert len(engine._scheduler.tree.pools) == 1
+    kinds: list[dict[str, Any]] = [{}, {"depth": 1}, {"kv_memory": 1 << 18, "context": 256}, {"prefix_cache": False}]
+    for options in kinds if backend != "torch" else [{**kinds[1], **kinds[2]}]:
         have, engine, info = serve(path, backend, **options)
         assert same(have, want, backend)
         assert any(f"layers that see {WINDOW} tokens" in line for line in info.decisions)

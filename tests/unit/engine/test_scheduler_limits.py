@@ -8,9 +8,9 @@ import pytest
 
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine.limits import Follows, LogitRows, SamePrompt, TokenBudget, common, standard
+from quire.engine.limits import Drafts, Follows, LogitRows, SamePrompt, TokenBudget, common, standard
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import RUNNING, Sequence
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result, Row
@@ -63,6 +63,27 @@ def test_standard() -> None:
     assert [type(x) for x in standard()] == [Follows]
     assert [type(x) for x in standard(8)] == [Follows, LogitRows]
     assert [type(x) for x in standard(8, 16)] == [Follows, SamePrompt, LogitRows]
+    assert [type(x) for x in standard(8, None, (4, 32))] == [Follows, LogitRows, Drafts]
+
+
+@pytest.mark.parametrize(("running", "each"), [(0, 12), (1, 12), (3, 4), (4, 3), (12, 1), (13, 0), (15, 0), (40, 0)])
+def test_drafts_are_shared_and_leave_room(running: int, each: int) -> None:
+    limit, seqs = Drafts(12, 64), [sequence(9) for _ in range(running + 5)]
+    for seq in seqs[:running]:
+        seq.status = RUNNING
+    limit.begin({str(i): seq for i, seq in enumerate(seqs)})
+    assert limit.grant(seqs[0], 8, 20) == 1 + each  # the last token, and what is guessed to follow
+    assert limit.grant(seqs[0], 11, 20) == 1 + each  # behind what is in flight
+    assert limit.grant(seqs[0], 2, 7) == 7  # tokens that are known are no guesses
+    assert (1 + each) * running <= 64 or not each
+
+
+def test_drafts_take_at_most_half_of_a_step() -> None:
+    limit, seqs = Drafts(100, 32), [sequence(9) for _ in range(4)]
+    for seq in seqs:
+        seq.status = RUNNING
+    limit.begin({str(i): seq for i, seq in enumerate(seqs)})
+    assert limit.grant(seqs[0], 8, 20) == 1 + (32 // 2 - 4) // 4
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9])

@@ -12,26 +12,26 @@ def test_layers_that_see_as_much_share_a_group() -> None:
     places = Places([512, 512, None, 512, None], 8192)
     places.split()
     assert [places[i] for i in range(5)] == [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1)]
-    assert places.forgets and places.windows == (512, 512, None, 512, None)
+    assert places.windows == (512, 512, None, 512, None)
     assert places.kv(7, 16, 2, 64) == KV(2, 7, 16, 2, 64, more=(KV(3, 7, 16, 2, 64, window=512),))
 
 
 def test_one_window_is_one_group() -> None:
     places = Places([1024] * 3, 8192)
     places.split()
-    assert places.forgets and places.kv(7, 16, 2, 64) == KV(3, 7, 16, 2, 64, window=1024)
+    assert places.kv(7, 16, 2, 64) == KV(3, 7, 16, 2, 64, window=1024)
     assert [places[i] for i in range(3)] == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_a_window_that_no_context_exceeds_is_none() -> None:
     places = Places([8192, None, 9000], 8192)
     places.split()
-    assert not places.forgets and places.windows == (None,) * 3 and places.kv(1, 16, 2, 64) == KV(3, 1, 16, 2, 64)
+    assert places.windows == (None,) * 3 and places.kv(1, 16, 2, 64) == KV(3, 1, 16, 2, 64)
 
 
 def test_until_they_are_split_all_layers_keep_everything() -> None:
     places = Places([512, None, 100], 8192)
-    assert places.forgets and places.windows == (512, None, 100)
+    assert places.windows == (512, None, 100)
     assert places.kv(1, 16, 2, 64) == KV(3, 1, 16, 2, 64) and [places[i] for i in range(3)] == [(0, 0), (0, 1), (0, 2)]
     places.split()
     assert [k.window for k in places.kv(1, 16, 2, 64).groups] == [0, 100, 512]

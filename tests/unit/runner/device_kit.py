@@ -11,6 +11,7 @@ from quire.backends.batch import Batch, Table
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.runner.device_runner import DeviceRunner
+from quire.runner.speculate import Proposer
 
 SHARED = ("start", "length", "table", "own_from")
 NAMES = ("ids", "pos", "q_start", "kv_len", "pages", "write", "logit_rows")
@@ -69,6 +70,8 @@ def make_device_runner(
     max_seqs: int = 8,
     padded: bool = False,
     model: tiny_llama.TinyLlama = tiny_llama.MODEL,
+    proposer: Proposer | None = None,
+    drafts: int = 0,
 ) -> DeviceRunner:
     """`overlap` means nothing to it: what is launched is launched."""
     return DeviceRunner(
@@ -80,4 +83,6 @@ def make_device_runner(
         max_context=CONTEXT,
         max_rows=max_rows,
         padded=padded,
+        proposer=proposer,
+        drafts=drafts,
     )

@@ -116,6 +116,7 @@ def make_runner(
     max_rows: int = 40,
     max_seqs: int = 8,
     model: TinyLlama = MODEL,
+    proposer=None,
 ) -> Runner:
     return Runner(
         run or program(pages, model),
@@ -126,6 +127,7 @@ def make_runner(
         max_context=CONTEXT,
         max_rows=max_rows,
         overlap=overlap,
+        proposer=proposer,
     )
 
 

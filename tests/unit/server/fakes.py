@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any
 
 import httpx
 
+from quire.chat.answers.types import Tools
+from quire.chat.infill import Infill
 from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
 from quire.config import ServerConfig
-from quire.engine.types import EngineInfo, Receipt, Stats
+from quire.engine.types import Constraint, EngineInfo, Receipt, Stats
 from quire.observe.errors import QuireError
 from quire.server.app import create_app
 from quire.server.service import Service
@@ -28,6 +31,10 @@ class FakeTokenizer:
 
     vocab_size = VOCAB
     max_token_bytes = 5
+    add_bos = add_eos = False
+    bos_id: int | None = None
+    eos_id: int | None = EOS
+    infill: Infill | None = None
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode())
@@ -35,11 +42,25 @@ class FakeTokenizer:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def is_special(self, token: int) -> bool:
+        return token >= 256
+
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else f"<{token}>".encode()
 
     def token_text(self, token: int) -> str:
         return bytes([token]).decode(errors="replace") if token < 256 else f"<{token}>"
+
+
+class FakeTemplate:
+    """Reads whatever words its source has."""
+
+    def __init__(self, source: str = "{{ messages }}"):
+        self.source = source
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(re.findall(r"\w+", self.source))
 
 
 class FakeClient:
@@ -76,7 +97,11 @@ class FakeCompleter:
         )
         self.client = FakeClient()
         self.tokenizer = FakeTokenizer()
-        self.template = SimpleNamespace(source="{{ messages }}")
+        self.template = FakeTemplate()
+        self.answers: Any = None  # a Format: what the model writes besides text
+        self.script: list[Chunk] | None = None  # news of choice 0, in place of `answer`
+        self.asked: list[tuple[Tools, Constraint | None]] = []  # what `answering` was called with
+        self.enforces: Constraint | None = None  # what it answers with, if anything
         self.answer = answer
         self.delay = 0.0
         self.before_first = 0.0
@@ -94,6 +119,15 @@ class FakeCompleter:
     async def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         self.rendered.append((messages, kwargs))
         return self.tokenizer.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+    async def answering(
+        self, prompt_ids: list[int], tools: Tools, answer: Constraint | None
+    ) -> tuple[Any, Constraint | None]:
+        self.asked.append((tools, answer))
+        return self.answers and "a reading", self.enforces or answer
+
+    def check(self, generation: Generation) -> None:
+        """Finds no fault."""
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
         self.seen.append(generation)
@@ -115,6 +149,11 @@ class FakeCompleter:
             yield Chunk(finish="error", error=self.error_event)
             return
         s = g.sampling
+        if self.script is not None:
+            for chunk in self.script:
+                await asyncio.sleep(self.delay)
+                yield chunk
+            return
         for index in range(s.n):
             data = (self.answer + (str(index) if index else "")).encode()
             finish = "stop"
@@ -161,6 +200,9 @@ class FakeCompleter:
         return TokenLogprob(text(token), -0.5, 1, best)
 
 
+CALLER = SimpleNamespace(name="fake", reasons=True, calls=True, markers=())  # a Format that finds everything
+
+
 def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -> Service:
     """A ready service."""
     service = Service(config or ServerConfig(), MODEL)
@@ -177,7 +219,7 @@ async def client_for(
     service = service or service_over(completer or FakeCompleter(), config)
     app = create_app(config, service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
+    async with httpx.AsyncClient(transport=transport, base_url=URL, trust_env=False) as client:
         yield client
 
 

@@ -28,6 +28,7 @@ async def test_a_whole_answer():
         "completion_tokens": 13,
         "total_tokens": prompt + 13,
         "prompt_tokens_details": {"cached_tokens": prompt},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert "quire" not in body
 

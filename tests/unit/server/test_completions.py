@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from quire.chat.infill import Infill
+from quire.chat.types import TokenLogprob
 from quire.config import ServerConfig
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, events
 
@@ -142,6 +146,69 @@ async def test_best_of_equal_to_n_and_receipts():
     async with client_for() as http:
         body = (await http.post(ROUTE, json={"prompt": "a", "n": 2, "best_of": 2, "receipts": True})).json()
     assert [r["index"] for r in body["quire"]["receipts"]] == [0, 1]
+
+
+class Scored(FakeCompleter):
+    """Choices whose log probabilities differ: of each prompt, number 2 is the best, then 0."""
+
+    order = (-1.0, -3.0, -0.1, -2.0)
+    last = 0
+
+    async def _chunks(self, g: Any) -> Any:
+        async for chunk in super()._chunks(g):
+            self.last = chunk.index
+            entries = [
+                TokenLogprob(e.token, self.order[chunk.index] / len(g.prompt), e.rank, e.top) for e in chunk.logprobs
+            ]
+            yield type(chunk)(
+                index=chunk.index,
+                text=chunk.text,
+                tokens=chunk.tokens,
+                logprobs=entries,
+                finish=chunk.finish,
+                receipt=chunk.receipt,
+            )
+
+
+async def test_best_of_is_by_the_summed_log_probability_and_its_price_is_told():
+    completer = Scored(answer="abcdef")
+    async with client_for(completer) as http:
+        ask = {"prompt": ["x", "yy"], "n": 2, "best_of": 4, "max_tokens": 20, "receipts": True}
+        body = (await http.post(ROUTE, json=ask)).json()
+        one = (await http.post(ROUTE, json={"prompt": "x", "best_of": 4, "logprobs": 1})).json()
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
+        (0, "abcdef2"),
+        (1, "abcdef"),
+        (2, "abcdef2"),
+        (3, "abcdef"),
+    ]
+    assert all(c["logprobs"] is None for c in body["choices"])
+    assert [r["index"] for r in body["quire"]["receipts"]] == [0, 1, 2, 3]
+    assert body["usage"]["completion_tokens"] == 2 * (6 + 7 + 7 + 7)  # all that was made
+    assert completer.seen[0].sampling.n == 4
+    assert completer.seen[0].sampling.logprobs == 0
+    (choice,) = one["choices"]
+    assert choice["text"] == "abcdef2" and len(choice["logprobs"]["tokens"]) == 7
+
+
+async def test_a_suffix_is_written_with_the_models_own_tokens():
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        r = await http.post(ROUTE, json={"prompt": "ab", "suffix": "yz"})
+        assert r.status_code == 400
+        assert r.json()["error"]["param"] == "suffix" and "fake:1b" in r.json()["error"]["message"]
+        completer.tokenizer.infill = Infill(260, 261, 262, (260, 261, 262, 263))
+        r = await http.post(ROUTE, json={"prompt": "ab", "suffix": "yz", "stop_token_ids": [7]})
+        assert r.json()["choices"][0]["text"] == "Hello, wörld"
+        assert completer.seen[-1].prompt == [260, 97, 98, 261, 121, 122, 262]
+        assert completer.seen[-1].sampling.stop_token_ids == (7, 260, 261, 262, 263)
+        assert r.json()["usage"]["prompt_tokens"] == 7
+        await http.post(ROUTE, json={"prompt": [1, 2], "suffix": "z", "ignore_eos": True})
+        assert completer.seen[-1].prompt == [260, 1, 2, 261, 122, 262]
+        assert completer.seen[-1].sampling.stop_token_ids == ()
+        completer.tokenizer.add_bos, completer.tokenizer.bos_id = True, 299
+        await http.post(ROUTE, json={"prompt": "a", "suffix": "z", "n": 2, "stream": True})
+        assert completer.seen[-1].prompt == [299, 260, 97, 261, 122, 262]
 
 
 async def test_the_number_of_prompts_is_bounded():

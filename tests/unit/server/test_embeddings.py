@@ -213,3 +213,32 @@ async def test_work_is_let_go_when_its_client_leaves_or_the_server_stops():
     with pytest.raises(Unavailable, match="stopping"):
         await attended(service, request, work())
     assert ended == ["let go"] * 2 and not service.feeds
+
+
+async def test_ollamas_routes(tiny: tuple[Path, Any, Any]):
+    path, model, theirs = tiny
+    long = "the cat " * 60
+    async with serving(path) as http:
+        ask = {"model": "tiny", "input": ["the cat", "dog"], "options": {"temperature": 0.1}, "keep_alive": "5m"}
+        body = (await http.post("/api/embed", json=ask)).json()
+        for text, vector in zip(ask["input"], body["embeddings"], strict=True):
+            np.testing.assert_allclose(vector, wanted(model, theirs, text), atol=2e-5)
+        assert body["prompt_eval_count"] == sum(len(theirs(t).input_ids) for t in ask["input"])
+        assert body["model"] == "tiny" and "quire" not in body
+        assert 0 < body["total_duration"] < 60e9 and 0 <= body["load_duration"] <= body["total_duration"]
+        one = (await http.post("/api/embeddings", json={"model": "tiny", "prompt": "the cat"})).json()
+        assert one == {"embedding": body["embeddings"][0]}
+        cut = (await http.post("/api/embed", json={"model": "tiny", "input": ["dog", long]})).json()
+        assert list(cut["quire"]["cut_tokens"]) == ["1"] and cut["quire"]["cut_tokens"]["1"] > 0
+        assert (await http.post("/api/embed", json={"model": "tiny", "input": []})).json()["embeddings"] == []
+        for url, asked, names in (
+            ("/api/embed", {"model": "tiny", "input": long, "truncate": False}, "input"),
+            ("/api/embeddings", {"model": "tiny", "prompt": long}, "prompt"),
+            ("/api/embed", {"model": "tiny", "input": "a", "dimensions": 5}, "dimensions"),
+            ("/api/embed", {"model": "tiny", "input": "a", "options": {"num_ctx": 4}}, "num_ctx"),
+            ("/api/embed", {"model": "tiny", "input": "a", "options": {"x": 4}}, "x"),
+            ("/api/embed", {"input": "a"}, "model"),
+        ):
+            r = await http.post(url, json=asked)
+            assert r.status_code == 400 and names in r.json()["error"], r.text
+        assert (await http.post("/api/embed", json={"model": "other", "input": "a"})).status_code == 404

@@ -171,7 +171,7 @@ async def test_refused_by_name(fields: dict[str, Any], names: str):
     ("fields", "names"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]: there is no call"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -400,8 +400,8 @@ async def test_a_client_that_leaves_stops_its_request():
     assert (completer.aborted, completer.running) == (1, 0)
 
 
-@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
-async def test_embeddings_are_refused_and_say_what_makes_them(path: str):
+@pytest.mark.parametrize(("path", "field"), [("/api/embed", "input"), ("/api/embeddings", "prompt")])
+async def test_embeddings_are_refused_and_say_what_makes_them(path: str, field: str):
     async with client_for() as http:
-        r = await http.post(path, json={"model": MODEL, "input": "x"})
-    assert (r.status_code, "all-minilm" in r.json()["error"]) == (501, True)
+        r = await http.post(path, json={"model": MODEL, field: "x"})
+    assert (r.status_code, "embedding model" in r.json()["error"]) == (400, True)

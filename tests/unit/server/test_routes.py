@@ -96,7 +96,10 @@ async def test_tokenize_and_back():
         assert r["tokens"] == [104, 195, 169]
         assert (r["count"], r["max_model_len"]) == (3, 200)
         assert r["token_strs"][0] == "h"
-        assert (await http.post("/detokenize", json={"tokens": r["tokens"]})).json() == {"prompt": "hé"}
+        assert (await http.post("/detokenize", json={"tokens": r["tokens"]})).json() == {
+            "prompt": "hé",
+            "content": "hé",
+        }
         chat = (await http.post("/tokenize", json=HI | {"add_generation_prompt": True})).json()
         assert chat["tokens"] == list(b"user:hi\n")
         assert chat["token_strs"] is None
@@ -156,3 +159,36 @@ def test_the_fingerprint_ignores_threads_but_nothing_else():
     assert fingerprint(info(pages=50, load_seconds=3.0)) == one
     for change in ({"backend": "native (neon, 2 threads)"}, {"model": "x"}, {"weight_bytes": 6}):
         assert fingerprint(info(**change)) != one
+
+
+async def test_tokenize_in_the_shape_of_whoever_asks():
+    async with client_for() as http:
+        for base in ("", "/v1"):
+            r = await http.post(f"{base}/tokenize", json={"content": "hé"})
+            assert r.json() == {"tokens": list("hé".encode())}
+        pieces = (await http.post("/tokenize", json={"content": "hé", "with_pieces": True})).json()["tokens"]
+        assert pieces == [{"id": 104, "piece": "h"}, {"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
+        tgi = (await http.post("/tokenize", json={"inputs": "aéb"})).json()
+        assert [(t["id"], t["start"], t["stop"]) for t in tgi] == [(97, 0, 1), (0xC3, 1, 2), (0xA9, 1, 2), (98, 2, 3)]
+        back = (await http.post("/v1/detokenize", json={"tokens": [104, 105]})).json()
+        assert back == {"prompt": "hi", "content": "hi"}
+        for body, param in (
+            ({"content": "a", "inputs": "a"}, "prompt"),
+            ({"content": "a", "add_special_tokens": True}, "add_special_tokens"),
+            ({"prompt": "a", "with_pieces": True}, "with_pieces"),
+            ({"inputs": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ):
+            r = await http.post("/tokenize", json=body)
+            assert r.status_code == 400 and r.json()["error"]["param"] == param, r.text
+
+
+async def test_a_template_applied():
+    async with client_for() as http:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        assert (await http.post("/apply-template", json=body)).json() == {"prompt": "user:hi\n"}
+
+
+async def test_what_is_told_of_the_tokenizer():
+    async with client_for() as http:
+        body = (await http.get("/tokenizer_info")).json()
+    assert (body["bos_token"], body["eos_token"], body["chat_template"]) == (None, "<256>", "{{ messages }}")

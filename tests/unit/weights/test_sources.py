@@ -109,7 +109,7 @@ def test_any_text_is_a_reference_or_a_clear_error(text: str):
 
 
 def test_the_registry_is_the_folder():
-    assert sources.names() == ("file", "hf", "npm", "pypi", "url")
+    assert sources.names() == ("blob", "file", "hf", "npm", "pypi", "url")
     with pytest.raises(BadRequest):
         sources.load("__init__")
     with pytest.raises(BadRequest):

@@ -70,7 +70,7 @@ def _blocks(
         else:
             k = tl.load(k_base + slot[None, :] + dims[:, None])
             v = tl.load(v_base + slot[:, None] + dims[None, :])
-        score = tl.dot(q, k.to(q.dtype))
+        score = tl.dot(q, k.to(q.dtype), input_precision="ieee")  # what is stored as float32 is multiplied as such
         if SCALED > 0.0:  # the scales of a page and head follow one another
             beside = page * stride_scale + token % PAGE
             if MASKED:
@@ -96,7 +96,7 @@ def _blocks(
         acc = acc * fade[:, None]
         if SCALED > 0.0:  # by the largest value there, not the scale: that would leave the range of half floats
             weight = weight * (v_scale * SCALED)[None, :]
-        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc)
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         peak = new
     return acc, peak, total
 
@@ -270,6 +270,9 @@ INVARIANT, INVARIANT_TALL = Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)
 INVARIANT_WIDE = Tile(64, 64, 4, 2)  # head sizes over 128
 
 
+VERIFIED = 64  # rows of such a tile at most
+
+
 def workspace(
     tokens: int, heads: int, head_dim: int, parts: int, device: torch.device | str, *, sums: bool = False
 ) -> Workspace:
@@ -288,6 +291,11 @@ def decode_tile(programs: int, group: int) -> Tile:
     return (
         Tile(rows, 32, 1, 4) if programs >= 1024 else Tile(rows, 64, 2, 3) if programs >= 256 else Tile(rows, 64, 4, 2)
     )
+
+
+def verify_tile(rows: int) -> Tile:
+    """The tile for sequences whose last few tokens are verified together: all rows of one, times the heads of a group."""
+    return Tile(max(16, triton.next_power_of_2(rows)), 64, 4, 2)
 
 
 def choose_splits(sequences: int, kv_heads: int, max_kv: int, processors: int = 132) -> int:

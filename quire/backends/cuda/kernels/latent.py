@@ -46,14 +46,14 @@ def _blocks(
         else:
             k = tl.load(row[:, None] + dims[None, :])
         k = k.to(q.dtype)
-        score = tl.dot(q, tl.trans(k))
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST_PAD > 0:
             rest = LATENT + tl.arange(0, REST_PAD)
             if MASKED:
                 more = tl.load(row[:, None] + rest[None, :], mask=inside[:, None] & (rest < D)[None, :], other=0.0)
             else:
                 more = tl.load(row[:, None] + rest[None, :], mask=(rest < D)[None, :], other=0.0)
-            score = tl.dot(q_rest, tl.trans(more.to(q.dtype)), score)
+            score = tl.dot(q_rest, tl.trans(more.to(q.dtype)), score, input_precision="ieee")
         if SCALED > 0.0:
             if MASKED:
                 own = tl.load(scales + page * PAGE + token % PAGE, mask=inside, other=0.0)
@@ -69,7 +69,7 @@ def _blocks(
         total = total * fade + tl.sum(weight, 1)
         if SCALED > 0.0:  # by the largest value there, not the scale: that would leave the range of half floats
             weight = weight * (own * SCALED)[None, :]
-        acc = tl.dot(weight.to(q.dtype), k, acc * fade[:, None])
+        acc = tl.dot(weight.to(q.dtype), k, acc * fade[:, None], input_precision="ieee")
         peak = new
     return acc, peak, total
 

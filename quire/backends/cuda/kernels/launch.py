@@ -4,16 +4,34 @@ Triton looks at every argument of every launch to find the compiled kernel that 
 many kernels take the device: a prompt of 512 tokens is bound by it. What its choice depends on is little: the types and the
 alignment of pointers, constants, and those numbers that it specializes on. That is the key here; a launch with a new
 one goes through Triton. In Triton's interpreter every launch does. One device in a process.
+
+Compiling is slow and mostly outside Python: in a `rehearsal` kernels are not launched, and those that are missing are compiled by
+many threads at once. What a step computes there means nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import triton
 from triton.runtime.jit import JITFunction
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Steps in here compile what they would launch, and launch nothing; at the end all of it is compiled."""
+    with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as threads, triton.AsyncCompileMode(threads):
+        Launcher.rehearsing = True
+        try:
+            yield
+        finally:
+            Launcher.rehearsing = False
 
 
 class Launcher:
@@ -22,9 +40,12 @@ class Launcher:
     Constants and options are given by name, the arguments before them in order.
     """
 
+    rehearsing: ClassVar[bool] = False
+
     def __init__(self, kernel: Any):
         self._kernel = kernel
         self._ready: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        self._asked: set[tuple[Any, ...]] = set()  # compiled in a rehearsal
         self._pointers: list[int] = []
         self._aligned: list[int] = []
         self._numbers: list[int] = []
@@ -43,6 +64,11 @@ class Launcher:
             *named.values(),
         )
         found = self._ready.get(key)
+        if Launcher.rehearsing:
+            if found is None and key not in self._asked:
+                self._asked.add(key)
+                self._kernel.warmup(*args, grid=grid, **named)
+            return
         if found is not None:
             compiled, constants = found
             compiled[(*grid, 1, 1)[:3]](*args, *constants)

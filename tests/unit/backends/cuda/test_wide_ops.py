@@ -82,17 +82,18 @@ def test_a_shared_prefix_and_a_window():
     device = torch.device("cuda" if GPU else "cpu")
     kernels = CudaKernels(kv, device, torch.float32)
     rng = np.random.default_rng(6)
-    for pool in (*kernels.keys, *kernels.values):
-        pool.copy_(torch.from_numpy(cases.floats(rng, *pool.shape)))
+    cache = kernels.caches[0][0]
+    for pages in cache.both:
+        pages.copy_(torch.from_numpy(cases.floats(rng, *pages.shape)))
     batch = DeviceBatch.of(cases.ragged([(50, 1, [3, 1, 7, 2]), (40, 1, [3, 1, 5])]), device)
     ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=device)  # noqa: E731
     shared = replace(batch, shared=Shared(ints(0, 2), ints(32), ints(3, 1)[None], ints(32, 32)), derived={})
     q = torch.from_numpy(cases.floats(rng, 2, 4, 16)).to(device)
     sinks = torch.from_numpy(cases.floats(rng, 4)).to(device)
     for sight in (Sight(), Sight(0, 3.0, sinks), Sight(12), Sight(30, 3.0, sinks)):
-        want = super(CudaKernels, kernels).attend(q, batch, 0, 0.25, sight)
+        want = super(CudaKernels, kernels).attend(q, batch, cache, 0.25, sight)
         for given in (batch, shared):
-            assert error(kernels.attend(q, given, 0, 0.25, sight), want) < 2e-3, sight
+            assert error(kernels.attend(q, given, cache, 0.25, sight), want) < 2e-3, sight
 
 
 def test_deterministic_matrices_by_head(device: str, half: torch.dtype):

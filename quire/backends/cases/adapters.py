@@ -1,4 +1,4 @@
-"""Inputs for the conformance test of `adapt`: see cases.py, which hands these on.
+"""Inputs for the conformance test of `adapt`.
 
 Rows of several adapters of different ranks, and of none, in every order; a slot that is empty; an adapter that has nothing at
 one of the sites; the op after a linear, after another tensor, inside a gated pair and after rows were taken.
@@ -7,42 +7,31 @@ one of the sites; the op after a linear, after another tensor, inside a gated pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from quire.backends.adapters import Pair, Site
 from quire.backends.batch import Batch
+from quire.backends.cases.kit import ROUND, Case, MakeWeight, Step, floats, single
 from quire.backends.ops import Ops, Tensor
 from quire.layouts import Dense, Floats
 
-ROUND = float(np.finfo(np.float32).eps)
 RANKS = (4, 16, 40)  # of slots 0 to 2; slot 3 is empty
 SLOTS = 4
 PATTERNS: tuple[tuple[int, ...], ...] = ((0,), (-1,), (3,), (0, 1, 2, -1), (2, 2, 2, 0, 0, -1, 1), (1, -1))
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A case before cases.py gives it its class: a name, a forward, steps of (batch, inputs, bound) and the widths of the inputs."""
-
-    name: str
-    forward: Any
-    steps: list[tuple[Batch, dict[str, Floats], Floats]]
-    widths: dict[str, int]
-
-
-def adapt_programs(rng: np.random.Generator, single: Any) -> Iterator[Made]:
-    """`single` makes the batch of one sequence."""
+def adapt_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
+    """Pairs of every type; they are plain numbers whatever the weight is."""
     for dtype in ("f32", "f16", "bf16"):
-        yield _plain(rng, single, dtype, 50, 96)
-    yield _plain(rng, single, "f16", 64, 30)
-    yield _gated(rng, single)
-    yield _taken(rng, single)
+        yield _plain(rng, dtype, 50, 96)
+    yield _plain(rng, "f16", 64, 30)
+    yield _gated(rng)
+    yield _taken(rng)
 
 
-def _plain(rng: np.random.Generator, single: Any, dtype: str, n: int, k: int) -> Made:
+def _plain(rng: np.random.Generator, dtype: str, n: int, k: int) -> Case:
     site = _site("plain", n, k, rng, dtype)
 
     def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -52,17 +41,17 @@ def _plain(rng: np.random.Generator, single: Any, dtype: str, n: int, k: int) ->
     for tokens in (1, 2, 5, 16, 33, 70):
         for pattern in PATTERNS:
             slots = np.resize(np.array(pattern, np.int32), tokens)
-            x, y = _floats(rng, tokens, k), _floats(rng, tokens, n)
-            steps.append((replace(single(tokens), adapters=slots), {"y": y, "x": x}, _bound(site, x, y, slots)))
-    x, y = _floats(rng, 3, k), _floats(rng, 3, n)
-    steps.append((single(3), {"y": y, "x": x}, np.zeros((3, n), np.float32)))  # a step without adapters
-    return Made(f"adapt-{dtype}-{n}x{k}", forward, steps, {"y": n, "x": k})
+            x, y = floats(rng, tokens, k), floats(rng, tokens, n)
+            steps.append(_step(replace(single(tokens), adapters=slots), {"y": y, "x": x}, _bound(site, x, y, slots)))
+    x, y = floats(rng, 3, k), floats(rng, 3, n)
+    steps.append(_step(single(3), {"y": y, "x": x}, np.zeros((3, n), np.float32)))  # a step without adapters
+    return Case(f"adapt-{dtype}-{n}x{k}", forward, steps, {"y": n, "x": k})
 
 
-def _gated(rng: np.random.Generator, single: Any) -> Made:
+def _gated(rng: np.random.Generator) -> Case:
     """gate and up, which backends compute together: each has a site of its own, and slot 1 has nothing at up's."""
     k, n = 64, 48
-    gate, up, down = (Dense(_floats(rng, *shape, scale=0.1), "f32") for shape in ((n, k), (n, k), (k, n)))
+    gate, up, down = (Dense(floats(rng, *shape, scale=0.1), "f32") for shape in ((n, k), (n, k), (k, n)))
     at_gate, at_up = _site("gate", n, k, rng, "f32"), _site("up", n, k, rng, "f32", leave=1)
     at_down = _site("down", k, n, rng, "f32")
 
@@ -75,15 +64,15 @@ def _gated(rng: np.random.Generator, single: Any) -> Made:
     steps = []
     for tokens in (1, 4, 40):
         slots = np.resize(np.array((0, 1, 1, -1, 2), np.int32), tokens)
-        x = _floats(rng, tokens, k)
-        steps.append((replace(single(tokens), adapters=slots), {"x": x}, np.full((tokens, k), 2e-4, np.float32)))
-    return Made("adapt-gated", forward, steps, {"x": k})
+        x = floats(rng, tokens, k)
+        steps.append(_step(replace(single(tokens), adapters=slots), {"x": x}, np.full((tokens, k), 2e-4, np.float32)))
+    return Case("adapt-gated", forward, steps, {"x": k})
 
 
-def _taken(rng: np.random.Generator, single: Any) -> Made:
+def _taken(rng: np.random.Generator) -> Case:
     """After take, a row's adapter is that of the row it was."""
     k, n = 32, 40
-    head, site = Dense(_floats(rng, n, k, scale=0.1), "f32"), _site("head", n, k, rng, "f32")
+    head, site = Dense(floats(rng, n, k, scale=0.1), "f32"), _site("head", n, k, rng, "f32")
 
     def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         x = ops.take(inputs["x"], batch.logit_rows)
@@ -94,8 +83,8 @@ def _taken(rng: np.random.Generator, single: Any) -> Made:
         batch = replace(
             single(7), adapters=np.array((0, 0, 1, -1, 2, 1, 0), np.int32), logit_rows=np.array(rows, np.int32)
         )
-        steps.append((batch, {"x": _floats(rng, 7, k)}, np.full((len(rows), n), 1e-4, np.float32)))
-    return Made("adapt-taken", forward, steps, {"x": k})
+        steps.append(_step(batch, {"x": floats(rng, 7, k)}, np.full((len(rows), n), 1e-4, np.float32)))
+    return Case("adapt-taken", forward, steps, {"x": k})
 
 
 def _site(name: str, n: int, k: int, rng: np.random.Generator, dtype: str, leave: int = -1) -> Site:
@@ -108,7 +97,7 @@ def _site(name: str, n: int, k: int, rng: np.random.Generator, dtype: str, leave
 
 
 def _matrix(rng: np.random.Generator, n: int, k: int, dtype: str) -> Dense:
-    values = _floats(rng, n, k, scale=0.2)
+    values = floats(rng, n, k, scale=0.2)
     if dtype == "f16":
         return Dense(values.astype(np.float16), dtype)
     return Dense((values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bf16" else values, dtype)
@@ -125,5 +114,5 @@ def _bound(site: Site, x: Floats, y: Floats, slots: np.ndarray) -> Floats:
     return out.astype(np.float32)
 
 
-def _floats(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Floats:
-    return (rng.standard_normal(shape) * scale).astype(np.float32)
+def _step(batch: Batch, inputs: dict[str, Floats], bound: Floats) -> Step:
+    return Step(batch, inputs, lambda _: bound)

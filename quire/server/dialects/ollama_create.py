@@ -1,0 +1,256 @@
+"""POST /api/create and /api/blobs, as Ollama has them: a new name for a model of the store, with defaults of its own.
+
+A name is made of a model that is here, or of a GGUF file that was put here by its digest; nothing is converted or quantized. What
+cannot be honoured is refused by name: Go templates (the model's own template is used), adapters. Uploads are bounded by the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.observe.errors import BadRequest, NotFound, QuireError
+from quire.server import limits
+from quire.server.dialects import _modelfile, _ollama, _ollama_cards
+from quire.server.dialects._compat import Endpoint, Fields
+from quire.server.dialects.ollama_store import in_thread, model_name, writable
+from quire.server.errors import ClientGone
+from quire.server.service import Service
+from quire.server.sse import HEADERS, LineStream, line
+from quire.weights.manifest import Defaults
+from quire.weights.store import Store
+
+BLOBS = "/api/blobs/"
+ROLES = frozenset({"system", "user", "assistant"})
+MAX_TEXT = 1 << 20  # of a system text, a message or a licence
+MAX_MESSAGES = 256
+SPARE = 1 << 30  # bytes of the disk that uploads leave free
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "adapters": (None, {}),
+    "quantize": (None, ""),
+    "quantization": (None, ""),
+    "path": (None, ""),  # a file of the server's, by its path
+    "renderer": (None, ""),
+    "parser": (None, ""),
+}
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a made name."""
+
+    role: str
+    content: str
+
+
+class CreateRequest(msgspec.Struct, kw_only=True, rename={"source": "from"}):
+    """The fields that are honoured. `name` is the older word for `model`; `modelfile` has all that follows it as text."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    modelfile: str | None = None
+    source: str | None = None
+    files: dict[str, str] | None = None
+    template: str | None = None
+    license: str | list[str] | None = None
+    system: str | None = None
+    parameters: dict[str, Any] | None = None
+    messages: list[Message] | None = None
+
+
+def register(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    limits.UPLOADS.add(BLOBS)
+
+    async def create(request: Request) -> Response:
+        asked = _ollama.parse(await _ollama.read(request), CreateRequest, neutral=NEUTRAL)
+        store, name = writable(service), model_name(asked.model or asked.name)
+        if asked.modelfile is not None:
+            asked = _from_text(asked)
+        await in_thread(lambda: _create(service, store, name, asked))
+        done = ("using existing layer", "writing manifest", "success")
+        if asked.stream is False:
+            return _ollama.answer({"status": "success"})
+        body = b"".join(line({"status": status}) for status in done)
+        return Response(body, headers=HEADERS, media_type=LineStream.media_type)
+
+    async def has_blob(request: Request) -> Response:
+        store = writable(service)
+        if not await in_thread(store.place.blob(_sha256(request)).is_file):
+            raise NotFound("that file is not here", param="digest")
+        return Response()
+
+    async def put_blob(request: Request) -> Response:
+        store, sha256 = writable(service), _sha256(request)
+        await _upload(store, request, sha256)
+        return Response(status_code=201)
+
+    app.add_api_route("/api/create", create, methods=["POST"], response_model=None)
+    app.add_api_route(BLOBS + "{digest}", has_blob, methods=["HEAD"], response_model=None)
+    app.add_api_route(BLOBS + "{digest}", put_blob, methods=["POST"], response_model=None)
+
+
+def _from_text(asked: CreateRequest) -> CreateRequest:
+    """The request that a Modelfile means; beside it nothing else may say the same."""
+    for name in ("source", "files", "template", "license", "system", "parameters", "messages"):
+        if getattr(asked, name) is not None:
+            said = "from" if name == "source" else name
+            raise BadRequest(f"modelfile and {said} both say what the model is: send one", param=said)
+    given = {"model": asked.model or asked.name, "stream": asked.stream, **_modelfile.parse(asked.modelfile or "")}
+    return _ollama.parse(msgspec.json.encode(given), CreateRequest, neutral=NEUTRAL)
+
+
+def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> None:
+    """In a thread: it reads files."""
+    source, inherited = _source(store, asked)
+    parameters = {**inherited.parameters, **(asked.parameters or {})}
+    _ollama.read_options(msgspec.Raw(msgspec.json.encode(parameters)))  # a bad one is told now, not with each request
+    messages = tuple({"role": m.role, "content": m.content} for m in asked.messages or ())
+    licence = "\n".join(asked.license) if isinstance(asked.license, list) else asked.license or ""
+    _check_texts(asked, messages, licence)
+    if asked.template:
+        _check_template(store, source, asked.template)
+    defaults = Defaults(
+        parent=inherited.parent or source,
+        system=inherited.system if asked.system is None else asked.system,
+        parameters=parameters,
+        messages=messages or inherited.messages,
+    )
+    store.create(name, source, defaults, licence)
+
+
+def _source(store: Store, asked: CreateRequest) -> tuple[str, Defaults]:
+    """What the name is made of, and the defaults that come with it."""
+    files = asked.files or {}
+    if bool(files) == bool(asked.source):
+        raise BadRequest("send from, the name of a model here, or files with one GGUF file", param="from")
+    if files:
+        if len(files) > 1:
+            raise BadRequest(f"files has {len(files)}: one GGUF file is taken", param="files")
+        digest = next(iter(files.values()))
+        match = _DIGEST.fullmatch(digest)
+        if match is None:
+            raise BadRequest("files: the value must be a digest, sha256: and 64 hexadecimal digits", param="files")
+        return f"sha256:{match[1]}", Defaults(parent="")
+    name = _ollama.canonical(model_name(asked.source))
+    try:
+        manifest = store.get(name)
+    except QuireError:
+        manifest = None
+    if manifest is None:
+        raise NotFound(
+            f"from: model {name[:128]!r} is not here",
+            cure=f"`quire pull {name[:64]}` fetches it, if it is known",
+            param="from",
+            code="model_not_found",
+        )
+    return name, manifest.defaults or Defaults(parent=name)
+
+
+def _check_texts(asked: CreateRequest, messages: tuple[dict[str, str], ...], licence: str) -> None:
+    if len(messages) > MAX_MESSAGES:
+        raise BadRequest(f"messages has {len(messages)}: at most {MAX_MESSAGES}", param="messages")
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise BadRequest(f"messages[{i}].role must be {', '.join(sorted(ROLES))}", param=f"messages[{i}].role")
+    for name, text in (
+        ("system", asked.system or ""),
+        ("license", licence),
+        *((f"messages[{i}]", m["content"]) for i, m in enumerate(messages)),
+    ):
+        if len(text) > MAX_TEXT:
+            raise BadRequest(f"{name} has {len(text)} characters: at most {MAX_TEXT}", param=name)
+
+
+def _check_template(store: Store, source: str, template: str) -> None:
+    """A template of the client's is a Go program; only the model's own can be honoured, which is what is used anyway."""
+    if source.startswith("sha256:"):
+        path = store.place.blob(source.partition(":")[2])
+    else:
+        manifest = store.get(source)
+        path = store.blob(manifest) if manifest is not None else Path()
+    if template.strip() != _ollama_cards.read(str(path)).template.strip():
+        raise BadRequest(
+            "template is not supported: Go templates are not run here, and the model's own template is used",
+            cure="leave it out",
+            param="template",
+            code="unsupported_parameter",
+        )
+
+
+def _sha256(request: Request) -> str:
+    match = _DIGEST.fullmatch(request.path_params["digest"])
+    if match is None:
+        raise BadRequest("the digest must be sha256: and 64 hexadecimal digits", param="digest")
+    return match[1]
+
+
+async def _upload(store: Store, request: Request, sha256: str) -> None:
+    """The body as a file of the store, if it is what its digest says."""
+    store.place.prepare()
+    partial = store.home / "partial" / f"upload-{secrets.token_hex(8)}"
+    hashed, size = hashlib.sha256(), 0
+    try:
+        with partial.open("wb") as f:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                data = message.get("body", b"")
+                if size % (64 << 20) < len(data) and shutil.disk_usage(store.home).free < SPARE:
+                    raise QuireError("the disk is full", cure="`quire rm` frees room", code="disk_full")
+                hashed.update(data)
+                f.write(data)
+                size += len(data)
+                if not message.get("more_body"):
+                    break
+        if hashed.hexdigest() != sha256:
+            raise BadRequest(f"the body has the digest sha256:{hashed.hexdigest()}", param="digest")
+        await in_thread(lambda: store.put(sha256, partial))
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+COMPAT = (
+    Endpoint(
+        dialect="Ollama",
+        method="POST",
+        path="/api/create",
+        what="A new name for a model of the store, with defaults that `/api/chat` and `/api/generate` use. Nothing is converted.",
+        fields=(
+            Fields(
+                shape=CreateRequest,
+                neutral=NEUTRAL,
+                notes={
+                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`; `ADAPTER` and a `TEMPLATE` of one's own are refused",
+                    "from": "a model that is here",
+                    "files": "one GGUF file, by the digest that `/api/blobs` took it under",
+                    "template": "only the model's own: Go templates are not run",
+                    "parameters": "options; those of the model it is made of are inherited",
+                    "system": "stands where a conversation has no system text",
+                    "messages": "come before those of a conversation",
+                },
+            ),
+        ),
+        example={"model": "mine", "from": "none-such"},
+        surface="model from files adapters template license system parameters messages stream quantize",
+        task="store",
+    ),
+    Endpoint(dialect="Ollama", method="HEAD", path="/api/blobs/{digest}", what="200 when the file is here, else 404."),
+    Endpoint(
+        dialect="Ollama",
+        method="POST",
+        path="/api/blobs/{digest}",
+        what="The body is a file; it is kept if it has that digest. Bounded by the disk, not by `--max-body`.",
+    ),
+)
