@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.adapters import Adapter, pair_up
 from quire.weights.gguf import GGUF
+from quire.weights.lora import Adapter, pair_up
 
 
 def read_gguf_adapter(path: str) -> Adapter:

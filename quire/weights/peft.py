@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.observe.errors import BadModelFile, NotFound, Unsupported
-from quire.weights.adapters import Adapter, pair_up
 from quire.weights.folder import PICKLES
+from quire.weights.lora import Adapter, pair_up
 from quire.weights.safetensors import Safetensors
 from quire.weights.values import Values
 
