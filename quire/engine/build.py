@@ -109,7 +109,8 @@ def build_engine(
     max_rows = config.max_seqs + EXTRA_ROWS + guesses
     adapted = open_adapted(config, model, source.checkpoint)
     forward = model.forward if adapted is None else adapted.forward
-    budget = _budget(config, env, backend, model, forward, max_rows, packed)
+    room = 0 if adapted is None else adapted.room
+    budget = _budget(config, env, backend, model, forward, max_rows, packed, room)
     sizes = resolve_sizes(config, env, model, budget)
     kv = pool_of(config, model).sized(sizes.groups)
     watch.lap("sizes")
@@ -263,6 +264,7 @@ def _budget(
     forward: Forward,
     max_rows: int,
     packed: Packed,
+    room: int,
 ) -> Budget:
     """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
     page, tokens = pool_of(config, model), config.max_batch_tokens
@@ -270,7 +272,7 @@ def _budget(
         # What could never be is refused before any weight is read.
         resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
         free = backend.measure(forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
-        return Budget(Memory(free, "the device, with the model loaded"), own=True)
+        return Budget(Memory(max(0, free - room), "the device, with the model loaded"), own=True)
     if isinstance(backend, Estimator):
         needs = backend.estimate(forward, kv=page, max_tokens=tokens, max_rows=max_rows)
         return Budget(look_at_memory(), needs)

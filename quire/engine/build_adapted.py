@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.models.sites import Sites
     from quire.weights.checkpoint import Opened
 
+HEAD = "lm_head"  # as models/sites.py names it
 MOST = 1024  # adapters at once, and their rank
 
 
@@ -41,6 +42,12 @@ class Adapted:
     config: EngineConfig
     sites: Sites
     forward: Forward
+
+    @property
+    def room(self) -> int:
+        """Bytes that all its places take on a device, in half precision, when they are full; the head's are left out."""
+        c, sizes = self.config, [site.n + site.k for site in self.sites.by_weight.values() if site.name != HEAD]
+        return 2 * c.max_loras * c.max_lora_rank * sum(sizes)
 
     def door(self, program: Program, runner: Ordered) -> Adapters:
         """The adapters of the configuration, loaded."""
