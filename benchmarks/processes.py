@@ -28,6 +28,12 @@ def quire_command() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", "quire.cli.main"]
 
 
+def installed() -> dict[str, str]:
+    """The environment of an installed program, whose modules are compiled once. Where Python may not keep what it compiles
+    (PYTHONDONTWRITEBYTECODE, which containers like to set), every start of an editable install compiles all of them again."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def first_output(command: list[str], after: bytes = b"", env: dict[str, str] | None = None) -> float:
     """Seconds from starting a program to the first visible byte of its answer, which follows `after` in its stdout."""
     begun = time.perf_counter()

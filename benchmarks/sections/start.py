@@ -23,7 +23,7 @@ def quire(path: Path, threads: int) -> Sample:
     flags = ["--temperature", "0", "--max-tokens", str(TOKENS), "--threads", str(threads), "--context", str(CONTEXT)]
     flags += ["--device", "cpu"]
     command = [*processes.quire_command(), "run", *flags, str(path), PROMPT]
-    return {(WHAT, ""): processes.first_output(command)}
+    return {(WHAT, ""): processes.first_output(command, env=processes.installed())}
 
 
 def llama(path: Path, threads: int) -> Sample:

@@ -15,6 +15,23 @@ namespace {
 
 std::string at(const char* name, int i, int value) { return std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(value); }
 
+// The rows of a sequence must follow one another up to its end; a page may be missing where no state has to be.
+void check_states(const BatchView& b, int s, int group, int pages) {
+    const int begin = b.q_start[s], end = b.q_start[s + 1], length = b.kv_len[s];
+    if (begin == end) return;
+    const int first = b.pos[begin];
+    for (int t = begin; t < end; t++)
+        if (b.pos[t] != first + (t - begin)) refuse(at("pos", t, b.pos[t]) + " does not follow the row before it");
+    if (first + (end - begin) != length) refuse(at("kv_len", s, length) + ", but its last row is not the last token");
+    if (length > (int64_t)b.table * kPage) refuse(at("kv_len", s, length) + ", but its page table is shorter");
+    const int32_t* row = b.at(group).pages + (int64_t)s * b.table;
+    const int from = first ? (first - 1) / kPage : 0, to = (length - 1) / kPage;
+    for (int i = from; i <= to; i++)
+        if (row[i] >= pages || row[i] < (i == to || (first && i == from) ? 0 : -1))
+            refuse("pages[" + std::to_string(s) + ", " + std::to_string(i) + "] = " + std::to_string(row[i]) +
+                   " is not a state of the pool (" + std::to_string(pages) + ")");
+}
+
 }  // namespace
 
 void check(const BatchView& b, const BatchLimits& l) {
@@ -24,7 +41,7 @@ void check(const BatchView& b, const BatchLimits& l) {
         refuse(std::to_string(b.rows) + " logit rows, but the program was compiled for " + std::to_string(l.max_rows));
     if (b.more.size() + 1 != l.pools.size())
         refuse("page tables of " + std::to_string(b.more.size() + 1) + " groups, but the program has " + std::to_string(l.pools.size()));
-    const bool cached = std::any_of(l.pools.begin(), l.pools.end(), [](const PoolLimits& p) { return p.reach; });
+    const bool cached = std::any_of(l.pools.begin(), l.pools.end(), [](const PoolLimits& p) { return p.reach || p.state; });
     if (b.q_start[0] != 0) refuse(at("q_start", 0, b.q_start[0]) + ", not 0");
     if (b.q_start[b.sequences] != b.tokens)
         refuse(at("q_start", b.sequences, b.q_start[b.sequences]) + ", not the token count " + std::to_string(b.tokens));
@@ -42,6 +59,7 @@ void check(const BatchView& b, const BatchLimits& l) {
         }
         for (size_t g = 0; g < l.pools.size(); g++) {
             const PoolLimits& pool = l.pools[g];
+            if (pool.state) check_states(b, s, (int)g, pool.pages);
             if (!pool.reach) continue;
             const int32_t* pages = b.at((int)g).pages + (int64_t)s * b.table;
             for (int i = first >= pool.reach ? (first - pool.reach + 1) / kPage : 0; i < (length + kPage - 1) / kPage; i++)

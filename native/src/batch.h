@@ -34,6 +34,7 @@ struct PoolLimits {
     // How far back a row looks, its own token counted: page tables are not followed before that. 0: nobody looks, and
     // neither page tables nor write are looked at.
     int reach = 0;
+    bool state = false;  // its pages are states: the one before a sequence's first row must be there, and the one after its last
 };
 
 struct BatchLimits {

@@ -85,6 +85,17 @@ constexpr size_t latent_scratch() {
     return sizeof(float) * (size_t)(kMaxAttend * (kMaxLatentDim + kAttendStride) + kLatentBlock * kMaxLatentDim);
 }
 
+// One row of the delta rule over one head's state [rows][columns]; `to` may be `from`.
+struct DeltaArgs {
+    const float *q, *k;  // [rows], normalized
+    const float* v;      // [columns]
+    const float* from;
+    float* to;
+    float* out;  // [columns]
+    float slow, beta;
+    int rows, columns;
+};
+
 struct Kernels {
     const char* name;
     // Groups of 32 columns of one row, into lane `lane` of a panel.
@@ -111,6 +122,11 @@ struct Kernels {
     void (*softcap)(const float* x, float cap, int n, float* out);
     void (*clamped)(const float* gate, const float* up, float limit, int n, float* out);
     void (*accumulate)(const float* x, float factor, int n, float* sum);  // sum += factor * x
+    // silu of the sum over taps of weight[j * stride + i] * rows[j][i], for n columns i
+    void (*conv)(const float* const* rows, const float* weight, size_t stride, int taps, int n, float* out);
+    void (*unit)(const float* x, float factor, int n, float* out);  // x * factor / sqrt(|x|^2 + 1e-6)
+    void (*delta)(const DeltaArgs& args);
+    void (*sigmoid_gate)(const float* x, const float* gate, int n, float* out);
 };
 
 const Kernels* scalar_kernels();

@@ -121,11 +121,11 @@ Segment to_segment(const SegmentTuple& t) {
     return s;
 }
 
-using PoolTuple = std::tuple<int, int, int, int, bool, int>;
+using PoolTuple = std::tuple<int, int, int, int, bool, int, size_t>;
 
 KvShape to_shape(const PoolTuple& t) {
-    auto [layers, pages, kv_heads, head_dim, bytes, latent] = t;
-    return {layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent};
+    auto [layers, pages, kv_heads, head_dim, bytes, latent, state] = t;
+    return {layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent, state};
 }
 
 using Matrices = std::vector<std::shared_ptr<Matrix>>;
@@ -254,6 +254,13 @@ void bind_plan(nb::module_& m) {
             nb::gil_scoped_release free;  // a run may hold the lock, and may want the interpreter
             p.place(site, slot, {std::move(a), std::move(b), scale});
         }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
+        .def("conv", [](Plan& p, int x, std::shared_ptr<Vector> w, int layer, int group, size_t at,
+                        int out) { p.conv(x, std::move(w), layer, group, at, out); })
+        .def("delta_rule", [](Plan& p, int qkv, int a, int b, std::shared_ptr<Vector> decay, std::shared_ptr<Vector> bias, int layer,
+                              int group, int key_heads, int heads, int key_dim, size_t at, int out) {
+            p.delta_rule(qkv, a, b, std::move(decay), std::move(bias), layer, group, key_heads, heads, key_dim, at, out);
+        })
+        .def("sigmoid_gate", &Plan::sigmoid_gate)
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)

@@ -28,13 +28,15 @@ Plan::Plan(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, KvShape kv,
 int Plan::pool(KvShape kv) {
     if (kv.layers < 0 || kv.pages < 0 || kv.pages > (1 << 26)) refuse("the KV pool has no sensible size");
     const int most = kv.latent ? kMaxLatentDim : kMaxHeadDim;
-    if (kv.layers && (kv.head_dim < 8 || kv.head_dim > most || kv.head_dim % 8 || kv.kv_heads < 1))
+    if (kv.state && (kv.kv_heads || kv.head_dim || kv.latent || kv.state > (1u << 30))) 
+        refuse("a pool of states keeps no keys, and no sensible state is that large");
+    if (kv.layers && !kv.state && (kv.head_dim < 8 || kv.head_dim > most || kv.head_dim % 8 || kv.kv_heads < 1))
         refuse("head_dim must be a multiple of 8 up to " + std::to_string(most) + ", not " + std::to_string(kv.head_dim));
     if (kv.latent < 0 || kv.latent > kv.head_dim || (kv.latent && (kv.kv_heads != 1 || kv.type != KvType::Half)))
         refuse("a latent pool keeps one key per token, in halves, with the value inside it");
     pools_.push_back({kv, Mapping((size_t)kv.pages * kv.page_bytes(), false)});
     pools_.back().cells = pools_.back().memory.data();
-    limits_.pools.push_back({kv.pages, 0});
+    limits_.pools.push_back({kv.pages, 0, false});
     return (int)pools_.size() - 1;
 }
 

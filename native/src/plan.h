@@ -29,9 +29,10 @@ struct KvShape {
     int layers = 0, pages = 0, kv_heads = 0, head_dim = 0;
     KvType type = KvType::Half;
     int latent = 0;  // not 0: one key per token, whose first columns are the value
+    size_t state = 0;  // not 0: no keys and values, a page is one state of so many floats per layer
 
     KvCell cell() const { return {type, head_dim, latent}; }
-    size_t layer_bytes() const { return (size_t)kv_heads * cell().bytes(); }
+    size_t layer_bytes() const { return state ? state * sizeof(float) : (size_t)kv_heads * cell().bytes(); }
     size_t page_bytes() const { return (size_t)layers * layer_bytes(); }
 };
 
@@ -139,6 +140,11 @@ public:
     void attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options = {});
     void store_latent(int k, int layer, int group = 0);
     void attend_latent(int q, int layer, int heads, float scale, int out, int group = 0);
+    // Over a group of states; `at`: floats of a layer's state before this step's. See steps_state.cpp.
+    void conv(int x, std::shared_ptr<const Vector> weight, int layer, int group, size_t at, int out);
+    void delta_rule(int qkv, int a, int b, std::shared_ptr<const Vector> decay, std::shared_ptr<const Vector> bias, int layer, int group,
+                    int key_heads, int heads, int key_dim, size_t at, int out);
+    void sigmoid_gate(int x, int gate, int out);
     // Every row of a sequence sees every row of it that is in the step.
     void encode(int q, int k, int v, int heads, float scale, int out);
     // Adapters: see adapter.h. shrink fills a slot of the site's rank for each of several sites; adapt adds to y.
@@ -189,6 +195,7 @@ private:
     friend struct RopeTable;
     std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, int group, bool& first);
     const KvShape& layer_of(int group, int layer, bool latent);  // checked; from now on that pool's tables are, too
+    const KvShape& states_of(int group, int layer, size_t end);  // the same for a pool of states, up to that float of a layer's
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;

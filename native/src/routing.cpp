@@ -4,25 +4,12 @@
 #include <math.h>
 #include <string.h>
 
+#include "exp64.h"
 #include "plan.h"
 
 namespace quire {
 
 namespace {
-
-// e^x to about 1 ulp. Plain sums and products: the same bits wherever doubles are IEEE's.
-double exp64(double x) {
-    if (!(x > -745.2)) return x < 0 ? 0.0 : x;  // a NaN stays one
-    if (x > 709.79) return INFINITY;
-    constexpr double kRound = 0x1.8p52;  // pushes everything behind the point out of the number
-    const double n = (x * 0x1.71547652b82fep0 + kRound) - kRound;
-    const double r = (x - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
-    double p = 1.0 / 6227020800.0;
-    constexpr double kTerms[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                                 1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
-    for (double term : kTerms) p = p * r + term;
-    return ldexp(p, (int)n);
-}
 
 // The best of those that are left, of two equal ones the lower number; a NaN is worse than any number. Marks it as taken.
 int take_best(const double* worth, uint8_t* left, int n) {

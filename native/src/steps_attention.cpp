@@ -210,7 +210,7 @@ int latent_shares(int heads, int threads) {
 const KvShape& Plan::layer_of(int group, int layer, bool latent) {
     if (group < 0 || group >= (int)pools_.size()) refuse("attention: there is no group " + std::to_string(group));
     const KvShape& kv = pools_[(size_t)group].shape;
-    if (layer < 0 || layer >= kv.layers || !kv.latent == latent)
+    if (layer < 0 || layer >= kv.layers || !kv.latent == latent || kv.state)
         refuse((latent ? "latent attention" : "attention") + std::string(": the pool has no layer ") + std::to_string(layer));
     int& reach = limits_.pools[(size_t)group].reach;
     reach = std::max(reach, 1);

@@ -206,6 +206,12 @@ void Plan::geglu(int gate, int up, int out) {
     static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->geglu;
 }
 
+void Plan::sigmoid_gate(int x, int gate, int out) {
+    add(x, gate, out);
+    static_cast<Pairwise&>(*steps_.back()).label = "sigmoid_gate";
+    static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->sigmoid_gate;
+}
+
 void Plan::gelu(int x, int out) {
     auto step = std::make_unique<Single>();
     step->x = floats_slot(x, "gelu's input");

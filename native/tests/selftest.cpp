@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../src/batch.h"
+#include "../src/exp64.h"
 #include "../src/half.h"
 #include "../src/kernels.h"
 #include "../src/pack.h"
@@ -181,6 +182,35 @@ void test_rows(const Kernels& isa, const Kernels& scalar) {
             isa.rope(y.data(), r, a.data()), scalar.rope(y.data(), r, b.data());
             same(isa.name, "rope", a.data(), b.data(), 5 * 64 * 4);
         }
+}
+
+// Layers that carry a state: columns off the vector size, a state updated in place and into another.
+void test_states(const Kernels& isa, const Kernels& scalar) {
+    for (int n : {1, 16, 40, 64, 72, 200}) {
+        std::vector<float> x = floats((size_t)n * 5, 2), w = floats((size_t)n * 4), a((size_t)n), b((size_t)n);
+        const float* rows[4] = {x.data(), x.data() + n, x.data() + 2 * n, x.data() + 3 * n};
+        isa.conv(rows, w.data(), (size_t)n, 4, n, a.data()), scalar.conv(rows, w.data(), (size_t)n, 4, n, b.data());
+        same(isa.name, "conv", a.data(), b.data(), (size_t)n * 4);
+        isa.sigmoid_gate(w.data(), x.data(), n, a.data()), scalar.sigmoid_gate(w.data(), x.data(), n, b.data());
+        same(isa.name, "sigmoid_gate", a.data(), b.data(), (size_t)n * 4);
+        isa.unit(x.data(), 0.25f, n, a.data()), scalar.unit(x.data(), 0.25f, n, b.data());
+        same(isa.name, "unit", a.data(), b.data(), (size_t)n * 4);
+        const int k = 24;
+        std::vector<float> s = floats((size_t)(k * n)), t = s, u(s.size()), q = floats(k), key = floats(k);
+        DeltaArgs d{q.data(), key.data(), x.data(), s.data(), u.data(), a.data(), 0.9f, 0.4f, k, n};
+        isa.delta(d);
+        d.to = s.data();
+        isa.delta(d);  // in place
+        d.from = d.to = t.data(), d.out = b.data();
+        scalar.delta(d);
+        same(isa.name, "delta", a.data(), b.data(), (size_t)n * 4);
+        same(isa.name, "delta's state", s.data(), t.data(), s.size() * 4);
+        same(isa.name, "delta's state elsewhere", u.data(), t.data(), s.size() * 4);
+    }
+    for (double v = -60; v < 60; v += 0.173) {
+        const double want = v > 0 ? v + log1p(exp(-v)) : log1p(exp(v)), got = softplus64(v);
+        if (!(fabs(got - want) <= 1e-14 * want)) failures++, printf("FAILED softplus(%g): %g\n", v, (got - want) / want);
+    }
 }
 
 // The functions between products, over both tails and what is no ordinary number.
@@ -570,6 +600,7 @@ int main() {
         for (int round = 0; round < 3; round++) {
             test_rows(*sets[i], *scalar_kernels());
             test_activations(*sets[i], *scalar_kernels());
+            test_states(*sets[i], *scalar_kernels());
             test_affine(*sets[i], *scalar_kernels());
             test_dense(*sets[i], *scalar_kernels(), pool);
         }

@@ -50,6 +50,7 @@ class KV:
     dtype: str = "f16"  # see KV_DTYPES
     latent: int = 0  # when set, only keys are kept, and a token's values are the first `latent` columns of its key
     window: int = 0  # when set, no layer looks back further, and what lies before may be missing from the page table
+    state: int = 0  # when set, layers keep no K and V: a page is so many float32 numbers for each layer, see Ops.conv
     more: tuple[KV, ...] = ()  # further groups
 
     @property
@@ -58,15 +59,20 @@ class KV:
         return (self, *self.more)
 
     @property
+    def forgets(self) -> bool:
+        """Whether a sequence needs no more of it as it grows."""
+        return bool(self.window or self.state)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
+        """Bytes of one token over all layers; a state has none of any one token."""
         number, beside = KV_DTYPES[self.dtype]
         return self.layers * (1 if self.latent else 2) * self.kv_heads * (self.head_dim * number + beside)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.page_size * self.token_bytes
+        return self.layers * self.state * 4 if self.state else self.page_size * self.token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +160,49 @@ class Ops(Protocol):
         cached. q [T, H * D], k and v [T, Hk * D] with H a multiple of Hk -> [T, H * D]"""
         ...
 
+    def conv(self, x: Tensor, weight: Dense, batch: Batch, *, layer: int, group: int, at: int = 0) -> Tensor:
+        """silu of a causal convolution: y[t] = sum over j of weight[j] * x[t - K + 1 + j], each column on its own.
+
+        x [T, n], weight [K * n]: the n factors of the oldest row first. Rows before a sequence's first are zeros.
+
+        The group is one of states (kv.state): in the row of its page table, page i is the state after the last token of
+        page i that was computed. A step goes on from the state of the token before its first, and writes the one after
+        its last; on the way it writes the one after each page it fills, wherever the table has a page there (-1: it has
+        none). This op's part of a layer's state is the K - 1 rows seen last, the oldest first, from number `at` on.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        decay: Dense,
+        bias: Dense,
+        batch: Batch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int = 0,
+    ) -> Tensor:
+        """The gated delta rule. A head has a state S [Dk, Dv], zeros at first, and for each row
+
+            S *= exp(decay * softplus(a + bias));  S += k (sigmoid(b) (v - S^T k))^T;  out = S^T q / sqrt(Dk)
+
+        qkv [T, 2 Hk Dk + H Dv] has the queries of all key heads, their keys, and the values of all heads; q and k are
+        divided by sqrt(|x|^2 + 1e-6), and H / Hk heads in a row share a key head. a, b [T, H], decay, bias [H] -> [T, H Dv]
+
+        States as in conv; this op's part of them is S of every head, [H, Dk, Dv], from number `at` on.
+        """
+        ...
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate)."""
+        ...
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate * sigmoid(gate) * up."""
         ...
@@ -228,6 +277,9 @@ TABLE: tuple[Op, ...] = (
         "2e-5 absolute for unit inputs, keys as they were rounded",
     ),
     Op("encode", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs"),
+    Op("conv", "x [T, n], weight [K * n] -> [T, n]", "2e-6 of the row's largest"),
+    Op("delta_rule", "qkv [T, 2 Hk Dk + H Dv], a, b [T, H] -> [T, H Dv]", "1e-5 absolute for unit inputs"),
+    Op("sigmoid_gate", "x [T, d], gate [T, d] -> [T, d]", "2e-6 relative"),
     Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
     Op("geglu", "gate [T, d], up [T, d] -> [T, d]", "4e-6 relative to |gate * up|"),
     Op("gelu", "x [T, d] -> [T, d]", "4e-6 relative to |x|"),
@@ -257,6 +309,7 @@ class Backend(Protocol):
 
     name: str
     kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
+    kv_states: bool  # whether a further pool may be one of states, for layers that carry one from token to token
 
     def compile(
         self,
@@ -300,6 +353,13 @@ class Holds(Protocol):
 
 def check_kv(kv: KV, backend: Backend) -> None:
     """Raises Unsupported where the backend does not keep K and V that way."""
+    if any(own.state for own in kv.groups) and not backend.kv_states:
+        raise Unsupported(
+            f"the {backend.name} backend keeps no states: it cannot run layers that carry one from token to token",
+            cure="use --backend native, or --backend torch",
+        )
+    if kv.state:
+        raise ValueError("the first group must be one that keeps K and V")
     if kv.dtype != "f16" and kv.dtype not in backend.kv_dtypes:
         raise Unsupported(f"the {backend.name} backend cannot keep K and V as {kv.dtype}", cure="leave --kv-dtype out")
 

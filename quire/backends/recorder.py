@@ -62,6 +62,9 @@ class Instruction:
     cap: float = 0.0  # attend and softcap; 0: none
     experts: Experts | None = None
     routing: Routing | None = None
+    at: int = 0  # conv and delta_rule: where in a layer's state its part begins
+    key_heads: int = 0  # delta_rule
+    key_dim: int = 0
     sites: list[Site] = field(default_factory=list)  # adapt: one
 
     def reads(self) -> list[Value]:
@@ -325,6 +328,64 @@ class Recorder:
         out = Value(width)
         self.instructions.append(Instruction("encode", values, [out], heads=heads, scale=float(scale)))
         return out
+
+    def conv(self, x: Tensor, weight: Dense, batch: Batch, *, layer: int, group: int, at: int = 0) -> Value:
+        v = _value(x, "conv")
+        taps = weight.shape[0] // v.width
+        if len(weight.shape) != 1 or taps < 2 or weight.shape[0] != taps * v.width or not v.per_token:
+            raise ValueError(f"conv: a weight of shape {weight.shape} is not several rows of {v.width} columns")
+        self._state(batch, layer, group, at, (taps - 1) * v.width, "conv")
+        out = Value(v.width)
+        self.instructions.append(Instruction("conv", [v], [out], weight=weight, layer=layer, group=group, at=at))
+        return out
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        decay: Dense,
+        bias: Dense,
+        batch: Batch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int = 0,
+    ) -> Value:
+        values = [_value(t, "delta_rule") for t in (qkv, a, b)]
+        if min(key_heads, heads, key_dim) < 1 or heads % key_heads or key_dim > MAX_HEAD_DIM:
+            raise ValueError(f"delta_rule: {heads} heads over {key_heads} of {key_dim} columns")
+        width = values[0].width - 2 * key_heads * key_dim
+        if width < heads or width % heads or width // heads > MAX_HEAD_DIM or not all(x.per_token for x in values):
+            raise ValueError(f"delta_rule: {values[0].width} columns hold no values for {heads} heads")
+        for what, got in zip(("a", "b"), values[1:], strict=True):
+            _same((got.width,), (heads,), f"delta_rule: {what}")
+        for what, vector in (("decay", decay), ("bias", bias)):
+            _same(vector.shape, (heads,), f"delta_rule: the {what}")
+        self._state(batch, layer, group, at, key_dim * width, "delta_rule")
+        out = Value(width)
+        made = Instruction(
+            "delta_rule", values, [out], weight=decay, bias=bias, layer=layer, group=group, heads=heads,
+            key_heads=key_heads, key_dim=key_dim, at=at,
+        )  # fmt: skip
+        self.instructions.append(made)
+        return out
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Value:
+        return self._pairwise("sigmoid_gate", x, gate)
+
+    def _state(self, batch: Batch, layer: int, group: int, at: int, size: int, op: str) -> None:
+        """A group of states must have room for this part of a layer's."""
+        if cast(Any, batch) is not self._batch:
+            raise ValueError(f"{op}: the batch must be the one that forward was given")
+        kv = self._kv.groups[group] if 0 <= group < len(self._kv.groups) else None
+        if kv is None or not kv.state or kv.page_size != 16:
+            raise ValueError(f"{op}: group {group} is not one of states with pages of 16 tokens")
+        if not 0 <= layer < kv.layers or at < 0 or at + size > kv.state:
+            raise ValueError(f"{op}: layer {layer}, numbers {at} to {at + size} do not fit {kv}")
 
     def _cached(self, batch: Batch, layer: int, heads: int, op: str, group: int) -> KV:
         """The pool of a group, which must be what every attention over it asks for."""

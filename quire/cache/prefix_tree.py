@@ -13,6 +13,8 @@ The tree knows pages and token ids, not tensors, requests or features.
     page is always behind those that continue it, and going there means going from the tree
   * a node without pages stays while it leads somewhere: to children, or to a lease that ends there (`pins`)
   * nothing enters the tree that the caller has not verified
+  * a row of a sparse group has pages here and there, always one in its last place; pages that are only worth having are
+    taken as long as one is left for every lease, so nobody ever waits for one of them
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class Lease:
     room: int  # tokens that the rows have pages for
     due: int  # with that many tokens verified there is a page to publish, and perhaps one to forget
     dirty: int = 0  # rows[g][dirty:] may differ from what the runner was last told
+    worth: frozenset[int] = frozenset()  # places in the rows of sparse groups where a page is worth having ...
+    likely: frozenset[int] = frozenset()  # ... and those among them that somebody will likely ask for
 
     @property
     def shared(self) -> int:
@@ -98,6 +102,8 @@ class PrefixTree:
         self.page_size = page_size
         self._all = range(len(self.pools))
         self._partial = [g for g in self._all if not self.groups[g].whole]
+        self._sparse = [g for g in self._all if self.groups[g].sparse]
+        self._out = 0  # leases
         self._roots: dict[str, Node] = {}
         self._idle: list[OrderedDict[Node, None]] = [OrderedDict() for _ in self._all]  # the first goes first
         self._owned = [0] * len(self.pools)  # pages in the tree
@@ -112,6 +118,11 @@ class PrefixTree:
     def cached(self, g: int = 0) -> int:
         """Pages of a group in the tree."""
         return self._owned[g]
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether tokens that were computed can be taken back in every group."""
+        return all(group.rewinds for group in self.groups)
 
     def longest(self, step: int) -> int | None:
         """The longest sequence that fits when it is alone and computes `step` tokens at a time. None: any."""
@@ -128,8 +139,10 @@ class PrefixTree:
         size = self.page_size
         if lease is None:
             return [group.most(upto, step, size) for group in self.groups]
-        held, low = len(lease.rows[0]), lease.low
-        return [max(0, group.most(upto, step, size) - held + low[g]) for g, group in enumerate(self.groups)]
+        held = [len(row) - low for row, low in zip(lease.rows, lease.low, strict=True)]
+        for g in self._sparse:
+            held[g] = sum(page >= 0 for page in lease.rows[g][lease.low[g] :])
+        return [max(0, group.most(upto, step, size) - held[g]) for g, group in enumerate(self.groups)]
 
     def fits(self, *needs: Sequence[int]) -> bool:
         """Whether every group has the pages that these need together."""
@@ -152,7 +165,8 @@ class PrefixTree:
             node = kid
             at += size
         rows = [[n.pages[g] for n in path] for g in self._all]
-        count, before = len(path), -1
+        found = count = len(path)
+        before = -1
         while count != before:  # until every group agrees
             before = count
             for row, group in zip(rows, self.groups, strict=True):
@@ -166,7 +180,19 @@ class PrefixTree:
                 self._hold(path[i], g)
         lease = Lease(namespace, root, path, rows, low, count, count * size, (count + 1) * size)
         lease.node.pins += 1
+        self._out += 1
+        if self._sparse and last >= 0:
+            self._wish(lease, len(tokens), found)
         return lease
+
+    def _wish(self, lease: Lease, tokens: int, found: int) -> None:
+        """Note where pages of sparse groups are worth having. Where others have parted from this prefix is such a place."""
+        ends, some = {found - 1} if found > lease.matched else set[int](), set[int]()
+        for g in self._sparse:
+            likely, others = self.groups[g].worth(tokens, self.page_size)
+            ends.update(likely)
+            some.update(others)
+        lease.likely, lease.worth = frozenset(ends), frozenset(ends | some)
 
     def count(self, queried: int, hit: int) -> None:
         """Note a lookup that was used. The caller says so, since one that finds no room is tried again each step."""
@@ -180,18 +206,48 @@ class PrefixTree:
         if need <= 0:
             return True
         for g in self._all:
-            if need > self.available(g):
+            if g not in self._sparse and need > self.available(g):
                 return False
-        for g, pool in enumerate(self.pools):
-            if need > pool.free_count:
-                self.evict(need - pool.free_count, g)
-            pages = pool.alloc(need)
-            if pages is None:
-                raise RuntimeError(f"{need} pages were counted as available, but only {pool.free_count} are")
-            lease.rows[g] += pages
+        for g in self._sparse:
+            if not self.available(g) and not self._spare(lease, g):
+                return False
+        for g in self._all:
+            lease.rows[g] += self._some(lease, g, held, need) if g in self._sparse else self._take(g, need)
         lease.dirty = min(lease.dirty, held)
         lease.room = (held + need) * self.page_size
         return True
+
+    def _take(self, g: int, need: int) -> list[int]:
+        """So many pages, which must be available."""
+        pool = self.pools[g]
+        if need > pool.free_count:
+            self.evict(need - pool.free_count, g)
+        pages = pool.alloc(need)
+        if pages is None:
+            raise RuntimeError(f"{need} pages were counted as available, but only {pool.free_count} are")
+        return pages
+
+    def _spare(self, lease: Lease, g: int) -> bool:
+        """Let go of all but the last page of a sparse row: steps are executed in order, and the next one goes on from there."""
+        row = lease.rows[g]
+        for i in range(lease.low[g], len(row) - 1):
+            page, row[i] = row[i], -1
+            if page >= 0 and i >= len(lease.path):
+                self.pools[g].free([page])
+            elif page >= 0:
+                self._let_go(lease.path[i], g)
+        return self.available(g) > 0
+
+    def _some(self, lease: Lease, g: int, held: int, need: int) -> list[int]:
+        """A page for the last of `need` more places in a sparse row, and for those that are worth one while there are enough."""
+        row = [-1] * need
+        row[-1:] = self._take(g, 1)
+        wanted = lease.worth.intersection(range(held, held + need - 1))
+        for at in sorted(wanted, key=lambda at: (at not in lease.likely, -at)):
+            if self.available(g) <= self._out:
+                break
+            row[at - held : at - held + 1] = self._take(g, 1)
+        return row
 
     def publish(self, lease: Lease, tokens: Sequence[int], upto: int | None = None) -> None:
         """Give the full pages of tokens[:upto] to the tree. Their KV must be present and verified.
@@ -237,7 +293,7 @@ class PrefixTree:
         """Position `at` is the next to be computed, at the earliest: let go of what no group needs for it or later.
 
         What this lease computed and leaves behind is the first to go: nobody has asked for it yet. What it found there
-        was asked for, and counts as used now.
+        was asked for, and counts as used now; so does what will likely be.
         """
         size = self.page_size
         lease.due = (at // size + 1) * size
@@ -250,7 +306,7 @@ class PrefixTree:
                     continue
                 if i >= len(lease.path):
                     self.pools[g].free([page])
-                elif self._let_go(lease.path[i], g) and i >= lease.matched:
+                elif self._let_go(lease.path[i], g) and i >= lease.matched and i not in lease.likely:
                     self._idle[g].move_to_end(lease.path[i], last=False)
             lease.low[g] = max(first, low)
 
@@ -265,6 +321,7 @@ class PrefixTree:
                 if row[i] >= 0:
                     self._let_go(path[i], g)
         node.pins -= 1
+        self._out -= 1
         self._prune(node)
         lease.root = Node(lease.namespace, [], None)  # never pinned: a second release is an error
         lease.path, lease.rows, lease.low = [], [[] for _ in self._all], [0] * len(self.pools)
@@ -345,6 +402,8 @@ class PrefixTree:
                 raise RuntimeError("a lease's shared pages are not the path to its node")
             if len({len(row) for row in lease.rows}) > 1 or lease.room != len(lease.rows[0]) * self.page_size:
                 raise RuntimeError("a lease's rows are not equally long")
+        if self._out != len(leases):
+            raise RuntimeError(f"{self._out} leases are counted, and {len(leases)} are out")
         for node in nodes:
             if node.pins != ends.get(node, 0):
                 raise RuntimeError(f"a node has {node.pins} pins, and {ends.get(node, 0)} leases end there")
@@ -360,9 +419,12 @@ class PrefixTree:
         for lease in leases:
             row, shared, low = lease.rows[g], lease.shared, lease.low[g]
             pages += [page for page in row[shared:] if page >= 0]
-            if max(row[:low], default=-1) >= 0 or min(row[low:], default=0) < 0:
+            needed = row[-1:] if group.sparse else row[low:]
+            if max(row[:low], default=-1) >= 0 or min(needed, default=0) < 0:
                 raise RuntimeError(f"group {g}: a lease's row does not begin where it says")
             for node, page in zip(lease.path[low:], row[low:shared], strict=True):
+                if page < 0:
+                    continue
                 refs[node] = refs.get(node, 0) + 1
                 if node.pages[g] != page:
                     raise RuntimeError(f"group {g}: a lease's shared pages are not those of its nodes")

@@ -52,7 +52,7 @@ class TokenLogprob:
     top: list[tuple[TokenText, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for every token, and freezing makes it four times as dear
 class Chunk:
     """News of one choice. Texts of a choice, joined, are the answer; the last chunk has `finish` and the receipt.
 

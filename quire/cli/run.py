@@ -146,18 +146,17 @@ def _no_collections() -> Iterator[None]:
 
 def load(model: str, **options: Unpack[Options]) -> LLM:
     """Find the model, fetching it with a bar if it is not here, and load it."""
-    from quire.cli.pull import supported
     from quire.weights.store import Store
 
-    store = Store(accepts=supported)
     try:
-        store.resolve(model)
+        Store().resolve(model)
     except NotFound as missing:
         if missing.param != "model":
             raise
         from quire.cli import ui
+        from quire.cli.pull import supported
 
-        store.pull(model, ui.progress())
+        Store(accepts=supported).pull(model, ui.progress())
     from quire.llm import LLM
 
     return LLM(model, **options)

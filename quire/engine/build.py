@@ -17,7 +17,7 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Forward, Holds, Measures
+from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Forward, Holds, Measures, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -29,13 +29,13 @@ from quire.config import (
     resolve_step,
 )
 from quire.engine.build_adapted import check_loras, open_adapted
-from quire.engine.build_pooled import TASKS, Parts, build_pooled, task_of
 from quire.engine.engine import CLOSED, Engine
 from quire.engine.guides import Guides
 from quire.engine.limits import standard
 from quire.engine.memory import Budget, group_of
 from quire.engine.scheduler import Scheduler
 from quire.engine.sizes import pool_of, resolve_sizes
+from quire.engine.tasks import TASKS, task_of
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
@@ -97,6 +97,8 @@ def build_engine(
             raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
         if config.speculate != "none":
             raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
+        from quire.engine.build_pooled import Parts, build_pooled
+
         parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
         engine, info = build_pooled(config, env, parts, task, watch.lap)
         told = backend.told() if isinstance(backend, Holds) else []
@@ -105,6 +107,13 @@ def build_engine(
 
     if isinstance(model, Grouped):
         model.places.split()  # a pool for each kind of layer
+    check_kv(pool_of(config, model), backend)
+    if config.speculate != "none" and any(own.state for own in pool_of(config, model).groups):
+        raise Unsupported(
+            f"--speculate {config.speculate}: a {model.config.architecture} has layers that carry a state, and what is folded into "
+            "one cannot be taken back when a guess is wrong",
+            cure="leave --speculate out",
+        )
     drafts, guesses = _drafts(config)
     max_rows = config.max_seqs + EXTRA_ROWS + guesses
     adapted = open_adapted(config, model, source.checkpoint)

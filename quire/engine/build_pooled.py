@@ -1,7 +1,8 @@
 """An engine that embeds or scores, from a model and a backend that are open already: program, sizes, scheduler, runner.
 
-`task_of` says whether a model is for that. An encoder's step holds its longest text, and its memory is what lies between its
-layers; a decoder also gets pages for one text of full length, which are scratch: nothing is kept from one text to the next.
+`task_of` (tasks.py) says whether a model is for that. An encoder's step holds its longest text, and its memory is what lies
+between its layers; a decoder also gets pages for one text of full length, which are scratch: nothing is kept from one text to
+the next.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from quire.engine.types import EngineInfo
 from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Encoder, Model
-from quire.models.pooling import Pooling, declared, headless, pooling_of
+from quire.models.pooling import Pooling, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
-
-TASKS = ("auto", "generate", "embed", "score")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +41,6 @@ class Parts:
     checkpoint: Opened | None
     backend: Backend
     packed: Callable[[Layout, int, int], None]
-
-
-def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
-    """generate, embed or score: what was asked, if the model can, else what it is made for."""
-    encoder = isinstance(model, Encoder)
-    own = "score" if encoder and model.head is not None else "embed"
-    bare = not encoder and checkpoint is not None and headless(checkpoint)
-    if asked == "auto":
-        named = checkpoint is not None and (declared(checkpoint) or checkpoint.architecture.endswith("Model"))
-        return own if encoder or bare or named else "generate"
-    if asked == "generate" and bare:
-        raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
-    if asked == "generate" and encoder:
-        raise Unsupported(
-            f"a {model.config.architecture} cannot generate text: it is for {own}", cure="leave --task out"
-        )
-    if asked != "generate" and asked != own:
-        raise Unsupported(
-            f"a {model.config.architecture} {'scores pairs of texts' if own == 'score' else 'has no score'}: "
-            f"it cannot {asked}",
-            cure="leave --task out",
-        )
-    return asked
 
 
 def build_pooled(
@@ -84,6 +60,11 @@ def build_pooled(
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
     lines = [*pooling.lines]
     kv = model.kv(1, PAGE_SIZE)
+    if any(own.state for own in kv.groups):
+        raise Unsupported(
+            f"a {model.config.architecture} has layers that carry a state, which is not kept when texts are embedded",
+            cure="leave --task out",
+        )
     inputs = {} if encoder is None else encoder.inputs
     if encoder is None:
         kv, held, more = _scratch(config, env, parts, kv, budget, rows)

@@ -6,11 +6,9 @@ back to whichever asyncio loop asked: several loops, in several threads, may sha
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 from quire.config import EngineConfig, Environment
@@ -91,6 +89,9 @@ class InProcessClient:
 
     async def _errand(self, task: Callable[[Engine], T]) -> T:
         """Do something on the engine's thread, between two steps."""
+        import asyncio
+        from concurrent.futures import Future
+
         done: Future[T] = Future()
 
         def run(engine: Engine) -> None:
@@ -131,6 +132,8 @@ class InProcessClient:
 
     async def start(self) -> EngineInfo:
         self.begin()
+        import asyncio  # while the engine loads
+
         return await asyncio.get_running_loop().run_in_executor(None, self.wait)
 
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -140,6 +143,8 @@ class InProcessClient:
             await self._pending.drained(drain_seconds)
         thread = self.stop()
         if thread is not None:
+            import asyncio
+
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
 
     def stop(self) -> threading.Thread | None:

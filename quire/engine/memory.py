@@ -1,7 +1,7 @@
 """Whether a model fits, before anything is allocated: weights, KV pool, working memory and a little, against what there is.
 
 Pure arithmetic over what a backend estimates and the machine says; the sentences carry the numbers. Pools of layers that
-forget are as large as their windows ask for; what is left goes to those that keep the whole context. What is counted is memory that only we can give back. The model file's own pages are page cache, taken back by the system when it needs
+forget are as large as their windows or states ask for; what is left goes to those that keep the whole context. What is counted is memory that only we can give back. The model file's own pages are page cache, taken back by the system when it needs
 them: they are not counted as needed, and count as available.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.backends.ops import KV, Needs
-from quire.cache.groups import Full, Group, Window
+from quire.cache.groups import STATE_EVERY, Full, Group, State, Window
 from quire.config import PAGE_SIZE
 from quire.machine import Memory
 from quire.observe.errors import NotEnoughMemory
@@ -59,7 +59,7 @@ class Budget:
             )
         else:
             cure = "use a smaller model or a smaller quantization of it, free some memory, or lower max_batch_tokens"
-        held = f"{tokens(kv_bytes)} tokens" + (f", {size(windows)} of it for windows" if windows else "")
+        held = f"{tokens(kv_bytes)} tokens" + (f", {size(windows)} of it for windows or states" if windows else "")
         pool = f"KV pool {size(kv_bytes)} ({held})"
         raise NotEnoughMemory(
             f"the model needs {size(self.fixed + kv_bytes)}: {self._parts(pool)}; "
@@ -85,12 +85,14 @@ class Budget:
 
 def group_of(kv: KV) -> Group:
     """The rule that a pool's pages live by."""
+    if kv.state:
+        return State()
     return Window(kv.window) if kv.window else Full()
 
 
 def alone(kv: KV, context: int, step: int) -> int:
     """Bytes that one sequence needs in the pools of layers that forget."""
-    return sum(group_of(k).most(context, step, PAGE_SIZE) * k.page_bytes for k in kv.groups if k.window)
+    return sum(group_of(k).most(context, step, PAGE_SIZE) * k.page_bytes for k in kv.groups if k.forgets)
 
 
 def window_pools(
@@ -98,14 +100,19 @@ def window_pools(
 ) -> tuple[dict[int, int], list[str]]:
     """Pages for each group that forgets, by its place in kv.groups, and the sentences that say why.
 
-    They hold a window for every sequence, what `flight` tokens in flight need, and a quarter more for cached prefixes; at
-    most half of `room` where other layers keep the whole context, but never less than one sequence alone needs.
+    They hold a window for every sequence, what `flight` tokens in flight need, and a quarter more for cached prefixes; of
+    states, the two that every sequence needs and as many to resume from. At most half of `room` where other layers keep the
+    whole context, but never less than one sequence alone needs.
     """
-    forgetful = {g: k for g, k in enumerate(kv.groups) if k.window}
+    forgetful = {g: k for g, k in enumerate(kv.groups) if k.forgets}
     most = seqs * -(-context // PAGE_SIZE)
     wanted = {}
     for g, k in forgetful.items():
-        every = seqs * group_of(k).most(context, 2, PAGE_SIZE) + -(-flight // PAGE_SIZE)
+        every = seqs * group_of(k).most(context, 2, PAGE_SIZE)
+        if k.state:
+            wanted[g] = 2 * every
+            continue
+        every += -(-flight // PAGE_SIZE)
         wanted[g] = min(every + every // 4, most)
     cost, least = sum(n * kv.groups[g].page_bytes for g, n in wanted.items()), alone(kv, context, step)
     share = room if len(forgetful) == len(kv.groups) else room // 2
@@ -115,12 +122,17 @@ def window_pools(
         why = f"a window for each of {seqs} sequences, tokens in flight, and a quarter more for cached prefixes"
         if n == most:
             why = f"the whole context of {seqs} sequences"
+        if k.state:
+            why = f"two for each of {seqs} sequences, and as many to resume from: one every {STATE_EVERY} tokens, where prompts end"
         if cost > share:
             one = group_of(k).most(context, step, PAGE_SIZE)
             pages[g] = n = one + (wanted[g] - one) * max(0, share - least) // (cost - least)
-            why = f"{wanted[g]} pages would be a window for each of {seqs} sequences: there is no room for more"
+            each = "four states" if k.state else "a window"
+            why = f"{wanted[g]} pages would be {each} for each of {seqs} sequences: there is no room for more"
+        sort = "that carry a state" if k.state else f"that see {k.window} tokens"
         lines.append(
-            f"KV pool of {k.layers} layers that see {k.window} tokens: {n} pages, {n * k.page_bytes / 2**20:.0f} MiB ({why})"
+            f"{'state' if k.state else 'KV'} pool of {k.layers} layers {sort}: {n} {'states' if k.state else 'pages'}, "
+            f"{n * k.page_bytes / 2**20:.0f} MiB ({why})"
         )
     return pages, lines
 

@@ -7,14 +7,17 @@ its reader goes away, or the engine dies; events for anybody else are dropped, b
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from quire.engine.types import Event, Request
 from quire.observe.errors import BadRequest, Busy, QuireError
+
+if TYPE_CHECKING:
+    import asyncio  # at run time where it is used: an engine begins to load sooner without it
 
 RATE_WINDOW = 64  # finished requests that the retry estimate looks back on
 
@@ -119,6 +122,8 @@ class Pending:
         """Wait until nothing is pending, at most that long."""
         if not self._boxes:
             return True
+        import asyncio
+
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         with self._lock:
@@ -140,6 +145,8 @@ class Pending:
         return min(60.0, max(1.0, wanted * span / len(self._finished)))
 
     def _open(self, request_id: str) -> Mailbox:
+        import asyncio
+
         box = Mailbox(request_id, asyncio.get_running_loop())
         with self._lock:
             if len(self._boxes) >= self.limit:
@@ -172,6 +179,8 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
     """Run on that loop: now when we are on it, else in its next turn. A closed loop has no readers left."""
+    import asyncio
+
     try:
         here = asyncio.get_running_loop()
     except RuntimeError:

@@ -59,6 +59,8 @@ class Scheduler:
     ) -> None:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least one sequence must be able to run")
+        if drafts and not tree.rewinds:
+            raise ValueError(f"{drafts} drafts: layers that carry a state cannot take back a guess that was wrong")
         self.tree = tree
         self._fits = tree.longest(budget)  # alone; None: any sequence
         self.context = context if self._fits is None else min(context, self._fits)

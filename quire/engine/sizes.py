@@ -45,10 +45,11 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
         except ValueError as e:
             raise BadRequest(f"QUIRE_KV_MEMORY: {e}", param="kv_memory") from None
     page, step = pool_of(config, model), config.max_batch_tokens or PAGE_SIZE
-    page_bytes = sum(k.page_bytes for k in page.groups if not k.window)  # of the layers that keep everything
+    page_bytes = sum(k.page_bytes for k in page.groups if not k.forgets)  # of the layers that keep everything
     windows = alone(page, context, step)
     if asked is not None and asked < page_bytes + windows:
-        least = f", and the windows of one sequence {windows}" if windows else ""
+        what = "states" if any(k.state for k in page.groups) else "windows"
+        least = f", and the {what} of one sequence {windows}" if windows else ""
         raise BadRequest(
             f"{asked} bytes were asked for as KV memory: one page of {PAGE_SIZE} tokens takes {page_bytes}{least}",
             param="kv_memory",
@@ -78,7 +79,7 @@ def _share_out(
     config: EngineConfig, page: KV, page_bytes: int, asked: int | None, budget: Budget, context: int, step: int
 ) -> tuple[tuple[int, ...], list[str]]:
     """Pages of every group: first what windows need, then the rest for layers that keep the whole context."""
-    if not any(k.window for k in page.groups):
+    if not any(k.forgets for k in page.groups):
         pages, line = resolve_pool(asked, budget.room, page_bytes, context, config.max_seqs, own=budget.own)
         return (pages,) * len(page.groups), [line]
     depth = int(budget.own) if config.depth is None else config.depth

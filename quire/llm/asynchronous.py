@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import weakref
@@ -241,6 +240,8 @@ class AsyncLLM:
 
     async def _ready(self) -> Loaded:
         if self._loaded is None and not self._closed:
+            import asyncio
+
             await asyncio.to_thread(self._load)
         return self._have()
 
@@ -291,6 +292,8 @@ class AsyncLLM:
 
     async def _gather(self, loaded: Loaded, jobs: list[Job], progress: bool | None) -> list[Output]:
         """Run everything; the first failure, or the caller's leaving, aborts the rest."""
+        import asyncio
+
         show = len(jobs) > 1 and self._progress if progress is None else progress
         meter = Meter(len(jobs)) if show else None
         # As many at once as keep the engine full: more would only wait inside it.

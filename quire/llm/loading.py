@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.chat.types import Generation
 from quire.config import EngineConfig, Environment, parse_size
 from quire.engine.build import build_engine
 from quire.engine.inprocess import InProcessClient
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
     from quire.chat.tokenizer import Tokenizer
+    from quire.chat.types import Generation
 
 
 @dataclass(slots=True)
@@ -89,6 +89,8 @@ class Loaded:
         lora: str,
         reading: Reading | None = None,
     ) -> Job:
+        from quire.chat.types import Generation
+
         name = f"{self._prefix}-{next(self._count)}"
         generation = Generation(
             id=name, prompt=tokens, sampling=params, constraint=constraint, reading=reading, adapter=lora
@@ -127,12 +129,14 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
     client.begin()
     try:
         # Imported while the engine loads: these are the slow ones.
-        from quire.chat.completer import Completer
+        from quire.chat.completer import Completer, look
         from quire.chat.words import words_of
 
         tokenizer, template = words_of(checkpoint)
+        answers = look(template, tokenizer)  # it takes its time, and the engine still loads
         info = client.wait()
-        return Loaded(client, info, tokenizer, Completer(client, tokenizer, template, info))
+        completer = Completer(client, tokenizer, template, info, looked=True, answers=answers)
+        return Loaded(client, info, tokenizer, completer)
     except BaseException:
         client.stop()
         raise

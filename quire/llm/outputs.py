@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.chat.types import Call, Chunk, TokenLogprob
 from quire.engine.types import Receipt
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.chat.types import Call, Chunk, TokenLogprob
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]  # at least "role" and "content"
@@ -42,6 +44,8 @@ class Completion:
         self.text += chunk.text
         self.reasoning += chunk.reasoning
         for part in chunk.calls:
+            from quire.chat.types import Call  # not at the top: most answers have none
+
             if part.index == len(self.calls):
                 self.calls.append(Call(part.id or "", part.name or "", part.arguments))
             else:

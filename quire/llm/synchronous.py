@@ -5,15 +5,11 @@ So it works where a loop already runs, and from several threads. Ctrl-C while wa
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import queue
-import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quire.config import DEFAULT_MODEL
 from quire.engine.types import Constraint, EngineInfo, Stats
@@ -22,11 +18,11 @@ from quire.llm.outputs import Message, Output, Params, Prompt
 from quire.runner.params import SamplingParams
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from quire.chat.tokenizer import Tokenizer
     from quire.layouts import Floats
-
-T = TypeVar("T")
-EXIT_SECONDS = 5.0  # for tasks that are being unwound
+    from quire.llm.loop import LoopThread
 
 
 class LLM:
@@ -39,6 +35,8 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[Options]):
         self._async = AsyncLLM(model, **options)
         self._async._load()
+        from quire.llm.loop import LoopThread  # asyncio: the engine loads sooner without it
+
         self._loop = LoopThread()
         weakref.finalize(self, self._loop.stop)
 
@@ -230,45 +228,3 @@ async def _pump(source: AsyncTextStream, out: queue.SimpleQueue[str | BaseExcept
     finally:
         await source.aclose()
         out.put(end)
-
-
-class LoopThread:
-    """An asyncio loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run, args=(self._loop,), name="quire-loop", daemon=True)
-        self._thread.start()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for it; being interrupted cancels it."""
-        future = self.start(work)
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-            raise
-
-    def stop(self) -> None:
-        """End the loop and what runs on it, and wait for that: unwinding tasks must not meet the interpreter's end."""
-        with contextlib.suppress(RuntimeError):  # closed already
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is not threading.current_thread():
-            self._thread.join(EXIT_SECONDS)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()

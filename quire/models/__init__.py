@@ -11,12 +11,12 @@ with
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows; an encoder has none, and says so
   model.release(layout)            a backend has taken that weight over
 Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.
+index.py repeats the names, so that a start imports only the modules that can answer.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -98,9 +98,15 @@ class Encoder(Protocol):
         ...
 
 
-def families() -> list[ModuleType]:
-    """Every family module of this package."""
-    names = [info.name for info in pkgutil.iter_modules(__path__)]
+def families(architecture: str | None = None) -> list[ModuleType]:
+    """Every family module of this package; with an architecture's name, those that answer to it."""
+    from quire.models.index import NAMES
+
+    names = [name for name, answers in NAMES.items() if architecture in answers]
+    if not names:
+        import pkgutil
+
+        names = [info.name for info in pkgutil.iter_modules(__path__)]
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return [module for module in modules if hasattr(module, "ARCHS")]
 
@@ -120,11 +126,11 @@ def family_of(checkpoint: Opened) -> ModuleType:
     weights."""
     architecture = checkpoint.architecture
     if isinstance(checkpoint, GGUF):
-        found = [module for module in families() if architecture in module.ARCHS]
+        found = [module for module in families(architecture) if architecture in module.ARCHS]
         choosy = [module for module in found if hasattr(module, "owns")]
         found = [m for m in choosy if m.owns(checkpoint)] or [m for m in found if m not in choosy]
     else:
-        found = [module for module in families() if architecture in module.HF_ARCHS]
+        found = [module for module in families(architecture) if architecture in module.HF_ARCHS]
     if found:
         return found[0]
     names = supported() if isinstance(checkpoint, GGUF) else supported_hf()

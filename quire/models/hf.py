@@ -13,7 +13,6 @@ import numpy as np
 from quire.models.parts import MAX_CONTEXT, MAX_HEADS, MAX_LAYERS, Dims, check_heads
 from quire.models.rope import Scaling, yarn_magnitude
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.packed import scheme_of
 
 if TYPE_CHECKING:
     from quire.weights.values import Values
@@ -227,6 +226,8 @@ def slides_of(config: Values, layers: int) -> tuple[bool, ...] | None:
 
 def refuse_quantized(config: Values) -> None:
     """Raises for a folder whose weights are quantized by a method that is not read, by its name."""
+    from quire.weights.packed import scheme_of  # nothing that a GGUF needs
+
     scheme_of(config)
 
 

@@ -167,7 +167,7 @@ class Weights:
     def head(self, dims: Dims, embedding: Layout, tied: bool | None) -> Layout:
         """The output matrix: the embedding where the two are tied. None: they are where the file has no other.
 
-        A model saved without a head gets the embedding in its place; `pooling.headless` is how an engine knows not to use it.
+        A model saved without a head gets the embedding in its place; `tasks.headless` is how an engine knows not to use it.
         """
         if tied or (not self.has("head") and (tied is None or self.bare)):
             return embedding

@@ -61,20 +61,6 @@ class ScoreHead:
         return (1.0 / (1.0 + np.exp(-score)) if self.sigmoid else score).astype(np.float32)
 
 
-def declared(checkpoint: Opened) -> bool:
-    """Whether the checkpoint is made for embeddings, by its own word."""
-    if isinstance(checkpoint, GGUF):
-        return checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0) != 0
-    return os.path.exists(os.path.join(checkpoint.path, MODULES))
-
-
-def headless(checkpoint: Opened) -> bool:
-    """Whether a decoder was saved without the matrix that makes logits."""
-    if isinstance(checkpoint, GGUF) or "embed_tokens.weight" not in checkpoint.tensors:
-        return False
-    return "lm_head.weight" not in checkpoint.tensors and not checkpoint.config.flag("tie_word_embeddings", False)
-
-
 def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
     """What the checkpoint says; without a word the mean for an encoder and the last token for a decoder, normalized."""
     kind = "mean" if encoder else "last"

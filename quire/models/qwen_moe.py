@@ -64,7 +64,7 @@ class Model:
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 10000.0)
         layers, experts = config.count("num_hidden_layers", most=MAX_LAYERS), ("num_experts", "num_local_experts")
-        plain = _plain_layers(config, layers)
+        plain = plain_layers(config, layers)
         d = hf.dims_of(
             config,
             folder.architecture,
@@ -111,7 +111,7 @@ def _blocks(
     return [block(i) for i in range(d.layers)]
 
 
-def _plain_layers(config: Values, layers: int) -> frozenset[int]:
+def plain_layers(config: Values, layers: int) -> frozenset[int]:
     """Layers with an MLP and no experts."""
     listed, step = config.get("mlp_only_layers") or [], config.count("decoder_sparse_step", 1)
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):

@@ -99,7 +99,9 @@ def load_shape(source: str) -> tuple[Model, int]:
     values = _read(source)
     named = "architectures" in values or "model_type" in values
     architecture = architecture_of(values) if named else "LlamaForCausalLM"
-    family: Any = next((m for m in families() if architecture in m.HF_ARCHS and hasattr(m.Model, "of")), None)
+    family: Any = next(
+        (m for m in families(architecture) if architecture in m.HF_ARCHS and hasattr(m.Model, "of")), None
+    )
     if family is None:
         raise Unsupported(
             f"the architecture {architecture[:80]!r} cannot be made from its shape",

@@ -93,13 +93,18 @@ class BatchBuilder:
         page, offset = np.divmod(pos, self._page_size)
         width = -(-int(kv_len.max()) // self._page_size)
         tables: list[Table] = []
-        for table, window, all_pages, all_write in zip(
-            slots.tables, slots.windows, self._pages, self._write, strict=True
+        for table, window, state, all_pages, all_write in zip(
+            slots.tables, slots.windows, slots.states, self._pages, self._write, strict=True
         ):
             pages, write = all_pages[: count * width].reshape(count, width), all_write[:total]
             pages[:] = table[slot, :width]
             if window:
                 self._check_window(pages, window, slot, start, kv_len)
+            if state:
+                self._check_state(pages, slots.length[slot], slot, start, kv_len)
+                write.fill(-1)  # a state is nobody's token
+                tables.append(Table(pages, write))
+                continue
             write[:] = table[slot[owner], page]
             write *= self._page_size
             write += offset
@@ -167,6 +172,19 @@ class BatchBuilder:
             raise BadWork(
                 i, f"slot {slot[i]}: a page is missing of the {window} tokens that position {start[i]} looks back"
             )
+
+    def _check_state(self, pages: I32, length: I32, slot: Index, start: I32, kv_len: I32) -> None:
+        """The state to go on from must be there, and be the one after the last token that was computed; and so must the next."""
+        rows, size = np.arange(slot.size), self._page_size
+        lost = (start > 0) & (pages[rows, np.maximum(start - 1, 0) // size] < 0)
+        lost |= pages[rows, (kv_len - 1) // size] < 0
+        if lost.any():
+            i = int(lost.argmax())
+            raise BadWork(i, f"slot {slot[i]}: no state before position {start[i]}, or none for the one after the step")
+        back = (length > 0) & (start != length)
+        if back.any():
+            i = int(back.argmax())
+            raise BadWork(i, f"slot {slot[i]}: position {start[i]} after {length[i]} tokens: a state cannot go back")
 
     def _logit_rows(self, work: Sequence[Work], q_start: I32, guesses: Guesses) -> I32:
         sampled = np.array([w.sample for w in work], np.bool_)

@@ -73,6 +73,7 @@ class Intake:
             vocab_size=vocab_size,
             window=kv.window,
             more=[(own.pages, own.window) for own in kv.more],
+            states=[bool(own.state) for own in kv.groups],
         )
         self.proposer = proposer
         self._histories = histories

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
 
 import numpy as np
@@ -134,6 +133,11 @@ class Runner:
 
     def between(self, task: Callable[[], None]) -> None:
         """Do something after every step that was given, and before the next. Waits for it, and raises what it raises."""
+        if self._worker is None:
+            task()
+            return
+        from concurrent.futures import Future
+
         done: Future[None] = Future()
 
         def run() -> None:

@@ -23,7 +23,8 @@ from quire.runner.sampler import Stream
 class Slots:
     """Arrays over slots. `last`, `length` and `position` are read and written by rows of slot numbers.
 
-    `pages` of the first group's pool, and the `window` that its layers see (0: everything); `more` has both of further groups.
+    `pages` of the first group's pool, and the `window` that its layers see (0: everything); `more` has both of further groups;
+    `states` says which of all groups have states for pages.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Slots:
         vocab_size: int,
         window: int = 0,
         more: Sequence[tuple[int, int]] = (),
+        states: Sequence[bool] = (),
     ):
         self._pages = (pages, *(pages for pages, _ in more))
         self.windows = (window, *(window for _, window in more))
+        self.states = tuple(states) or (False,) * len(self._pages)
         self._vocab_size = vocab_size
         self.last: I32 = np.full(max_seqs, -1, np.int32)  # the token sampled last; -1: none yet
         self.length: I32 = np.zeros(max_seqs, np.int32)  # tokens in the cache; the next one goes here
@@ -101,8 +104,8 @@ class Slots:
         rows = [work.pages, *work.more]
         if len(rows) != len(self.tables) or any(len(row) != len(work.pages) for row in rows):
             raise ValueError(f"slot {work.slot}: {[len(row) for row in rows]} pages for {len(self.tables)} groups")
-        for row, most, window in zip(rows, self._pages, self.windows, strict=True):
-            if min(row) < (-1 if window else 0) or max(row) >= most:
+        for row, most, window, state in zip(rows, self._pages, self.windows, self.states, strict=True):
+            if min(row) < (-1 if window or state else 0) or max(row) >= most:
                 raise ValueError(f"slot {work.slot}: page numbers {row} in a pool of {most}")
         for row, table in zip(rows, self.tables, strict=True):
             table[work.slot, work.page_from : end] = row

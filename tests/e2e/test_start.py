@@ -5,6 +5,7 @@ Each was there once, and cost more than it gave. A module that comes back fails 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from quire.models.index import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client", "zmq", "httpx"}
@@ -32,6 +35,26 @@ HEAVY = {
     "safetensors",
     "huggingface_hub",
     "quire.backends.reference.backend",
+}
+OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of files
+    "quire.engine.build_pooled",
+    "quire.runner.pooled",
+    "quire.models.pooling",
+    "quire.chat.embedder",
+    "quire.chat.answers.find",
+    "quire.chat.answers.machine",
+    "quire.runner.speculate.ngram",
+    "quire.chat.hub",
+    "quire.chat.hub_json",
+    "quire.chat.spm",
+    "quire.weights.folder",
+    "quire.weights.packed",
+    "quire.weights.safetensors",
+    "quire.weights.pull",
+    "quire.formats.hub",
+    "quire.cli.ui",
+    "quire.cli.talk",
+    "llguidance",
 }
 MODEL = {
     "numpy",
@@ -69,8 +92,22 @@ def modules(*words: str, **environment: str) -> tuple[str, set[str]]:
 def test_one_answer_loads_nothing_that_it_does_not_need(model_path: Path):
     said, loaded = modules("run", str(model_path), "Say hello.", "--max-tokens", "2", "--context", "256")
     assert said.strip()
-    assert sorted(loaded & (SERVER | WORDS | NETWORK | HEAVY)) == []
+    ours = sorted(name for name in OTHERWISE if name.startswith("quire."))
+    assert [name for name in ours if importlib.util.find_spec(name) is None] == []  # spelled as they are
+    assert sorted(loaded & (SERVER | WORDS | NETWORK | HEAVY | OTHERWISE)) == []
+    families = {name for name in NAMES if f"quire.models.{name}" in loaded}
+    assert families == {"llama", "mixtral"}  # both answer to the name in the file, and the second has to be asked
     assert loaded >= MODEL  # what is looked for is spelled as it is loaded
+
+
+def test_an_engine_begins_to_load_before_what_only_answers_is_imported():
+    code = "import json, sys, quire.llm; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = set(json.loads(done.stdout))
+    assert sorted(loaded & {"asyncio", "jinja2", "tokenizers", "quire.chat.types", "quire.llm.loop"}) == []
+    assert loaded >= {"numpy", "quire.engine.build"}
 
 
 @pytest.mark.parametrize("words", [("list",), ("list", "--known"), ("version",), ("ps", "--json")])

@@ -15,6 +15,7 @@ from quire.runner.speculate import Proposer
 
 VOCAB = 11
 WRONG = 99  # a draft that is never right
+STATE = -1  # in place of a window: a page is the state after its last computed token, here the hash of all before
 
 
 class Caught(AssertionError):
@@ -80,7 +81,7 @@ class Device:
     def __init__(
         self, pools: list[tuple[int, int]], page_size: int, slots: int, rng: random.Random, fail: float, hit: float
     ) -> None:
-        """`pools` has the pages of each group and how many tokens its layers see; 0: all."""
+        """`pools` has the pages of each group and how many tokens its layers see; 0: all, STATE: they carry a state."""
         self.page_size = page_size
         self.kv: list[list[int | None]] = [[None] * (pages * page_size) for pages, _ in pools]
         self.windows = [window for _, window in pools]
@@ -123,7 +124,7 @@ class Device:
         if slot.failed or self.rng.random() < self.fail:
             slot.failed = True
             start = slot.length = max(slot.length, work.start)
-            self._write(slot, start, min(work.n, len(slot.tokens) - start))
+            self._write(slot, start, min(work.n, len(slot.tokens) - start), failed=True)
             return Row(0, error="this row failed")
         return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
 
@@ -182,11 +183,29 @@ class Device:
         if slot.opened.sampling.logprobs is not None:
             row.logprobs.append(logprob(slot.prefix[-1], token))
 
-    def _write(self, slot: Slot, start: int, n: int) -> None:
+    def _carry(self, slot: Slot, row: list[int], kv: list[int | None], start: int, n: int, failed: bool) -> None:
+        """Go on from the state before `start`, and leave those of pages that end on the way, and the last one."""
+        size, end = self.page_size, start + n
+        if n <= 0:
+            return
+        if start and not failed:  # after a failure nobody looks at what is computed
+            page = row[(start - 1) // size]
+            expect(page >= 0, "no state to go on from", start)
+            expect(kv[page] == slot.prefix[start], "a state that is not the one before", start)
+        expect(failed or row[(end - 1) // size] >= 0, "no place for the state after the step", end)
+        for i in range(start // size, (end - 1) // size + 1):
+            if row[i] >= 0:
+                kv[row[i]] = slot.prefix[min(end, (i + 1) * size)]
+        self.reads += 1
+
+    def _write(self, slot: Slot, start: int, n: int, failed: bool = False) -> None:
         """Compute n positions from `start`: write their KV, then read all KV they attend to."""
         size, prefix = self.page_size, slot.prefix
         for row, kv, window in zip(slot.rows, self.kv, self.windows, strict=True):
             expect(start + n <= len(row) * size, "KV written past the page row", start + n, len(row))
+            if window == STATE:
+                self._carry(slot, row, kv, start, n, failed)
+                continue
             low = max(0, start - window + 1) if window else 0
             expect(min(row[low // size : -(-(start + n) // size)], default=0) >= 0, "a page that is not there", low)
             for at in range(start, start + n):

@@ -27,7 +27,7 @@ from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result
 from quire.runner.speculate import open_proposer
-from tests.null.device import VOCAB, Device, choose, expect, grow, logprob, start_of
+from tests.null.device import STATE, VOCAB, Device, choose, expect, grow, logprob, start_of
 
 PAGE = 4
 DRAWN = 1234567  # the seed of requests without one
@@ -70,6 +70,9 @@ class Report:
     rewritten: int = 0  # page rows changed below their end
     forgotten: int = 0  # times that a running sequence was seen to have let pages go
     hollow: int = 0  # hits on prefixes with pages missing in front
+    carried: int = 0  # times that a running sequence was seen to carry a state ...
+    kept: int = 0  # ... and to have one to keep besides
+    restored: int = 0  # sequences that began from a state that was kept
     drafted: int = 0  # tokens guessed ahead
     right: int = 0  # ... and kept
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
@@ -164,8 +167,13 @@ def groups(seed: int, pages: int, budget: int) -> list[tuple[int, int]]:
         need = -(-(width + budget) // PAGE) + 2
         return max(3, need + rng.choice([-3, -1, 0, 0, 1, 2, 4, 8, 20])), width
 
-    kinds = rng.choice([[0], [0], [0], [0], [0, 1], [0, 1], [1], [1, 0], [0, 1, 1], [0, 0]])
-    return [window() if kind else (pages + rng.choice([0, 0, 3]) if i else pages, 0) for i, kind in enumerate(kinds)]
+    def state() -> tuple[int, int]:
+        return 2 + rng.choice([0, 0, 1, 2, 3, 5, 9, 20]), STATE
+
+    plain, windows = [[0]] * 6, [[0, 1], [0, 1], [1], [1, 0], [0, 1, 1], [0, 0]]
+    kinds = rng.choice([*plain, *windows, [0, 2], [0, 2], [0, 2], [0, 1, 2]])
+    made = {0: lambda: (pages + rng.choice([0, 0, 3]), 0), 1: window, 2: state}
+    return [made[kind]() if kind or i else (pages, 0) for i, kind in enumerate(kinds)]
 
 
 class Run:
@@ -178,7 +186,13 @@ class Run:
         self.budget, self.slots, self.drafts = rng.randint(3, 24), rng.randint(1, 6), rng.choice([0, 0, 2, 3])
         self.rows = rng.choice([1, 3, 8, 64])
         pools = groups(seed, pages, self.budget)
-        made = [(parts.groups.Window(w) if w else parts.groups.Full(), parts.pool.Pool(n)) for n, w in pools]
+        if any(w == STATE for _, w in pools):
+            self.drafts = 0  # what is folded into a state cannot be taken back
+        kinds = [
+            parts.groups.State(3 * PAGE) if w == STATE else parts.groups.Window(w) if w else parts.groups.Full()
+            for _, w in pools
+        ]
+        made = [(kind, parts.pool.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
         self.tree = parts.tree.PrefixTree(made[0][1], PAGE, made[0][0], made[1:])
         self.pools, self.report.grouped = pools, report.grouped + (pools != [(pages, 0)])
         self.scheduler = parts.scheduler.Scheduler(
@@ -269,6 +283,8 @@ class Run:
             expect(leader is None or leader.prompt_done, "a follower ran before its leader's prompt was done", name)
         for w in plan.work:
             slot = self.device.slots[w.slot]
+            if w.page_from == 0 and w.start > 0 and any(w.slot == new.slot for new in plan.opened):
+                self.report.restored += any(window == STATE for _, window in self.pools)
             self.report.hollow += w.page_from == 0 and bool(w.pages) and min(map(min, [w.pages, *w.more])) < 0
             if w.pages and slot is not None and w.slot not in plan.closed and w.page_from < len(slot.rows[0]):
                 self.report.rewritten += 1
@@ -276,7 +292,14 @@ class Run:
     def bounded(self, leases: list[Any]) -> None:
         """No sequence holds more of a group than what it sees and what it may have in flight."""
         for g, (_, window) in enumerate(self.pools):
-            if window:
+            if window == STATE:
+                for lease in leases:
+                    row = lease.rows[g]
+                    held = sum(page >= 0 for i, page in enumerate(row) if i not in lease.worth)
+                    expect(held <= 2 + self.depth, "more states than there are ends of steps", held)
+                    self.report.kept += any(page >= 0 for i, page in enumerate(row[:-1]) if i in lease.worth)
+                    self.report.carried += 1
+            elif window:
                 most = -(-(window + (self.depth + 1) * self.budget) // PAGE) + 1
                 for lease in leases:
                     held = sum(page >= 0 for page in lease.rows[g])

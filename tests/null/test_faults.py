@@ -135,6 +135,33 @@ FAULTS = [
     ),
     Fault("a window that is resumed without a look", "groups", "if row[at] < 0:", "if False:"),
     Fault(
+        "a state that is not there taken for one that is",
+        "groups",
+        "while pages and row[pages - 1] < 0:",
+        "while False:",
+    ),
+    Fault(
+        "a state of an earlier page restored",
+        "groups",
+        "return max(0, length - 1), length",
+        "return max(0, length - 1 - size_of_page), length",
+        also=(("STATE_EVERY = 512", "size_of_page = 4\nSTATE_EVERY = 512"),),
+    ),
+    Fault(
+        "the checkpoint of another prefix restored",
+        "tree",
+        "            del row[count:]\n",
+        "            del row[count:]\n            if self.groups[g].sparse and self._owned[g] > 1 and count:\n"
+        "                row[-1] = next(n.pages[g] for n in self._walk() if n.parent and n.pages[g] >= 0)\n",
+    ),
+    Fault(
+        "a sequence that gives its last state away",
+        "tree",
+        "for i in range(lease.low[g], len(row) - 1):",
+        "for i in range(lease.low[g], len(row)):",
+    ),
+    Fault("a row without a place for its last state", "tree", "row[-1:] = self._take(g, 1)", "pass"),
+    Fault(
         "pages behind the window that are kept",
         "tree",
         "for g in self._partial:",
@@ -168,7 +195,7 @@ FAULTS = [
     Fault(
         "room in the first group taken for room in all",
         "tree",
-        "            if need > self.available(g):\n                return False",
+        "            if g not in self._sparse and need > self.available(g):\n                return False",
         "            if not g and need > self.available(g):\n                return False",
     ),
     Fault(
@@ -264,7 +291,10 @@ def test_planted_fault_is_caught(fault: Fault) -> None:
     assert any("seed" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("fault", FAULTS[:4], ids=lambda fault: fault.name)
+ALONE = [*FAULTS[:4], *(fault for fault in FAULTS if fault.name == "the checkpoint of another prefix restored")]
+
+
+@pytest.mark.parametrize("fault", ALONE, ids=lambda fault: fault.name)
 def test_the_device_alone_notices(fault: Fault) -> None:
     """Without the check of the tree's books: wrong KV is seen where it is read, or wrong news where it arrives."""
     with pytest.raises(Caught):

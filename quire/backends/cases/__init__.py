@@ -37,4 +37,7 @@ from quire.backends.cases.rowwise import scale_cases as scale_cases
 from quire.backends.cases.rowwise import softcap_cases as softcap_cases
 from quire.backends.cases.rowwise import swiglu_cases as swiglu_cases
 from quire.backends.cases.rowwise import take_cases as take_cases
+from quire.backends.cases.states import conv_cases as conv_cases
+from quire.backends.cases.states import delta_rule_cases as delta_rule_cases
+from quire.backends.cases.states import sigmoid_gate_cases as sigmoid_gate_cases
 from quire.backends.ops import KV as KV

@@ -406,6 +406,7 @@ class CudaBackend(TorchBackend):
     """Programs on one NVIDIA GPU."""
 
     name = "cuda"
+    kv_states = False  # they are walked along by the host's copy of a batch, which a graph has none of
     shares = True  # whether its programs read a prefix that rows share once
     kernels = CudaKernels
 

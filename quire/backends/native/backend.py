@@ -22,7 +22,7 @@ from quire.observe.errors import NotEnoughMemory, Unsupported
 
 OPS = (
     "embed", "rms_norm", "layer_norm", "linear", "adapt", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
-    "gelu", "scale", "softcap", "join", "head_linear", "moe", "take",
+    "gelu", "scale", "softcap", "join", "head_linear", "moe", "take", "conv", "delta_rule", "sigmoid_gate",
 )  # fmt: skip
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
@@ -100,6 +100,7 @@ class NativeBackend:
 
     name = "native"
     kv_dtypes: tuple[str, ...] = ("f16", "int8")
+    kv_states = True
 
     def __init__(
         self,
@@ -261,7 +262,10 @@ class NativeBackend:
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:
         program, recording = draft.program, draft.recording
-        first, *more = [(k.layers, k.pages, k.kv_heads, k.head_dim, k.dtype == "int8", k.latent) for k in kv.groups]
+        first, *more = [
+            (k.layers, k.pages, k.kv_heads, k.head_dim, k.dtype == "int8" and not k.state, k.latent, k.state)
+            for k in kv.groups
+        ]
         plan = self._native.Plan(self._machine, first, max_tokens, max_rows, draft.arena)
         for pool in more:
             plan.pool(pool)
@@ -329,9 +333,14 @@ class NativeBackend:
             plan.store_latent(ins[0], i.layer, i.group)
         elif i.op == "attend_latent":
             plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole, i.group)
+        elif i.op == "conv":
+            plan.conv(ins[0], self._vector(i.weight), i.layer, i.group, i.at, whole)
+        elif i.op == "delta_rule":
+            vectors, sizes = (self._vector(i.weight), self._vector(i.bias)), (i.key_heads, i.heads, i.key_dim)
+            plan.delta_rule(*ins, *vectors, i.layer, i.group, *sizes, i.at, whole)
         elif i.op == "encode":
             plan.encode(*ins, i.heads, i.scale, whole)
-        else:  # add, swiglu, geglu, gelu, take and quantize have the plan's own names
+        else:  # add, swiglu, sigmoid_gate, geglu, gelu, take and quantize have the plan's own names
             getattr(plan, i.op)(*ins, *outs)
 
     def _emit_moe(self, plan: Any, i: Instruction, slots: dict[Value, int]) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from quire.backends.adapters import Pair, Site
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
+from quire.backends.states import walks
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 
 
@@ -70,6 +71,7 @@ class ReferenceOps:
         self._kv = kv
         self._keys = [Cache(own) for own in kv.groups]
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
+        self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
         self.adapters: dict[int, Mapping[Site, Pair]] = {}  # by slot
 
     def embed(self, ids: I32, table: Layout) -> Floats:
@@ -194,6 +196,61 @@ class ReferenceOps:
             out[rows] = np.einsum("hts,shd->thd", softmax(scores), own_v)
         return out.reshape(q.shape)
 
+    def conv(self, x: Floats, weight: Dense, batch: Batch, *, layer: int, group: int, at: int = 0) -> Floats:
+        factors = self._backend.dense(weight).reshape(-1, x.shape[1]).astype(np.float64)  # [K, n]
+        past = len(factors) - 1
+        states = self._states[group][:, layer, at : at + past * x.shape[1]].reshape(-1, past, x.shape[1])
+        out = np.empty_like(x)
+        for walk in walks(batch, group, self._kv.page_size):
+            before = np.zeros_like(x, shape=states.shape[1:]) if walk.load < 0 else states[walk.load]
+            seen = np.concatenate([before, x[walk.rows]])
+            n = len(seen) - past
+            out[walk.rows] = silu(np.asarray(sum(f * seen[j : j + n] for j, f in enumerate(factors))))
+            for done, page in walk.stops:
+                states[page] = seen[done : done + past]
+        return out
+
+    def delta_rule(
+        self,
+        qkv: Floats,
+        a: Floats,
+        b: Floats,
+        decay: Dense,
+        bias: Dense,
+        batch: Batch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int = 0,
+    ) -> Floats:
+        q, k, v = np.split(qkv, [key_heads * key_dim, 2 * key_heads * key_dim], axis=1)
+        v = by_head(v, heads).astype(np.float64)
+        q, k = (np.repeat(unit(by_head(x, key_heads)), heads // key_heads, axis=1) for x in (q, k))  # [T, H, Dk]
+        slow = np.exp(self._backend.dense(decay) * np.logaddexp(0.0, a.astype(np.float64) + self._backend.dense(bias)))
+        beta = 1.0 / (1.0 + np.exp(-b.astype(np.float64)))
+        shape = (heads, key_dim, v.shape[2])
+        states = self._states[group][:, layer, at : at + math.prod(shape)].reshape(-1, *shape)
+        out = np.empty((len(qkv), heads, v.shape[2]), np.float32)
+        for walk in walks(batch, group, self._kv.page_size):
+            own = np.zeros(shape, np.float32) if walk.load < 0 else states[walk.load].copy()
+            stops = dict(walk.stops)
+            for t in range(walk.rows.start, walk.rows.stop):
+                state = own * slow[t, :, None, None]
+                change = beta[t, :, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+                state += k[t][:, :, None] * change[:, None, :]
+                out[t] = np.einsum("hkv,hk->hv", state, q[t]) / math.sqrt(key_dim)
+                own = state.astype(np.float32)  # what is carried on does not depend on where a step ends
+                if t + 1 - walk.rows.start in stops:
+                    states[stops[t + 1 - walk.rows.start]] = own
+        return out.reshape(len(qkv), -1)
+
+    def sigmoid_gate(self, x: Floats, gate: Floats) -> Floats:
+        with np.errstate(over="ignore"):
+            return (x / (1.0 + np.exp(-gate.astype(np.float64)))).astype(np.float32)
+
     def swiglu(self, gate: Floats, up: Floats) -> Floats:
         return (silu(gate.astype(np.float64)) * up).astype(np.float32)
 
@@ -246,6 +303,12 @@ class ReferenceOps:
 def by_head(x: Floats, heads: int) -> Floats:
     """[T, H * D] -> [T, H, D]; there may be no rows."""
     return x.reshape(x.shape[0], heads, x.shape[1] // heads)
+
+
+def unit(x: Floats) -> npt.NDArray[np.float64]:
+    """Vectors along the last axis, of length 1 or a little less."""
+    wide = x.astype(np.float64)
+    return wide / np.sqrt(np.square(wide).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def silu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -311,6 +374,7 @@ class ReferenceBackend:
 
     name = "reference"
     kv_dtypes = tuple(KV_DTYPES)
+    kv_states = True
 
     def __init__(self) -> None:
         self._dense: dict[int, tuple[Layout, Floats]] = {}  # the layout is kept so that its id stays its own

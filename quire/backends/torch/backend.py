@@ -8,7 +8,7 @@ wait. Both execute the same list of instructions. Nothing here knows slots, samp
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -110,6 +110,7 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
+    kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
 
     def __init__(
@@ -186,13 +187,13 @@ class TorchBackend:
         """
         if not self.owns_memory:
             return available_memory()
-        groups = len(kv.groups)
-        small = kv.sized([-(-max_tokens // kv.page_size)] * groups)
+        need = -(-max_tokens // kv.page_size)
+        small = kv.sized([1 if own.state else need for own in kv.groups])
         program = self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        program.run(largest(max_tokens, max_rows, kv.page_size, groups))
+        program.run(largest(max_tokens, max_rows, kv.page_size, kv.more))
         step = torch.cuda.max_memory_allocated(self.device) - before
         del program
         gc.collect()
@@ -210,10 +211,11 @@ class TorchBackend:
         return {op.name: f"torch ({self.device.type})" for op in TABLE}
 
 
-def largest(max_tokens: int, max_rows: int, page_size: int, groups: int = 1) -> Batch:
-    """One sequence that fills a step, every logit row wanted. All of it lies in every group's pool, in order."""
+def largest(max_tokens: int, max_rows: int, page_size: int, more: Sequence[KV] = ()) -> Batch:
+    """One sequence that fills a step, every logit row wanted. All of it lies in every group's pool, in order; of states, the last."""
     count = np.arange(max_tokens, dtype=np.int32)
     pages = np.arange(-(-max_tokens // page_size), dtype=np.int32)[None]
+    last = np.where(pages == pages[0, -1], 0, -1).astype(np.int32)
     return Batch(
         ids=np.zeros(max_tokens, np.int32),
         pos=count,
@@ -222,7 +224,7 @@ def largest(max_tokens: int, max_rows: int, page_size: int, groups: int = 1) -> 
         pages=pages,
         write=count,
         logit_rows=np.zeros(max_rows, np.int32),
-        more=(Table(pages, count),) * (groups - 1),
+        more=tuple(Table(last if own.state else pages, count) for own in more),
     )
 
 

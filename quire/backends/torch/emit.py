@@ -190,6 +190,36 @@ class Emitter:
 
         return run
 
+    def _conv(self, i: Instruction) -> Step:
+        states, weight, (x,), (out,) = (
+            self._kernels.states,
+            self._weight(i.weight),
+            self._at(i.inputs),
+            self._at(i.outputs),
+        )
+        told = {"layer": i.layer, "group": i.group, "at": i.at}
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            cells[out] = states.conv(cells[x], weight, batch, **told)
+
+        return run
+
+    def _delta_rule(self, i: Instruction) -> Step:
+        states, (qkv, a, b), (out,) = self._kernels.states, self._at(i.inputs), self._at(i.outputs)
+        decay, bias = self._weight(i.weight), self._weight(i.bias)
+        told = {
+            "layer": i.layer, "group": i.group, "at": i.at,
+            "heads": i.heads, "key_heads": i.key_heads, "key_dim": i.key_dim,
+        }  # fmt: skip
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            cells[out] = states.delta_rule(cells[qkv], cells[a], cells[b], decay, bias, batch, **told)
+
+        return run
+
+    def _sigmoid_gate(self, i: Instruction) -> Step:
+        return self._pairwise(i, self._kernels.sigmoid_gate)
+
     def _encode(self, i: Instruction) -> Step:
         kernels, (q, k, v), (out,), heads, scale = (
             self._kernels, self._at(i.inputs), self._at(i.outputs), i.heads, i.scale

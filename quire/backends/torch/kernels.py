@@ -22,6 +22,7 @@ from quire.backends.torch.caches import Cache, caches
 from quire.backends.torch.experts import Mixture, mix
 from quire.backends.torch.quantized import Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
+from quire.backends.torch.states import States
 from quire.layouts import Rope
 
 _SCORES = 1 << 26  # attention scores, or gathered keys, that are in memory at a time
@@ -49,6 +50,7 @@ class TorchKernels:
         self.dtype = dtype
         self.caches = caches(kv, dtype, device)
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
+        self.states = States(kv, device)
 
     def sampler(self) -> DeviceSampler:
         """Who chooses tokens from the logits of a program here."""
@@ -123,6 +125,9 @@ class TorchKernels:
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.silu(gate.float()) * up.float()).to(self.dtype)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(self.dtype)
 
     def geglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(self.dtype)

@@ -195,8 +195,10 @@ class Partial:
     def add(self, chunk: Chunk) -> None:
         """Take one chunk in."""
         self.text.append(chunk.text)
-        self.reasoning.append(chunk.reasoning)
-        self.calls.add(chunk.calls)
+        if chunk.reasoning:
+            self.reasoning.append(chunk.reasoning)
+        if chunk.calls:
+            self.calls.add(chunk.calls)
         self.thoughts.add(chunk)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs

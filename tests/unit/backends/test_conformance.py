@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from quire.backends import cases
 from quire.backends.choose import open_backend
 from quire.backends.ops import TABLE
-from quire.layouts import Affine, Dense, Layout
+from quire.layouts import Affine, Dense, Floats, Layout
 
 BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 BLOCK_FORMATS += ("iq1_m", "iq2_xxs", "iq3_xxs", "iq4_xs", "tq2_0")  # what codebooks are expanded to, and ternary
@@ -69,8 +71,25 @@ def all_cases():
 
 
 CASES = list(all_cases())
+NAMED = {case.name: case for case in CASES}
+assert len(NAMED) == len(CASES)
 NATIVE = [case for case in CASES if case.kv.dtype != "fp8"]
 PLAIN = [case for case in CASES if case.kv.dtype == "f16"]  # what every backend must do
+
+
+def limits_of(case: cases.Case) -> dict[str, Any]:
+    return {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
+
+
+@functools.lru_cache(maxsize=64)  # the variants of a case follow one another, and the oracle is the slow one
+def reference(name: str) -> list[Floats]:
+    """What each step of a case is to give."""
+    case = NAMED[name]
+    oracle = open_backend("reference").compile(case.forward, **limits_of(case))
+    answers = [oracle.run(step.batch, step.inputs).copy() for step in case.steps]
+    for answer in answers:
+        answer.flags.writeable = False
+    return answers
 
 
 def test_the_native_backend_is_built():
@@ -81,11 +100,8 @@ def test_the_native_backend_is_built():
 @pytest.mark.parametrize("case", NATIVE, ids=lambda c: c.name)
 def test_conformance(case: cases.Case, variant: tuple[str, str | None, int]):
     name, isa, threads = variant
-    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
-    oracle = open_backend("reference").compile(case.forward, **limits)
-    program = open_backend(name, threads=threads, isa=isa).compile(case.forward, **limits)
-    for i, step in enumerate(case.steps):
-        expected = oracle.run(step.batch, step.inputs)
+    program = open_backend(name, threads=threads, isa=isa).compile(case.forward, **limits_of(case))
+    for i, (step, expected) in enumerate(zip(case.steps, reference(case.name), strict=True)):
         got = program.run(step.batch, step.inputs)
         assert got.shape == expected.shape
         error = np.abs(got.astype(np.float64) - expected)
@@ -97,11 +113,8 @@ def test_conformance(case: cases.Case, variant: tuple[str, str | None, int]):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_conformance_of_torch(case: cases.Case):
     """float32 on the CPU stays within the table's own bounds: one more oracle."""
-    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
-    oracle = open_backend("reference").compile(case.forward, **limits)
-    program = open_backend("torch", device="cpu", dtype="float32").compile(case.forward, **limits)
-    for i, step in enumerate(case.steps):
-        expected = oracle.run(step.batch, step.inputs)
+    program = open_backend("torch", device="cpu", dtype="float32").compile(case.forward, **limits_of(case))
+    for i, (step, expected) in enumerate(zip(case.steps, reference(case.name), strict=True)):
         got = program.run(step.batch, step.inputs)
         assert got.shape == expected.shape and got.dtype == np.float32
         error = np.abs(got.astype(np.float64) - expected)
@@ -120,9 +133,8 @@ def test_conformance_of_torch_in_half_precision(case: cases.Case, dtype: str):
     """Of inputs that are half floats already: what an op does to them is judged, not what rounding them does."""
     import torch
 
-    limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
-    oracle = open_backend("reference").compile(case.forward, **limits)
-    program = open_backend("torch", device="cpu", dtype=dtype).compile(case.forward, **limits)
+    oracle = open_backend("reference").compile(case.forward, **limits_of(case))
+    program = open_backend("torch", device="cpu", dtype=dtype).compile(case.forward, **limits_of(case))
     for i, step in enumerate(case.steps):
         inputs = {
             name: torch.from_numpy(x).to(getattr(torch, dtype)).float().numpy() for name, x in step.inputs.items()

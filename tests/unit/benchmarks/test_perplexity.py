@@ -11,7 +11,7 @@ from benchmarks.perplexity import Scorer, difference, losses, perplexity, window
 from quire.backends.choose import open_backend
 from quire.models import load
 from quire.weights.gguf import GGUF
-from tests.unit.models import tiny
+from tests.unit.models import recorded, tiny
 
 pytest.importorskip("transformers", reason="needs transformers, the oracle: the test extra")
 
@@ -22,21 +22,6 @@ def test_every_token_but_the_first_is_predicted_once(tokens: int, context: int, 
     assert [t for _, wanted, end in cuts for t in range(wanted, end)] == list(range(1, tokens))
     assert all(end - begin <= context and begin < wanted for begin, wanted, end in cuts)
     assert all(wanted - begin >= context - stride for begin, wanted, _ in cuts[1:])
-
-
-def theirs(oracle, tokens: list[int], context: int, stride: int) -> float:
-    """Perplexity from transformers' own loss: labels of -100 are left out."""
-    import torch
-
-    total, count = 0.0, 0
-    for begin, wanted, end in windows(len(tokens), context, stride):
-        ids = torch.tensor([tokens[begin:end]])
-        labels = ids.clone()
-        labels[:, : wanted - begin] = -100
-        with torch.no_grad():
-            total += float(oracle(input_ids=ids, labels=labels).loss) * (end - wanted)
-        count += end - wanted
-    return float(np.exp(total / count))
 
 
 def ours(path: Path, tokens: list[int], context: int, stride: int, dtype: str):
@@ -51,7 +36,7 @@ def test_a_tiny_model_agrees_with_transformers(tmp_path: Path) -> None:
     oracle = tiny.build(seed=3)
     path = tiny.write_gguf(oracle, tmp_path / "tiny.gguf")
     tokens = [int(t) for t in np.random.default_rng(0).integers(0, 160, 500)]
-    want = theirs(oracle, tokens, 300, 150)
+    want = recorded.perplexity(oracle, tokens, 300, 150)
     f16, int8 = (ours(path, tokens, 300, 150, dtype) for dtype in ("f16", "int8"))
     assert perplexity(f16) == pytest.approx(want, rel=1e-3)
     assert perplexity(int8) == pytest.approx(want, rel=2e-2)
@@ -65,11 +50,9 @@ def test_the_default_model_agrees_with_transformers(model_path: Path) -> None:
     """Activations are rounded to int8 here and not there, so this is closer than a text's own noise, not exact."""
     from quire.chat.tokenizer import Tokenizer
 
-    text = (
-        "A quire is a set of pages bound together. The reader opens it and follows the lines from left to right. " * 3
-    )
     with GGUF.open(model_path) as gguf:
-        tokens = Tokenizer.from_gguf(gguf.metadata).encode(text, add_special=False, parse_special=False)[:60]
-    want = theirs(tiny.from_gguf(model_path), tokens, 40, 20)
+        tokenizer = Tokenizer.from_gguf(gguf.metadata)
+    tokens = tokenizer.encode(recorded.TEXT, add_special=False, parse_special=False)[: recorded.READ]
     for dtype in ("f16", "int8"):
-        assert perplexity(ours(model_path, tokens, 40, 20, dtype)) == pytest.approx(want, rel=0.03)
+        found = perplexity(ours(model_path, tokens, recorded.CONTEXT, recorded.STRIDE, dtype))
+        assert found == pytest.approx(recorded.PERPLEXITY, rel=0.03)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.cache.groups import Full, Window
+from quire.cache.groups import Full, State, Window
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import Lease, PrefixTree
 
@@ -173,6 +173,98 @@ def test_what_is_short_counts_pages_that_will_be_let_go() -> None:
     assert tree.fits([54, 4], [0, 10]) and not tree.fits([54, 4], [1, 10]) and not tree.fits([54, 4], [0, 11])
 
 
+def carried(full: int, states: int, every: int = 1000) -> PrefixTree:
+    """Layers that keep everything, and layers that carry a state."""
+    return PrefixTree(Pool(full), P, Full(), [(State(every), Pool(states))])
+
+
+def test_what_a_state_asks_for() -> None:
+    group = State(12)
+    assert group.resumable([-1, 5, -1, 7, -1], 5, P) == 4 and group.resumable([-1, 5, -1], 3, P) == 2
+    assert group.resumable([-1, -1], 2, P) == 0 == group.resumable([], 0, P)
+    assert group.resident(0) == (0, 0) and group.resident(9) == (8, 9)
+    assert group.most(3, 1, P) == 1 and group.most(1 << 40, 99, P) == 2
+    assert (
+        group.worth(30, P) == ([6], [2, 5]) and group.worth(32, P) == ([6, 7], [2, 5]) and group.worth(3, P) == ([], [])
+    )
+    with pytest.raises(ValueError, match="a state every 0"):
+        State(0)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 7, 50])
+def test_states_are_two_however_long_the_sequence_is(step: int) -> None:
+    tree = carried(64, 2)
+    assert tree.longest(step) == 64 * P and not tree.rewinds
+    lease = walk(tree, tokens(200), step=step)
+    assert len(lease.rows[0]) == 50 and 1 <= sum(page >= 0 for page in lease.rows[1]) <= 2
+    tree.release(lease)
+    tree.check([])
+    assert tree.available(1) == 2
+
+
+def test_a_prefix_is_resumed_where_a_state_was_kept() -> None:
+    tree = carried(64, 12, every=16)
+    ids = tokens(50)
+    cache(tree, ids, step=50)
+    lease = tree.match("", [*ids, 1, 2])  # the end of what was known
+    assert lease.shared == 12 and lease.rows[1][:11] == [-1] * 11 and lease.rows[1][11] >= 0
+    tree.release(lease)
+    lease = tree.match("", [*ids[:30], 9, 9])  # every sixteen
+    assert lease.shared == 4 and sum(page >= 0 for page in lease.rows[1]) == 1
+    assert tree.extend(lease, 32)  # what was read stays as it is; the new one is written elsewhere
+    assert lease.rows[1][3] != lease.rows[1][7] and lease.rows[1][3] == lease.path[3].pages[1]
+    tree.check([lease])
+
+
+def test_a_state_is_kept_where_others_parted() -> None:
+    """Nothing is known of a common beginning until somebody shares it; the third one finds its state."""
+    tree = carried(64, 12)
+    common = tokens(24)
+    cache(tree, [*common, *tokens(10, 100)], step=50)
+    second = walk(tree, [*common, *tokens(10, 200)], step=50)
+    assert second.matched == 0 and second.rows[1][5] == -1  # left behind, in the tree
+    third = tree.match("", [*common, *tokens(10, 300)])
+    assert third.shared == 6
+    tree.check([second, third])
+
+
+def test_states_worth_having_are_not_taken_from_those_who_need_one() -> None:
+    tree = carried(64, 4, every=4)
+    other = tree.match("", [])
+    assert tree.extend(other, 4)
+    lease = tree.match("", tokens(40))
+    assert tree.extend(lease, 40)
+    assert tree.available(1) == 2  # one for each lease, and two are held
+    tree.check([other, lease])
+
+
+def test_a_state_goes_with_its_page_or_before() -> None:
+    tree = carried(16, 8, every=4)
+    cache(tree, tokens(32), step=32)
+    assert tree.cached(1) > 3
+    assert tree.evict(2, 1) == 2 and tree.cached(0) == 8
+    tree.evict(4, 0)
+    assert tree.cached(0) == 4
+    tree.check([])
+    assert tree.match("", tokens(32)).shared <= 4
+
+
+def test_what_will_be_asked_for_stays_longer_than_what_decoding_leaves() -> None:
+    tree = carried(256, 4)
+    cache(tree, tokens(8, 900), step=8)  # older, and asked for once: it goes before the end of a prompt does
+    prompt = tokens(21)
+    lease = tree.match("", prompt)
+    ids = [*prompt, *tokens(200, 500)]
+    at = 0
+    for n in (21, *[1] * 200):
+        at += n
+        assert tree.extend(lease, at)
+        tree.publish(lease, ids, at)
+        tree.forget(lease, at)
+        tree.check([lease])
+    assert tree.match("", prompt).shared == 5
+
+
 def resumable(tree: PrefixTree, namespace: str, ids: list[int]) -> int:
     """The most pages at which every group has all that it needs."""
     path, node = [], tree._roots.get(namespace)
@@ -193,7 +285,7 @@ def resumable(tree: PrefixTree, namespace: str, ids: list[int]) -> int:
 @pytest.mark.parametrize("seed", range(30))
 def test_random_leases_keep_every_page_in_one_place(seed: int) -> None:
     rng = random.Random(seed)
-    first, last = rng.choice([(Full(), Full()), (Window(7), Full()), (Window(3), Window(10))])
+    first, last = rng.choice([(Full(), Full()), (Window(7), Full()), (Window(3), Window(10)), (Full(), State(8))])
     tree = PrefixTree(Pool(24), P, first, [(Window(rng.randint(1, 10)), Pool(14)), (last, Pool(24))])
     held: list[tuple[Lease, list[int], int]] = []
     for _ in range(300):

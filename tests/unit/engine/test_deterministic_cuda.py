@@ -39,7 +39,7 @@ REQUESTS = [
     Request(
         id=str(i),
         tokens=[(7 * i + 3 * j) % 160 for j in range(length)],
-        sampling=SamplingParams(max_tokens=3, logprobs=3, prompt_logprobs=2 if i == 1 else None, **kind),
+        sampling=SamplingParams(max_tokens=2, logprobs=3, prompt_logprobs=2 if i == 1 else None, **kind),
     )
     for i, (length, kind) in enumerate(
         [

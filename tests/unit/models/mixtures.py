@@ -40,6 +40,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2moe": ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 96}),
     "qwen3moe": ("Qwen3Moe", {**QWEN, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3next": (
+        "Qwen3Next",
+        {
+            **QWEN,
+            "rms_norm_eps": 1e-4,  # what a delta net normalizes may be next to nothing: with less, float32 loses it
+            "num_hidden_layers": 5,
+            "head_dim": 32,
+            "shared_expert_intermediate_size": 96,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "granitemoe": (
         "GraniteMoe",
@@ -106,7 +121,8 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
             if key.endswith(("e_score_correction_bias", "router.bias", "sinks", "_bias")):
                 value.copy_(torch.randn_like(value) * 0.3)
             elif value.dim() > 1:
-                value.copy_(torch.randn_like(value) * (0.3 if "gate.weight" in key or "router" in key else 0.08))
+                large = 0.3 if "gate.weight" in key or "router" in key else 0.5 if "conv1d" in key else 0.08
+                value.copy_(torch.randn_like(value) * large)
             else:
                 value.add_(torch.randn_like(value) * 0.1)
     return made
@@ -119,10 +135,12 @@ def exact_logits(model: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
 
     class Halves(DynamicCache):
         def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().update(key.half().float(), value.half().float(), *args, **kwargs)
+            return super().update(key.half().to(key.dtype), value.half().to(value.dtype), *args, **kwargs)
 
+    # Layers that carry a state are found by the configuration; with it others would forget what is behind their window.
+    kept = Halves(config=model.config) if model.config.model_type == "qwen3_next" else Halves()
     with torch.no_grad():
-        return model(torch.tensor([tokens]), past_key_values=Halves()).logits[0].numpy()
+        return model(torch.tensor([tokens]), past_key_values=kept).logits[0].numpy()
 
 
 def continued(model: Any, prompt: list[int], heard: list[int]) -> list[int]:
@@ -203,16 +221,22 @@ NAMES = {
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     **{f"mlp.shared_expert.{p}_proj": f"ffn_{p}_shexp" for p in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{p}_proj": f"ffn_{p}_shexp" for p in ("gate", "up", "down")},
 }
-POST_NORM = ("glm4moe", "gpt-oss")  # their files call the norm before the experts after what it follows
+POST_NORM = ("glm4moe", "gpt-oss", "qwen3next")  # their files call the norm before the experts after what it follows
 PERMUTED = ("mixtral", "granitemoe")
 
 
 def _renamed(kind: str, key: str, x: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
     """What a parameter becomes in a GGUF: names and arrays."""
     stem, last = key.rsplit(".", 1)
+    if kind == "qwen3next" and last == "weight" and stem.endswith("norm") and "linear_attn" not in stem:
+        x = x + 1.0
     if stem in NAMES:
         yield f"{NAMES[stem]}.{last}", x
         return
@@ -229,6 +253,12 @@ def _renamed(kind: str, key: str, x: np.ndarray, config: Any) -> Iterator[tuple[
                 )
         else:
             yield f"{block}ffn_down_exps.{'bias' if last.endswith('bias') else 'weight'}", _turned(kind, last, x)
+    elif rest == "linear_attn.A_log":
+        yield f"{block}ssm_a", -np.exp(x)
+    elif rest == "linear_attn.dt_bias":
+        yield f"{block}ssm_dt.bias", x
+    elif stem == "linear_attn.conv1d":
+        yield f"{block}ssm_conv1d.weight", x.squeeze(1)
     elif last == "e_score_correction_bias":
         yield f"{block}exp_probs_b.bias", x
     elif last == "sinks":
@@ -260,11 +290,21 @@ def keys(kind: str, c: Any) -> dict[str, Any]:
         "expert_count": getattr(c, "num_experts", None) or getattr(c, "num_local_experts", 0),
         "expert_used_count": c.num_experts_per_tok,
     }
-    if kind in ("mixtral", "qwen3moe", "glm4moe", "gpt-oss"):
+    if kind in ("mixtral", "qwen3moe", "glm4moe", "gpt-oss", "qwen3next"):
         found |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
-    if kind in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "deepseek3"):
+    if kind in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "deepseek3", "qwen3next"):
         found["expert_feed_forward_length"] = c.moe_intermediate_size
-    if kind == "qwen2moe":
+    if kind == "qwen3next":
+        found |= {
+            "rope.dimension_count": c.head_dim // 4,
+            "ssm.conv_kernel": c.linear_conv_kernel_dim,
+            "ssm.state_size": c.linear_key_head_dim,
+            "ssm.group_count": c.linear_num_key_heads,
+            "ssm.time_step_rank": c.linear_num_value_heads,
+            "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
+            "full_attention_interval": 1 + c.layer_types.index("full_attention"),
+        }
+    if kind in ("qwen2moe", "qwen3next"):
         found["expert_shared_feed_forward_length"] = c.shared_expert_intermediate_size
     if kind == "granitemoe":
         found |= {
@@ -315,10 +355,12 @@ def write_gguf(
     experts: str | None = None,
     absorbed: bool = False,
     apart: bool = False,
+    mixed: bool = False,
     **more: Any,
 ) -> Path:
     """The model as a GGUF. experts: the type of their matrices; absorbed: kv_b in two parts, as newer files have it; apart: a
-    tensor per expert, as older ones have it; more: other metadata."""
+    tensor per expert, as older ones have it; mixed: all that a delta net projects in one matrix, as older ones have it;
+    more: other metadata."""
     import gguf
 
     c = model.config
@@ -345,6 +387,15 @@ def write_gguf(
                 k, v = both[:, : c.qk_nope_head_dim].swapaxes(1, 2), both[:, c.qk_nope_head_dim :]
                 writer.add_tensor(name.replace("kv_b", "k_b"), np.ascontiguousarray(k))
                 writer.add_tensor(name.replace("kv_b", "v_b"), np.ascontiguousarray(v))
+            elif name.endswith("ssm_in.weight") and not mixed:
+                share = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
+                ends = np.cumsum([c.linear_key_head_dim, c.linear_key_head_dim, share])
+                q, k, v, z = (
+                    p.reshape(-1, c.hidden_size)
+                    for p in np.split(x.reshape(c.linear_num_key_heads, -1, c.hidden_size), ends, 1)
+                )
+                writer.add_tensor(name.replace("ssm_in", "attn_qkv"), np.concatenate([q, k, v]))
+                writer.add_tensor(name.replace("ssm_in", "attn_gate"), z)
             elif apart and name.endswith("_exps.weight"):
                 for e, part in enumerate(x):
                     writer.add_tensor(name.replace("_exps.", f".{e}."), part)

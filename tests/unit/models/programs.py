@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire import models
+from quire.backends.batch import Table
 from quire.backends.cases import ragged, single
 from quire.backends.choose import open_backend
 from quire.layouts import Floats
@@ -58,7 +59,9 @@ class Loaded:
         for at in range(start, len(tokens), chunk):
             part = np.array(tokens[at : at + chunk], np.int32)
             pages = row[: -(-(at + part.size) // 16)]
-            parts.append(self.program.run(ragged([(at, part.size, pages)], ids=part)).copy())
+            batch = ragged([(at, part.size, pages)], ids=part)
+            batch.more = (Table(batch.pages, batch.write),) * len(self.kv.more)  # pages of the same numbers
+            parts.append(self.program.run(batch).copy())
         return np.concatenate(parts)
 
 

@@ -43,6 +43,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "olmoe, normalized": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
     "granitemoe": ("granitemoe", {}),
+    "qwen3next": ("qwen3next", {}),
+    "qwen3next, other layers": (
+        "qwen3next",
+        {
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "glm4moe": ("glm4moe", {}),
     "glm4moe, groups": ("glm4moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "use_qk_norm": False}),
     "gpt-oss": ("gpt-oss", {}),
@@ -65,6 +78,8 @@ GGUFS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("mixtral", {}, {}),
     "qwen2moe": ("qwen2moe", {}, {}),
     "qwen3moe": ("qwen3moe", {}, {}),
+    "qwen3next": ("qwen3next", {}, {}),
+    "qwen3next, mixed": ("qwen3next", {}, {"mixed": True}),
     "olmoe": ("olmoe", {}, {}),
     "granitemoe": ("granitemoe", {}, {}),
     "glm4moe": ("glm4moe", {}, {}),
@@ -146,7 +161,7 @@ def test_mixtral_with_and_without_stacks(old: bool, tmp_path: Path):
     np.testing.assert_allclose(got, exact_logits(model, tokens), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss", "qwen2moe", "deepseek3"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss", "qwen2moe", "qwen3next", "deepseek3"])
 @pytest.mark.parametrize(("backend", "device"), [("reference", "auto"), ("native", "auto"), ("torch", "cpu")])
 def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str, device: str, tmp_path: Path):
     """Through the engine, cold and with prefix hits, chunks smaller than the prompts, windows smaller than them."""
@@ -155,6 +170,8 @@ def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str,
     from quire.engine.types import Request
     from quire.runner.params import SamplingParams
 
+    if (kind, backend) == ("qwen3next", "reference"):
+        pytest.skip("needs nothing: tests/unit/engine/test_engine_states.py has this one")
     model = mixtures.build(kind)
     folders.save(model, tmp_path / "m")
     rng = np.random.default_rng(4)
@@ -212,6 +229,17 @@ BAD: dict[str, tuple[str, dict[str, Any], type[QuireError], str]] = {
         "is missing",
     ),
     "another activation": ("qwen2moe", {"hidden_act": "gelu"}, Unsupported, "hidden_act is 'gelu'"),
+    "value heads that do not share": (
+        "qwen3next",
+        {"linear_num_value_heads": 3},
+        BadModelFile,
+        "3 value heads cannot share 2 key heads",
+    ),
+    "another sort of layer": ("qwen3next", {"layer_types": ["mamba"] * 5}, Unsupported, "layer_types has 'mamba'"),
+    "no layer that attends": ("qwen3next", {"layer_types": ["linear_attention"] * 5}, Unsupported, "that attends"),
+    "wider states": ("qwen3next", {"linear_key_head_dim": 512}, Unsupported, "keys of 512"),
+    "fewer taps": ("qwen3next", {"linear_conv_kernel_dim": 3}, BadModelFile, "conv1d.weight' has shape 160x1x4"),
+    "gates that are not there": ("qwen3next", {"head_dim": 64}, BadModelFile, "q_proj.weight' has shape 384x96"),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, Unsupported, "clip_qkv is 8.0"),
     "another gain": ("gpt-oss", {"swiglu_alpha": 1.5}, Unsupported, "swiglu_alpha is 1.5"),
     "an activation without a limit": ("gpt-oss", {"swiglu_limit": 0}, BadModelFile, "swiglu_limit is 0"),
@@ -295,6 +323,8 @@ BAD_GGUF: dict[str, tuple[str, dict[str, Any], type[QuireError], str]] = {
     "no width": ("qwen3moe", {"expert_feed_forward_length": None}, BadModelFile, "expert_feed_forward_length"),
     "another function": ("deepseek3", {"expert_gating_func": 4}, Unsupported, "expert_gating_func is 4"),
     "clamped": ("olmoe", {"attention.clamp_kqv": 8.0}, Unsupported, "clamp_kqv"),
+    "uneven values": ("qwen3next", {"ssm.inner_size": 98}, BadModelFile, "98: not 4 equal heads"),
+    "no state": ("qwen3next", {"ssm.state_size": None}, BadModelFile, "ssm.state_size"),
     "no rank": ("deepseek2", {"attention.kv_lora_rank": None}, BadModelFile, "kv_lora_rank"),
     "nothing but rotation": ("deepseek2", {"attention.key_length": 16}, Unsupported, "0 plain"),
     "dense layers beyond the last": (
@@ -337,6 +367,24 @@ def test_layers_behind_the_last_are_left_alone_and_told(tmp_path: Path):
     folders.edit(path / "config.json", num_nextn_predict_layers=None)
     with pytest.raises(BadModelFile, match=r"model.layers.3.eh_proj.weight' is not one"):
         models.load(open_checkpoint(path))
+
+
+def test_a_head_that_predicts_further_tokens_is_left_alone_and_told(tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    path = folders.save(mixtures.build("qwen3next"), tmp_path / "m")
+    tensors = load_file(path / "model.safetensors")
+    tensors["mtp.fc.weight"] = torch.ones(4, 4)
+    save_file(tensors, path / "model.safetensors")
+    assert "1 tensors in the file are not used by this model: mtp.fc.weight" in models.load(open_checkpoint(path)).notes
+
+
+def test_a_state_is_of_one_size(tmp_path: Path):
+    model = models.load(open_checkpoint(folders.save(mixtures.build("qwen3next"), tmp_path / "m")))
+    kv, carry = model.kv(4, 16), model.kv(4, 16).more[0]
+    assert (kv.layers, carry.layers) == (1, 4) and carry.token_bytes == 0 and carry.forgets and not kv.forgets
+    assert carry.page_bytes == 4 * 4 * (3 * 160 + 4 * 16 * 24)  # rows for the convolution, and a matrix for each head
+    assert kv.nbytes == 4 * (16 * kv.token_bytes + carry.page_bytes)
 
 
 def test_a_latent_pool_is_as_small_as_it_should_be(tmp_path: Path):

@@ -117,3 +117,30 @@ def test_history_costs_nothing_unless_a_penalty_needs_it():
     slots.open(opening(1, [1, 2], SamplingParams(presence_penalty=0.1)))
     assert slots.stream(0).history is None
     assert slots.stream(1).history is not None
+
+
+def test_states_are_told_and_checked():
+    """A second group whose pages are states: some are not there, and must not be where one is needed."""
+    slots = Slots(2, CONTEXT // PAGE, pages=20, vocab_size=VOCAB, more=[(6, 0)], states=[False, True])
+    builder = BatchBuilder(
+        page_size=PAGE, vocab_size=VOCAB, max_seqs=2, max_tokens=TOKENS, max_context=CONTEXT, max_rows=ROWS, groups=2
+    )
+
+    def step(start: int, n: int, row: list[int]):
+        work = known(0, [7] * n, start, sample=False, pages=list(range(len(row))))
+        work.more = [row]
+        slots.place(work)
+        return builder.build([work], slots)
+
+    slots.open(opening(0, [7] * 40, SamplingParams()))
+    batch = step(8, 7, [-1, 3, -1, 5])  # from a state that another left
+    assert batch.more[0].pages.tolist() == [[-1, 3, -1, 5]] and (batch.more[0].write == -1).all()
+    for start, n, row in ((8, 7, [-1, -1, -1, 5]), (8, 7, [-1, 3, 5, -1])):
+        with pytest.raises(ValueError, match="no state before position 8"):
+            step(start, n, row)
+    slots.length[0] = 15
+    assert step(15, 1, [-1, 3, -1, 5]).kv_len.tolist() == [16]
+    with pytest.raises(ValueError, match="position 12 after 15 tokens: a state cannot go back"):
+        step(12, 3, [-1, 3, 1, 5])
+    with pytest.raises(ValueError, match="in a pool of 6"):
+        step(15, 1, [-1, 3, -1, 6])

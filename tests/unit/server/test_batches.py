@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from openai.types import Batch
 
 from quire.config import ServerConfig
+from quire.engine.types import Event, Receipt, Request
 from quire.observe.errors import Busy, EngineDead
 from quire.server.batches import journal, lines, queue
 from quire.server.urgency import BATCH
@@ -127,6 +129,35 @@ async def test_only_so_many_lines_at_a_time(config):
     assert most == 3
     order = [bytes(g.prompt).decode() for g in completer.seen]
     assert order.index("user:n7\n") < len(order) - 3  # the first batch's lines go first
+
+
+async def test_embeddings_stay_behind_too(config):
+    completer = FakeCompleter()
+    completer.info = msgspec.structs.replace(completer.info, task="embed")
+    asked: list[Request] = []
+
+    async def generate(request: Request) -> AsyncIterator[Event]:
+        asked.append(request)
+        yield Event(id=request.id, finish="stop", vector=b"\0\0\x80?" * 2, receipt=Receipt())
+
+    completer.client.generate = generate  # type: ignore[attr-defined]
+    text = json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": {"input": [[1, 2]]}})
+    async with server(config, completer) as http:
+        done = await until(http, await begin(http, text, "/v1/embeddings"))
+        (output,) = await read(http, done["output_file_id"])
+        assert (await http.post("/v1/embeddings", json={"input": [3, 4]})).status_code == 200
+    assert output["response"]["body"]["data"][0]["embedding"] == [1.0, 1.0]
+    assert [(r.tokens, r.priority) for r in asked] == [([1, 2], BATCH), ([3, 4], 0)]
+
+
+async def test_a_key_is_for_strangers(tmp_path):
+    """Lines need none: who may make a batch may run it."""
+    config = ServerConfig(state_dir=tmp_path, api_key="secret", host="0.0.0.0")
+    async with server(config) as http:
+        assert (await http.get("/v1/batches")).status_code == 401
+        assert (await http.get("/v1/files")).status_code == 401
+        http.headers["authorization"] = "Bearer secret"
+        assert (await until(http, await begin(http, line(0))))["request_counts"]["completed"] == 1
 
 
 @pytest.mark.parametrize(

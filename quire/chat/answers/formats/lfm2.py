@@ -44,11 +44,11 @@ class PythonSection:
             yield from t.spaces()
         if t.calls == before:
             return
-        if listed:
-            yield from t.gets("]")
+        if listed and not (yield from t.gets("]")):
+            return
+        t.forget()
         yield from t.spaces()
-        if (yield from t.gets(CLOSE)):
-            t.forget()
+        yield from t.gets(CLOSE)
 
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
         raise BadRequest(

@@ -29,7 +29,7 @@ TORCHS = ("linear", "embed", "add", "take", "scale", "join", "gelu", "head_linea
 # what differs only in the file's format, which is gone when weights are loaded.
 SLOW = (
     "moe-bf16", "moe-q", "moe-f32-softmax", "moe-f32-groups", "latent_attention", "attention-6of2x256-window",
-    "attention-4of4x64-window",
+    "attention-4of4x64-window", "attention-long-9of3x64", "attention-long-4of4x128",
 )  # fmt: skip
 OWN = [c for c in CASES if not c.name.startswith(TORCHS + SLOW)]
 
@@ -44,7 +44,7 @@ def test_conformance(case: cases.Case):
     limits = {"kv": case.kv, "max_tokens": 128, "max_rows": 128, "inputs": case.widths}
     oracle = open_backend("reference").compile(case.forward, **limits)
     program = open_cuda().compile(case.forward, **limits)
-    for i, step in enumerate(case.steps if GPU or not case.name.startswith("moe") else case.steps[:3]):
+    for i, step in enumerate(case.steps if GPU or not case.name.startswith("moe") else case.steps[:2]):
         expected = oracle.run(step.batch, step.inputs)
         got = program.run(step.batch, step.inputs)
         assert got.shape == expected.shape
@@ -117,7 +117,7 @@ def test_fused_layers(pairs: bool, dim: int, kept: str):
 def test_a_whole_model(tmp_path: Path):
     """Logits of a tiny Llama in chunks, float16 like the keys and values, against float32 on the CPU."""
     pytest.importorskip("gguf", reason="needs the test extra: it writes the model file")
-    path = tiny.write_gguf(tiny.build(), tmp_path / "m.gguf")
+    path = tiny.write_gguf(tiny.build(num_hidden_layers=2), tmp_path / "m.gguf")
     tokens = np.random.default_rng(8).integers(0, 160, 45).tolist()
     from quire import models
     from quire.weights.gguf import GGUF
@@ -162,7 +162,7 @@ def test_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CudaKernels, "skinny_rows", 16)
     monkeypatch.setattr(module, "skinny_shape", few_splits(module.skinny_shape))
     program = open_cuda(kind).compile(forward, **limits)
-    for start in range(3):
+    for start in range(2):
         batch = cases.ragged([(start, 1, [2 * b]) for b in range(rows)])
         x = cases.floats(rng, rows, 64)
         want, got = want_program.run(batch, {"x": x}), program.run(batch, {"x": x})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,3 +64,29 @@ def test_control_characters_in_strings_become_escapes():
 
 def test_depth_is_bounded():
     assert fed("[" * 5000, [])[2] is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a" 1}',
+        '{"a"=1}',
+        "{1: 2}",
+        '{"a": 1,}',
+        "[1,]",
+        "[1 2]",
+        "{,}",
+        "01",
+        "1.",
+        "+1",
+        "tru",
+        '"\\x"',
+        '"\\u12g4"',
+        "[}",
+        "nan",
+    ],
+)
+def test_what_is_no_json(text):
+    for cuts in ([], list(range(len(text)))):
+        out, rest, whole = fed(text, cuts)
+        assert not whole and out + rest == text

@@ -227,6 +227,6 @@ def test_strings_of_marked_arguments_come_as_they_are_written():
     parser = form.reading(ASSISTANT, tools("f")).parser()
     parser.feed("<tool_call>\n<function=f>\n<parameter=city>\n")
     (piece,) = parser.feed('say "hi"\n and')
-    assert piece.calls[0].arguments == '"say \\"hi\\"\\n and'
+    assert piece.calls[0].arguments == 'say \\"hi\\"\\n and'
     rest = "".join(c.arguments for p in parser.feed("\n</parameter>\n</function>") for c in p.calls)
     assert json.loads('{"city": "say \\"hi\\"\\n and' + rest) == {"city": 'say "hi"\n and'}

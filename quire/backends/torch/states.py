@@ -1,0 +1,88 @@
+"""States of layers that carry one from token to token, in plain torch: a step walks along each sequence, row by row.
+
+States are float32 whatever is computed in. The host's copy of the batch says where they lie, so nothing of this can be
+captured in a graph. What a page of such a group is, and when a state is kept: `conv` in backends/ops.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from quire.backends.ops import KV
+from quire.backends.states import Walk, walks
+from quire.backends.torch.batch import DeviceBatch
+
+
+class States:
+    """The pools of states of one program."""
+
+    def __init__(self, kv: KV, device: torch.device):
+        self._size = kv.page_size
+        self._pools = [torch.zeros((own.pages, own.layers, own.state), device=device) for own in kv.groups]
+
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
+    ) -> torch.Tensor:
+        rows, factors = x.float(), weight.float().view(-1, x.shape[1])  # [T, n], [K, n]
+        past = factors.shape[0] - 1
+        held = self._pools[group][:, layer, at : at + past * x.shape[1]]
+        out = torch.empty_like(rows)
+        for walk in self._walks(batch, group):
+            before = rows.new_zeros(past, x.shape[1]) if walk.load < 0 else held[walk.load].view(past, -1)
+            seen = torch.cat([before, rows[walk.rows]])
+            n = seen.shape[0] - past
+            out[walk.rows] = F.silu(sum((seen[j : j + n] * factors[j] for j in range(past + 1)), rows.new_zeros(())))
+            for done, page in walk.stops:
+                held[page] = seen[done : done + past].reshape(-1)
+        return out.to(x.dtype)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        decay: torch.Tensor,
+        bias: torch.Tensor,
+        batch: DeviceBatch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int,
+    ) -> torch.Tensor:
+        keys = key_heads * key_dim
+        q, k, v = qkv.float().split([keys, keys, qkv.shape[1] - 2 * keys], dim=1)
+        v = v.unflatten(1, (heads, -1))  # [T, H, Dv]
+        q, k = (_unit(x.unflatten(1, (key_heads, -1))).repeat_interleave(heads // key_heads, dim=1) for x in (q, k))
+        q = q / math.sqrt(key_dim)
+        slow = torch.exp(decay.float() * F.softplus(a.float() + bias.float()))  # [T, H]
+        beta = b.float().sigmoid()
+        shape = (heads, key_dim, v.shape[2])
+        held = self._pools[group][:, layer, at : at + math.prod(shape)]
+        out = torch.empty_like(v)
+        for walk in self._walks(batch, group):
+            state = v.new_zeros(shape) if walk.load < 0 else held[walk.load].reshape(shape).clone()
+            stops = dict(walk.stops)
+            for t in range(walk.rows.start, walk.rows.stop):
+                state = state * slow[t, :, None, None]
+                change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+                state = state + k[t][:, :, None] * change[:, None, :]
+                out[t] = torch.einsum("hkv,hk->hv", state, q[t])
+                if t + 1 - walk.rows.start in stops:
+                    held[stops[t + 1 - walk.rows.start]] = state.reshape(-1)
+        return out.flatten(1).to(qkv.dtype)
+
+    def _walks(self, batch: DeviceBatch, group: int) -> list[Walk]:
+        host = batch.host
+        if host is None:
+            raise RuntimeError("a step over states cannot be captured: the host must say where they lie")
+        return batch.once(("walks", group), lambda: list(walks(host, group, self._size)))
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,57 @@
+"""What a model is loaded for: to generate, to embed or to score, by what was asked and what the checkpoint says of itself.
+
+Apart from build_pooled.py because every load asks, and most go on to generate.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from quire.models import Encoder, Model
+from quire.observe.errors import Unsupported
+from quire.weights.gguf import GGUF
+
+if TYPE_CHECKING:
+    from quire.weights.checkpoint import Opened
+
+TASKS = ("auto", "generate", "embed", "score")
+
+
+def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
+    """generate, embed or score: what was asked, if the model can, else what it is made for."""
+    encoder = isinstance(model, Encoder)
+    own = "score" if encoder and model.head is not None else "embed"
+    bare = not encoder and checkpoint is not None and headless(checkpoint)
+    if asked == "auto":
+        named = checkpoint is not None and (declared(checkpoint) or checkpoint.architecture.endswith("Model"))
+        return own if encoder or bare or named else "generate"
+    if asked == "generate" and bare:
+        raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
+    if asked == "generate" and encoder:
+        raise Unsupported(
+            f"a {model.config.architecture} cannot generate text: it is for {own}", cure="leave --task out"
+        )
+    if asked != "generate" and asked != own:
+        raise Unsupported(
+            f"a {model.config.architecture} {'scores pairs of texts' if own == 'score' else 'has no score'}: "
+            f"it cannot {asked}",
+            cure="leave --task out",
+        )
+    return asked
+
+
+def declared(checkpoint: Opened) -> bool:
+    """Whether the checkpoint is made for embeddings, by its own word."""
+    if isinstance(checkpoint, GGUF):
+        return checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0) != 0
+    from quire.models.pooling import MODULES
+
+    return os.path.exists(os.path.join(checkpoint.path, MODULES))
+
+
+def headless(checkpoint: Opened) -> bool:
+    """Whether a decoder was saved without the matrix that makes logits."""
+    if isinstance(checkpoint, GGUF) or "embed_tokens.weight" not in checkpoint.tensors:
+        return False
+    return "lm_head.weight" not in checkpoint.tensors and not checkpoint.config.flag("tie_word_embeddings", False)
