@@ -268,6 +268,7 @@ class Completer:
                 namespace=generation.namespace,
                 follows=None if i == 0 else first,
                 constraint=generation.constraint,
+                adapter=generation.adapter,
             )
             for i in range(sampling.n)
         ]

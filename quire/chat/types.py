@@ -21,6 +21,7 @@ class Generation:
     namespace: str = ""
     constraint: Constraint | None = None  # what the answer must be
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
+    adapter: str = ""  # the name of a loaded adapter; empty: the model as it is
 
 
 @dataclass(frozen=True, slots=True)

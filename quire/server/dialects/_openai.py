@@ -271,7 +271,9 @@ class Envelope:
 
 def envelope(service: Service, request: Sampling, prefix: str, kind: str) -> Envelope:
     """The envelope of an answer; the client's request_id, if any, is in its id."""
-    return Envelope(f"{prefix}-{request.request_id or secrets.token_hex(12)}", kind, service.name, service.fingerprint)
+    return Envelope(
+        f"{prefix}-{request.request_id or secrets.token_hex(12)}", kind, service.answering, service.fingerprint
+    )
 
 
 async def collect(feed: Feed) -> tuple[dict[tuple[int, int], Partial], dict[int, list[Any]]]:
