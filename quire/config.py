@@ -91,6 +91,10 @@ class EngineConfig:
         "none"  # who guesses tokens ahead, for one step to verify several: "ngram" (what the text said before)
     )
     draft_tokens: int = 4  # guesses for a sequence in a step at most
+    loras: tuple[tuple[str, str], ...] = ()  # adapters to load at start: names and paths
+    runtime_lora: bool = False  # adapters may be loaded later too
+    max_loras: int = 8  # adapters at once, where there are any
+    max_lora_rank: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class ServerConfig:
     state_dir: Path | None = None  # files, batches and stored responses; None: no files, responses in memory
     max_file: int = 512 * 1024 * 1024
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
+    runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
 
 
 def parse_size(text: str) -> int:

@@ -78,6 +78,9 @@ void check(const BatchView& b, const BatchLimits& l) {
                 refuse(at("write", t, place) + " is not a slot of the pool (" + std::to_string(most) + ")");
         }
     }
+    for (int t = 0; b.adapters && t < b.tokens; t++)
+        if (b.adapters[t] < -1 || b.adapters[t] >= l.adapters)
+            refuse(at("adapters", t, b.adapters[t]) + " is not a slot for adapters (" + std::to_string(l.adapters) + ")");
     for (int i = 0; i < b.rows; i++)
         if (b.logit_rows[i] < 0 || b.logit_rows[i] >= b.tokens)
             refuse(at("logit_rows", i, b.logit_rows[i]) + " is not a row of this batch (" + std::to_string(b.tokens) + ")");

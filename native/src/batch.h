@@ -24,6 +24,7 @@ struct BatchView {
     const int32_t* logit_rows = nullptr;  // [rows]
     int tokens = 0, sequences = 0, table = 0, rows = 0;
     std::vector<TableView> more;  // of further groups: as wide, each over its own pool
+    const int32_t* adapters = nullptr;  // [tokens] the slot of each row's adapter, -1: none; nullptr: no row has one
 
     TableView at(int group) const { return group ? more[(size_t)group - 1] : TableView{pages, write}; }
 };
@@ -40,6 +41,7 @@ struct BatchLimits {
     int max_tokens = 0, max_rows = 0;
     int vocabulary = 0;  // 0: ids are not looked up
     std::vector<PoolLimits> pools;  // of each group
+    int adapters = 0;  // slots for adapters
 };
 
 // Throws std::invalid_argument that names the first thing wrong.

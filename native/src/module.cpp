@@ -1,6 +1,7 @@
 // The Python module: thin. It checks what crosses the border, lets go of the interpreter lock, and calls the plan.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -109,13 +110,14 @@ std::shared_ptr<Vector> py_vector(const Floats1& data) {
     return v;
 }
 
-using SegmentTuple = std::tuple<std::shared_ptr<Matrix>, nb::object, int, int, int>;
+using SegmentTuple = std::tuple<std::shared_ptr<Matrix>, nb::object, int, int, int, int, int>;
 
 Segment to_segment(const SegmentTuple& t) {
     Segment s;
     s.weight = std::get<0>(t);
     if (!std::get<1>(t).is_none()) s.bias = nb::cast<std::shared_ptr<Vector>>(std::get<1>(t));
     s.in = std::get<2>(t), s.out = std::get<3>(t), s.residual = std::get<4>(t);
+    s.site = std::get<5>(t), s.shrunk = std::get<6>(t);
     return s;
 }
 
@@ -152,7 +154,7 @@ Routing to_routing(const RoutingTuple& t, const nb::object& bias) {
 
 nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Ints1& q_start, const Ints1& kv_len,
                   const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs,
-                  const std::vector<std::tuple<Ints2, Ints1>>& more) {
+                  const std::vector<std::tuple<Ints2, Ints1>>& more, const std::optional<Ints1>& adapters) {
     Plan& plan = nb::cast<Plan&>(self);
     BatchView b;
     b.ids = ids.data(), b.pos = pos.data(), b.q_start = q_start.data(), b.kv_len = kv_len.data();
@@ -171,6 +173,10 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
         if (table.shape(0) != pages.shape(0) || table.shape(1) != pages.shape(1) || places.shape(0) != ids.shape(0))
             throw std::invalid_argument("batch: the page tables of its groups differ in size");
         b.more.push_back({table.data(), places.data()});
+    }
+    if (adapters) {
+        if (adapters->shape(0) != ids.shape(0)) throw std::invalid_argument("batch: ids and adapters differ in length");
+        b.adapters = adapters->data();
     }
     if (inputs.size() != plan.inputs().size()) throw std::invalid_argument("inputs are missing");
     std::vector<const float*> pointers;
@@ -241,6 +247,13 @@ void bind_plan(nb::module_& m) {
         .def("store_latent", &Plan::store_latent)
         .def("attend_latent", &Plan::attend_latent)
         .def("encode", &Plan::encode)
+        .def("site", nb::overload_cast<int, int, int, int>(&Plan::site))
+        .def("shrink", &Plan::shrink)
+        .def("adapt", &Plan::adapt)
+        .def("place", [](Plan& p, int site, int slot, std::shared_ptr<Matrix> a, std::shared_ptr<Matrix> b, float scale) {
+            nb::gil_scoped_release free;  // a run may hold the lock, and may want the interpreter
+            p.place(site, slot, {std::move(a), std::move(b), scale});
+        }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
         .def("conv", [](Plan& p, int x, std::shared_ptr<Vector> w, int layer, int group, size_t at,
                         int out) { p.conv(x, std::move(w), layer, group, at, out); })
         .def("delta_rule", [](Plan& p, int qkv, int a, int b, std::shared_ptr<Vector> decay, std::shared_ptr<Vector> bias, int layer,
@@ -255,7 +268,7 @@ void bind_plan(nb::module_& m) {
         .def("profiled", &Plan::profiled)
         .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv(0).page_bytes(); })
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
-             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg());
+             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert().none());
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ void Plan::input(int slot) {
 BatchView Plan::own(const BatchView& given) {
     const size_t tokens = (size_t)given.tokens, sequences = (size_t)given.sequences;
     const size_t tables = sequences * (size_t)given.table, groups = 1 + given.more.size();
-    staging_.resize(2 * tokens + 2 * sequences + 1 + groups * (tables + tokens) + (size_t)given.rows);
+    staging_.resize(2 * tokens + 2 * sequences + 1 + groups * (tables + tokens) + (size_t)given.rows + (given.adapters ? tokens : 0));
     BatchView mine = given;
     int32_t* to = staging_.data();
     auto copy = [&](const int32_t*& from, size_t n) {
@@ -100,6 +100,7 @@ BatchView Plan::own(const BatchView& given) {
     copy(mine.ids, tokens), copy(mine.pos, tokens), copy(mine.write, tokens), copy(mine.q_start, sequences + 1);
     copy(mine.kv_len, sequences), copy(mine.pages, tables), copy(mine.logit_rows, (size_t)given.rows);
     for (TableView& t : mine.more) copy(t.pages, tables), copy(t.write, tokens);
+    if (mine.adapters) copy(mine.adapters, tokens);
     return mine;
 }
 
@@ -113,7 +114,8 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
         for (int r = 0; r < batch.tokens; r++)
             memcpy(floats(s, r), inputs[i] + (size_t)r * (size_t)s.width, (size_t)s.width * sizeof(float));
     }
-    Run now{*this, batch, pool_->threads()};
+    stretches(batch);
+    Run now{*this, batch, pool_->threads(), by_token_, by_row_};
     for (size_t i = 0; i < steps_.size(); i++) {
         steps_[i]->prepare(now);
         items_[i] = steps_[i]->items(now);

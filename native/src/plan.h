@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adapter.h"
 #include "batch.h"
 #include "kernels.h"
 #include "operand.h"
@@ -62,8 +63,10 @@ struct Run {
     const Plan& plan;
     const BatchView& batch;
     int threads;
+    const std::vector<Stretch>&by_token, &by_row;  // rows with an adapter: of tensors per token, and per logit row
 
     int rows(const Slot& s) const { return s.per_token ? batch.tokens : batch.rows; }
+    const std::vector<Stretch>& adapted(const Slot& s) const { return s.per_token ? by_token : by_row; }
 };
 
 struct Step {
@@ -79,6 +82,7 @@ struct Segment {
     std::shared_ptr<const Matrix> weight;
     std::shared_ptr<const Vector> bias;
     int in = -1, out = -1, residual = -1;
+    int site = -1, shrunk = -1;  // where adapters add to it, and the slot of what shrink makes for that
 };
 
 // What attention may have beside its scale.
@@ -143,6 +147,11 @@ public:
     void sigmoid_gate(int x, int gate, int out);
     // Every row of a sequence sees every row of it that is in the step.
     void encode(int q, int k, int v, int heads, float scale, int out);
+    // Adapters: see adapter.h. shrink fills a slot of the site's rank for each of several sites; adapt adds to y.
+    int site(int n, int k, int rank, int slots);
+    void shrink(int x, const std::vector<std::pair<int, int>>& outs);
+    void adapt(int y, int shrunk, int site, int out);
+    void place(int site, int slot, Pair pair);  // between runs; an empty pair takes it away
     void output(int slot);
     void input(int slot);
 
@@ -168,6 +177,9 @@ public:
     }
     uint8_t* scratch(int thread) const { return scratch_ + (size_t)thread * scratch_bytes_; }
     const Kernels& kernels() const { return *kernels_; }
+    const Site& site(int i) const { return *sites_[(size_t)i]; }
+    // Adds what adapters add to columns [16 * b0, 16 * b1) of rows [m0, m0 + m): out is the first of these.
+    void expand(const Run& run, int site, const Slot& shrunk, int b0, int b1, int m0, int m, float* out, size_t stride) const;
     const KvShape& kv(int group) const { return pools_[(size_t)group].shape; }
     uint8_t* cells(int group, int layer, int page) const {  // of every head
         const KvPool& p = pools_[(size_t)group];
@@ -187,10 +199,12 @@ private:
     const Slot& floats_slot(int slot, const char* what) const;
     const Slot& quant_slot(int slot, const char* what) const;
     void check_segment(const Segment& s) const;
+    void check_site(int site, int shrunk, int n, bool per_token) const;
     void add_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, bool centred, float eps, int heads,
                   int out, int quant_out);
     void need_scratch(size_t bytes);
     BatchView own(const BatchView& given);
+    void stretches(const BatchView& batch);  // which rows use adapters
 
     std::shared_ptr<ThreadPool> pool_;
     const Kernels* kernels_;
@@ -201,6 +215,8 @@ private:
     std::vector<struct RopeTable*> tables_;  // owned by steps_
     std::vector<std::shared_ptr<struct Schedule>> schedules_;  // of attention, one per number of heads, window and group
     std::shared_ptr<struct EncodePages> encode_pages_;
+    std::vector<std::unique_ptr<Site>> sites_;  // steps hold pointers
+    std::vector<Stretch> by_token_, by_row_;  // of this run
     std::vector<int> inputs_;
     int output_ = -1;
     Mapping arena_memory_, scratch_memory_;

@@ -17,7 +17,7 @@ constexpr int kRows = 128;  // rows of x in an item: they stay in the second cac
 
 struct Part {
     Segment segment;
-    Slot in, out, residual;
+    Slot in, out, residual, shrunk;
     int items = 0;  // of this run
 };
 
@@ -25,6 +25,11 @@ struct Part {
 void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epilogue e) {
     if (p.segment.bias) e.bias = p.segment.bias->data() + 16 * b0;
     multiply(run.plan.kernels(), *p.segment.weight, b0, b1, run.plan.operand(p.in, m0), m, e);
+}
+
+// What adapters add to it. Costs nothing where no row has one.
+void adapt(const Run& run, const Part& p, int b0, int b1, int m0, int m, const Epilogue& e) {
+    if (p.segment.site >= 0 && run.batch.adapters) run.plan.expand(run, p.segment.site, p.shrunk, b0, b1, m0, m, e.out, e.out_stride);
 }
 
 struct Linear : Step {
@@ -57,6 +62,7 @@ struct Linear : Step {
             e.residual_stride = p->residual.stride / sizeof(float);
         }
         multiply(run, *p, b0, b1, m0, m, e);
+        adapt(run, *p, b0, b1, m0, m, e);
     }
 };
 
@@ -92,8 +98,10 @@ struct Gated : Step {
         e.out_stride = 32;
         e.out = g;
         multiply(run, gate, b0, b1, m0, m, e);
+        adapt(run, gate, b0, b1, m0, m, e);
         e.out = u;
         multiply(run, up, b0, b1, m0, m, e);
+        adapt(run, up, b0, b1, m0, m, e);
         const Kernels& k = run.plan.kernels();
         const int count = width - 32 * column < 32 ? width - 32 * column : 32;
         for (int r = 0; r < m; r++, g += 32, u += 32) {
@@ -147,6 +155,8 @@ struct HeadLinear : Step {
     }
 };
 
+Slot shrunk_of(const Plan& plan, const Segment& s) { return s.site >= 0 ? plan.at(s.shrunk) : Slot{}; }
+
 }  // namespace
 
 void Plan::check_segment(const Segment& s) const {
@@ -154,6 +164,7 @@ void Plan::check_segment(const Segment& s) const {
     const Slot& in = affine ? quant_slot(s.in, "linear's input") : floats_slot(s.in, "linear's input");
     if (in.width != s.weight->k) refuse("linear: the weight has another width");
     if (s.bias && s.bias->n != s.weight->n) refuse("linear: the bias has another width");
+    if (s.site >= 0) check_site(s.site, s.shrunk, s.weight->n, in.per_token);
 }
 
 void Plan::linear(std::vector<Segment> segments) {
@@ -161,7 +172,7 @@ void Plan::linear(std::vector<Segment> segments) {
     auto step = std::make_unique<Linear>();
     for (Segment& s : segments) {
         check_segment(s);
-        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}, 0};
+        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}, shrunk_of(*this, s), 0};
         p.residual = s.residual >= 0 ? floats_slot(s.residual, "linear's residual") : p.out;
         for (const Slot* o : {&p.out, &p.residual})
             if (o->width != s.weight->n || o->per_token != p.in.per_token) refuse("linear: shapes differ");
@@ -176,8 +187,8 @@ void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
     check_segment(gate);
     check_segment(up);
     auto step = std::make_unique<Gated>();
-    step->gate = {gate, at(gate.in), {}, {}, 0};
-    step->up = {up, at(up.in), {}, {}, 0};
+    step->gate = {gate, at(gate.in), {}, {}, shrunk_of(*this, gate), 0};
+    step->up = {up, at(up.in), {}, {}, shrunk_of(*this, up), 0};
     const int n = gate.weight->n;
     if (up.weight->n != n || step->gate.in.per_token != step->up.in.per_token) refuse("gated: shapes differ");
     if ((step->keep = out >= 0)) step->out = floats_slot(out, "gated's output");

@@ -35,6 +35,12 @@ class Batch:
     write: I32  # [T] where each token's K and V go: page * page_size + offset
     logit_rows: I32  # [L] rows whose logits are wanted
     more: tuple[Table, ...] = ()  # of further groups, as KV.more
+    adapters: I32 | None = None  # [T] the slot of each row's adapter, -1: none; None: no row has one
+
+    @property
+    def taken_adapters(self) -> I32 | None:
+        """`adapters` of the rows in logit_rows."""
+        return None if self.adapters is None else self.adapters[self.logit_rows]
 
     def table(self, group: int) -> Table:
         """The pages and the places to write of a group."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from quire.backends.adapters import Site
 from quire.backends.batch import Batch
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
@@ -104,6 +105,13 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Layout, bias: Dense | None = None) -> Tensor:
         """x @ weight.T (+ bias). weight [n, k]. A backend may round x to int8 per 32 columns for Affine weights."""
+        ...
+
+    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, site: Site) -> Tensor:
+        """y + scale * b (a x) for rows whose slot has a pair at this site; the others are y. x is not rounded to int8.
+
+        `rows` is batch.adapters, or batch.taken_adapters once rows were taken. y [T, n], x [T, k] -> [T, n]
+        """
         ...
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -255,6 +263,7 @@ TABLE: tuple[Op, ...] = (
         "x [T, k], weight [n, k], bias [n] -> [T, n]",
         "float32 sums; for Affine weights also half an int8 step of x per 32 columns",
     ),
+    Op("adapt", "y [T, n], x [T, k], a pair [r, k] and [n, r] for each row -> [T, n]", "float32 sums"),
     Op("add", "[T, d], [T, d] -> [T, d]", "exact"),
     Op("rope", "x [T, heads * D], pos [T] -> same", "4e-6 absolute for unit inputs"),
     Op(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from quire.backends.adapters import Site
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Forward, Tensor
 from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
@@ -36,6 +37,8 @@ class Segment:
     bias: Dense | None
     out: Value
     residual: Value | None = None
+    site: Site | None = None  # where adapters add to it
+    shrunk: Value | None = None  # what a backend keeps for that
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +65,7 @@ class Instruction:
     at: int = 0  # conv and delta_rule: where in a layer's state its part begins
     key_heads: int = 0  # delta_rule
     key_dim: int = 0
+    sites: list[Site] = field(default_factory=list)  # adapt: one
 
     def reads(self) -> list[Value]:
         """Every value it needs."""
@@ -70,6 +74,8 @@ class Instruction:
             found.append(s.x)
             if s.residual is not None:
                 found.append(s.residual)
+            if s.shrunk is not None:
+                found.append(s.shrunk)
         return found
 
     def weights(self) -> list[Layout]:
@@ -96,12 +102,14 @@ class _Index:
 
 
 class _SymbolicBatch:
-    """What forward sees of the batch while it is recorded: three names, and nothing to compute with."""
+    """What forward sees of the batch while it is recorded: its names, and nothing to compute with."""
 
     def __init__(self) -> None:
         self.ids = _Index("ids")
         self.pos = _Index("pos")
         self.logit_rows = _Index("logit_rows")
+        self.adapters = _Index("adapters")
+        self.taken_adapters = _Index("taken_adapters")
 
 
 @dataclass(slots=True)
@@ -160,6 +168,16 @@ class Recorder:
             raise Unsupported(f"linear: a quantized weight must have a multiple of 32 columns, not {k}")
         out = Value(n, v.per_token)
         self.instructions.append(Instruction("linear", segments=[Segment(v, weight, bias, out)]))
+        return out
+
+    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, site: Site) -> Value:
+        v, w = _value(y, "adapt"), _value(x, "adapt")
+        _same((v.width, w.width), (site.n, site.k), f"adapt: y and x of {site.name}")
+        if v.per_token != w.per_token:
+            raise ValueError("adapt: y and x are not of the same rows")
+        self._index(rows, "adapters" if v.per_token else "taken_adapters", "adapt")
+        out = Value(v.width, v.per_token)
+        self.instructions.append(Instruction("adapt", [v, w], [out], sites=[site]))
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from quire.chat.library import ids_of
 from quire.chat.pretokenizers import PreTokenizer
 from quire.chat.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
@@ -50,7 +51,7 @@ class BytePieces:
 
     def encode(self, text: str, first: bool, last: bool) -> list[int]:
         """Ids of plain text; spaces are part of its words wherever it lies."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids_of(self._tokenizer, text)
 
     def missing(self, data: bytes) -> bytes:
         """The bytes of `data` that no token can express (the library would drop them without a word)."""

@@ -31,14 +31,24 @@ if TYPE_CHECKING:
     from quire.chat.answers.check import Score
     from quire.chat.answers.types import Format, Reading, Tools
 
-THREAD_FROM = 16 * 1024  # characters; longer texts are tokenized in a thread, off the event loop
+THREAD_FROM = 4 * 1024  # characters, some milliseconds; longer texts are tokenized in a thread, off the event loop
 TAIL = 64  # tokens of a prompt's end that say whether it opened the reasoning
 
 
 class Completer:
     """Completions and chat over one engine. `template` is None for a model without one: chat is then refused."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, info: EngineInfo):
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        info: EngineInfo,
+        *,
+        looked: bool = False,
+        answers: Format | None = None,
+    ):
+        """`looked`: `answers` is what `look` found; otherwise it is looked for when it is first needed."""
         if info.vocab_size > tokenizer.vocab_size:
             raise BadModelFile(
                 f"the model chooses among {info.vocab_size} tokens, but its tokenizer has {tokenizer.vocab_size}"
@@ -54,8 +64,8 @@ class Completer:
         self._taught = False
         self._words: Vocabulary | None = None
         self._reading = threading.Lock()
-        self._answers: Format | None = None
-        self._looked = False  # for the format of the answers
+        self._answers = answers
+        self._looked = looked
         self._looking = threading.Lock()
 
     # Prompts
@@ -127,10 +137,8 @@ class Completer:
         if not self._looked:
             with self._looking:
                 if not self._looked:
-                    if self.template is not None and self.info.task == "generate" and _shows_more(self.template):
-                        from quire.chat.answers.find import find
-
-                        self._answers = find(self.template, self.tokenizer)
+                    if self.info.task == "generate":
+                        self._answers = look(self.template, self.tokenizer)
                     self._looked = True
         return self._answers
 
@@ -260,9 +268,19 @@ class Completer:
                 namespace=generation.namespace,
                 follows=None if i == 0 else first,
                 constraint=generation.constraint,
+                adapter=generation.adapter,
             )
             for i in range(sampling.n)
         ]
+
+
+def look(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format | None:
+    """The format that a template shows; None, and nothing imported, where it cannot show any."""
+    if template is None or not _shows_more(template):
+        return None
+    from quire.chat.answers.find import find
+
+    return find(template, tokenizer)
 
 
 def _shows_more(template: ChatTemplate) -> bool:

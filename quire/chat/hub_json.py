@@ -25,6 +25,7 @@ from quire.chat import patterns
 from quire.chat.bpe import ALPHABET
 from quire.chat.fence import Fence
 from quire.chat.hub_names import MAX_BEYOND, Added, added_tokens, end_tokens, named_tokens, vocab_size
+from quire.chat.library import ids_of
 from quire.chat.sentences import SPACE
 from quire.chat.specials import Splitter
 from quire.chat.tokenizer import Tokenizer, control_of
@@ -215,7 +216,7 @@ class HubEncoder:
             data = json.loads(self._library.to_str())
             return self._fence(self._where, json.dumps(self._whole(data))).encode
         library = self._library
-        return lambda text: library.encode(text, add_special_tokens=False).ids
+        return lambda text: ids_of(library, text)
 
     @cached_property
     def _run_plain(self) -> Callable[[str], list[int]]:
@@ -242,7 +243,7 @@ class HubEncoder:
         real = {library.token_to_id(text): i for i, text in texts.items() if text}
 
         def run(text: str) -> list[int]:
-            made = library.encode(text, add_special_tokens=False).ids
+            made = ids_of(library, text)
             # A control token that the model itself knows comes out under its own id: then the slow way is the safe one.
             if any(i not in real and (i >= len(own) or i in self._control) for i in made):
                 return self._run_rebuilt(text)
@@ -257,7 +258,7 @@ class HubEncoder:
         if self._fence is not None:
             return self._fence(self._where, source).encode
         library = _library(self._where, source)
-        return lambda text: library.encode(text, add_special_tokens=False).ids
+        return lambda text: ids_of(library, text)
 
     @cached_property
     def _splitter(self) -> Splitter:

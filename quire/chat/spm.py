@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
+from quire.chat.library import ids_of
 from quire.chat.sentences import SPACE, Sentences
 from quire.chat.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
@@ -96,7 +97,7 @@ def _by_library(vocab: Vocabulary) -> Encode:
     except Exception as error:
         raise BadModelFile(f"tokenizer.ggml.tokens cannot be used: {error}") from error
     library = Tokenizer(model)
-    return lambda text: library.encode(text, add_special_tokens=False).ids
+    return lambda text: ids_of(library, text)
 
 
 def _again(vocab: Vocabulary, twice: int, first: int) -> BadModelFile:

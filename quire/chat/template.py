@@ -234,11 +234,13 @@ class ChatTemplate:
             made["content"] = None
         # Reasoning goes by several names; a template knows one of them.
         reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
-        return (
-            made
-            if reasoning is None
-            else {**dict.fromkeys(_REASONING, reasoning), **made, "reasoning_content": reasoning}
-        )
+        if reasoning is None:
+            return made
+        text = made.get("content")
+        if isinstance(reasoning, str) and (text is None or isinstance(text, str)) and self.needs_thinking_parts:
+            spoken = [{"type": "text", "text": text}] if text else []
+            made["content"] = [{"type": "thinking", "thinking": reasoning}, *spoken]
+        return {**dict.fromkeys(_REASONING, reasoning), **made, "reasoning_content": reasoning}
 
     # What the template does with content is found by trying it: whether a needle comes out when the content is text,
     # and when it is a list of one text part. A list that is merely printed, as Python writes it, does not count.
@@ -267,6 +269,18 @@ class ChatTemplate:
         """The template writes calls only beside content that is null, as the APIs carry it; empty text hides them."""
         given = json.dumps({"a": _NEEDLE}) if self.needs_text_arguments else {"a": _NEEDLE}
         return not self._calls(given, "") and self._calls(given, None)
+
+    @cached_property
+    def needs_thinking_parts(self) -> bool:
+        """The template writes reasoning only as a part of the content, and not as a field of the message."""
+
+        def writes(turn: dict[str, Any]) -> bool:
+            text = self._tried([{"role": "user", "content": "x"}, {"role": "assistant", **turn}])
+            return _NEEDLE in text and not re.search(r"""['"]thinking['"]\s*:\s*['"]""" + _NEEDLE, text)
+
+        field = {**dict.fromkeys(_REASONING, _NEEDLE), "content": "y"}
+        parts = [{"type": "thinking", "thinking": _NEEDLE}, {"type": "text", "text": "y"}]
+        return "thinking" in self.source and not writes(field) and writes({"content": parts})
 
     def _calls(self, arguments: Any, content: str | None) -> bool:
         function = {"name": "f", "arguments": arguments}

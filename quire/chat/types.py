@@ -21,6 +21,7 @@ class Generation:
     namespace: str = ""
     constraint: Constraint | None = None  # what the answer must be
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
+    adapter: str = ""  # the name of a loaded adapter; empty: the model as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class TokenLogprob:
     top: list[tuple[TokenText, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for every token, and freezing makes it four times as dear
 class Chunk:
     """News of one choice. Texts of a choice, joined, are the answer; the last chunk has `finish` and the receipt.
 

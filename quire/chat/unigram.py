@@ -53,7 +53,7 @@ class UnigramPieces:
     def encode(self, text: str, first: bool, last: bool) -> list[int]:
         """Ids of plain text."""
         text = self._sentences.write(text, first, last)
-        made = self._tokenizer.encode(text, add_special_tokens=False)
+        (made,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # which lets other threads run
         unknown, token_of = self._vocab.unk_id, self._token_of
         if token_of is None or unknown not in made.ids:
             return made.ids

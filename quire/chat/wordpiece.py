@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from quire.chat.library import ids_of
 from quire.chat.sentences import SPACE
 from quire.chat.vocab import CONTROL, UNKNOWN, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
@@ -55,7 +56,7 @@ class WordPieces:
 
     def encode(self, text: str, first: bool, last: bool) -> list[int]:
         """Ids of plain text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids_of(self._tokenizer, text)
 
     def missing(self, data: bytes) -> bytes:
         """Bytes that cannot be expressed: none, the unknown token stands for every word."""

@@ -18,7 +18,7 @@ from quire.config import EngineConfig, parse_size
 from quire.observe.errors import BadRequest
 
 HIDDEN = frozenset(
-    {"path", "name", "task", "max_waiting", "depth"}
+    {"path", "name", "task", "max_waiting", "depth", "loras", "runtime_lora", "max_loras", "max_lora_rank"}
 )  # the verb's own business, or nobody's on a command line
 HELP: dict[str, str] = {
     "backend": "auto, native, cuda, torch, or reference (slow, for checking).",

@@ -60,6 +60,7 @@ def command(
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[str, Option(help="With cuda and torch: fp8, int8, int4, keep (a file's 4 bits).")] = "none",
+    lora: Annotated[str | None, Option(help="A LoRA adapter to answer with: a PEFT folder or a GGUF file.")] = None,
     deterministic: Annotated[
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
     ] = False,
@@ -110,6 +111,8 @@ def command(
             speculate=speculate,
             draft_tokens=draft_tokens,
             max_seqs=SEQUENCES,
+            loras={} if lora is None else {"lora": lora},
+            lora="" if lora is None else "lora",
         )
     try:
         if stats:

@@ -70,6 +70,14 @@ def command(
         typer.Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it."),
     ] = ENGINE.deterministic,
     prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
+    lora: Annotated[
+        list[str] | None, typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF); may be repeated.")
+    ] = None,
+    runtime_lora: Annotated[
+        bool, typer.Option("--runtime-lora", help="Let clients load and unload adapters by path.")
+    ] = ENGINE.runtime_lora,
+    max_loras: Annotated[int, typer.Option(min=1, help="Adapters loaded at once.")] = ENGINE.max_loras,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = ENGINE.max_lora_rank,
     speculate: Annotated[
         str, typer.Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
     ] = ENGINE.speculate,
@@ -118,6 +126,7 @@ def command(
         log_requests=log_requests,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
+        runtime_lora=runtime_lora,
         state_dir=_state_dir(store.home, state_dir, served),
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
@@ -140,6 +149,10 @@ def command(
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
         prefix_cache=prefix_cache,
+        loras=_loras(lora or [], served),
+        runtime_lora=runtime_lora,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
         speculate=speculate,
         draft_tokens=draft_tokens,
     )
@@ -172,6 +185,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
     async def run() -> int:
         service = Service(server, engine.name)
         service.store = store
+        service.expected = frozenset(name for name, _ in engine.loras)
 
         def ready() -> None:
             for line in service.info.decisions:
@@ -184,6 +198,21 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
     with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
+
+
+def _loras(listed: list[str], served: str) -> tuple[tuple[str, str], ...]:
+    """NAME=PATH of each, checked: a wrong path is told before anything is started."""
+    found: dict[str, str] = {}
+    for text in listed:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise typer.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora")
+        if name in found or name == served:
+            raise typer.BadParameter(f"the name {name!r} is taken", param_hint="--lora")
+        if not Path(path).expanduser().exists():
+            raise typer.BadParameter(f"{path!r} does not exist", param_hint="--lora")
+        found[name] = str(Path(path).expanduser())
+    return tuple(found.items())
 
 
 def _state_dir(home: Path, asked: str | None, model: str) -> Path | None:

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Holds, Measures, check_kv
+from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Forward, Holds, Measures, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import (
@@ -28,7 +28,8 @@ from quire.config import (
     available_cores,
     resolve_step,
 )
-from quire.engine.engine import Engine
+from quire.engine.build_adapted import check_loras, open_adapted
+from quire.engine.engine import CLOSED, Engine
 from quire.engine.guides import Guides
 from quire.engine.limits import standard
 from quire.engine.memory import Budget, group_of
@@ -92,6 +93,8 @@ def build_engine(
     ]
     task = task_of(config.task, model, source.checkpoint)
     if task != "generate":
+        if config.loras or config.runtime_lora:
+            raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
         if config.speculate != "none":
             raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
         from quire.engine.build_pooled import Parts, build_pooled
@@ -113,14 +116,15 @@ def build_engine(
         )
     drafts, guesses = _drafts(config)
     max_rows = config.max_seqs + EXTRA_ROWS + guesses
-    budget = _budget(config, env, backend, model, max_rows, packed)
+    adapted = open_adapted(config, model, source.checkpoint)
+    forward = model.forward if adapted is None else adapted.forward
+    room = 0 if adapted is None else adapted.room
+    budget = _budget(config, env, backend, model, forward, max_rows, packed, room)
     sizes = resolve_sizes(config, env, model, budget)
     kv = pool_of(config, model).sized(sizes.groups)
     watch.lap("sizes")
     try:
-        program = backend.compile(
-            model.forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed
-        )
+        program = backend.compile(forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed)
     except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
         raise NotEnoughMemory(
             f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",
@@ -159,12 +163,14 @@ def build_engine(
         speculate=config.speculate,
         drafts=drafts,
     )
+    door = CLOSED if adapted is None else adapted.door(program, runner)
     watch.lap("engine")
     lines = [
         *about,
         *(backend.told() if isinstance(backend, Holds) else []),
         *sizes.lines,
         *_kv_line(config, kv, backend),
+        *([] if adapted is None else adapted.lines(door.listed())),
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         *_drafts_line(config, drafts, guesses),
@@ -184,8 +190,10 @@ def build_engine(
         kv_bytes=kv.nbytes,
         load_seconds=watch.total,
         decisions=lines,
+        adapters=door.listed(),
+        max_adapters=0 if adapted is None else config.max_loras,
     )
-    return Engine(scheduler, runner, depth, gate=guides), info
+    return Engine(scheduler, runner, depth, gate=guides, door=door), info
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +266,24 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
 
 
 def _budget(
-    config: EngineConfig, env: Environment, backend: Backend, model: Model, max_rows: int, packed: Packed
+    config: EngineConfig,
+    env: Environment,
+    backend: Backend,
+    model: Model,
+    forward: Forward,
+    max_rows: int,
+    packed: Packed,
+    room: int,
 ) -> Budget:
     """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
     page, tokens = pool_of(config, model), config.max_batch_tokens
     if isinstance(backend, Measures) and backend.owns_memory:
         # What could never be is refused before any weight is read.
         resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
-        free = backend.measure(model.forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
-        return Budget(Memory(free, "the device, with the model loaded"), own=True)
+        free = backend.measure(forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
+        return Budget(Memory(max(0, free - room), "the device, with the model loaded"), own=True)
     if isinstance(backend, Estimator):
-        needs = backend.estimate(model.forward, kv=page, max_tokens=tokens, max_rows=max_rows)
+        needs = backend.estimate(forward, kv=page, max_tokens=tokens, max_rows=max_rows)
         return Budget(look_at_memory(), needs)
     return Budget(look_at_memory())
 
@@ -342,6 +357,7 @@ def _check(config: EngineConfig) -> None:
         )
     if config.max_waiting < 0:
         raise BadRequest(f"max_waiting is {config.max_waiting}: it must not be negative", param="max_waiting")
+    check_loras(config)
     if config.depth is not None and not 0 <= config.depth <= 8:
         raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")
 

@@ -7,9 +7,9 @@ leaving the iteration early (break, cancellation, aclose) aborts the request wit
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
+from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 
 
 class EngineClient(Protocol):
@@ -47,4 +47,22 @@ class EngineClient(Protocol):
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Wait for running requests up to the limit, then abort them, and stop the engine."""
+        ...
+
+
+@runtime_checkable
+class AdapterClient(Protocol):
+    """A client whose engine has adapters that can be changed while it runs."""
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """Those that requests may name now."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Read an adapter from that path, as the engine sees it. Raises QuireError; then nothing has changed."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that use it finish; no new one may."""
         ...

@@ -7,7 +7,8 @@ It decides nothing else, knows no feature, and keeps going when a step fails: th
     add ──► scheduler.plan ──► runner.forward ──► runner.sample ──► [ticket, ticket]  ──► scheduler.commit ──► events
        └─ gate ─┘                     └─ gate.masks ─┘               up to `depth`
 
-A gate may hold a request back until it is prepared, and rule tokens out while the forward runs.
+A gate may hold a request back until it is prepared, and rule tokens out while the forward runs. A door sees every request
+first, may change how it is run, and is told when it ends.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.engine.door import Closed, Door
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
 from quire.runner.plan import Plan, Result, Row
@@ -30,6 +32,8 @@ from quire.runner.sampler import Masks
 
 WAIT = 0.02  # seconds to wait for a request that is being prepared, when there is nothing else to do
 STALL = 8  # steps in a row without a plan, a result or an event: no scheduler needs that many to sort itself out
+
+CLOSED = Closed()  # the door where nobody asked for another
 
 log = logging.getLogger("quire.engine")
 
@@ -112,12 +116,14 @@ class Engine:
         depth: int | None = None,
         *,
         gate: Gate | None = None,
+        door: Door = CLOSED,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.depth = depth or 0
         self._scheduler = scheduler
         self._runner = runner
         self._gate = gate
+        self.door = door
         self._clock = clock
         self._flight: deque[tuple[Plan, Ticket]] = deque()
         self._times: dict[str, _Times] = {}
@@ -151,9 +157,11 @@ class Engine:
             return
         now = self._clock()
         try:
+            request = self.door.enter(request)
             if self._gate is None or not self._gate.hold(request):
                 self._scheduler.add(request)
         except QuireError as e:
+            self.door.left(request.id)
             self._owed.append(_refused(request, e))
             return
         self._times[request.id] = _Times(now)
@@ -271,6 +279,7 @@ class Engine:
             if event.finish is None:
                 continue
             del self._times[event.id]
+            self.door.left(event.id)
             admitted = times.admitted if times.admitted >= 0 else now
             first = times.first if times.first >= 0 else now
             receipt = msgspec.structs.replace(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
 
 from quire.config import EngineConfig, Environment
 from quire.engine.engine import Engine
 from quire.engine.pending import Pending
-from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
+from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import EngineDead, QuireError, Unavailable
 
 EXIT_SECONDS = 5.0  # for a step that runs when the interpreter ends
 
+T = TypeVar("T")
 Builder = Callable[..., tuple[Engine, EngineInfo]]
 
 
@@ -38,7 +40,9 @@ class InProcessClient:
         self._progress = progress
         self._pending = Pending(config.max_seqs + config.max_waiting)  # until the engine says how many it takes
         self._wake = threading.Condition()
-        self._inbox: list[Request | Vocabulary | str] = []  # a request, or the id of one to abort
+        # A request, or the id of one to abort, or something to do between two steps.
+        self._inbox: list[Request | Vocabulary | str | Callable[[Engine], None]] = []
+        self._adapters: dict[str, AdapterInfo] = {}
         self._thread: threading.Thread | None = None
         self._loaded = threading.Event()  # set when loading ended, well or badly
         self._stopping = False
@@ -69,6 +73,39 @@ class InProcessClient:
         with self._wake:
             self._inbox.append(vocabulary)
             self._wake.notify()
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return list(self._adapters.values())
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        made = await self._errand(lambda engine: engine.door.load(name, path))
+        self._adapters[name] = made
+        return made
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._errand(lambda engine: engine.door.unload(name))
+        self._adapters.pop(name, None)
+
+    async def _errand(self, task: Callable[[Engine], T]) -> T:
+        """Do something on the engine's thread, between two steps."""
+        import asyncio
+        from concurrent.futures import Future
+
+        done: Future[T] = Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                done.set_result(task(engine))
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._wake:
+            if not self.alive:
+                raise Unavailable("the engine is not running")
+            self._inbox.append(run)
+            self._wake.notify()
+        return await asyncio.wrap_future(done)
 
     def abort(self, request_id: str) -> None:
         with self._wake:
@@ -161,6 +198,7 @@ class InProcessClient:
             from quire.engine.build import build_engine as build
         engine, self._info = build(self._config, self._env or Environment.read(), progress=self._progress)
         self._pending.limit = self._info.max_seqs + self._config.max_waiting
+        self._adapters = {own.name: own for own in self._info.adapters}
         self._stats = engine.stats()
         engine.settle()
         return engine
@@ -179,8 +217,10 @@ class InProcessClient:
                     engine.abort(item)
                 elif isinstance(item, Vocabulary):
                     engine.teach(item)
-                else:
+                elif isinstance(item, Request):
                     engine.add(item)
+                else:
+                    item(engine)
             if engine.busy:
                 events = engine.step()
                 self._stats = engine.stats()

@@ -31,7 +31,8 @@ from quire.config import EngineConfig
 from quire.engine import wire
 from quire.engine.pending import Pending
 from quire.engine.pulse import Pulse, Work, patience
-from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
+from quire.engine.remote_adapters import RemoteAdapters
+from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
 
 ROOT = str(Path(quire.__file__).resolve().parent.parent)
@@ -76,7 +77,8 @@ class ProcessClient:
         on_restart: Callable[[str], None] | None = None,
         builder: str = wire.BUILDER,
     ):
-        self._config = replace(config, path=_text(os.path.abspath(config.path)))
+        loras = tuple((name, _text(os.path.abspath(path))) for name, path in config.loras)
+        self._config = replace(config, path=_text(os.path.abspath(config.path)), loras=loras)
         self._restarts = restarts
         self._hang_seconds = hang_seconds
         self._on_line = on_line
@@ -94,6 +96,7 @@ class ProcessClient:
         self._deaths: deque[float] = deque()
         self._info: EngineInfo | None = None
         self._vocabulary: Vocabulary | None = None  # what an engine that is started again must be told again
+        self._adapters = RemoteAdapters(self._send, on_line)
         self._stats = Stats()
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
@@ -145,6 +148,20 @@ class ProcessClient:
             if self._up:
                 self._send(wire.Teach(vocabulary=vocabulary))
 
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return list(self._adapters.loaded.values())
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        self._check_alive()
+        return await self._adapters.load(name, _text(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_alive()
+        await self._adapters.unload(name)
+        left = tuple(pair for pair in self._config.loras if pair[0] != name)
+        self._config = replace(self._config, loras=left)  # an engine that is started again does not load it
+
     def abort(self, request_id: str) -> None:
         if self._up:
             with contextlib.suppress(Unavailable):  # it is just dying, and the request with it
@@ -182,6 +199,7 @@ class ProcessClient:
             self._watcher = None
         await self._stop_process()
         self._pending.fail(lambda: Unavailable("the engine was shut down"))
+        self._adapters.failed(lambda: Unavailable("the engine was shut down"))
         if self._context is not None:
             self._context.term()
             self._context = None
@@ -260,6 +278,7 @@ class ProcessClient:
         self._why = ""
         if self._vocabulary is not None:
             self._send(wire.Teach(vocabulary=self._vocabulary))
+        self._adapters.started(self._info)
         return self._info
 
     def _remove_directory(self) -> None:
@@ -316,6 +335,7 @@ class ProcessClient:
         self._stats = Stats(pages_total=self._stats.pages_total, page_size=self._stats.page_size)
         self._close_socket()
         self._pending.fail(lambda: EngineDead(f"{reason} while it held this request", cure="send it again"))
+        self._adapters.failed(lambda: EngineDead(f"{reason} while it changed its adapters", cure="try again"))
 
     async def _restart(self, reason: str) -> bool:
         """Spawn until it is ready, or too many deaths have come together."""
@@ -388,10 +408,13 @@ class ProcessClient:
             self._socket.close()
             self._socket = None
 
-    def _submit(self, request: Request) -> None:
+    def _check_alive(self) -> None:
         if not self.alive:
             stays = self._gave_up or self._closing
             raise Unavailable(self._why, cure="" if stays else "try again in a few seconds")
+
+    def _submit(self, request: Request) -> None:
+        self._check_alive()
         self._send(wire.Add(request=request))
 
     def _send(self, message: wire.ToEngine) -> None:
@@ -431,6 +454,8 @@ class ProcessClient:
                 self._pending.deliver(events)
             case wire.StatsUpdate(stats):
                 self._stats = stats
+            case wire.Answer():
+                self._adapters.answered(message)
             case wire.Pong():
                 pass  # that it came is all it says
             case wire.Progress(done, total):

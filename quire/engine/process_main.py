@@ -23,7 +23,7 @@ import zmq
 from quire.config import Environment
 from quire.engine import wire
 from quire.engine.engine import Engine
-from quire.engine.types import EngineInfo, Stats
+from quire.engine.types import AdapterInfo, EngineInfo, Stats
 from quire.observe.errors import QuireError
 
 STATS_SECONDS = 0.5
@@ -121,10 +121,28 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.Fro
             case wire.Abort(ids):
                 for request_id in ids:
                     engine.abort(request_id)
+            case wire.Load(ticket, name, path):
+                send(_answer(ticket, lambda name=name, path=path: engine.door.load(name, path)))
+            case wire.Unload(ticket, name):
+                send(_answer(ticket, lambda name=name: engine.door.unload(name)))
             case wire.Ping():
                 send(wire.Pong())
             case wire.Shutdown():
                 return False
+
+
+def _answer(ticket: int, task: Callable[[], AdapterInfo | None]) -> wire.Answer:
+    """Do it, and say what came of it: a fault of one adapter is nobody else's."""
+    try:
+        return wire.Answer(ticket=ticket, adapter=task())
+    except QuireError as e:
+        return wire.Answer(ticket=ticket, error=wire.Fatal.of(e))
+    except MemoryError:
+        text = "not enough memory to load the adapter"
+        return wire.Answer(ticket=ticket, error=wire.Fatal(kind="NotEnoughMemory", message=text))
+    except Exception as e:
+        text = f"the adapter could not be changed: {type(e).__name__}: {e}"
+        return wire.Answer(ticket=ticket, error=wire.Fatal(kind="QuireError", message=text))
 
 
 class _Progress:

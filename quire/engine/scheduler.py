@@ -332,6 +332,7 @@ class Scheduler:
                 tokens=seq.tokens.copy(),
                 prompt_len=seq.prompt_len,
                 stop_ids=list(seq.stop_ids),
+                adapter=request.adapter,
             )
         )
 

@@ -121,4 +121,5 @@ class Sequence:
             accepted_tokens=self.guessed,
             seed=self.seed,
             enforced="" if self.request.constraint is None else self.request.constraint.kind,
+            adapter=self.request.adapter,
         )

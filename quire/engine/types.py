@@ -83,6 +83,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     second: int = 0  # where the second of two texts begins, for a model that scores pairs; 0: there is one
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
     constraint: Constraint | None = None
+    adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +99,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     accepted_tokens: int = 0  # of these, the ones that are in the answer: so many steps fewer
     seed: int = 0
     enforced: str = ""  # the kind of constraint that every token was held to
+    adapter: str = ""  # the adapter that computed it
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0  # admission to first token
     decode_seconds: float = 0.0
@@ -138,6 +140,22 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     accepted_tokens: int = 0  # ... and right
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A LoRA adapter that is loaded."""
+
+    name: str
+    path: str
+    rank: int  # of its largest module
+    modules: int
+    nbytes: int
+    digest: str  # of everything that it computes
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"adapter {self.name}: rank {self.rank} on {self.modules} modules, {self.nbytes / 2**20:.1f} MiB"
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine tells when it is ready: the decisions it took at start."""
 
@@ -158,4 +176,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cuts: list[int] | None = None  # how many of them may be kept: none but all, or any (an empty list), or these
     prompts: dict[str, str] = {}  # what goes before a text to embed, by name; "" is the default
     separators: int = 1  # end tokens between the two texts of a pair to score
+    adapters: list[AdapterInfo] = []  # loaded at start
+    max_adapters: int = 0  # that can be loaded at once; 0: none, and none can be loaded later
     decisions: list[str] = []  # human-readable lines, printed at start

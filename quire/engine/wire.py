@@ -11,11 +11,11 @@ from typing import TypeAlias
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.types import EngineInfo, Event, Request, Stats, Vocabulary
+from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
 BUILDER = "quire.engine.build:build_engine"
 
@@ -54,6 +54,21 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now; whatever runs is dropped."""
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Read an adapter, and let requests name it. Answered with Answer."""
+
+    ticket: int
+    name: str
+    path: str
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Let no more requests name it. Answered with Answer."""
+
+    ticket: int
+    name: str
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -115,8 +130,16 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
         return made
 
 
-ToEngine: TypeAlias = Add | Teach | Abort | Ping | Shutdown
-FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Pong | Fatal
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """What came of a Load or an Unload."""
+
+    ticket: int
+    adapter: AdapterInfo | None = None  # loaded
+    error: Fatal | None = None
+
+
+ToEngine: TypeAlias = Add | Teach | Abort | Load | Unload | Ping | Shutdown
+FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Answer | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

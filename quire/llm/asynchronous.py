@@ -43,6 +43,9 @@ class Options(TypedDict, total=False):
     prefix_cache: bool
     speculate: str  # "none", or "ngram": guess tokens ahead from what the text said before; the tokens stay the same
     draft_tokens: int  # guesses for a sequence in a step at most
+    loras: Mapping[str, str]  # LoRA adapters, by name: PEFT folders or GGUF files
+    lora: str  # the adapter for calls that name none
+    max_lora_rank: int
     default_params: SamplingParams  # for calls without parameters
     progress: bool | None  # show downloads and batches on stderr: on a terminal or in a notebook
 
@@ -64,12 +67,30 @@ class AsyncLLM:
         progress = options.pop("progress", None)
         self._progress = on_screen() if progress is None else progress
         memory = to_bytes(options.pop("kv_memory", None))
+        self._lora = options.pop("lora", "")
+        loras = tuple(options.pop("loras", {}).items())
         settings = cast("dict[str, Any]", options)
         # A batch of any size is fine: whoever asks is the one who waits.
-        self._config = EngineConfig(path="", name=model, kv_memory=memory, **{"max_waiting": 1 << 20, **settings})
+        settings = {"max_waiting": 1 << 20, "max_loras": max(1, len(loras)), **settings}
+        self._config = EngineConfig(path="", name=model, kv_memory=memory, loras=loras, **settings)
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
         self._closed = False
+
+    def _adapter(self, name: str | None) -> str:
+        """The adapter that a call means."""
+        chosen = self._lora if name is None else name
+        known = [own for own, _ in self._config.loras]
+        if chosen and chosen not in known:
+            raise BadRequest(f"there is no adapter {chosen!r}: there are {known}", param="lora")
+        return chosen
+
+    def _adapters(self, names: str | Sequence[str] | None, count: int) -> list[str]:
+        """The adapters of several prompts."""
+        listed = [names] * count if names is None or isinstance(names, str) else list(names)
+        if len(listed) != count:
+            raise BadRequest(f"{len(listed)} adapters for {count} prompts: give one for all, or one each", param="lora")
+        return [self._adapter(name) for name in listed]
 
     # Life.
 
@@ -117,17 +138,20 @@ class AsyncLLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Continue each prompt; outputs come in the order of the prompts.
 
         A prompt is text, or a list of token ids taken as they are. `params` is for all of them, or one each. All prompts
         are checked before the first one runs. With a constraint, every answer that ends by itself satisfies it.
+        `lora` names an adapter of the model for all of them, or one each; "" is the model as it is.
         """
         loaded = await self._ready()
         listed = as_prompts(prompts)
         each = zip(listed, self._params(params, len(listed)), strict=True)
-        jobs = [await loaded.job(p, q, constraint) for p, q in each]
+        names = self._adapters(lora, len(listed))
+        jobs = [await loaded.job(p, q, constraint, a) for (p, q), a in zip(each, names, strict=True)]
         return await self._gather(loaded, jobs, progress)
 
     async def chat(
@@ -139,6 +163,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | None = None,
         parallel_tool_calls: bool = True,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; `messages` is a list of {"role", "content"}, or a list of such lists.
@@ -149,7 +174,9 @@ class AsyncLLM:
         loaded = await self._ready()
         talks = conversations(messages)
         each = zip(talks, self._params(params, len(talks)), strict=True)
-        jobs = [await loaded.talk(m, q, constraint, tools, tool_choice, parallel_tool_calls) for m, q in each]
+        names = self._adapters(lora, len(talks))
+        called = (constraint, tools, tool_choice, parallel_tool_calls)
+        jobs = [await loaded.talk(m, q, *called, a) for (m, q), a in zip(each, names, strict=True)]
         return await self._gather(loaded, jobs, progress)
 
     async def embed(
@@ -178,10 +205,17 @@ class AsyncLLM:
         return [one.score for one in made]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+        lora: str | None = None,
     ) -> AsyncTextStream:
         """The continuation of one prompt, as it comes."""
-        return AsyncTextStream(self._stream(lambda loaded, p: loaded.job(prompt, p, constraint), params))
+        return AsyncTextStream(
+            self._stream(lambda loaded, p: loaded.job(prompt, p, constraint, self._adapter(lora)), params)
+        )
 
     def stream_chat(
         self,
@@ -193,11 +227,12 @@ class AsyncLLM:
         tool_choice: str | None = None,
         parallel_tool_calls: bool = True,
         reasoning: bool = False,
+        lora: str | None = None,
     ) -> AsyncTextStream:
         """The answer to one conversation, as it comes. With `reasoning`, what the model thinks comes too, as `Thought`s."""
 
         def make(loaded: Loaded, p: SamplingParams) -> Awaitable[Job]:
-            return loaded.talk(messages, p, constraint, tools, tool_choice, parallel_tool_calls)
+            return loaded.talk(messages, p, constraint, tools, tool_choice, parallel_tool_calls, self._adapter(lora))
 
         return AsyncTextStream(self._stream(make, params, reasoning))
 

@@ -55,11 +55,13 @@ class Loaded:
 
         return Embedder(self.client, self.tokenizer, self.info)
 
-    async def job(self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None) -> Job:
+    async def job(
+        self, prompt: Prompt, params: SamplingParams, constraint: Constraint | None = None, lora: str = ""
+    ) -> Job:
         """A prompt, checked."""
         if isinstance(prompt, str):
-            return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint)
-        return self._job(None, _ids(prompt, self.info.vocab_size), params, constraint)
+            return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint, lora)
+        return self._job(None, _ids(prompt, self.info.vocab_size), params, constraint, lora)
 
     async def talk(
         self,
@@ -69,13 +71,14 @@ class Loaded:
         tools: Sequence[Mapping[str, Any]] = (),
         choice: str | None = None,
         parallel: bool = True,
+        lora: str = "",
     ) -> Job:
         """A conversation, rendered and checked."""
         asked = tools_of(tools, choice, parallel)
         given = {"tools": list(tools)} if tools and asked.choice != "none" else {}
         tokens = await self.completer.encode_chat(list(messages), **given)
         reading, constraint = await self.completer.answering(tokens, asked, constraint)
-        return self._job(None, tokens, params, constraint, reading)
+        return self._job(None, tokens, params, constraint, lora, reading)
 
     def _job(
         self,
@@ -83,12 +86,15 @@ class Loaded:
         tokens: list[int],
         params: SamplingParams,
         constraint: Constraint | None,
+        lora: str,
         reading: Reading | None = None,
     ) -> Job:
         from quire.chat.types import Generation
 
         name = f"{self._prefix}-{next(self._count)}"
-        generation = Generation(id=name, prompt=tokens, sampling=params, constraint=constraint, reading=reading)
+        generation = Generation(
+            id=name, prompt=tokens, sampling=params, constraint=constraint, reading=reading, adapter=lora
+        )
         self.completer.check(generation)
         return Job(generation, Output(text, tokens, [Completion(index=i) for i in range(params.n)]))
 
@@ -123,12 +129,14 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
     client.begin()
     try:
         # Imported while the engine loads: these are the slow ones.
-        from quire.chat.completer import Completer
+        from quire.chat.completer import Completer, look
         from quire.chat.words import words_of
 
         tokenizer, template = words_of(checkpoint)
+        answers = look(template, tokenizer)  # it takes its time, and the engine still loads
         info = client.wait()
-        return Loaded(client, info, tokenizer, Completer(client, tokenizer, template, info))
+        completer = Completer(client, tokenizer, template, info, looked=True, answers=answers)
+        return Loaded(client, info, tokenizer, completer)
     except BaseException:
         client.stop()
         raise

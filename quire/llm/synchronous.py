@@ -77,11 +77,14 @@ class LLM:
         params: Params = None,
         *,
         constraint: Constraint | None = None,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Continue each prompt; see AsyncLLM.generate. Ctrl-C aborts all of them."""
         self._async._have()
-        return self._loop.run(self._async.generate(prompts, params, constraint=constraint, progress=progress))
+        return self._loop.run(
+            self._async.generate(prompts, params, constraint=constraint, lora=lora, progress=progress)
+        )
 
     def chat(
         self,
@@ -92,6 +95,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | None = None,
         parallel_tool_calls: bool = True,
+        lora: str | Sequence[str] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Answer a conversation, or several; see AsyncLLM.chat."""
@@ -104,6 +108,7 @@ class LLM:
                 tools=tools,
                 tool_choice=tool_choice,
                 parallel_tool_calls=parallel_tool_calls,
+                lora=lora,
                 progress=progress,
             )
         )
@@ -126,11 +131,16 @@ class LLM:
         return self._loop.run(self._async.score(query, documents, truncate=truncate))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+        lora: str | None = None,
     ) -> TextStream:
         """The continuation of one prompt, as it comes."""
         self._async._have()
-        return TextStream(self._async.stream(prompt, params, constraint=constraint), self._loop)
+        return TextStream(self._async.stream(prompt, params, constraint=constraint, lora=lora), self._loop)
 
     def stream_chat(
         self,
@@ -142,6 +152,7 @@ class LLM:
         tool_choice: str | None = None,
         parallel_tool_calls: bool = True,
         reasoning: bool = False,
+        lora: str | None = None,
     ) -> TextStream:
         """The answer to one conversation, as it comes; see AsyncLLM.stream_chat."""
         self._async._have()
@@ -153,6 +164,7 @@ class LLM:
             tool_choice=tool_choice,
             parallel_tool_calls=parallel_tool_calls,
             reasoning=reasoning,
+            lora=lora,
         )
         return TextStream(source, self._loop)
 

@@ -44,5 +44,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", "Qwen3Model"),
+    "qwen3_next": ("qwen3next", "Qwen3NextForCausalLM"),
     "qwen_moe": ("qwen2moe", "qwen3moe", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
 }

@@ -110,9 +110,10 @@ class BatchBuilder:
             write += offset
             tables.append(Table(pages, write))
         first, more = tables[0], tuple(tables[1:])
-        return Batch(
-            ids, pos, q_start, kv_len, first.pages, first.write, self._logit_rows(work, q_start, guesses), more
-        )
+        used = slots.adapter[slot]
+        adapters = used[owner] if (used >= 0).any() else None
+        rows = self._logit_rows(work, q_start, guesses)
+        return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
 
     def _flatten(self, work: Sequence[Work], guesses: Guesses) -> list[int]:
         """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""

@@ -19,7 +19,7 @@ fails, and so does whatever was launched for it in between, told apart by how of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from quire.runner.capture import Decoder, DeviceState
 from quire.runner.device_wishes import SlotWishes
 from quire.runner.intake import Intake, Pending, Works, reason
 from quire.runner.launched import Launched, Shape, logprob_of
+from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Row, Work
 from quire.runner.practice import practise
 from quire.runner.prompts import Prompter
@@ -180,6 +181,15 @@ class DeviceRunner:
         """forward, sample and result in one."""
         return self.sample(self.forward(plan)).result()
 
+    def adopt(self, loras: Loras) -> None:
+        """The adapters that plans may name; changed within `between` alone."""
+        self._intake.loras = loras
+
+    @torch.inference_mode()
+    def between(self, task: Callable[[], None]) -> None:
+        """Do something after every step that was given, and before the next: they are in one stream."""
+        task()
+
     def close(self) -> None:
         """Read what was launched. Harmless when called again."""
         if not self._closed:
@@ -251,16 +261,17 @@ class DeviceRunner:
         pending.asked = self._wishes.ask(pending.slots, self._slots.position[pending.slots] + pending.ahead)
         where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
-        if self._rows and self._verifier is not None:
+        plain = batch.adapters is None  # what is captured has no adapters
+        if plain and self._rows and self._verifier is not None:
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             pending.logits, pending.best, pending.sent = self._verifier.run(batch, own, where, pages, more)
-        elif decoding and self._decoder is not None:
+        elif plain and decoding and self._decoder is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             sharing = self._sharing
             pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
-        elif self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
+        elif plain and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
             more = self._more(pending)
             pending.logits, pending.sent = self._prompter.run(size, batch, own, where, pages, more)
         else:
@@ -302,7 +313,9 @@ class DeviceRunner:
         kinds = len(pages)
         writes = [batch.table(g).write for g in range(kinds)]
         arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.logit_rows, own, where, *pages, *writes)
-        sent = self._staging.send([*arrays, *self._more(pending)])
+        adapted = [] if batch.adapters is None else [batch.adapters]
+        sent = self._staging.send([*arrays, *self._more(pending), *adapted])
+        adapters = sent.pop() if adapted else None
         ids, pos, q_start, kv_len, rows, slots, places = sent[:7]
         pending.sent = sent[len(arrays) :]
         if where.size:
@@ -321,6 +334,7 @@ class DeviceRunner:
                 longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
                 reach=int(batch.kv_len.max()),
                 host=batch,
+                adapters=adapters,
             )
         )
 

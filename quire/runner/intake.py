@@ -12,10 +12,13 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.observe.errors import QuireError
 from quire.runner.batch_builder import BadWork, BatchBuilder
+from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Row, Work
 from quire.runner.slots import Slots
 from quire.runner.speculate import Proposer
@@ -60,6 +63,7 @@ class Intake:
         histories: bool = True,
     ) -> None:
         """`histories`: whether a row's choice can look at those that the step makes before it, as penalties do."""
+        self.loras: Loras | None = None  # the adapters that sequences may name
         if max_rows < max_seqs:
             raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
         self.slots = Slots(
@@ -93,6 +97,8 @@ class Intake:
         for new in plan.opened:
             try:
                 slots.open(new)
+                if new.adapter:
+                    slots.adapter[new.slot] = self._adapter(new.adapter)
                 if self.proposer is not None:
                     self.proposer.open(new.slot, new.tokens)
             except (ValueError, OverflowError) as error:
@@ -104,12 +110,18 @@ class Intake:
                 except ValueError as error:
                     slots.fail([work.slot], str(error))
 
+    def _adapter(self, key: str) -> int:
+        if self.loras is None:
+            raise ValueError(f"the adapter {key!r} is not loaded: this program has no adapters")
+        return self.loras.slot_of(key)
+
     def build(self, pending: Pending, arrange: Callable[[Pending, Works], Works] | None = None) -> Batch | None:
         """The batch of all the work that can be done; the rest is answered with its error. None when nothing is left.
 
         `arrange` may put the rows in another order, and add guesses.
         """
         works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
+        works = self._together(works)
         if self.proposer is not None:
             self._propose(pending, works, self.proposer)
         works = pending.works = works if arrange is None else arrange(pending, works)
@@ -122,6 +134,16 @@ class Intake:
                 self.fail(pending, [index], str(error))
                 del works[index]
         return None
+
+    def _together(self, works: Works) -> Works:
+        """Rows of one adapter follow one another: they are one product. No result depends on it."""
+        if self.loras is None or not works:
+            return works
+        used = self.slots.adapter[[w.slot for w in works.values()]]
+        if (used[1:] >= used[:-1]).all():
+            return works
+        places = list(works)
+        return {places[at]: works[places[at]] for at in np.argsort(used, kind="stable").tolist()}
 
     def _propose(self, pending: Pending, works: Works, proposer: Proposer) -> None:
         """Ask for drafts, where the plan has room for them and they can be verified."""

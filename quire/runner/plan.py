@@ -23,6 +23,7 @@ class Open(msgspec.Struct, kw_only=True):
     tokens: list[int]  # all tokens so far: the prompt and, after a preemption, what was already generated
     prompt_len: int
     stop_ids: list[int]  # end-of-sequence and stop token ids: masked until min_tokens
+    adapter: str = ""  # the key of an adapter that is resident; its rows use that one
 
 
 class Work(msgspec.Struct, kw_only=True):

@@ -24,6 +24,7 @@ import numpy as np
 from quire.backends.ops import KV, Program
 from quire.layouts import Floats
 from quire.runner.intake import Intake, Pending, reason
+from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Work
 from quire.runner.sampler import Masks, Sampler
 from quire.runner.speculate import Proposer
@@ -125,6 +126,28 @@ class Runner:
     def step(self, plan: Plan) -> Result:
         """forward, sample and result in one."""
         return self.sample(self.forward(plan)).result()
+
+    def adopt(self, loras: Loras) -> None:
+        """The adapters that plans may name; changed within `between` alone."""
+        self._intake.loras = loras
+
+    def between(self, task: Callable[[], None]) -> None:
+        """Do something after every step that was given, and before the next. Waits for it, and raises what it raises."""
+        if self._worker is None:
+            task()
+            return
+        from concurrent.futures import Future
+
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(task())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._submit(run)
+        done.result()
 
     def close(self) -> None:
         """Finish what was given, then stop the worker. Harmless when called again."""

@@ -47,6 +47,7 @@ class Slots:
         self.position: npt.NDArray[np.int64] = np.zeros(max_seqs, np.int64)  # tokens generated
         self.tables: list[I32] = [np.full((max_seqs, max_pages), -1, np.int32) for _ in self._pages]
         self.covered: I32 = np.zeros(max_seqs, np.int32)  # entries of each table that are told, all from the first on
+        self.adapter: I32 = np.full(max_seqs, -1, np.int32)  # where its adapter is; -1: it has none
         self.streams: list[Stream | None] = [None] * max_seqs
         self._known: list[list[int]] = [
             [] for _ in range(max_seqs)
@@ -141,6 +142,7 @@ class Slots:
 
     def _clear(self, slot: int) -> None:
         self.last[slot] = -1
+        self.adapter[slot] = -1
         self.length[slot] = 0
         for table in self.tables:
             table[slot, : self.covered[slot]] = -1

@@ -25,7 +25,7 @@ from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
 from quire.server import urgency
 from quire.server.errors import ClientGone, engine_error
-from quire.server.service import Service
+from quire.server.service import ADAPTER, Service
 
 KEEP_ALIVE_SECONDS = 10.0
 
@@ -43,7 +43,9 @@ class Feed:
     def __init__(self, service: Service, generations: list[Generation], receive: Receive, arrived: float):
         self.service = service
         self.completer = service.ready()
-        self.generations = [_placed(g) for g in generations]
+        chosen = ADAPTER.get()
+        placed = [_placed(g) for g in generations]
+        self.generations = [replace(g, adapter=chosen) for g in placed] if chosen else placed
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
         self._items: list[News] = []

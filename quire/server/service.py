@@ -11,13 +11,14 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from quire.config import VERSION, ServerConfig
-from quire.engine.client import EngineClient
-from quire.engine.types import EngineInfo
+from quire.engine.client import AdapterClient, EngineClient
+from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, Unavailable
 from quire.observe.metrics import Metrics, ModelMetrics
 from quire.server import urgency
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
     from quire.weights.store import Store
+
+
+# The adapter that the request of this task chose; empty: the model as it is.
+ADAPTER: ContextVar[str] = ContextVar("adapter", default="")
 
 
 class Running(Protocol):
@@ -57,6 +62,7 @@ class Service:
         self.note = "starting"  # what loading is busy with
         self.path: str | None = None  # the model's file or folder, once it is known
         self.store: Store | None = None  # the models of this machine, where clients may see them
+        self.expected: frozenset[str] = frozenset()  # adapters that will be there once the model is loaded
         self.restarted = 0  # times the engine process was started again
         self.state = State(config.state_dir)
         self.jobs: list[Job] = []
@@ -156,15 +162,33 @@ class Service:
             )
         return completer
 
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The adapters that requests may name as their model, by name."""
+        client = self.client
+        return {own.name: own for own in client.adapters} if isinstance(client, AdapterClient) else {}
+
     def check_model(self, name: str | None) -> None:
-        """404 unless `name` is the served model; no name means that one. The text is the same for every other name."""
-        if name is not None and name != self.name:
+        """404 unless `name` is the served model or an adapter of it; no name means the model.
+
+        The text is the same for every other name. This is the one place where a request chooses: what it chose stays with the
+        task that serves it, and `Feed` gives it to every generation.
+        """
+        chosen = "" if name is None or name == self.name else name
+        ADAPTER.set(chosen)
+        if chosen and chosen not in (self.adapters if self.client is not None else self.expected):
+            ADAPTER.set("")
             raise NotFound(
                 "that model is not served here",
                 cure="GET /v1/models lists what is",
                 param="model",
                 code="model_not_found",
             )
+
+    @property
+    def answering(self) -> str:
+        """What this task's request called the model: its name, or the adapter's."""
+        return ADAPTER.get() or self.name
 
     def enter(self) -> None:
         """An HTTP request began."""

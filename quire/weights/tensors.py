@@ -7,13 +7,22 @@ everything that was made of it has been taken over by a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from quire.layouts import Bytes, Dense, Layout
 from quire.observe.errors import BadModelFile
 from quire.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which rows of which tensor a matrix is."""
+
+    name: str
+    first: int  # row
+    rows: int  # of the whole tensor
 
 
 class Tensors:
@@ -26,13 +35,16 @@ class Tensors:
         self._made_of: dict[int, tuple[Layout, tuple[str, ...]]] = {}  # the layout is kept so that its id stays its own
         self._waiting: dict[str, set[int]] = {}  # what was made of a tensor and is not taken over yet
         self._seen: set[str] = set()
+        self._origin: dict[int, Origin] = {}  # by the id of a layout that is rows of a tensor
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.tensors
 
     def matrix(self, name: str, n: int, k: int) -> Layout:
         """A weight of n rows and k columns, in whatever format the file holds."""
-        return self._whole(name, (n, k))
+        layout = self._whole(name, (n, k))
+        self._origin[id(layout)] = Origin(name, 0, n)
+        return layout
 
     def vector(self, name: str, n: int) -> Dense:
         """n plain numbers."""
@@ -52,7 +64,9 @@ class Tensors:
         """A matrix of sum(sizes) rows as one of so many rows for each of sizes: views of it."""
         ends = list(accumulate(sizes))
         rows = [slice(end - n, end) for n, end in zip(sizes, ends, strict=True)]
-        return self.cut(name, (sum(sizes), k), lambda w: tuple(replace(w, data=w.data[at]) for at in rows))
+        parts = self.cut(name, (sum(sizes), k), lambda w: tuple(replace(w, data=w.data[at]) for at in rows))
+        self._origin |= {id(part): Origin(name, at.start, sum(sizes)) for part, at in zip(parts, rows, strict=True)}
+        return parts
 
     def stack(self, name: str, count: int, n: int, k: int) -> tuple[Layout, ...]:
         """`count` matrices of n rows and k columns that lie in one tensor: a view of each."""
@@ -89,6 +103,11 @@ class Tensors:
             self._waiting[name].discard(id(layout))
             if not self._waiting[name]:
                 self._checkpoint.release(name)
+
+    def origins(self) -> Iterator[tuple[Layout, Origin]]:
+        """Every matrix that is rows of one tensor as they are, and which."""
+        for at, origin in self._origin.items():
+            yield self._made_of[at][0], origin
 
     def leftover(self) -> list[str]:
         """Tensors of the checkpoint that the model did not ask for."""

@@ -136,6 +136,21 @@ def test_a_form_and_no_tools(forced: Server):
     assert none.choices[0].message.tool_calls is None and none.choices[0].message.content
 
 
+def test_a_form_a_stop_string_and_the_cache_together(forced: Server):
+    """What the schema allows, cut where the stop string begins, and the same from the cache as without it."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+    fields: dict[str, Any] = {"tools": openai.NOT_GIVEN, "response_format": form, "temperature": 0.9}
+    cold = create(forced, **fields, stop=['"unit"'], extra_body={"cache_salt": "form"})
+    warm = create(forced, **fields, stop=['"unit"'], extra_body={"cache_salt": "form"})
+    whole = create(forced, **fields, extra_body={"cache_salt": "form"}).choices[0].message.content
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0 < warm.usage.prompt_tokens_details.cached_tokens
+    for r in (cold, warm):
+        assert (r.choices[0].finish_reason, r.choices[0].stop_reason) == ("stop", '"unit"')
+        assert r.choices[0].message.content == whole.partition('"unit"')[0]
+        assert r.usage.completion_tokens == cold.usage.completion_tokens
+    jsonschema.validate(json.loads(whole), SCHEMA)
+
+
 def test_continuing_the_last_message(forced: Server):
     said = [*ASK, {"role": "assistant", "content": "The weather in Paris is"}]
     more = {"continue_final_message": True, "add_generation_prompt": False}

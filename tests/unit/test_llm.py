@@ -37,6 +37,9 @@ class SpellingCompleter:
     async def encode_chat(self, messages: list[Any]) -> list[int]:
         return [ord(c) for m in messages for c in f"{m['role'][0]}{m['content']}"]
 
+    async def answering(self, prompt: list[int], tools: Any, answer: Any = None) -> tuple[None, Any]:
+        return None, answer
+
     def check(self, generation: Generation) -> None:
         generation.sampling.validate()
         if len(generation.prompt) >= 4096:

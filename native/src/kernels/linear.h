@@ -102,8 +102,56 @@ void dense_row(const Matrix& w, int b, const float* x, const Epilogue& e, int co
     for (int c = 0; c < C; c++) finish(e, 0, column + 16 * c, acc[c]);
 }
 
+// C blocks from b on against R rows, without widening the weights first: that pays where many rows use them.
+template <Type TYPE, int R, int C>
+void dense_few(const Matrix& w, int b, const float* x, size_t stride, const Epilogue& e, int row, int column) {
+    constexpr size_t kBytes = TYPE == Type::F32 ? 64 : 32;  // of one column of a block
+    const uint8_t* block[C];
+    F acc[R][C];
+    for (int c = 0; c < C; c++) {
+        block[c] = w.block(b + c);
+        for (int r = 0; r < R; r++) acc[r][c] = fzero();
+    }
+    const size_t ahead = w.block_bytes * C < 4096 ? w.block_bytes * C : 4096;
+    for (int i = 0; i < w.k; i++) {
+        F v[C];
+        for (int c = 0; c < C; c++) {
+            if ((size_t)i * kBytes % 64 == 0) prefetch(block[c] + (size_t)i * kBytes + ahead);
+            v[c] = dense_load<TYPE>(block[c], i);
+        }
+        for (int r = 0; r < R; r++) {
+            const F q = fset(x[(size_t)r * stride + (size_t)i]);
+            for (int c = 0; c < C; c++) acc[r][c] = ffma(q, v[c], acc[r][c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) finish(e, row + r, column + 16 * c, acc[r][c]);
+}
+
+constexpr int kFewBlocks = kWidth == 16 && kDenseRows >= 8 ? 2 : 1;  // whose sums fit the registers
+constexpr int kFewRows = 8;
+
+template <Type TYPE, int C>
+inline void dense_few_rows(const Matrix& w, int b, const float* x, size_t stride, int m, const Epilogue& e, int column) {
+    for (int row = 0; row < m; row += 4) {
+        const float* from = x + (size_t)row * stride;
+        switch (m - row) {
+            case 1: dense_few<TYPE, 1, C>(w, b, from, stride, e, row, column); break;
+            case 2: dense_few<TYPE, 2, C>(w, b, from, stride, e, row, column); break;
+            case 3: dense_few<TYPE, 3, C>(w, b, from, stride, e, row, column); break;
+            default: dense_few<TYPE, 4, C>(w, b, from, stride, e, row, column);
+        }
+    }
+}
+
 template <Type TYPE>
 void dense_blocks(const Matrix& w, int b0, int b1, const float* x, size_t stride, int m, const Epilogue& e) {
+    if (m > 1 && m <= kFewRows) {
+        int b = b0;
+        for (; b + kFewBlocks <= b1; b += kFewBlocks) dense_few_rows<TYPE, kFewBlocks>(w, b, x, stride, m, e, 16 * (b - b0));
+        for (; b < b1; b++) dense_few_rows<TYPE, 1>(w, b, x, stride, m, e, 16 * (b - b0));
+        return;
+    }
     if (m > 1) {
         auto widen = [&](int b, int from, int count, float* to) {
             const uint8_t* block = w.block(b);

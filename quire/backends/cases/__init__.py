@@ -5,6 +5,7 @@ file for each kind of op; what they are made of is kit.py.
 """
 
 from quire.backends.batch import Batch as Batch
+from quire.backends.cases.adapters import adapt_cases as adapt_cases
 from quire.backends.cases.attention import attention_cases as attention_cases
 from quire.backends.cases.attention import encode_cases as encode_cases
 from quire.backends.cases.attention import latent_attention_cases as latent_attention_cases

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch
 from quire.backends.native import arena, extension, fuse
 from quire.backends.ops import KV, Forward, Needs, check_kv
@@ -20,7 +21,7 @@ from quire.layouts import Affine, Codec, Dense, Float8, Floats, Ints, Layout, Ro
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
 OPS = (
-    "embed", "rms_norm", "layer_norm", "linear", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
+    "embed", "rms_norm", "layer_norm", "linear", "adapt", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
     "gelu", "scale", "softcap", "join", "head_linear", "moe", "take", "conv", "delta_rule", "sigmoid_gate",
 )  # fmt: skip
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
@@ -35,9 +36,10 @@ _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 class NativeProgram:
     """A compiled forward with its KV pool."""
 
-    def __init__(self, plan: Any, inputs: dict[str, int]):
+    def __init__(self, plan: Any, inputs: dict[str, int], sites: Sites):
         self._plan = plan
         self._inputs = inputs
+        self._sites = sites
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
         """One step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
@@ -46,8 +48,19 @@ class NativeProgram:
         given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
         return self._plan.run(
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
-            [(t.pages, t.write) for t in batch.more],
+            [(t.pages, t.write) for t in batch.more], batch.adapters,
         )  # fmt: skip
+
+    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
+        """From the next run on, slot `slot` holds these pairs and no others. They are packed first, so a failure changes nothing."""
+        strangers = [site.name for site in pairs if site not in self._sites.number]
+        if strangers:
+            raise ValueError(f"the program has no site {strangers[0]!r}")
+        flat = [half for pair in pairs.values() for half in (pair.a, pair.b)]
+        handles = iter(self._sites.pack(flat))
+        made = {site: (next(handles), next(handles), pair.scale) for site, pair in pairs.items()}
+        for site, number in self._sites.number.items():
+            self._plan.place(number, slot, *made.get(site, (None, None, 1.0)))
 
     def profile(self, on: bool = True) -> None:
         """Begin anew to count the time spent in each kind of step, or stop counting."""
@@ -59,6 +72,14 @@ class NativeProgram:
 
     def describe(self) -> str:
         return self._plan.describe()
+
+
+@dataclass(slots=True)
+class Sites:
+    """The sites of a plan by their numbers there, and how matrices for them are packed."""
+
+    number: dict[Site, int]
+    pack: Callable[[list[Dense]], list[Any]]
 
 
 @dataclass(slots=True)
@@ -119,7 +140,14 @@ class NativeBackend:
         draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
         self._drafts.clear()
         self._pack(draft.program, packed)
-        return NativeProgram(self._emit(draft, kv, max_tokens, max_rows), dict(inputs))
+        plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
+        made = NativeProgram(plan, dict(inputs), Sites(numbers, self._pack_adapters))
+        for slot, pairs in by_slot(list(numbers)).items():
+            made.place(slot, pairs)
+        return made
+
+    def _pack_adapters(self, matrices: list[Dense]) -> list[Any]:
+        return self._native.pack(self._machine, [self._as_packable(w) for w in matrices])
 
     def estimate(
         self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = {}
@@ -232,7 +260,7 @@ class NativeBackend:
             return self._native.dense_bytes(*w.shape, _TYPES[w.dtype if isinstance(w, Dense) else FLOAT8][0])
         return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
-    def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> Any:
+    def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:
         program, recording = draft.program, draft.recording
         first, *more = [
             (k.layers, k.pages, k.kv_heads, k.head_dim, k.dtype == "int8" and not k.state, k.latent, k.state)
@@ -250,14 +278,20 @@ class NativeBackend:
         for i in program:
             if i.rope is not None and id(i.rope) not in ropes:
                 ropes[id(i.rope)] = _rope_table(plan, i.rope)
+        numbers: dict[Site, int] = {}
+        for site in (site for i in program for site in i.sites):
+            if site not in numbers:
+                numbers[site] = plan.site(site.n, site.k, site.rank, site.slots)
         for i in program:
-            self._emit_one(plan, i, slots, ropes)
+            self._emit_one(plan, i, slots, ropes, numbers)
         for v in recording.inputs.values():
             plan.input(slots[v])
         plan.output(slots[recording.output])
-        return plan
+        return plan, numbers
 
-    def _emit_one(self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int]) -> None:
+    def _emit_one(
+        self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int], numbers: dict[Site, int]
+    ) -> None:
         ins, outs = [slots[v] for v in i.inputs], [slots[v] for v in i.outputs]
         whole = next((slots[v] for v in i.outputs if not v.quant), -1)
         rounded = next((slots[v] for v in i.outputs if v.quant), -1)
@@ -268,10 +302,14 @@ class NativeBackend:
         elif i.op == "layer_norm":
             plan.layer_norm(ins[0], self._vector(i.weight), self._vector(i.bias), i.eps, i.heads, whole, rounded)
         elif i.op == "linear":
-            plan.linear([self._segment(s, slots) for s in i.segments])
+            plan.linear([self._segment(s, slots, numbers) for s in i.segments])
         elif i.op in ("gated", "gated_gelu"):
-            gate, up = (self._segment(s, slots) for s in i.segments)
+            gate, up = (self._segment(s, slots, numbers) for s in i.segments)
             plan.gated(gate, up, i.op == "gated_gelu", whole, rounded)
+        elif i.op == "shrink":
+            plan.shrink(ins[0], [(numbers[site], at) for site, at in zip(i.sites, outs, strict=True)])
+        elif i.op == "adapt":
+            plan.adapt(*ins, numbers[i.sites[0]], whole)
         elif i.op == "scale":
             plan.scale(ins[0], i.scale, whole)
         elif i.op == "softcap":
@@ -318,9 +356,13 @@ class NativeBackend:
         out, room = (slots[v] for v in i.outputs)
         plan.moe(x, rounded, slots[logits], experts, routing, self._vector(how.bias), out, room)
 
-    def _segment(self, s: Segment, slots: dict[Value, int]) -> tuple[Any, Any, int, int, int]:
+    def _segment(
+        self, s: Segment, slots: dict[Value, int], numbers: dict[Site, int]
+    ) -> tuple[Any, Any, int, int, int, int, int]:
         residual = -1 if s.residual is None else slots[s.residual]
-        return self._packed[id(s.weight)][1], self._vector(s.bias), slots[s.x], slots.get(s.out, -1), residual
+        weight, bias = self._packed[id(s.weight)][1], self._vector(s.bias)
+        site, shrunk = (-1, -1) if s.site is None or s.shrunk is None else (numbers[s.site], slots[s.shrunk])
+        return weight, bias, slots[s.x], slots.get(s.out, -1), residual, site, shrunk
 
     def _vector(self, w: Layout | None) -> Any:
         """The handle of a vector; None for none."""

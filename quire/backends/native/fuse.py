@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
-from quire.backends.recorder import Instruction, Segment, Value
+from quire.backends.recorder import Instruction, Value
 from quire.layouts import Affine
 
 Program: TypeAlias = list[Instruction]
@@ -23,6 +24,8 @@ def lower(program: Program) -> Program:
     A mixture of experts reads [logits, x where some experts are dense, x as int8 where some are quantized].
     """
     out: Program = []
+
+    program = fold_adapters(program)
 
     def rounded(x: Value) -> Value:
         made = Value(x.width, x.per_token, quant=True)
@@ -42,6 +45,37 @@ def lower(program: Program) -> Program:
             i.inputs = [logits, *([x] if False in kinds else []), *([rounded(x)] if True in kinds else [])]
         out.append(i)
     return out
+
+
+def fold_adapters(program: Program) -> Program:
+    """What adapters add to a linear is added where its result is stored; a x comes from a shrink, one for each x.
+
+    An adapt over anything else stays, and reads [y, a x].
+    """
+    read, maker = Counter(v for i in program for v in i.reads()), _makers(program)
+    shrinks: dict[Value, Instruction] = {}
+    before: dict[int, Instruction] = {}  # by the id of the first instruction that needs it
+    out: Program = []
+    for i in program:
+        if i.op != "adapt":
+            out.append(i)
+            continue
+        (y, x), (site,) = i.inputs, i.sites
+        linear = maker.get(y)
+        folds = linear is not None and _plain_linear(linear) and read[y] == 1
+        user = linear if linear is not None and folds else i
+        if x not in shrinks:
+            before[id(user)] = shrinks[x] = Instruction("shrink", [x])
+        shrunk = Value(site.rank, x.per_token)
+        shrinks[x].outputs.append(shrunk)
+        shrinks[x].sites.append(site)
+        if user is i:
+            i.inputs = [y, shrunk]
+            out.append(i)
+        else:
+            s = user.segments[0]
+            s.out, s.site, s.shrunk = i.outputs[0], site, shrunk
+    return [each for i in out for each in ([before[id(i)], i] if id(i) in before else [i])]
 
 
 def share_quantize(program: Program, output: Value) -> Program:
@@ -98,7 +132,7 @@ def residual(program: Program, output: Value) -> Program:
                 if linear is not None and _plain_linear(linear) and used[mine] == 1 and other is not mine:
                     gone.add(id(linear))
                     s = linear.segments[0]
-                    i = Instruction("linear", segments=[Segment(s.x, s.weight, s.bias, i.outputs[0], other)])
+                    i = Instruction("linear", segments=[replace(s, out=i.outputs[0], residual=other)])
                     break
         out.append(i)
     return [i for i in out if id(i) not in gone]

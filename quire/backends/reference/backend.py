@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from quire.backends.adapters import Pair, Site
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.backends.states import walks
@@ -71,6 +72,7 @@ class ReferenceOps:
         self._keys = [Cache(own) for own in kv.groups]
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
         self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
+        self.adapters: dict[int, Mapping[Site, Pair]] = {}  # by slot
 
     def embed(self, ids: I32, table: Layout) -> Floats:
         return self._backend.dense(table)[ids]
@@ -95,6 +97,17 @@ class ReferenceOps:
     def linear(self, x: Floats, weight: Layout, bias: Dense | None = None) -> Floats:
         y = x @ self._backend.dense(weight).T
         return y if bias is None else y + self._backend.dense(bias)
+
+    def adapt(self, y: Floats, x: Floats, rows: I32 | None, site: Site) -> Floats:
+        out = y.copy()
+        for slot in () if rows is None else np.unique(rows[rows >= 0]).tolist():
+            placed = self.adapters.get(slot)
+            pair = site.pairs.get(slot) if placed is None else placed.get(site)
+            if pair is not None:
+                own = rows == slot
+                inner = (x[own] @ pair.a.dequantize().T) * np.float32(pair.scale)
+                out[own] += inner @ pair.b.dequantize().T
+        return out
 
     def add(self, a: Floats, b: Floats) -> Floats:
         return a + b
@@ -192,7 +205,7 @@ class ReferenceOps:
             before = np.zeros_like(x, shape=states.shape[1:]) if walk.load < 0 else states[walk.load]
             seen = np.concatenate([before, x[walk.rows]])
             n = len(seen) - past
-            out[walk.rows] = silu(sum(f * seen[j : j + n] for j, f in enumerate(factors)))
+            out[walk.rows] = silu(np.asarray(sum(f * seen[j : j + n] for j, f in enumerate(factors))))
             for done, page in walk.stops:
                 states[page] = seen[done : done + past]
         return out
@@ -348,6 +361,9 @@ class ReferenceProgram:
     def __init__(self, forward: Forward, ops: ReferenceOps):
         self._forward = forward
         self._ops = ops
+
+    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
+        self._ops.adapters[slot] = dict(pairs)
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
         return np.ascontiguousarray(self._forward(self._ops, batch, inputs), np.float32)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
-from quire.backends.recorder import Value, record
+from quire.backends.recorder import Instruction, Recording, Value, record
+from quire.backends.torch.adapters import Stacks, without
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.emit import Cells, Emitter, Step, ends, groups, kept_back, products, stacks
 from quire.backends.torch.fuse import fuse
@@ -50,10 +53,20 @@ class DeviceProgram(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Steps:
+    """A recorded forward, ready to run."""
+
+    steps: list[Step]
+    count: int  # cells
+    inputs: dict[str, int]  # cells of the named inputs
+    output: int
+
+
 class TorchProgram:
     """A recorded forward as a list of steps over cells, and its KV pools."""
 
-    def __init__(self, kernels: TorchKernels, steps: list[Step], count: int, inputs: dict[str, int], output: int):
+    def __init__(self, kernels: TorchKernels, plain: Steps, adapted: Steps | None, held: Stacks):
         self.device = kernels.device
         self.kv = kernels.kv
         self.kernels = kernels
@@ -61,19 +74,22 @@ class TorchProgram:
         self.graphs = False
         self.shares = False
         self.rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._steps = steps
-        self._count = count
-        self._inputs = inputs
-        self._output = output
+        self._plain = plain
+        self._adapted = adapted  # for steps with adapters in them
+        self._held = held
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, inputs: Mapping[str, torch.Tensor] = {}) -> torch.Tensor:
-        cells: Cells = [None] * self._count
-        for name, at in self._inputs.items():
+        own = self._plain if batch.adapters is None or self._adapted is None else self._adapted
+        cells: Cells = [None] * own.count
+        for name, at in own.inputs.items():
             cells[at] = inputs[name]
-        for step in self._steps:
+        for step in own.steps:
             step(cells, batch)
-        return self._deliver(cells[self._output].float(), batch)
+        return self._deliver(cells[own.output].float(), batch)
+
+    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
+        self._held.place(slot, pairs)
 
     def _deliver(self, result: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """The result, where the batch wants it."""
@@ -83,8 +99,8 @@ class TorchProgram:
         return batch.into[: result.shape[0]]
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        if inputs.keys() != self._inputs.keys():
-            raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
+        if inputs.keys() != self._plain.inputs.keys():
+            raise ValueError(f"the program takes the inputs {sorted(self._plain.inputs)}, not {sorted(inputs)}")
         given = {name: torch.tensor(x, dtype=self.kernels.dtype, device=self.device) for name, x in inputs.items()}
         return self.launch(DeviceBatch.of(batch, self.device), given).cpu().numpy()
 
@@ -132,17 +148,33 @@ class TorchBackend:
     ) -> TorchProgram:
         check_kv(kv, self)
         recording = record(forward, kv, inputs)
+        sites = [site for i in recording.instructions for site in i.sites]
+        # Steps without adapters are what they always were: recorded, and fused, without them.
+        plain = without(record(forward, kv, inputs)) if sites else recording
+        first, second = self._load(plain, packed), self._load(recording, None) if sites else None
+        kernels = type(self).kernels(kv, self.device, self.dtype)
+        held = Stacks(sites, self.device, self.dtype)
+        adapted = None if second is None else self._steps(second, recording, kernels, held)
+        made = TorchProgram(kernels, self._steps(first, plain, kernels, held), adapted, held)
+        for slot, pairs in by_slot(sites).items():
+            made.place(slot, pairs)
+        return self.wrap(made)
+
+    def _load(self, recording: Recording, packed: Packed | None) -> list[Instruction]:
+        """The program as it is run, its weights brought over."""
         program = fuse(recording.instructions, recording.output)
         self.weights.load(list(groups(program)), packed, products(program), kept_back(program), stacks(program))
-        kernels = type(self).kernels(kv, self.device, self.dtype)
+        return program
+
+    def _steps(self, program: list[Instruction], recording: Recording, kernels: TorchKernels, held: Stacks) -> Steps:
         number: dict[Value, int] = {v: n for n, v in enumerate(recording.inputs.values())}
         for i in program:
             for v in i.writes():
                 number[v] = len(number)
-        emit = Emitter(kernels, self.weights, number, program, recording.output)
+        emit = Emitter(kernels, self.weights, number, program, recording.output, held)
         steps = [emit.step(i, gone) for i, gone in zip(program, ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
-        return self.wrap(TorchProgram(kernels, steps, len(number), names, number[recording.output]))
+        return Steps(steps, len(number), names, number[recording.output])
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         """A device may say more about its programs."""

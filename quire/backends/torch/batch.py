@@ -53,6 +53,7 @@ class DeviceBatch:
     into: torch.Tensor | None = None  # float32 [rows, V]: where the logits go; None: wherever there is room
     derived: dict[Any, Any] = field(default_factory=dict)
     more: tuple[DeviceTable, ...] = ()  # of further groups
+    adapters: torch.Tensor | None = None  # [T] the slot of each row's adapter, -1: none; None: no row has one
 
     def table(self, group: int) -> DeviceTable:
         """The pages and the places to write of a group."""
@@ -68,7 +69,9 @@ class DeviceBatch:
             DeviceTable(*(torch.tensor(array, dtype=torch.int32, device=device) for array in (t.pages, t.write)))
             for t in batch.more
         )
-        return cls(*tensors, longest=longest, reach=int(batch.kv_len.max(initial=0)), host=batch, more=more)
+        own = None if batch.adapters is None else torch.tensor(batch.adapters, dtype=torch.int32, device=device)
+        reach = int(batch.kv_len.max(initial=0))
+        return cls(*tensors, longest=longest, reach=reach, host=batch, more=more, adapters=own)
 
     @property
     def tokens(self) -> int:

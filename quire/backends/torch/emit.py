@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from quire.backends.recorder import Instruction, Segment, Value
+from quire.backends.torch.adapters import Stacks
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.fuse import Attention, loose, multiplied, routers, soon, wide
@@ -36,8 +37,10 @@ class Emitter:
         number: dict[Value, int],
         program: list[Instruction],
         output: Value,
+        stacks: Stacks,
     ):
         self._kernels = kernels
+        self._stacks = stacks
         self._weights = weights
         self._number = number
         self._output = output
@@ -224,6 +227,15 @@ class Emitter:
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = kernels.encode(cells[q], cells[k], cells[v], batch, heads=heads, scale=scale)
+
+        return run
+
+    def _adapt(self, i: Instruction) -> Step:
+        k, (y, x), (out,), taken = self._kernels, self._at(i.inputs), self._at(i.outputs), not i.outputs[0].per_token
+        stack = self._stacks.by_site[i.sites[0]]
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            cells[out] = k.adapt(cells[y], cells[x], stack, batch, taken)
 
         return run
 

@@ -223,15 +223,15 @@ def routers(program: Program) -> set[int]:
 
 
 def wide(program: Program, output: Value) -> set[Value]:
-    """Results of products that must not be rounded to half floats: what is only scaled or capped before it is the
-    output, and what a router alone reads."""
+    """Results of products that must not be rounded to half floats: what is only scaled, capped or adapted before it
+    is the output, and what a router alone reads."""
     used, maker = uses(program, output), makers(program)
     found = {i.inputs[1] for i in program if i.op == "moe" and used[i.inputs[1]] == 1}
     at = output
     while True:
         found.add(at)
         made = maker.get(at)
-        if made is None or made.op not in ("softcap", "scale") or used[made.inputs[0]] > 1:
+        if made is None or made.op not in ("softcap", "scale", "adapt") or used[made.inputs[0]] > 1:
             return found
         at = made.inputs[0]
 

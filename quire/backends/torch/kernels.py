@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.backends.ops import KV
+from quire.backends.torch.adapters import Stack
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.caches import Cache, caches
 from quire.backends.torch.experts import Mixture, mix
@@ -106,6 +107,18 @@ class TorchKernels:
     def logits(self, x: Any, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """The last product of a program, as float32."""
         return self.linear(x, weight, bias).float()
+
+    def adapt(self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, taken: bool) -> torch.Tensor:
+        """`taken`: rows are those of batch.logit_rows."""
+        if batch.adapters is None or not stack.rank:
+            return y
+        inner = self.low_rank(x, stack.a)
+        mine = torch.where(stack.mine(batch, taken), inner, torch.zeros((), dtype=inner.dtype, device=inner.device))
+        return y + self.low_rank(mine, stack.b).to(y.dtype)
+
+    def low_rank(self, x: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+        """A product with the halves of pairs."""
+        return F.linear(x, half)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b

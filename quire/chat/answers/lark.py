@@ -38,6 +38,14 @@ class Lark:
         self._rules.append(f"{name}: {body}")
         return name
 
+    def define(self, name: str, body: str) -> None:
+        """A rule under a name, which its body may use."""
+        self._rules.append(f"{name}: {body}")
+
+    def has(self, name: str) -> bool:
+        """Whether there is a rule of this name."""
+        return any(rule.startswith(f"{name}: ") for rule in self._rules)
+
     def part(self, constraint: Constraint) -> str:
         """What another constraint describes."""
         found = next((name for name, had in self._parts.items() if had == constraint), None)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-import secrets
-import string
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -25,7 +24,7 @@ Sink = Callable[[str], None]
 
 MAX_NAME = 512  # characters of a function's name
 _SPACES = re.compile(r"\s*")
-_ALNUM = string.ascii_letters + string.digits
+_ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 log = logging.getLogger("quire.chat")
 
@@ -338,7 +337,7 @@ class Machine:
 
 def new_id(size: int = 24, prefix: str = "call_") -> str:
     """An id for a call."""
-    return prefix + "".join(secrets.choice(_ALNUM) for _ in range(size))
+    return prefix + "".join(_ALNUM[byte % 62] for byte in os.urandom(size))
 
 
 def _joined(calls: Sequence[CallPart]) -> list[CallPart]:

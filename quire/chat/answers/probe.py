@@ -126,9 +126,11 @@ def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
         header = prompt[len(common_prefix(bare, prompt)) :]
     except BadRequest:
         header = ""
-    think = _marks(scribe)
+    source = template.whole_source
+    think = _marks(scribe, source) if any(word in source for word in ("think", "THINK", "reason")) else None
     wrap: list[str] = []
-    thought = scribe.tried({"role": "assistant", "content": TEXT, "reasoning_content": REASON}, None)
+    message = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
+    thought = None if think is None else scribe.tried(message, None)
     if thought is not None and header.strip()[:1] == "<" and header.strip() in thought.text:
         wrap.append(header.strip())  # reasoning is a turn of its own
     for tools in (None, TOOLS):
@@ -141,7 +143,7 @@ def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
     calls = [called(name, arguments, id) for name, id in zip(NAMES, IDS, strict=True)]
     two, one = (_called(scribe, calls[:n], think) for n in (2, 1))
     return Seen(
-        source=template.whole_source,
+        source=source,
         header=header,
         two=two,
         one=one,
@@ -166,7 +168,7 @@ def _unthought(text: str, think: tuple[str, str] | None) -> str:
     return text[start + len(close) :] if start >= 0 else text
 
 
-def _marks(scribe: Scribe) -> tuple[str, str] | None:
+def _marks(scribe: Scribe, source: str) -> tuple[str, str] | None:
     """The marks that the template puts around reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
     call = called(NAMES[0], {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}, IDS[0])
@@ -177,6 +179,8 @@ def _marks(scribe: Scribe) -> tuple[str, str] | None:
         ({"enable_thinking": True}, message),
         ({"thinking": True}, message),
     ):
+        if any(word not in source for word in kwargs):
+            continue  # nobody looks at it
         seen = scribe.tried(given, TOOLS if given is with_call else None, **kwargs)
         if seen is None or REASON not in seen.text:
             continue

@@ -148,7 +148,7 @@ def _add_user(made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw],
         if isinstance(block, ToolResultBlock):
             text = _result(f"{place}.content", block)
             _add(made, history.answered(f"{place}.tool_use_id", block.tool_use_id, text))
-        else:
+        elif isinstance(block, TextBlock):
             _add(made, {"role": "user", "content": block.text})
 
 

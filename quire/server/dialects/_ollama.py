@@ -256,7 +256,9 @@ def check_model(service: Service, name: str | None) -> str:
     """The name, if it is the served model's or was made from it; else 404 with what is served."""
     if not name:
         raise BadRequest("model is missing", cure=f"{service.name} is served here", param="model")
-    if not is_served(service, name) and defaults_of(service, name) is None:
+    adapter = next((own for own in (name, bare_name(name)) if own in service.adapters), None)
+    service.check_model(adapter)  # None: the model itself
+    if adapter is None and not is_served(service, name) and defaults_of(service, name) is None:
         raise NotFound(
             f"model {name[:128]!r} is not served here",
             cure=f"{service.name} is; one server has one model, and `quire serve NAME --port PORT` starts another",

@@ -197,8 +197,10 @@ class Partial:
     def add(self, chunk: Chunk) -> None:
         """Take one chunk in."""
         self.text.append(chunk.text)
-        self.reasoning.append(chunk.reasoning)
-        self.calls.add(chunk.calls)
+        if chunk.reasoning:
+            self.reasoning.append(chunk.reasoning)
+        if chunk.calls:
+            self.calls.add(chunk.calls)
         self.thoughts.add(chunk)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
@@ -271,7 +273,9 @@ class Envelope:
 
 def envelope(service: Service, request: Sampling, prefix: str, kind: str) -> Envelope:
     """The envelope of an answer; the client's request_id, if any, is in its id."""
-    return Envelope(f"{prefix}-{request.request_id or secrets.token_hex(12)}", kind, service.name, service.fingerprint)
+    return Envelope(
+        f"{prefix}-{request.request_id or secrets.token_hex(12)}", kind, service.answering, service.fingerprint
+    )
 
 
 async def collect(feed: Feed) -> tuple[dict[tuple[int, int], Partial], dict[int, list[Any]]]:

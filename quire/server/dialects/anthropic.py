@@ -57,7 +57,7 @@ def register(app: FastAPI, service: Service) -> None:
         reading, constraint = await _turns.answering(service, prompt, said.tools, wanted)
         made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
         feed = Feed(service, [made], request.receive, arrived)
-        stream = Stream(Answer(service.name, len(prompt), asked.max_tokens > left))
+        stream = Stream(Answer(service.answering, len(prompt), asked.max_tokens > left))
         if asked.stream:
             return _NamedEvents(feed, stream)
         async with feed:

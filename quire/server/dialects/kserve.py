@@ -119,13 +119,14 @@ def shape(error: QuireError) -> tuple[int, object]:
 
 def _check_model(service: Service, request: Request) -> None:
     name, version = request.path_params["name"], request.path_params.get("version", ONE)
-    if name != service.name or version != ONE:
+    if version != ONE or (name != service.name and name not in service.adapters):
         raise NotFound(
             "that model, or that version of it, is not served here",
             cure=f"{service.name} is, in version {ONE}",
             param="model",
             code="model_not_found",
         )
+    service.check_model(name)
 
 
 def _metadata(service: Service) -> dict[str, Any]:
@@ -269,7 +270,7 @@ async def _text(service: Service, request: Request, streams: bool) -> tuple[Feed
 
 
 def _head(service: Service, asked: str | None) -> dict[str, Any]:
-    return {"model_name": service.name, "model_version": ONE, **({} if asked is None else {"id": asked})}
+    return {"model_name": service.answering, "model_version": ONE, **({} if asked is None else {"id": asked})}
 
 
 class _Stream:

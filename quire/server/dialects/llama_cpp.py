@@ -253,7 +253,7 @@ async def _answer(
     sampling = _params(asked, service.info.vocab_size, room if limit in (None, -1) else limit or room, ends)
     made = Generation(secrets.token_hex(12), ids, sampling, constraint=_constraint(asked))
     feed = Feed(service, [made], request.receive, arrived)
-    told = _Told(service.name, asked, ids, prompt)
+    told = _Told(service.answering, asked, ids, prompt)
     if asked.stream:
         return _Events(feed, told)
     async with feed:

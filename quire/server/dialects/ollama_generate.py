@@ -21,7 +21,7 @@ from quire.chat.answers.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
-from quire.server.dialects import _logprobs, _ollama, _turns
+from quire.server.dialects import _logprobs, _ollama, _ollama_created, _turns
 from quire.server.dialects._answers import Calls
 from quire.server.dialects._ollama_turns import Message, turns
 from quire.server.dialects._ollama_turns import told as tell_call
@@ -32,6 +32,7 @@ from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
 from quire.server.service import Service
 from quire.server.sse import LineStream
+from quire.weights.manifest import Defaults
 
 # What becomes of a conversation that does not fit. Nothing is cut here, and what does not fit is told.
 IGNORED = frozenset({"truncate", "shift"})
@@ -89,10 +90,10 @@ def register(app: FastAPI, service: Service) -> None:
     async def generate(request: Request) -> Response:
         clock = Clock()
         asked = _ollama.parse(await _ollama.read(request), GenerateRequest, IGNORED, NEUTRAL)
-        options = await _begin(service, asked, clock)
+        options, made = await _begin(service, asked, clock)
         if not asked.prompt:
             return _only_loaded(service, asked, clock, {"response": ""})
-        prompt = await _prompt(service, asked)
+        prompt = await _prompt(service, asked, made)
         lines = _Lines(service, asked, prompt, clock, not asked.raw, chat=False)
         reads = not asked.raw and service.ready().template is not None  # a raw prompt's answer is told as it comes
         return await _answer(service, request, lines, options, NO_TOOLS if reads else None, "prompt")
@@ -100,11 +101,12 @@ def register(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         clock = Clock()
         asked = _ollama.parse(await _ollama.read(request), ChatRequest, IGNORED)
-        options = await _begin(service, asked, clock)
+        options, made = await _begin(service, asked, clock)
         if not asked.messages:
             return _only_loaded(service, asked, clock, {"message": {"role": "assistant", "content": ""}})
         tools = choose(openai_tools(asked.tools), None)
-        talk = Talk(turns(asked.messages), tools, _ollama.thinking(service, asked.think))
+        said = _ollama_created.conversation(made, turns(asked.messages))
+        talk = Talk(said, tools, _ollama.thinking(service, asked.think))
         prompt = await _turns.encode(service, talk)
         lines = _Lines(service, asked, prompt, clock, False, chat=True)
         return await _answer(service, request, lines, options, tools, "messages")
@@ -113,10 +115,11 @@ def register(app: FastAPI, service: Service) -> None:
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
 
 
-async def _begin(service: Service, asked: Common, clock: Clock) -> _ollama.Options:
-    """What both routes check before anything is computed; waits for a model that is still loading, as Ollama does."""
-    _ollama.check_model(service, asked.model)
-    options = _ollama.read_options(asked.options)
+async def _begin(service: Service, asked: Common, clock: Clock) -> tuple[_ollama.Options, Defaults | None]:
+    """What both routes check before anything is computed, and what a name that was made here says by default; waits for a model
+    that is still loading, as Ollama does."""
+    made = _ollama.defaults_of(service, _ollama.check_model(service, asked.model))
+    options = _ollama.read_options(_ollama_created.options(made, asked.options))
     _ollama.constraint(asked.format)
     _ollama.seconds(asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
@@ -129,7 +132,7 @@ async def _begin(service: Service, asked: Common, clock: Clock) -> _ollama.Optio
     await service.loaded()
     service.generator()
     clock.waited = time.monotonic() - began
-    return options
+    return options, made
 
 
 def _only_loaded(service: Service, asked: Common, clock: Clock, empty: dict[str, Any]) -> Response:
@@ -162,7 +165,7 @@ def _notes(service: Service, asked: Common) -> dict[str, Any]:
     return {"quire": {"notes": [f"keep_alive: {service.name} stays loaded for as long as its server runs"]}}
 
 
-async def _prompt(service: Service, asked: GenerateRequest) -> list[int]:
+async def _prompt(service: Service, asked: GenerateRequest, made: Defaults | None) -> list[int]:
     """Tokens of /api/generate: what went before, then the new text as the model's template writes it."""
     text, before = asked.prompt or "", asked.context or []
     completer = service.ready()
@@ -172,15 +175,17 @@ async def _prompt(service: Service, asked: GenerateRequest) -> list[int]:
                 raise BadRequest(f"{name} has no place in a raw prompt", cure="write it into the prompt", param=name)
         return await encode_text(service, text, "prompt")
     if completer.template is None:
-        if asked.system:
+        if asked.system or (made is not None and (made.system or made.messages)):
             raise BadRequest(
                 f"{service.name} has no chat template: it continues text, and has no place for system", param="system"
             )
         _ollama.thinking(service, asked.think)
         turn = await encode_text(service, text, "prompt", None if not before else False)
     else:
-        said = [{"role": "system", "content": asked.system}] if asked.system else []
+        said: list[dict[str, Any]] = [{"role": "system", "content": asked.system}] if asked.system else []
         said.append({"role": "user", "content": text})
+        if not before:  # what went before began with them
+            said = _ollama_created.conversation(made, said)
         turn = await _turns.encode(service, Talk(said, kwargs=_ollama.thinking(service, asked.think)), "prompt")
         bos = getattr(completer.tokenizer, "bos_id", None)
         if before and turn[:1] == [bos]:

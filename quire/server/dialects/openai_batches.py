@@ -55,6 +55,7 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def create(request: Request) -> Response:
         asked = parse(await read_json(request), BatchRequest, (), {})
+        at = desk()
         if asked.endpoint not in ENDPOINTS:
             raise BadRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
         _metadata.check(asked.metadata)

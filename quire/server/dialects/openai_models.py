@@ -1,4 +1,7 @@
-"""GET /v1/models and /v1/models/{id}: the model that is served, in OpenAI's shape with vLLM's `max_model_len`."""
+"""GET /v1/models and /v1/models/{id}: the model that is served, and its adapters, which name it as their parent.
+
+In OpenAI's shape, with vLLM's `max_model_len`.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,25 @@ from quire.server.service import Service
 def register(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         context = service.completer.info.context if service.completer is not None else None
         return {
-            "id": service.name,
+            "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "quire",
             "root": service.name,
-            "parent": None,
+            "parent": None if name == service.name else service.name,  # an adapter has the model that it adds to
             "max_model_len": context,  # null until it is loaded
         }
 
     async def models(request: Request) -> Response:
-        return Response(msgspec.json.encode({"object": "list", "data": [card()]}), media_type="application/json")
+        data = [card(name) for name in (service.name, *service.adapters)]
+        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type="application/json")
 
     async def model(request: Request) -> Response:
         service.check_model(request.path_params["model_id"])
-        return Response(msgspec.json.encode(card()), media_type="application/json")
+        return Response(msgspec.json.encode(card(service.answering)), media_type="application/json")
 
     app.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
     # A model's name may hold slashes.

@@ -234,7 +234,7 @@ def _head(
         "max_output_tokens": asked.max_output_tokens,
         "max_tool_calls": asked.max_tool_calls,
         "metadata": asked.metadata or {},
-        "model": service.name,
+        "model": service.answering,
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": asked.previous_response_id,
         "prompt_cache_key": asked.prompt_cache_key,

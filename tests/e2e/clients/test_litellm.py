@@ -73,7 +73,10 @@ def test_a_demanded_call(served: Served, way: str):
 def test_structured_output(served: Served, way: str):
     schema = {
         "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}, "rank": {"type": "integer", "maximum": 9}},
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "Rome"]},
+            "rank": {"type": "integer", "maximum": 9},
+        },
         "required": ["city", "rank"],
         "additionalProperties": False,
     }
@@ -102,7 +105,9 @@ def test_responses_and_text(served: Served):
 
 def test_embeddings(embedder: Served):
     more = {"api_base": embedder.openai, "api_key": embedder.key}
-    made = litellm.embedding(model=f"openai/{embedder.model}", input=["a cat", "a dog"], encoding_format="float", **more)
+    made = litellm.embedding(
+        model=f"openai/{embedder.model}", input=["a cat", "a dog"], encoding_format="float", **more
+    )
     assert [len(d["embedding"]) for d in made.data] == [576, 576]
 
 

@@ -11,7 +11,9 @@ from pydantic import BaseModel, Field
 from tests.e2e.clients.conftest import ASK, FOUND, LONG, TOLD, Served
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason="needs pydantic-ai: `make test-clients` installs it")
-pytest.importorskip("pydantic_ai.models.openai", reason="needs pydantic-ai-slim[openai]: `make test-clients` installs it")
+pytest.importorskip(
+    "pydantic_ai.models.openai", reason="needs pydantic-ai-slim[openai]: `make test-clients` installs it"
+)
 
 WAYS = ["chat", "responses", "anthropic", "ollama"]
 

@@ -121,7 +121,9 @@ def test_a_stale_page_cannot_poison_attention():
 
     widths = dict.fromkeys("qkv", 32)
     program = open_backend("torch", device="cpu").compile(forward, kv=kv, max_tokens=32, max_rows=32, inputs=widths)
-    for pool in (*program.kernels.keys, *program.kernels.values):
+    for pool in (
+        pages for layers in program.kernels.caches for cache in layers for pages in (cache.keys, cache.values)
+    ):
         pool.fill_(float("nan"))
     rng = np.random.default_rng(6)
     for rows in ([(0, 5, [2])], [(5, 1, [2]), (0, 3, [1])], [(6, 1, [2]), (3, 1, [1])]):

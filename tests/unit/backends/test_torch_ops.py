@@ -147,7 +147,9 @@ def test_pages_before_a_window_may_be_gone():
         inputs = {name: cases.floats(rng, batch.tokens, n) for name, n in widths.items()}
         want = oracle.run(batch, inputs)
         if step:
-            for pool in (*program.kernels.keys, *program.kernels.values):
+            for pool in (
+                pages for layers in program.kernels.caches for cache in layers for pages in (cache.keys, cache.values)
+            ):
                 pool[[0, 4, 9, 2, 5]] = float("nan")
             batch.pages[0, :3], batch.pages[1, :1] = -1, -1
         np.testing.assert_allclose(program.run(batch, inputs), want, atol=2e-5)

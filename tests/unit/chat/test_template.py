@@ -87,6 +87,8 @@ DIFFERENT |= {("deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", kind): "null co
 # Reasoning has a third name here, `reasoning`, and these know no other.
 REASONING = ("reasoning", "reasoning and tools")
 DIFFERENT |= {("upstage-Solar-Open-100B.jinja", kind): "named reasoning" for kind in REASONING}
+# It knows reasoning as a part of the content.
+DIFFERENT |= {("mistralai-Ministral-3-14B-Reasoning-2512.jinja", kind): "thinking parts" for kind in REASONING}
 # It wants its tools under another name, and the date.
 DIFFERENT |= {("fireworks-ai-llama-3-firefunction-v2.jinja", kind): "functions" for kind in CONVERSATIONS}
 
@@ -289,3 +291,21 @@ def test_tool_arguments_as_text_become_objects_and_messages_stay_untouched():
     source = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a }}{% endfor %}"
     assert ChatTemplate(source).render(messages) == "1"
     assert json.dumps(messages) == before
+
+
+def test_reasoning_and_calls_in_the_form_a_template_knows(shared_data: Path):
+    def template(name: str) -> ChatTemplate:
+        return ChatTemplate((shared_data / "templates" / f"{name}.jinja").read_text(encoding="utf-8"), "<s>", "</s>")
+
+    asked = {"role": "user", "content": "17 * 3?"}
+    thought = {"role": "assistant", "reasoning_content": "17 and 17 and 17", "content": "51"}
+    ministral = template("mistralai-Ministral-3-14B-Reasoning-2512").render([asked, thought, asked])
+    assert "[THINK]17 and 17 and 17[/THINK]51" in ministral
+    solar = template("upstage-Solar-Open-100B").render([asked, thought], add_generation_prompt=False)
+    assert "<|think|>17 and 17 and 17<|end|>" in solar
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    distilled = template("deepseek-ai-DeepSeek-R1-Distill-Llama-8B")
+    assert distilled.needs_null_content and distilled.needs_text_arguments
+    assert "get_weather\n```json\n{" in distilled.render([asked, called])
+    fire = template("fireworks-ai-llama-3-firefunction-v2").render([asked], tools=TOOLS)
+    assert '"name": "get_weather"' in fire and "Today is 2" in fire

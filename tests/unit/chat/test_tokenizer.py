@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from quire.chat import library
 from quire.chat.pretokenizers import PRE_TOKENIZERS
 from quire.chat.specials import Splitter
 from quire.chat.tokenizer import Tokenizer
@@ -386,3 +388,24 @@ def test_construction_is_quick(model_path: Any):
             Tokenizer.from_gguf(file.metadata)
             times.append(time.process_time() - start)
     assert min(times) < 0.5  # about 0.08 s on an idle machine; the bound is for busy ones
+
+
+def test_a_long_text_leaves_other_threads_alone():
+    """The library's plain call keeps the interpreter lock: a server's streams would stand still meanwhile."""
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    turns = 0
+    worker = threading.Thread(target=lambda: tokenizer.encode(text, add_special=False, parse_special=True))
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.0005)
+        turns += 1
+    assert turns > 20
+
+
+@pytest.mark.parametrize("length", [0, 10, library.LONG - 1, library.LONG, 3 * library.LONG])
+def test_both_calls_into_the_library_agree(length: int):
+    tokenizer = Tokenizer.from_gguf(byte_level(("h e", "he l", "l o", "hel lo")))
+    text = ("hello, wörld " * length)[:length]
+    pieces = tokenizer._encoder._pieces._tokenizer  # type: ignore[attr-defined]
+    assert library.ids_of(pieces, text) == pieces.encode(text, add_special_tokens=False).ids

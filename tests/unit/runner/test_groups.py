@@ -185,3 +185,20 @@ def test_a_device_has_the_same_tokens(kind: str, padded: bool):
         runner = make_device_runner(pages=pools, model=model, max_rows=MAX_ROWS, padded=padded)
         have, *_ = _serve(requests, model, pools, budget=9, slots=3, depth=depth, runner=runner)
         assert have == want
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_is_one_copy_to_the_device_however_many_groups(padded: bool, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch", reason="needs torch: the torch extra")
+    from device_kit import make_device_runner
+
+    from quire.runner.staging import Staging
+
+    model, sent, steps = TinyLlama(windows=(3, 10)), [], []
+    runner = make_device_runner(pages=(12, 12), model=model, max_rows=MAX_ROWS, padded=padded)
+    send, forward = Staging.send, runner.forward
+    monkeypatch.setattr(Staging, "send", lambda self, arrays: sent.append(len(arrays)) or send(self, arrays))
+    monkeypatch.setattr(runner, "forward", lambda plan: steps.append(plan.step) or forward(plan))
+    request = Request(id="a", tokens=list(range(14)), sampling=SamplingParams(temperature=0.0, max_tokens=20))
+    heard, *_ = _serve([request], model, (12, 12), budget=5, slots=1, depth=1, runner=runner)
+    assert len(heard["a"]) == 20 and len(sent) == len(steps) > 20

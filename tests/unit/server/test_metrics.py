@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.types import Stats
+from quire.observe import metrics
 from quire.observe.errors import Busy
 from quire.observe.metrics import Metrics, one_two_five
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
@@ -148,3 +150,20 @@ def test_two_servers_in_one_process_do_not_mix():
     one.http("/x", "GET", 200, 0.1)
     assert b'route="/x"' in one.render()
     assert b'route="/x"' not in two.render()
+
+
+def test_the_tally_of_tokens_is_the_librarys_histogram():
+    edges = (0.01, 0.5, 2.5)
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    labels = dict.fromkeys(metrics.LABELS, "a")
+    histogram = Histogram("x", "what", metrics.LABELS, buckets=edges, registry=theirs).labels(**labels)
+    tally = metrics._Tally("x", "what", list(labels.values()), edges)
+    ours.register(tally)
+    for value in (0.0, 0.01, 0.0100001, 0.4, 0.5, 2.5, 2.6, 100.0):
+        histogram.observe(value)
+        tally.observe(value)
+
+    def text(registry: CollectorRegistry) -> list[str]:
+        return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+    assert text(ours) == text(theirs)

@@ -170,3 +170,39 @@ async def test_not_from_other_machines_without_a_key(service: Service):  # noqa:
     async with client_for(config=service.config, service=service) as http:
         assert (await make(http)).status_code == 403
         assert (await http.post("/api/blobs/sha256:" + "0" * 64, content=b"x")).status_code == 403
+
+
+async def test_requests_get_what_the_name_says(service: Service):  # noqa: F811
+    completer: Any = service.completer
+    async with client_for(service=service) as http:
+        await make(http)
+        ask = {"model": "pirate:latest", "messages": [{"role": "user", "content": "hi"}], "stream": False}
+        body = (await http.post("/api/chat", json=ask)).json()
+        assert body["model"] == "pirate:latest" and body["done_reason"] == "length" and body["eval_count"] == 4
+        messages, _ = completer.rendered[-1]
+        assert [(m["role"], m["content"]) for m in messages] == [
+            ("system", "You are a pirate."),
+            ("user", "Ahoy"),
+            ("assistant", "Arr"),
+            ("user", "hi"),
+        ]
+        sampling = completer.seen[-1].sampling
+        assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (0.25, 4, ("x", "y"))
+        assert sampling.top_k == 40  # Ollama's own where the name says nothing
+        ask["messages"].insert(0, {"role": "system", "content": "Be kind."})
+        await http.post("/api/chat", json=ask | {"options": {"temperature": 1, "stop": "z"}})
+        messages, _ = completer.rendered[-1]
+        assert [m["content"] for m in messages] == ["Be kind.", "Ahoy", "Arr", "hi"]
+        sampling = completer.seen[-1].sampling
+        assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (1, 4, ("z",))
+        await http.post("/api/generate", json={"model": "pirate", "prompt": "go", "stream": False})
+        messages, _ = completer.rendered[-1]
+        assert [m["content"] for m in messages] == ["You are a pirate.", "Ahoy", "Arr", "go"]
+        await http.post("/api/generate", json={"model": "pirate", "prompt": "go", "stream": False, "system": "S"})
+        assert completer.rendered[-1][0][0]["content"] == "S"
+        plain = await http.post("/api/chat", json=ask | {"model": MODEL})
+        assert plain.status_code == 200 and len(completer.rendered[-1][0]) == 2
+        other = {"model": "far", "from": "other:7b", "stream": False}
+        assert (await http.post("/api/create", json=other)).status_code == 200
+        r = await http.post("/api/chat", json=ask | {"model": "far"})
+        assert r.status_code == 404, "its bytes are not those being served"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from quire.chat.types import Chunk
 from quire.config import ServerConfig
 from quire.observe.errors import Busy
 from tests.unit.server.fakes import FakeCompleter, client_for
+from tests.unit.server.test_completions import Scored
 
 TEXT = "Hello, wörld"
 
@@ -94,12 +97,35 @@ async def test_when_tokens_are_drawn(parameters: dict[str, Any], temperature: fl
     assert body["details"]["seed"] == (1234 if temperature else None)
 
 
-async def test_best_of_is_told_whole():
-    async with client_for() as http:
-        body = (await http.post("/generate", json=ask(details=True, best_of=3, do_sample=True))).json()
-    assert body["generated_text"] == TEXT
+async def test_best_of_is_by_the_mean_and_told_whole():
+    async with client_for(Scored(answer="abc")) as http:
+        body = (await http.post("/generate", json=ask(details=True, best_of=4, do_sample=True))).json()
+    assert body["generated_text"] == "abc2"
     others = body["details"]["best_of_sequences"]
-    assert [o["generated_text"] for o in others] == [TEXT + "1", TEXT + "2"]
+    assert [o["generated_text"] for o in others] == ["abc", "abc3", "abc1"]
+
+
+class Late(FakeCompleter):
+    """Its end comes by itself, with text that was held back, as after half a stop sequence."""
+
+    async def _chunks(self, g: Any) -> Any:
+        held = ""
+        async for chunk in super()._chunks(g):
+            text, held = held, chunk.text
+            yield replace(chunk, text=text, finish=None, receipt=None)
+            end = chunk
+        yield Chunk(text=held, finish=end.finish, stop_reason="d", receipt=end.receipt)
+
+
+async def test_text_that_comes_after_the_last_token_is_in_its_event():
+    completer = Late()
+    async with client_for(completer) as http:
+        events = data((await http.post("/generate_stream", json=ask(stop=["d"], details=True))).text)
+        whole = (await http.post("/generate", json=ask(stop=["d"], details=True))).json()
+    assert len(events) == 13 and completer.seen[0].sampling.include_stop
+    assert "".join(e["token"]["text"] for e in events) == TEXT == events[-1]["generated_text"]
+    assert events[-1]["details"]["finish_reason"] == "stop_sequence"
+    assert whole["details"]["tokens"] == [e["token"] for e in events]
 
 
 async def test_truncate_is_honoured_and_told():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import cache
 
 from quire.chat.answers.check import parse
 from quire.chat.answers.find import find
@@ -61,6 +62,7 @@ class Words:
         return parts
 
 
+@cache
 def format_of(source: str) -> Format | None:
     return find(ChatTemplate(source, "", ""), Words())
 

@@ -1,0 +1,103 @@
+"""Adapters on a torch device: the pairs of all slots of a site in two matrices, and a program without them.
+
+    a [slots * r, k], b [n, slots * r]     y + where(mine, x a^T, 0) b^T,  mine [T, slots * r]: columns of the row's own slot
+
+So rows of any mixture of adapters are two products and no loop; b has the scales in it. r is the largest rank that was
+loaded at the site, in sixteens: memory is taken when an adapter needs it. What others computed for a row is thrown away,
+not multiplied by zero, so numbers that are none stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from quire.backends.adapters import Pair, Site
+from quire.backends.recorder import Instruction, Recording, Value
+from quire.backends.torch.batch import DeviceBatch
+from quire.layouts import Dense
+
+
+class Stack:
+    """The pairs of one site."""
+
+    def __init__(self, site: Site, device: torch.device, dtype: torch.dtype):
+        self.site = site
+        self.rank = 0  # columns of a slot
+        self.a = torch.empty(0, site.k, dtype=dtype, device=device)
+        self.b = torch.empty(site.n, 0, dtype=dtype, device=device)
+
+    def set(self, slot: int, pair: Pair | None) -> None:
+        """Put a pair into a slot, or clear it."""
+        if not 0 <= slot < self.site.slots:
+            raise ValueError(f"slot {slot} of {self.site.slots} for adapters")
+        if pair is not None:
+            if (pair.a.shape, pair.b.shape) != ((pair.rank, self.site.k), (self.site.n, pair.rank)):
+                raise ValueError(f"{self.site.name}: a pair of {pair.a.shape} and {pair.b.shape}")
+            self._grow(-(-pair.rank // 16) * 16)
+        if not self.rank:
+            return
+        own = slice(slot * self.rank, (slot + 1) * self.rank)
+        self.a[own] = 0
+        self.b[:, own] = 0
+        if pair is not None:
+            used = slice(own.start, own.start + pair.rank)
+            self.a[used] = _numbers(pair.a).to(self.a)
+            self.b[:, used] = (_numbers(pair.b) * pair.scale).to(self.b)
+
+    def _grow(self, rank: int) -> None:
+        if rank <= self.rank:
+            return
+        slots, old = self.site.slots, self.rank
+        a, b = self.a.new_zeros(slots, rank, self.site.k), self.b.new_zeros(self.site.n, slots, rank)
+        if old:
+            a[:, :old] = self.a.view(slots, old, -1)
+            b[:, :, :old] = self.b.view(-1, slots, old)
+        self.a, self.b, self.rank = a.flatten(0, 1), b.flatten(1, 2), rank
+
+    def mine(self, batch: DeviceBatch, taken: bool) -> torch.Tensor:
+        """Which columns each row keeps; computed once a step for all sites of that rank."""
+
+        def make() -> torch.Tensor:
+            assert batch.adapters is not None
+            rows = batch.adapters[batch.logit_rows.long()] if taken else batch.adapters
+            owner = torch.arange(self.site.slots, device=rows.device, dtype=rows.dtype).repeat_interleave(self.rank)
+            return rows[:, None] == owner
+
+        return batch.once(("adapters", taken, self.site.slots, self.rank), make)
+
+
+class Stacks:
+    """Those of one program, by site."""
+
+    def __init__(self, sites: list[Site], device: torch.device, dtype: torch.dtype):
+        self.by_site = {site: Stack(site, device, dtype) for site in dict.fromkeys(sites)}
+
+    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
+        """See Adapts.place."""
+        strangers = [site.name for site in pairs if site not in self.by_site]
+        if strangers:
+            raise ValueError(f"the program has no site {strangers[0]!r}")
+        for site, stack in self.by_site.items():
+            stack.set(slot, pairs.get(site))
+
+
+def without(recording: Recording) -> Recording:
+    """The same program, as it is for rows without adapters. Changes the recording's instructions."""
+    same: dict[Value, Value] = {}
+    kept: list[Instruction] = []
+    for i in recording.instructions:
+        i.inputs = [same.get(v, v) for v in i.inputs]
+        for s in i.segments:
+            s.x = same.get(s.x, s.x)
+        if i.op == "adapt":
+            same[i.outputs[0]] = i.inputs[0]
+        else:
+            kept.append(i)
+    return replace(recording, instructions=kept, output=same.get(recording.output, recording.output))
+
+
+def _numbers(w: Dense) -> torch.Tensor:
+    return torch.from_numpy(w.dequantize())

@@ -1,0 +1,61 @@
+"""The door of an engine without adapters, and how a client's wishes about adapters reach whichever door there is.
+
+A door sees every request before the gate and the scheduler do. `adapters.py` is the one that knows adapters; it is not even imported where
+nobody asked for any.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.engine.types import AdapterInfo, Request
+from quire.observe.errors import NotFound, Unsupported
+
+
+class Door(Protocol):
+    """What looks at a request before anything else, and is told when it has ended."""
+
+    def enter(self, request: Request) -> Request:
+        """The request as it is to be run. Raises QuireError to refuse it."""
+        ...
+
+    def left(self, request_id: str) -> None:
+        """It ended, or was refused further in."""
+        ...
+
+    def listed(self) -> list[AdapterInfo]:
+        """What requests may name."""
+        ...
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        """From now on requests may name it. Raises QuireError, and then nothing has changed."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """From now on requests may not name it."""
+        ...
+
+
+class Closed:
+    """No adapters: who names one is refused."""
+
+    def enter(self, request: Request) -> Request:
+        if request.adapter:
+            raise NotFound(
+                f"the adapter {request.adapter[:128]!r} is not loaded", param="model", code="model_not_found"
+            )
+        return request
+
+    def left(self, request_id: str) -> None:
+        pass
+
+    def listed(self) -> list[AdapterInfo]:
+        return []
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        raise Unsupported(
+            "this engine was started without room for adapters", cure="start it with --runtime-lora, or with --lora"
+        )
+
+    def unload(self, name: str) -> None:
+        raise NotFound(f"there is no adapter {name[:128]!r}", param="lora_name", code="adapter_not_found")

@@ -1,0 +1,85 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: adapters come and go while the model is served.
+
+    {"lora_name": "sql", "lora_path": "/adapters/sql"}      -> 200, and `"model": "sql"` may be asked for
+    {"lora_name": "sql"}                                    -> 200; running requests finish with it
+
+Reading files by path is an administrator's right: without --runtime-lora both are 403.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.client import AdapterClient
+from quire.observe.errors import BadModelFile, BadRequest, NotEnoughMemory, Unsupported
+from quire.server.dialects._fields import parse
+from quire.server.errors import Forbidden
+from quire.server.limits import read_json
+from quire.server.service import Service
+
+MAX_PATH = 4096
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """The fields that are honoured."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """The fields that are honoured."""
+
+    lora_name: str
+
+
+def register(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+
+    async def load(request: Request) -> Response:
+        client = _client(service)
+        asked = parse(await read_json(request), LoadRequest)
+        if asked.lora_name == service.name:
+            raise BadRequest("that is the name of the model itself", param="lora_name")
+        if not 0 < len(asked.lora_path) <= MAX_PATH or "\0" in asked.lora_path:
+            raise BadRequest(f"lora_path must be a path of 1 to {MAX_PATH} characters", param="lora_path")
+        try:
+            made = await client.load_adapter(asked.lora_name, asked.lora_path)
+        except (
+            BadModelFile,
+            Unsupported,
+            NotEnoughMemory,
+        ) as e:  # whoever may name a path may know what is wrong there
+            raise BadRequest(e.message, cure=e.cure, param="lora_path", code=e.code) from e
+        told = {"id": made.name, "parent": service.name, "rank": made.rank, "bytes": made.nbytes}
+        return _json({"status": "loaded", **told})
+
+    async def unload(request: Request) -> Response:
+        client = _client(service)
+        asked = parse(await read_json(request), UnloadRequest)
+        await client.unload_adapter(asked.lora_name)
+        return _json({"status": "unloaded", "id": asked.lora_name})
+
+    app.add_api_route("/v1/load_lora_adapter", load, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/unload_lora_adapter", unload, methods=["POST"], response_model=None)
+
+
+def _client(service: Service) -> AdapterClient:
+    """Who loads adapters. 403 where that is not allowed, 503 while there is no engine."""
+    if not service.config.runtime_lora:
+        raise Forbidden(
+            "adapters cannot be loaded or unloaded while this server runs: that reads files of this machine",
+            cure="start it with --runtime-lora",
+            code="forbidden",
+        )
+    client = service.ready().client
+    if not isinstance(client, AdapterClient):
+        raise Unsupported("this server's engine has no adapters")
+    return client
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
