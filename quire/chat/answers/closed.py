@@ -53,8 +53,10 @@ def _close(schema: Any, depth: int) -> Any:
     for word in ("prefixItems", "anyOf"):
         if isinstance(schema.get(word), list):
             made[word] = [_close(inner, depth + 1) for inner in schema[word]]
-    required = schema.get("required", [])
-    if isinstance(named, dict) and named and _SAYS.isdisjoint(schema) and isinstance(required, list):
-        if all(isinstance(key, str) and key in named for key in required):
-            made["additionalProperties"] = False
+    if isinstance(named, dict) and named and _SAYS.isdisjoint(schema) and _within(schema.get("required", []), named):
+        made["additionalProperties"] = False
     return made
+
+
+def _within(required: Any, named: dict[str, Any]) -> bool:
+    return isinstance(required, list) and all(isinstance(key, str) and key in named for key in required)

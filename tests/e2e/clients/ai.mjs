@@ -76,14 +76,15 @@ const drive = async (model) => {
       return { name: e.name, status: e.statusCode, message: e.message };
     }
   };
+  // A text that may not end before anybody has lost patience.
+  const story = Output.object({ schema: z.object({ text: z.string().min(9000) }) });
+  const endless = { model, prompt: "Tell a story.", maxRetries: 0, maxOutputTokens: 1500, output: story };
   out.errors = {
     setting: await error(() => generateText({ model, prompt, ...plain, temperature: -1 })),
-    timeout: await error(() =>
-      generateText({ model, prompt: "Count to a million.", maxRetries: 0, abortSignal: AbortSignal.timeout(400) }),
-    ),
+    timeout: await error(() => generateText({ ...endless, abortSignal: AbortSignal.timeout(400) })),
   };
   const stop = new AbortController();
-  const counting = streamText({ model, prompt: "Tell a very long story.", maxRetries: 0, abortSignal: stop.signal, onError() {} });
+  const counting = streamText({ ...endless, abortSignal: stop.signal, onError() {} });
   const seen = [];
   for await (const part of counting.fullStream) {
     seen.push(part.type);

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
 
 from tests.e2e.clients.conftest import ASK, FOUND, LONG, TALK, TOLD, WEATHER, Served
 
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or importing it asks the network for prices
 litellm = pytest.importorskip("litellm", reason="needs litellm: `make test-clients` installs it")
-pytest.importorskip("mcp", reason="needs mcp, which litellm imports when it is given tools: `make test-clients` installs it")
+pytest.importorskip(
+    "mcp", reason="needs mcp, which litellm imports when it is given tools: `make test-clients` installs it"
+)
 
 WAYS = ["openai", "hosted_vllm", "litellm_proxy", "anthropic", "ollama_chat"]
 

@@ -33,8 +33,9 @@ def model(served: Served, way: str = "chat", name: str | None = None) -> Any:
     name = name or served.model
     if way == "anthropic":
         anthropic = pytest.importorskip("anthropic", reason="needs anthropic: `make test-clients` installs it")
-        if (anthropic.__version__ > "2") and pydantic_ai.__version__.split(".") < ["2", "48"]:
-            pytest.skip("needs a pydantic-ai that knows anthropic 2 (the one here was chosen for litellm's older openai)")
+        known = tuple(int(part) for part in pydantic_ai.__version__.split(".")[:2])
+        if anthropic.__version__ >= "2" and known < (2, 48):
+            pytest.skip("needs a pydantic-ai that knows anthropic 2 (litellm holds back openai, and that pydantic-ai)")
         from anthropic import AsyncAnthropic
         from pydantic_ai.models.anthropic import AnthropicModel
         from pydantic_ai.providers.anthropic import AnthropicProvider
