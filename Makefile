@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test test-large check fmt lint type bench bench-cpu clean
+.PHONY: help run serve setup test test-large test-clients check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -48,6 +48,9 @@ test: check ## Set up, then lint, type check and every test
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched
 	@$(BIN)/python -m pytest -m large -rs tests/unit tests/e2e
+
+test-clients: build/clients/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
+	@build/clients/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/e2e/clients)
 
 check: $(VENV)/.tested
 	@$(BIN)/ruff check .
@@ -106,3 +109,19 @@ $(VENV)/.tested: pyproject.toml $(NATIVE) | $(VENV)/.builders
 	@$(PIP) install --no-compile '$(TORCH)'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-compile --no-build-isolation -e '.[test,dev]'
 	@touch $(VENV)/.installed $@
+
+# The clients stand on .venv's packages but bring older ones of some: .venv stays as the other tests want it.
+CLIENTS := tests/e2e/clients/package.json pyproject.toml
+WANTED  := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")
+
+build/clients/.installed: $(CLIENTS) | $(VENV)/.tested
+	@echo "make: installing the clients into build/clients"
+	@mkdir -p build/clients
+	@test -x build/clients/venv/bin/python || $(BIN)/python -m venv build/clients/venv
+	@site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(site $(abspath $(BIN))/python)')" > "$$(site build/clients/venv/bin/python)/quire.pth"
+	@$(BIN)/python -c '$(WANTED)' > build/clients/requirements.txt
+	@build/clients/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r build/clients/requirements.txt
+	@if command -v npm >/dev/null; then cp $< build/clients/ && npm install --prefix build/clients --no-audit --no-fund --loglevel=error; \
+	  else echo "make: npm is not here, so the npm clients are skipped (install node 20 or newer)"; fi
+	@touch $@

@@ -89,8 +89,12 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN and not self._holds(scope):
+            # OpenAI's words for a wrong one: clients (litellm) tell it from a bad request by them.
+            sent = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
+            wrong = "Incorrect API key provided: this server needs an API key, and that is not it"
             refusal = Unauthorized(
-                "this server needs an API key", cure="send Authorization: Bearer KEY, or x-api-key: KEY"
+                wrong if sent else "this server needs an API key",
+                cure="send Authorization: Bearer KEY, or x-api-key: KEY",
             )
             return await errors.response(refusal)(scope, receive, send)
         return await self.app(scope, receive, send)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quire.chat.answers.closed import closed
 from quire.chat.answers.lark import SPACE, Cut, Lark, any_of
 from quire.chat.answers.machine import Machine, Read, Stops, Text
 from quire.chat.answers.types import Parser, Tool, Tools
@@ -239,7 +240,7 @@ def schema_of(tool: Tool, counts: bool) -> dict[str, Any]:
         return NO_ARGUMENTS
     if tool.parameters.get("type", "object") != "object":
         raise BadRequest(f"tools: the parameters of {tool.name} are not an object", param="tools")
-    return {**tool.parameters, "type": "object"}
+    return closed({**tool.parameters, "type": "object"})
 
 
 def _dumps(value: Any) -> str:

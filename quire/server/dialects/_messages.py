@@ -40,6 +40,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     function_call: Any = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    provider_specific_fields: Any = None  # litellm's notes on an answer, which it sends back: of no effect
 
 
 class CalledFunction(msgspec.Struct):

@@ -70,7 +70,9 @@ def _turn(where: str, message: Message, history: History) -> dict[str, Any]:
         if getattr(message, name) and role != owner:
             raise BadRequest(f"{where}.{name}: only a message of the role {owner} has one", param=f"{where}.{name}")
     if role == "tool":
-        return history.answered(where, message.tool_call_id or None, text, message.tool_name or None)
+        # Calls have no ids in this API, and clients that come from another (litellm) keep those of the results alone.
+        id = None if history.unnumbered else message.tool_call_id
+        return history.answered(where, id or None, text, message.tool_name or None)
     made: dict[str, Any] = {"role": role, "content": text}
     if message.thinking:
         made["reasoning_content"] = message.thinking

@@ -155,15 +155,17 @@ def check_prompt(service: Service, tokens: list[int], max_tokens: int | None, pa
     room = context - len(tokens)
     if room < 1:
         raise BadRequest(
-            f"{param} has {len(tokens)} tokens: this model's context is {context}, and at least one is for the answer",
+            # "maximum context length" are OpenAI's words; clients know by them that a prompt is too long and shorten it.
+            f"{param} has {len(tokens)} tokens: this model's maximum context length is {context} tokens, and at least one is "
+            "for the answer",
             cure="shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
     if max_tokens is not None and max_tokens > room:
         raise BadRequest(
-            f"{max_param} is {max_tokens}: {param} has {len(tokens)} of the context's {context} tokens, "
-            f"which leaves {room}",
+            f"{max_param} is {max_tokens}: this model's maximum context length is {context} tokens, {param} has "
+            f"{len(tokens)}, which leaves {room}",
             param=max_param,
             code="context_length_exceeded",
         )

@@ -56,10 +56,17 @@ class History:
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # of every call so far, by id
         self._open: list[tuple[str, str]] = []  # id and name of those without a result
+        self._numbered = False  # a call came with an id of its own
+
+    @property
+    def unnumbered(self) -> bool:
+        """There are calls, and none has an id that the client knows."""
+        return bool(self._names) and not self._numbered
 
     def called(self, where: str, id: str | None, name: str, arguments: str) -> dict[str, Any]:
         """A call in an assistant's turn, as templates expect it. `arguments` is JSON text; no id gets one."""
         check_name(f"{where}.name", name)
+        self._numbered = self._numbered or bool(id)
         id = id or f"call{len(self._names):05d}"  # letters and digits, nine of them: some templates insist
         self._names[id] = name
         self._open.append((id, name))

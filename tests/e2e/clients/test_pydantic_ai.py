@@ -32,7 +32,10 @@ def model(served: Served, way: str = "chat", name: str | None = None) -> Any:
 
     name = name or served.model
     if way == "anthropic":
-        pytest.importorskip("anthropic")
+        anthropic = pytest.importorskip("anthropic", reason="needs anthropic: `make test-clients` installs it")
+        known = tuple(int(part) for part in pydantic_ai.__version__.split(".")[:2])
+        if anthropic.__version__ >= "2" and known < (2, 48):
+            pytest.skip("needs a pydantic-ai that knows anthropic 2 (litellm holds back openai, and that pydantic-ai)")
         from anthropic import AsyncAnthropic
         from pydantic_ai.models.anthropic import AnthropicModel
         from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -78,7 +81,7 @@ async def test_text_and_stream(served: Served, way: str):
     whole = await agent(served, way).run(asked)
     assert whole.output and whole.usage.output_tokens > 0
     async with agent(served, way).run_stream(asked) as stream:
-        pieces = [piece async for piece in stream.stream_text(delta=True)]
+        pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
     assert "".join(pieces) == whole.output and len(pieces) > 1
 
 
@@ -106,8 +109,8 @@ async def test_tools_in_a_loop(served: Served, way: str, stream: bool):
 @pytest.mark.parametrize("kind", ["tool", "native", "prompted"])
 @pytest.mark.parametrize("way", WAYS)
 async def test_structured_output(served: Served, way: str, kind: str):
-    if (way, kind) == ("anthropic", "prompted"):
-        pytest.skip("this dialect has no JSON mode: the prompt alone would have to do it")
+    if way == "anthropic" and kind != "tool":
+        pytest.skip("pydantic-ai asks for these of models it knows by name")
     from pydantic_ai import NativeOutput, PromptedOutput, ToolOutput
 
     output = {"tool": ToolOutput, "native": NativeOutput, "prompted": PromptedOutput}[kind](City)

@@ -265,7 +265,7 @@ async def test_bounds_are_told():
             (chat(stop=["x"] * 17), "at most 16"),
             (chat(logprobs=True, top_logprobs=21), "[0, 20]"),
             (chat(max_tokens=500), "which leaves"),
-            (message(content="x" * 300), "context is 200"),
+            (message(content="x" * 300), "maximum context length is 200 tokens"),
         ):
             r = await http.post(CHAT, json=body)
             assert words in r.json()["error"]["message"], r.text

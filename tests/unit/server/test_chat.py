@@ -122,7 +122,8 @@ async def test_messages_reach_the_template():
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
-        {"role": "assistant", "content": "ok", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "assistant", "content": "ok", "refusal": None, "tool_calls": None, "annotations": []}
+        | {"provider_specific_fields": {"refusal": None}},  # litellm's
         {"role": "user", "content": ""},
     ]
     ask = {"messages": messages, "add_generation_prompt": False, "chat_template_kwargs": {"thinking": True}}

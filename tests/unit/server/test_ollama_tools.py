@@ -117,7 +117,8 @@ async def test_generate_thinks():
     assert raw.asked == [] and raw.seen[0].reading is None  # told as it comes
 
 
-async def test_a_tool_loop_reaches_the_template():
+@pytest.mark.parametrize("ids", [{}, {"tool_call_id": "one-that-no-call-has"}])
+async def test_a_tool_loop_reaches_the_template(ids: dict[str, str]):
     asks = [{"function": {"name": "weather", "arguments": {"city": c}}} for c in ("Paris", "Rome")]
     messages = [
         {"role": "user", "content": "hi"},
@@ -128,8 +129,8 @@ async def test_a_tool_loop_reaches_the_template():
             "tool_calls": [*asks, {"function": {"name": "time"}}],
         },
         {"role": "tool", "tool_name": "time", "content": "noon"},
-        {"role": "tool", "tool_name": "weather", "content": "rain"},
-        {"role": "tool", "content": "sun"},
+        {"role": "tool", "tool_name": "weather", "content": "rain", **ids},
+        {"role": "tool", "content": "sun", **ids},
     ]
     completer = caller()
     await answer(completer, messages=messages)
@@ -186,6 +187,9 @@ async def test_think(path: str, source: str, reasons: bool, think: Any, kwargs: 
     assert completer.rendered[0][1] == kwargs | {"add_generation_prompt": True}
 
 
+NUMBERED = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "weather"}}]}
+
+
 def said(**message: Any) -> dict[str, Any]:
     return {"messages": [*TALK["messages"], message]}
 
@@ -199,6 +203,7 @@ def said(**message: Any) -> dict[str, Any]:
         (said(role="tool", content="x"), "messages[1]: there is no call before it"),
         (said(role="tool", content="x", tool_name="f"), "'f'"),
         (said(role="tool", content="x", tool_call_id="c9"), "'c9'"),
+        ({"messages": [*TALK["messages"], NUMBERED, {"role": "tool", "content": "x", "tool_call_id": "c9"}]}, "'c9'"),
         (said(role="user", content="x", thinking="y"), "messages[1].thinking"),
         (said(role="user", content="x", tool_name="y"), "messages[1].tool_name"),
         (said(role="user", content="x", images=["aGk="]), "messages[1].images"),
