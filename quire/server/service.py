@@ -174,16 +174,17 @@ class Service:
         The text is the same for every other name. This is the one place where a request chooses: what it chose stays with the
         task that serves it, and `Feed` gives it to every generation.
         """
-        chosen = "" if name is None or name == self.name else name
-        ADAPTER.set(chosen)
-        if chosen and chosen not in (self.adapters if self.client is not None else self.expected):
-            ADAPTER.set("")
+        ADAPTER.set("")
+        if name is None or name == self.name:
+            return
+        if name not in (self.adapters if self.client is not None else self.expected):
             raise NotFound(
                 "that model is not served here",
                 cure="GET /v1/models lists what is",
                 param="model",
                 code="model_not_found",
             )
+        ADAPTER.set(name)
 
     @property
     def answering(self) -> str:

@@ -203,7 +203,7 @@ def test_int8_is_codes_and_a_scale() -> None:
 def test_both_languages_count_the_same_bytes(dtype: str) -> None:
     for heads, dim in ((3, 64), (1, 8), (2, 200)):
         kv = KV(5, 7, 16, heads, dim, dtype)
-        plan = extension().Plan(NativeBackend()._machine, (5, 7, heads, dim, dtype == "int8", 0), 1, 0, 64)
+        plan = extension().Plan(NativeBackend()._machine, (5, 7, heads, dim, dtype == "int8", 0, 0), 1, 0, 64)
         assert plan.page_bytes == kv.page_bytes == 16 * kv.token_bytes
     assert KV(30, 1, 16, 3, 64).token_bytes == 23040
     assert KV(30, 1, 16, 3, 64, "int8").token_bytes == 30 * 2 * 3 * (64 + 4)

@@ -275,7 +275,7 @@ def test_latent_shapes(heads: int, dim: int, latent: int) -> None:
 
 def test_latent_pools_are_counted_once_and_refused_by_name() -> None:
     kv = KV(5, 7, 16, 1, 576, latent=512)
-    plan = extension().Plan(NativeBackend()._machine, (5, 7, 1, 576, False, 512), 1, 0, 64)
+    plan = extension().Plan(NativeBackend()._machine, (5, 7, 1, 576, False, 512, 0), 1, 0, 64)
     assert plan.page_bytes == kv.page_bytes == 16 * 5 * 576 * 2
 
     def forward(ops, batch, i):

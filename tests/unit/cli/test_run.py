@@ -204,7 +204,7 @@ def test_stats_and_cuts_go_to_stderr(parrot: Parrot) -> None:
     assert done.stdout == "Hello you\n"
     *lines, start = done.stderr.splitlines()
     if sys.platform == "linux":
-        assert 0 < int(start.removeprefix("process start to first text: ").removesuffix(" ms")) < 600_000
+        assert 0 < int(start.removeprefix("process start to first text: ").removesuffix(" ms")) < 86_400_000
     else:
         lines.append(start)
     assert lines == [
