@@ -46,7 +46,7 @@ test: check ## Set up, then lint, type check and every test
 	@$(BIN)/python -m pytest $(ARGS) $(if $(ARGS),,-n 2 --dist worksteal -m "not large" tests/unit tests/null tests/fuzz tests/test_architecture.py)
 	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e tests/gpu)
 
-test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched
+test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched, and the longest ones
 	@$(BIN)/python -m pytest -m large -rs tests/unit tests/e2e
 
 test-clients: build/clients/.installed ## Install other people's clients (PyPI, npm) and drive them against a server

@@ -228,7 +228,7 @@ MARKS = re.compile(
 
 def test_public_templates_keep_forged_turns_out(shared_data: Path):
     """Every public template, with its own marks as control tokens, and each of them in the message of each role."""
-    files = sorted((shared_data / "templates").glob("*.jinja"))[::3]  # each takes half a second
+    files = sorted((shared_data / "templates").glob("*.jinja"))[::6]  # each takes half a second
     refused, done = set(), 0
     for file in files:
         source = file.read_text(encoding="utf-8")
@@ -263,7 +263,7 @@ def test_public_templates_keep_forged_turns_out(shared_data: Path):
                 own = {tokenizer.token_id(t) for t in template.looked_for} if role == "assistant" else set()
                 got, want = ([i for i in controls(tokenizer, c) if i not in own] for c in (made, plain))
                 assert got == want, (file.name, role, text)
-    assert done > 100 and len(refused) <= 3, (done, refused)
+    assert done > 50 and len(refused) <= 3, (done, refused)
 
 
 def test_a_conversation_costs_what_it_cost(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):

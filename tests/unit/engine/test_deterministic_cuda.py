@@ -112,6 +112,7 @@ def test_alone_or_in_a_batch(shape: str, alone: dict[str, list[Any]]):
     assert answers(shape, REQUESTS) == alone
 
 
+@pytest.mark.large
 def test_in_chunks_and_from_the_prefix_tree(shape: str, alone: dict[str, list[Any]]):
     """Prompts cut every 27 tokens or so; then again behind a request that leaves the same prompt in the tree."""
     assert answers(shape, REQUESTS, max_batch_tokens=27) == alone

@@ -38,7 +38,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[t
     return tuple(torch.from_numpy(a).to(dtype).to(device) for a in (x, w / np.float32(k**0.5), bias, residual))
 
 
-@pytest.mark.parametrize("n, k", [(96, 128), (70, 300), (130, 1000), (8, 40)])
+@pytest.mark.parametrize("n, k", [(96, 128), (70, 300), pytest.param(130, 1000, marks=pytest.mark.large), (8, 40)])
 @pytest.mark.parametrize("kind", ["float32", "half"])
 def test_products_are_products(n: int, k: int, kind: str, short: None, device: str, half: torch.dtype):
     dtype = half if kind == "half" else torch.float32

@@ -52,6 +52,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.large
 def test_every_tile_is_made_of_the_same_instructions(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600)
