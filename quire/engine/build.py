@@ -7,7 +7,6 @@ Everything decided on the way is a line in `EngineInfo.decisions`; nothing is pr
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,41 +16,31 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV, KV_DTYPES, QUANTIZE, Backend, Estimator, Forward, Holds, Measures, check_kv
-from quire.cache.pool import Pool
-from quire.cache.prefix_tree import PrefixTree
+from quire.backends.ops import KV_DTYPES, QUANTIZE, Backend, Holds
 from quire.config import (
-    PAGE_SIZE,
     EngineConfig,
     Environment,
     asked_threads,
     available_cores,
     resolve_step,
 )
-from quire.engine.build_adapted import check_loras, open_adapted
-from quire.engine.engine import CLOSED, Engine
-from quire.engine.guides import Guides
-from quire.engine.limits import standard
-from quire.engine.memory import Budget, group_of
-from quire.engine.scheduler import Scheduler
-from quire.engine.sizes import pool_of, resolve_sizes
+from quire.engine.build_adapted import check_loras
+from quire.engine.build_writing import build_writing
+from quire.engine.engine import Engine
+from quire.engine.parts import Parts
 from quire.engine.tasks import TASKS, task_of
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
-from quire.machine import NO_LIMIT, Memory, look_at_cores, look_at_memory
-from quire.models import Grouped, Model, Stretches, load
-from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
-from quire.runner.choose import open_runner
+from quire.machine import look_at_cores
+from quire.models import Model, Stretches, load
+from quire.observe.errors import BadRequest, Unsupported
 from quire.runner.speculate import names
 from quire.weights.checkpoint import Opened, open_checkpoint, weight_bytes
 from quire.weights.gguf import GGUF, expanded
 
-GUESSES = 16, 256  # tokens guessed ahead in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
 MOST_DRAFTS = 32  # for one sequence
-EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
 Progress = Callable[[int, int], None]  # bytes of weights taken over, of all
-Packed = Callable[[Layout, int, int], None]
 
 
 def build_engine(
@@ -83,117 +72,27 @@ def build_engine(
         if progress is not None:
             progress(done, total)
 
-    about = [
+    parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
+    task = task_of(config.task, model, source.checkpoint)
+    if task == "generate":
+        engine, info = build_writing(config, env, parts, watch.lap)
+    else:
+        from quire.engine.build_pooled import build_pooled
+
+        engine, info = build_pooled(config, env, parts, task, watch.lap)
+    lines = [
         f"model: {source.name}, architecture {model.config.architecture}, {source.nbytes / 2**20:.0f} MiB of weights",
         *source.notes,
         *model.notes,
         f"backend: {backend.describe()}",
         *device_lines,
         threads_line,
-    ]
-    task = task_of(config.task, model, source.checkpoint)
-    if task != "generate":
-        if config.loras or config.runtime_lora:
-            raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
-        if config.speculate != "none":
-            raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
-        from quire.engine.build_pooled import Parts, build_pooled
-
-        parts = Parts(model, source.name, source.nbytes, source.checkpoint, backend, packed)
-        engine, info = build_pooled(config, env, parts, task, watch.lap)
-        told = backend.told() if isinstance(backend, Holds) else []
-        lines = [*about, f"task: {task}", *told, *info.decisions, watch.line()]
-        return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
-
-    if isinstance(model, Grouped):
-        model.places.split()  # a pool for each kind of layer
-    check_kv(pool_of(config, model), backend)
-    if config.speculate != "none" and any(own.state for own in pool_of(config, model).groups):
-        raise Unsupported(
-            f"--speculate {config.speculate}: a {model.config.architecture} has layers that carry a state, and what is folded into "
-            "one cannot be taken back when a guess is wrong",
-            cure="leave --speculate out",
-        )
-    drafts, guesses = _drafts(config)
-    max_rows = config.max_seqs + EXTRA_ROWS + guesses
-    adapted = open_adapted(config, model, source.checkpoint)
-    forward = model.forward if adapted is None else adapted.forward
-    room = 0 if adapted is None else adapted.room
-    budget = _budget(config, env, backend, model, forward, max_rows, packed, room)
-    sizes = resolve_sizes(config, env, model, budget)
-    kv = pool_of(config, model).sized(sizes.groups)
-    watch.lap("sizes")
-    try:
-        program = backend.compile(forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=packed)
-    except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
-        raise NotEnoughMemory(
-            f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",
-            cure="free some memory, or ask for less KV memory",
-        ) from None
-    watch.lap("weights")
-    depth = int(budget.own) if config.depth is None else config.depth
-    first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
-    guides = Guides(model.config.vocab_size)
-    scheduler = Scheduler(
-        PrefixTree(first[1], PAGE_SIZE, first[0], more),
-        slots=config.max_seqs,
-        budget=config.max_batch_tokens,
-        context=sizes.context,
-        draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(
-            *standard(
-                max_rows,
-                PAGE_SIZE if config.prefix_cache else None,
-                (guesses, config.max_batch_tokens) if drafts else None,
-            ),
-            guides,
-        ),
-        drafts=drafts,
-        prefix_cache=config.prefix_cache,
-    )
-    runner = open_runner(
-        program,
-        kv=kv,
-        vocab_size=model.config.vocab_size,
-        max_seqs=config.max_seqs,
-        max_tokens=config.max_batch_tokens,
-        max_context=sizes.context,
-        max_rows=max_rows,
-        overlap=depth > 0,
-        speculate=config.speculate,
-        drafts=drafts,
-    )
-    door = CLOSED if adapted is None else adapted.door(program, runner)
-    watch.lap("engine")
-    lines = [
-        *about,
+        *([] if task == "generate" else [f"task: {task}"]),
         *(backend.told() if isinstance(backend, Holds) else []),
-        *sizes.lines,
-        *_kv_line(config, kv, backend),
-        *([] if adapted is None else adapted.lines(door.listed())),
-        f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
-        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
-        *_drafts_line(config, drafts, guesses),
+        *info.decisions,
         watch.line(),
     ]
-    info = EngineInfo(
-        model=source.name,
-        architecture=model.config.architecture,
-        vocab_size=model.config.vocab_size,
-        context=sizes.context,
-        max_seqs=config.max_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        pages=sizes.pages,
-        page_size=PAGE_SIZE,
-        backend=backend.describe(),
-        weight_bytes=backend.weight_bytes if isinstance(backend, Holds) else source.nbytes,
-        kv_bytes=kv.nbytes,
-        load_seconds=watch.total,
-        decisions=lines,
-        adapters=door.listed(),
-        max_adapters=0 if adapted is None else config.max_loras,
-    )
-    return Engine(scheduler, runner, depth, gate=guides, door=door), info
+    return engine, msgspec.structs.replace(info, decisions=lines, load_seconds=watch.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,58 +162,6 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
             made = decide(env.home, cores, config.isa or env.isa or available()[0])
             return made.candidate.threads, made.candidate.cores, made.line
     return cores.most, (), f"threads: {cores.most} (every core available)"
-
-
-def _budget(
-    config: EngineConfig,
-    env: Environment,
-    backend: Backend,
-    model: Model,
-    forward: Forward,
-    max_rows: int,
-    packed: Packed,
-    room: int,
-) -> Budget:
-    """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
-    page, tokens = pool_of(config, model), config.max_batch_tokens
-    if isinstance(backend, Measures) and backend.owns_memory:
-        # What could never be is refused before any weight is read.
-        resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
-        free = backend.measure(forward, page, max_tokens=tokens, max_rows=max_rows, packed=packed)
-        return Budget(Memory(max(0, free - room), "the device, with the model loaded"), own=True)
-    if isinstance(backend, Estimator):
-        needs = backend.estimate(forward, kv=page, max_tokens=tokens, max_rows=max_rows)
-        return Budget(look_at_memory(), needs)
-    return Budget(look_at_memory())
-
-
-def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
-    """What was asked for about K and V, and what it costs."""
-    if config.kv_dtype == "auto":
-        return []
-
-    def each(dtype: str) -> int:
-        return sum(dataclasses.replace(k, dtype=dtype).token_bytes for k in kv.groups)
-
-    beside = ", ".join(f"{name}: {each(name)}" for name in backend.kv_dtypes if name != kv.dtype)
-    return [f"KV cache: {kv.dtype}, {each(kv.dtype)} bytes per token ({beside}; asked for)"]
-
-
-def _drafts(config: EngineConfig) -> tuple[int, int]:
-    """Guesses for a sequence in a step, and for all of them together."""
-    if config.speculate == "none":
-        return 0, 0
-    most = min(GUESSES[config.backend == "cuda"], config.max_seqs * config.draft_tokens)
-    return config.draft_tokens, max(config.draft_tokens, most)
-
-
-def _drafts_line(config: EngineConfig, drafts: int, guesses: int) -> list[str]:
-    if not drafts:
-        return []
-    return [
-        f"speculation: {config.speculate}, up to {drafts} tokens ahead of a sequence and {guesses} in a step; "
-        "tokens stay the same, and so do their odds"
-    ]
 
 
 def _check(config: EngineConfig) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.backends.ops import KV, Backend, Estimator, Holds, Measures
+from quire.backends.ops import KV, Estimator, Holds, Measures
 from quire.cache.pool import Pool
 from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine.engine import Engine
 from quire.engine.memory import Budget
+from quire.engine.parts import Parts
 from quire.engine.pooled import PooledScheduler
 from quire.engine.sizes import resolve_sizes
 from quire.engine.types import EngineInfo
-from quire.layouts import Layout
 from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Encoder, Model
 from quire.models.pooling import Pooling, pooling_of
@@ -28,25 +27,17 @@ from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
 if TYPE_CHECKING:
-    from quire.weights.checkpoint import Opened
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What is there before the engine is: see build_engine."""
-
-    model: Model
-    name: str
-    nbytes: int
-    checkpoint: Opened | None
-    backend: Backend
-    packed: Callable[[Layout, int, int], None]
+    pass
 
 
 def build_pooled(
     config: EngineConfig, env: Environment, parts: Parts, task: str, lap: Callable[[str], None]
 ) -> tuple[Engine, EngineInfo]:
     """The engine; decisions are the lines of this part alone."""
+    if config.loras or config.runtime_lora:
+        raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
+    if config.speculate != "none":
+        raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
     model = parts.model
     encoder = model if isinstance(model, Encoder) else None
     head = None if encoder is None else encoder.head

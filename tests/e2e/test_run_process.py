@@ -18,10 +18,15 @@ from quire.observe.errors import BadModelFile, EngineDead, NotFound
 from quire.runner.params import SamplingParams
 
 
-async def ask(client: EngineClient, name: str, max_tokens: int = 12) -> list[int]:
+async def ask(client: EngineClient, name: str, max_tokens: int = 12, began: asyncio.Event | None = None) -> list[int]:
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     request = Request(id=name, tokens=[504, 3575, 282, 4649, 314], sampling=sampling)
-    return [t async for event in client.generate(request) for t in event.tokens]
+    tokens: list[int] = []
+    async for event in client.generate(request):
+        tokens += event.tokens
+        if began is not None:
+            began.set()
+    return tokens
 
 
 async def test_the_same_tokens_wherever_the_engine_lives(model_path: Path) -> None:
@@ -32,9 +37,9 @@ async def test_the_same_tokens_wherever_the_engine_lives(model_path: Path) -> No
         answers = await asyncio.gather(ask(here, "a"), ask(there, "a"))
         assert answers[0] == answers[1]
         assert len(answers[0]) == 12
-        task = asyncio.create_task(ask(there, "long", 400))
-        while there.stats().running == 0:
-            await asyncio.sleep(0.01)
+        began = asyncio.Event()
+        task = asyncio.create_task(ask(there, "long", 400, began))
+        await began.wait()
         os.kill(there.pid or 0, signal.SIGKILL)
         with pytest.raises(EngineDead, match="SIGKILL"):
             await task

@@ -13,8 +13,9 @@ import pytest
 
 from quire.backends.ops import KV, Needs
 from quire.config import EngineConfig, Environment, resolve_step
-from quire.engine.build import build_engine, choose_threads, resolve_sizes
+from quire.engine.build import build_engine, choose_threads
 from quire.engine.memory import OVERHEAD, Budget, size
+from quire.engine.sizes import resolve_sizes
 from quire.machine import Memory
 from quire.models import Model
 from quire.observe.errors import BadRequest, NotEnoughMemory

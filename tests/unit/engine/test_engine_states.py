@@ -13,7 +13,7 @@ import pytest
 
 from quire.backends.ops import KV, Backend, Needs, check_kv
 from quire.config import PAGE_SIZE, EngineConfig, Environment
-from quire.engine import build
+from quire.engine import build_writing
 from quire.engine.build import build_engine
 from quire.engine.memory import OVERHEAD, Budget
 from quire.engine.sizes import resolve_sizes
@@ -141,7 +141,9 @@ def test_the_same_bits_after_a_preemption(
     path: Path, alone: Heard, pages: tuple[int, int], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pools that do not hold what the sequences grow to."""
-    monkeypatch.setattr(build, "resolve_sizes", lambda *args: replace(resolve_sizes(*args), groups=pages, context=192))
+    monkeypatch.setattr(
+        build_writing, "resolve_sizes", lambda *args: replace(resolve_sizes(*args), groups=pages, context=192)
+    )
     served = Served(path, "native", at_once=4, depth=depth)
     assert served.heard == alone
     assert served.stats.preemptions > 0 or pages[1] < 6
