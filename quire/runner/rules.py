@@ -175,8 +175,13 @@ class Mask:
         return False  # see `rules_for`
 
     def apply(self, choice: Choice) -> None:
-        if choice.mask is not None:
-            choice.scores[~choice.mask] = -np.inf
+        if choice.mask is None:
+            return
+        if 2 * np.count_nonzero(choice.mask) > choice.mask.size:
+            choice.scores[~choice.mask] = -np.inf  # few places to write
+        else:  # few are left, and what follows looks at those alone
+            choice.ids = np.flatnonzero(choice.mask)
+            choice.scores = choice.scores[choice.ids]
 
 
 class Temperature:

@@ -145,7 +145,8 @@ class Sampler:
             rule.apply(choice)
         if stream.params.temperature == 0.0:
             choice.peak()  # raises when nothing is left
-            return int(choice.scores.argmax())
+            place = int(choice.scores.argmax())
+            return place if choice.ids is None else int(choice.ids[place])
         return draw(choice, uniform(stream.seed, position))
 
     def logprob(self, row: Floats, token: int, top: int) -> Logprob:
