@@ -121,6 +121,7 @@ def test_in_chunks_and_from_the_prefix_tree(shape: str, alone: dict[str, list[An
     assert told["again"] == told["0"] == alone["0"]
 
 
+@pytest.mark.large
 def test_ahead_and_on_the_ladder(shape: str, alone: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch):
     """Depth 1, and decode steps padded up to the next size as graphs have them."""
     plain = device_runner.DeviceRunner.__init__

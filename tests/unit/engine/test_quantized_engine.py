@@ -92,7 +92,7 @@ def logits_of(shape: str, quantize: str, tokens: list[int]) -> np.ndarray:
     return program.run(ragged([(0, len(tokens), list(range(8)))], np.array(tokens))).copy()
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("int4", "auto"), ("fp8", "fp8")])
+@pytest.mark.parametrize(("kind", "kept"), [pytest.param("int4", "auto", marks=pytest.mark.large), ("fp8", "fp8")])
 def test_quantized_engines_agree(shape: str, kind: str, kept: str):
     """Prompts of few and of many rows, then decode. A token may differ only where the oracle's logits nearly tie."""
     made = build_engine(config(shape, "cuda", quantize=kind, kv_dtype=kept), ENV)

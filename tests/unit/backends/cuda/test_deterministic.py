@@ -111,7 +111,7 @@ def part(p: Paged, rows: slice) -> Paged:
     return Paged(q, p.k_cache, p.v_cache, p.table, start, length, pos.contiguous(), p.write, p.keys, p.values)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_attention_at_fixed_positions_is_attention(apart: bool, device: str):
     p = paged([10, 1, 17, 3, 1], [10, 33, 250, 128, 1], heads=4, kv_heads=2, dim=64, device=device)
     sinks = torch.randn(4, device=device)

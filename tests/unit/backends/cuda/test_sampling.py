@@ -69,7 +69,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("spread", [0.5, 12.0])  # flat: everything matters; steep: a handful does
+@pytest.mark.parametrize(
+    "spread", [pytest.param(0.5, marks=pytest.mark.large), 12.0]
+)  # flat: everything matters; steep: a handful does
 def test_the_host_would_choose_the_same(spread: float, device: str):
     g = torch.Generator().manual_seed(int(spread * 10))
     seeds = [100 + i for i in range(len(CASES))]
