@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.server.service import Service
 
-T = TypeVar("T")
 DEFAULTS = ServerConfig()
 ENGINE = EngineConfig(path="")
 
@@ -177,9 +175,10 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
         from dataclasses import replace
 
         from quire.server.models import open_model
+        from quire.server.threads import in_thread
 
         service.note = "fetching the model"
-        path = await _in_thread(lambda: _find(store, model))
+        path = await in_thread(lambda: _find(store, model))
         return await open_model(service, replace(engine, path=str(path)), ui.note)
 
     async def run() -> int:
@@ -235,30 +234,6 @@ def _find(store: Store, model: str) -> Path:
         return store.resolve(model)
     except NotFound:
         return store.pull(model, ui.progress())
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Like asyncio.to_thread, but a download that never ends does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def body() -> None:
-        try:
-            result, error = work(), None
-        except BaseException as e:
-            result, error = None, e
-        loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=body, daemon=True, name="fetch").start()
-    return await done
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

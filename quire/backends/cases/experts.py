@@ -51,9 +51,13 @@ def moe_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> It
             steps = []
             for tokens in (1, 3, 16, 40):
                 inputs = {"x": floats(rng, tokens, d), "logits": spread(rng, tokens, count)}
-                bound: Bound = lambda y, allowed=allowed: allowed * np.sqrt(np.mean(np.square(y))) + 1e-7  # noqa: E731
-                steps.append(Step(single(tokens), inputs, bound))
+                steps.append(Step(single(tokens), inputs, within(allowed)))
             yield Case(f"moe-{label}-{way}", forward, steps, {"x": d, "logits": count})
+
+
+def within(share: float) -> Bound:
+    """That share of the root of the mean square."""
+    return lambda y: share * np.sqrt(np.mean(np.square(y))) + 1e-7
 
 
 def spread(rng: np.random.Generator, rows: int, count: int) -> Floats:

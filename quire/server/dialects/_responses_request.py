@@ -21,7 +21,17 @@ from quire.server import limits
 from quire.server.dialects import _fields, _metadata, _responses_items, _turns
 from quire.server.dialects._openai import Sampling, check_prompt, generation
 from quire.server.dialects._responses_items import Item
-from quire.server.dialects._tools import NOTHING, Kind, Raw, at, check_count, check_distinct, choose, tool
+from quire.server.dialects._tools import (
+    NOTHING,
+    Kind,
+    Raw,
+    at,
+    check_count,
+    check_distinct,
+    choose,
+    chosen_by_word,
+    tool,
+)
 from quire.server.dialects._turns import Talk
 from quire.server.dialects.openai_chat import template_kwargs
 from quire.server.kept import UNFINISHED, Kept
@@ -289,14 +299,8 @@ def tools_of(asked: Asked) -> tuple[list[Tool], Tools]:
 
 def _choice(tools: list[Tool], raw: Raw, parallel: bool | None) -> Tools:
     where = "tool_choice"
-    data = bytes(raw)
-    if data in (b"", b"null"):
-        return choose(tools, None, parallel=parallel)
-    if data.startswith(b'"'):
-        word = at(where, raw, str)
-        if word not in ("none", "auto", "required"):
-            raise BadRequest(f"{where} must be none, auto, required or a named function", param=where)
-        return choose(tools, word, parallel=parallel)
+    if (worded := chosen_by_word(tools, raw, parallel)) is not None:
+        return worded
     kind = at(where, raw, Kind).type
     if kind == "function":
         return choose(tools, "named", at(where, raw, NamedTool).name, parallel)

@@ -213,17 +213,24 @@ def openai_tools(items: Sequence[Raw] | None) -> list[Tool]:
     return made
 
 
-def openai_choice(tools: Sequence[Tool], raw: Raw, parallel: bool | None) -> Tools:
-    """`tool_choice` as OpenAI writes it, applied."""
-    where = "tool_choice"
+def chosen_by_word(tools: Sequence[Tool], raw: Raw, parallel: bool | None) -> Tools | None:
+    """A `tool_choice` that is absent or one word; None where it is an object, whose shape each API has its own of."""
     data = bytes(raw)
     if data in (b"", b"null"):
         return choose(tools, None, parallel=parallel)
-    if data.startswith(b'"'):
-        word = at(where, raw, str)
-        if word not in ("none", "auto", "required"):
-            raise BadRequest(f"{where} must be none, auto, required or a named function", param=where)
-        return choose(tools, word, parallel=parallel)
+    if not data.startswith(b'"'):
+        return None
+    word = at("tool_choice", raw, str)
+    if word not in ("none", "auto", "required"):
+        raise BadRequest("tool_choice must be none, auto, required or a named function", param="tool_choice")
+    return choose(tools, word, parallel=parallel)
+
+
+def openai_choice(tools: Sequence[Tool], raw: Raw, parallel: bool | None) -> Tools:
+    """`tool_choice` as chat completions write it, applied."""
+    where = "tool_choice"
+    if (worded := chosen_by_word(tools, raw, parallel)) is not None:
+        return worded
     kind = at(where, raw, Kind).type
     if kind == "allowed_tools":
         return _allowed(tools, at(where, raw, AllowedTools).allowed_tools, parallel)

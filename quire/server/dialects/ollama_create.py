@@ -22,10 +22,11 @@ from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server import limits
 from quire.server.dialects import _modelfile, _ollama, _ollama_cards
 from quire.server.dialects._compat import Endpoint, Fields
-from quire.server.dialects.ollama_store import in_thread, model_name, writable
+from quire.server.dialects.ollama_store import model_name, writable
 from quire.server.errors import ClientGone
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
+from quire.server.threads import in_thread
 from quire.weights.manifest import Defaults
 from quire.weights.store import Store
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -28,13 +28,12 @@ from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
+from quire.server.threads import in_thread
 from quire.weights import names
 from quire.weights.store import Store
 
 MAX_PULLS = 4  # at a time
 TELL_SECONDS = 0.1  # between two lines of progress
-
-T = TypeVar("T")
 
 
 class PullRequest(msgspec.Struct, kw_only=True):
@@ -145,31 +144,6 @@ def _check_source(name: str) -> None:
             cure="a short name (smollm2:135m), hf:org/repo, pypi:… or npm:…; `quire pull` takes the others",
             param="model",
         )
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Like asyncio.to_thread, but the process does not wait for the thread when it ends: a lock may be held for long."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def body() -> None:
-        try:
-            result, error = work(), None
-        except BaseException as e:
-            result, error = None, e
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=body, daemon=True, name="store").start()
-    return await done
 
 
 class Pulling:
