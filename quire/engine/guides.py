@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.grammar import Matcher, check, compile_matcher, plain, tokenizer_of
+from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA, Matcher, check, compile_matcher, plain, tokenizer_of
+from quire.engine.numbers import Digits, NumberWatch
 from quire.engine.sequence import FINISHED, Sequence
 from quire.engine.types import Constraint, Request, Vocabulary
 from quire.observe.errors import BadRequest, QuireError, Unavailable, Unsupported
@@ -37,7 +38,7 @@ OVERDUE = 4  # compilations past their time: a thread cannot be stopped, so thei
 
 log = logging.getLogger("quire.engine")
 
-Key = tuple[str, str]  # kind and text
+Key = tuple[str, str, str | None]  # kind, text and blanks
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class _State:
     seq: Sequence
     matcher: Matcher | None  # None is a fault of ours: its request fails
     taken: int = 0  # output tokens that the matcher has seen
+    numbers: NumberWatch | None = None  # of a JSON answer
 
 
 class Guides:
@@ -69,6 +71,7 @@ class Guides:
         self._vocabulary: Vocabulary | None = None
         self._ends: npt.NDArray[np.intp] = np.zeros(0, np.intp)
         self._tokenizer: Any = None
+        self._digits: Digits | None = None
         self._building = threading.Lock()
         self._kept: OrderedDict[Key, Matcher] = OrderedDict()
         self._kept_bytes = 0
@@ -102,7 +105,7 @@ class Guides:
             )
         if set(request.eos_ids) != set(self._vocabulary.eos_ids):
             raise BadRequest(f"{constraint.param} needs the model's own end tokens", param=constraint.param)
-        key = constraint.kind, constraint.text
+        key = constraint.kind, constraint.text, constraint.blanks
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
@@ -153,6 +156,7 @@ class Guides:
         try:
             with self._building:
                 if self._tokenizer is None and self._vocabulary is not None:
+                    self._digits = Digits(self._vocabulary, self._width)
                     self._tokenizer = tokenizer_of(self._vocabulary, self._width)
             made: Matcher | QuireError = compile_matcher(constraint, self._tokenizer)
         except QuireError as error:
@@ -228,7 +232,9 @@ class Guides:
         if seq.request.constraint is None or seq.key in self._states:  # the latter: it was preempted
             return
         made = self._made.pop(seq.request.id, None)
-        self._states[seq.key] = _State(seq, None if made is None else made.deep_copy())
+        digits = self._digits if seq.request.constraint.kind in (JSON_OBJECT, JSON_SCHEMA) else None
+        numbers = None if digits is None else NumberWatch(digits)
+        self._states[seq.key] = _State(seq, None if made is None else made.deep_copy(), numbers=numbers)
 
     # ---- the gate: between logits and tokens
 
@@ -258,6 +264,8 @@ class Guides:
             if new:
                 matcher.consume_tokens(new)
                 state.taken += len(new)
+                if state.numbers is not None:
+                    state.numbers.take(new)
             packed = matcher.compute_bitmask()
             if matcher.is_error():
                 return f"the constraint could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"[
@@ -268,7 +276,7 @@ class Guides:
                 mask[self._ends] = False  # a stopped matcher offers the end, whatever stopped it
             if not mask.any():
                 return f"after {state.taken} tokens the constraint allows nothing that this vocabulary can say"
-            return mask
+            return mask if state.numbers is None else state.numbers.narrow(mask)
         except Exception as error:  # the others in this step go on
             log.error("a mask could not be computed", exc_info=error)
             return f"the constraint could not be enforced: {type(error).__name__}"

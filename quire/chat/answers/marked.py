@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.chat.answers.closed import closed
 from quire.chat.answers.lark import SPACE, Cut, Lark, any_of
 from quire.chat.answers.machine import Machine, Read, Stops, Text
 from quire.chat.answers.types import Parser, Tool, Tools
+from quire.engine.closed import closed
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 

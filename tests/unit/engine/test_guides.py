@@ -300,7 +300,7 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch: pytes
     for i in range(5):
         finished(run(engine, [ask(Constraint.regex(f"b{{{i + 1}}}"))]))
     gate: Any = engine._gate
-    assert [text for _, text in gate._kept] == ["b{3}", "b{4}", "b{5}"]
+    assert [text for _, text, _ in gate._kept] == ["b{3}", "b{4}", "b{5}"]
     assert gate._kept_bytes == 12
     monkeypatch.setattr(guides_module, "TEXT_BYTES", 10)
     finished(run(engine, [ask(Constraint.regex("c{1}"))]))
