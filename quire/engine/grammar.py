@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from quire.engine.gbnf import to_lark
 from quire.engine.schemas import OWN_OPTIONS, prepared
 from quire.engine.tags import written
 from quire.engine.types import Constraint, Vocabulary
@@ -202,16 +203,18 @@ def _lark(asked: Constraint) -> str:
     text = asked.text
     if OWN_OPTIONS in text:
         raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
+    if _TEMPERATURE.search(text):
+        raise ValueError("a rule's temperature cannot be honoured: send one for the request")
     return text
 
 
-def _gbnf(asked: Constraint) -> str:
-    text = asked.text
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+_TEMPERATURE = re.compile(r"^[^\"/\n]*\[[^\]\"/\n]*\btemperature\s*=", re.MULTILINE)
 
+
+def _gbnf(asked: Constraint) -> str:
     try:
-        return gbnf_to_lark(text)
-    except GbnfToLarkError as error:
+        return to_lark(asked.text)
+    except ValueError as error:
         raise ValueError(f"it is not GBNF: {error}") from None
 
 

@@ -217,6 +217,7 @@ def test_a_stop_token_ends_it_early() -> None:
         (Constraint.choice([str(i) for i in range(5000)]), "5000 choices"),
         (Constraint.gbnf("root ::= ("), "GBNF"),
         (Constraint.lark("start: frob"), "frob"),
+        (Constraint.lark("start: x\nx[temperature=0.5]: /a/"), "temperature"),
         (Constraint.lark('start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance"),
         (Constraint(kind="xml"), "no constraint of kind 'xml'"),
     ],

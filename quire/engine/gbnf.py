@@ -1,0 +1,406 @@
+"""GBNF, llama.cpp's grammars (and vLLM's EBNF), as Lark: every text of the grammar, and no other.
+
+llguidance cuts text into words first and takes each as long as it can; GBNF knows characters alone. So rules without
+recursion become words where that changes nothing: where what may follow a word cannot lengthen it, and no word is the
+beginning of another. Otherwise the whole grammar is written character by character, which is exact and slower.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+ROOT = "root"
+LAST = 0x10FFFF
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_SPACE = re.compile(r"(?:[ \t]|#[^\n]*)*")
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_COUNT = re.compile(r"\{\s*(\d{1,9})\s*(,?)\s*(\d{0,9})\s*\}")
+_HEX = {"x": 2, "u": 4, "U": 8}
+_PLAIN = {"n": "\n", "r": "\r", "t": "\t"}
+
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A part of a rule: `chars` (one of some characters), `text`, `seq`, `alt`, `rep`, or `ref`."""
+
+    kind: str
+    items: list[Node] = field(default_factory=list)
+    text: str = ""  # of a text; the name, of a ref
+    ranges: Ranges = field(default_factory=list)  # of chars
+    least: int = 0  # of a rep
+    most: int | None = None
+    mask: int = 0  # of chars: its atoms
+
+
+def to_lark(text: str) -> str:
+    """The grammar in Lark. Raises ValueError with the line."""
+    rules = _Reader(text).rules()
+    if ROOT not in rules:
+        raise ValueError(f"there is no rule {ROOT}")
+    for node in (n for body in rules.values() for n in _all(body)):
+        if node.kind == "ref" and node.text not in rules:
+            raise ValueError(f"the rule {node.text} is not there")
+    words = _words(rules)
+    if not _Words(rules, words).unambiguous():
+        words = frozenset()
+    names = {name: f"{'W' if name in words else 'r'}{i}" for i, name in enumerate(rules)}
+    exact = not words
+    lines = [f"{names[name]}: {_written(body, names, exact)}" for name, body in rules.items()]
+    return "\n".join([f"start: {names[ROOT]}", *lines]) + "\n"
+
+
+def _all(node: Node) -> list[Node]:
+    found, left = [], [node]
+    while left:
+        found.append(left.pop())
+        left += found[-1].items
+    return found
+
+
+# ---- reading
+
+
+class _Reader:
+    def __init__(self, text: str):
+        self._text = text
+        self._at = 0
+
+    def rules(self) -> dict[str, Node]:
+        made: dict[str, Node] = {}
+        self._skip(_BLANK)
+        while self._at < len(self._text):
+            name = self._name()
+            self._skip(_SPACE)
+            if not self._text.startswith("::=", self._at):
+                raise self._wrong("::= is missing")
+            self._at += 3
+            self._skip(_BLANK)
+            body = self._either(nested=False)
+            if name in made:
+                raise self._wrong(f"the rule {name} is there twice")
+            made[name] = body
+            self._skip(_BLANK)
+        if not made:
+            raise ValueError("it has no rules")
+        return made
+
+    def _either(self, nested: bool) -> Node:
+        options = [self._sequence(nested)]
+        while self._option():
+            self._at += 1
+            self._skip(_BLANK)
+            options.append(self._sequence(nested))
+        return options[0] if len(options) == 1 else Node("alt", options)
+
+    def _option(self) -> bool:
+        """Whether an option follows, on this line or on one below."""
+        blank = _BLANK.match(self._text, self._at)
+        at = blank.end() if blank else self._at
+        if self._text[at : at + 1] == "|":
+            self._at = at
+            return True
+        return False
+
+    def _sequence(self, nested: bool) -> Node:
+        items: list[Node] = []
+        while True:
+            char = self._peek()
+            if char == '"':
+                items.append(Node("text", text=self._literal()))
+            elif char == "[":
+                items.append(Node("chars", ranges=self._class()))
+            elif char == ".":
+                self._at += 1
+                items.append(Node("chars", ranges=_outside([])))
+            elif char == "(":
+                self._at += 1
+                self._skip(_BLANK)
+                items.append(self._either(nested=True))
+                if self._peek() != ")":
+                    raise self._wrong(") is missing")
+                self._at += 1
+            elif _NAME.match(self._text, self._at) and not self._begins_rule():
+                items.append(Node("ref", text=self._name()))
+            else:
+                return items[0] if len(items) == 1 else Node("seq", items)
+            while (counted := self._counted()) is not None:
+                items[-1] = Node("rep", [items[-1]], least=counted[0], most=counted[1])
+            self._skip(_BLANK if nested else _SPACE)
+
+    def _begins_rule(self) -> bool:
+        name = _NAME.match(self._text, self._at)
+        after = _SPACE.match(self._text, name.end()) if name else None
+        return after is not None and self._text.startswith("::=", after.end())
+
+    def _counted(self) -> tuple[int, int | None] | None:
+        char = self._peek()
+        if char in ("*", "+", "?"):
+            self._at += 1
+            return (1 if char == "+" else 0), (1 if char == "?" else None)
+        if char != "{":
+            return None
+        found = _COUNT.match(self._text, self._at)
+        if found is None:
+            raise self._wrong("a count is {2}, {2,} or {2,5}")
+        self._at = found.end()
+        least = int(found[1])
+        most = least if not found[2] else int(found[3]) if found[3] else None
+        if most is not None and most < least:
+            raise self._wrong("a count ends before it begins")
+        return least, most
+
+    def _literal(self) -> str:
+        self._at += 1
+        made: list[str] = []
+        while (char := self._peek()) != '"':
+            if char in ("", "\n"):
+                raise self._wrong('" is missing')
+            made.append(self._char())
+        self._at += 1
+        return "".join(made)
+
+    def _class(self) -> Ranges:
+        self._at += 1
+        negated = self._peek() == "^"
+        self._at += negated
+        made: Ranges = []
+        while self._peek() != "]":
+            low = self._char()
+            high = low
+            if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._at += 1
+                high = self._char()
+            if ord(high) < ord(low):
+                raise self._wrong(f"{low}-{high} is no range")
+            made.append((ord(low), ord(high)))
+        self._at += 1
+        if not made and not negated:
+            raise self._wrong("an empty class matches nothing")
+        return _outside(made) if negated else made
+
+    def _char(self) -> str:
+        char = self._peek()
+        if not char:
+            raise self._wrong("it ends too soon")
+        self._at += 1
+        if char != "\\":
+            return char
+        char = self._peek()
+        self._at += 1
+        if char in _HEX:
+            digits = self._text[self._at : self._at + _HEX[char]]
+            if not re.fullmatch(f"[0-9a-fA-F]{{{_HEX[char]}}}", digits) or int(digits, 16) > LAST:
+                raise self._wrong(f"\\{char} needs {_HEX[char]} hexadecimal digits")
+            self._at += _HEX[char]
+            return chr(int(digits, 16))
+        if char in _PLAIN:
+            return _PLAIN[char]
+        if char in '\\"[]-^':
+            return char
+        raise self._wrong(f"\\{char} is not known")
+
+    def _name(self) -> str:
+        found = _NAME.match(self._text, self._at)
+        if found is None:
+            raise self._wrong("a name is missing")
+        self._at = found.end()
+        return found[0]
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        found = pattern.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+
+    def _wrong(self, what: str) -> ValueError:
+        line = self._text.count("\n", 0, self._at) + 1
+        near = self._text[max(0, self._at - 10) : self._at + 20]
+        return ValueError(f"line {line}, near {near!r}: {what}")
+
+
+def _outside(ranges: Ranges) -> Ranges:
+    """Every other character; those that are none alone are in no text."""
+    made: Ranges = []
+    at = 0
+    for low, high in sorted([*ranges, (0xD800, 0xDFFF)]):
+        if low > at:
+            made.append((at, low - 1))
+        at = max(at, high + 1)
+    return made if at > LAST else [*made, (at, LAST)]
+
+
+# ---- which rules can be words
+
+
+def _words(rules: dict[str, Node]) -> frozenset[str]:
+    """Rules without recursion, other than the root."""
+    found: set[str] = set()
+    refs = {name: {n.text for n in _all(body) if n.kind == "ref"} for name, body in rules.items()}
+    while True:
+        more = {name for name in rules if name != ROOT and name not in found and refs[name] <= found}
+        if not more:
+            return frozenset(found)
+        found |= more
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What a node begins with, and what could lengthen it once it is whole; sets are bits, one for each kind of character."""
+
+    empty: bool
+    first: int
+    longer: int
+    every: int
+
+
+class _Words:
+    """Whether cutting a text into words, each as long as it can be, loses nothing."""
+
+    def __init__(self, rules: dict[str, Node], words: frozenset[str]):
+        self._rules, self._is_word = rules, words
+        self._atoms(rules)
+        self._shapes: dict[str, _Shape] = {}
+        self._follow: dict[str, int] = dict.fromkeys(rules, 0)
+        self._after: dict[Any, int] = {}  # what may follow a word: a rule's name, a text, or a mask
+
+    def _atoms(self, rules: dict[str, Node]) -> None:
+        leaves = [n for body in rules.values() for n in _all(body) if n.kind in ("chars", "text")]
+        cuts = {0, LAST + 1}
+        for leaf in leaves:
+            for low, high in leaf.ranges or [(ord(c), ord(c)) for c in set(leaf.text)]:
+                cuts |= {low, high + 1}
+        self._cuts = sorted(cuts)
+        for leaf in leaves:
+            for low, high in leaf.ranges:
+                start, end = bisect_left(self._cuts, low), bisect_left(self._cuts, high + 1)
+                leaf.mask |= (1 << end) - (1 << start)
+
+    def _bit(self, char: str) -> int:
+        return 1 << bisect_left(self._cuts, ord(char))
+
+    def unambiguous(self) -> bool:
+        changed = True
+        while changed:  # shapes of rules that name each other
+            before = {name: (s.empty, s.first) for name, s in self._shapes.items()}
+            for name, body in self._rules.items():
+                self._shapes[name] = self._shape(body)
+            changed = before != {name: (s.empty, s.first) for name, s in self._shapes.items()}
+        changed = True
+        while changed:
+            before_follow = dict(self._follow), dict(self._after)
+            for name, body in self._rules.items():
+                if name not in self._is_word:
+                    self._walk(body, self._follow[name])
+            changed = before_follow != (self._follow, self._after)
+        return not self._lengthened() and not self._overlapping()
+
+    def _shape(self, node: Node) -> _Shape:
+        if node.kind == "chars":
+            return _Shape(False, node.mask, 0, node.mask)
+        if node.kind == "text":
+            every = 0
+            for char in set(node.text):
+                every |= self._bit(char)
+            return _Shape(not node.text, self._bit(node.text[0]) if node.text else 0, 0, every)
+        if node.kind == "ref":
+            return self._shapes.get(node.text, _Shape(False, 0, 0, 0))
+        each = [self._shape(item) for item in node.items]
+        if node.kind == "rep":
+            (one,) = each
+            more = node.most is None or node.most > 1
+            longer = one.longer | (one.first if node.least != node.most else 0)
+            if more and one.longer & one.first:
+                longer = one.every
+            return _Shape(node.least == 0 or one.empty, one.first, longer, one.every)
+        if node.kind == "alt":
+            made = _Shape(False, 0, 0, 0)
+            for one in each:
+                if one.first & made.first:  # one of them may be whole where another goes on
+                    made.longer |= one.every | made.every
+                made = _Shape(
+                    made.empty or one.empty, made.first | one.first, made.longer | one.longer, made.every | one.every
+                )
+            made.longer |= made.first if made.empty else 0
+            return made
+        made = _Shape(True, 0, 0, 0)
+        for one in each:
+            clash = made.longer & one.first
+            longer = one.longer | ((made.longer | one.first) if one.empty else 0)
+            every = made.every | one.every
+            made = _Shape(made.empty and one.empty, made.first | (one.first if made.empty else 0), longer, every)
+            if clash:
+                made.longer |= every
+        return made
+
+    def _walk(self, node: Node, after: int) -> None:
+        """Note what may follow each word in a rule that is none."""
+        if node.kind == "ref" and node.text not in self._is_word:
+            self._follow[node.text] |= after
+        elif node.kind in ("ref", "text", "chars"):
+            key = node.mask if node.kind == "chars" else (node.kind, node.text)
+            self._after[key] = self._after.get(key, 0) | after
+        elif node.kind == "rep":
+            again = self._shape(node.items[0]).first if node.most is None or node.most > 1 else 0
+            self._walk(node.items[0], after | again)
+        elif node.kind == "alt":
+            for item in node.items:
+                self._walk(item, after)
+        else:
+            for item in reversed(node.items):
+                self._walk(item, after)
+                shape = self._shape(item)
+                after = shape.first | (after if shape.empty else 0)
+
+    def _lengthened(self) -> bool:
+        """Whether some word could swallow the beginning of what follows it."""
+        return any(
+            self._shapes[key[1]].longer & after
+            for key, after in self._after.items()
+            if isinstance(key, tuple) and key[0] == "ref"
+        )
+
+    def _overlapping(self) -> bool:
+        """Whether one word may be whole where another goes on. Only words that begin alike can be in each other's way."""
+        texts = sorted({key[1] for key in self._after if isinstance(key, tuple) and key[0] == "text" and key[1]})
+        if any(longer.startswith(text) for text, longer in pairwise(texts)):
+            return True
+        starts = 0
+        for text in texts:
+            starts |= self._bit(text[0])
+        others = [self._shapes[key[1]].first for key in self._after if isinstance(key, tuple) and key[0] == "ref"]
+        singles = 0
+        for key in self._after:
+            singles |= key if isinstance(key, int) else 0
+        seen = starts | singles
+        for first in others:
+            if first & seen:
+                return True
+            seen |= first
+        return bool(singles & starts) and any(len(text) > 1 and self._bit(text[0]) & singles for text in texts)
+
+
+# ---- writing
+
+
+def _written(node: Node, names: dict[str, str], exact: bool) -> str:
+    if node.kind == "chars":
+        return "/[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in node.ranges) + "]/"
+    if node.kind == "text":
+        parts = list(node.text) if exact else [node.text]
+        return " ".join(json.dumps(part) for part in parts) or '""'
+    if node.kind == "ref":
+        return names[node.text]
+    each = [_written(item, names, exact) for item in node.items]
+    if node.kind == "rep":
+        return f"({each[0]}){{{node.least},{'' if node.most is None else node.most}}}"
+    if node.kind == "alt":
+        return "(" + " | ".join(each) + ")"
+    return " ".join(each) or '""'
