@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = "root"
 LAST = 0x10FFFF
+MAX_WRITTEN_OUT = 100_000
+PASSES = 40  # over rules that name each other
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\n]*)*")
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
@@ -48,9 +50,10 @@ def to_lark(text: str) -> str:
         if node.kind == "ref" and node.text not in rules:
             raise ValueError(f"the rule {node.text} is not there")
     words = _words(rules)
-    if not _Words(rules, words).unambiguous():
-        words = frozenset()
-    names = {name: f"{'W' if name in words else 'r'}{i}" for i, name in enumerate(rules)}
+    if _written_out(rules, words) > MAX_WRITTEN_OUT or not _Words(rules, words).unambiguous():
+        words = []
+    known = set(words)
+    names = {name: f"{'W' if name in known else 'r'}{i}" for i, name in enumerate(rules)}
     exact = not words
     lines = [f"{names[name]}: {_written(body, names, exact)}" for name, body in rules.items()]
     return "\n".join([f"start: {names[ROOT]}", *lines]) + "\n"
@@ -240,15 +243,31 @@ def _outside(ranges: Ranges) -> Ranges:
 # ---- which rules can be words
 
 
-def _words(rules: dict[str, Node]) -> frozenset[str]:
-    """Rules without recursion, other than the root."""
-    found: set[str] = set()
+def _words(rules: dict[str, Node]) -> list[str]:
+    """Rules without recursion, other than the root, each after those that it names."""
     refs = {name: {n.text for n in _all(body) if n.kind == "ref"} for name, body in rules.items()}
-    while True:
-        more = {name for name in rules if name != ROOT and name not in found and refs[name] <= found}
-        if not more:
-            return frozenset(found)
-        found |= more
+    named_by: dict[str, list[str]] = {name: [] for name in rules}
+    for name, inside in refs.items():
+        for inner in inside:
+            named_by[inner].append(name)
+    left = {name: len(inside) for name, inside in refs.items()}
+    found, ready = [], [name for name, count in left.items() if count == 0 and name != ROOT]
+    while ready:
+        found.append(ready.pop())
+        for name in named_by[found[-1]]:
+            left[name] -= 1
+            if left[name] == 0 and name != ROOT:
+                ready.append(name)
+    return found
+
+
+def _written_out(rules: dict[str, Node], words: list[str]) -> int:
+    """The parts of the largest word: the compiler writes a word out wherever another names it."""
+    sizes: dict[str, int] = {}
+    for name in words:
+        parts = _all(rules[name])
+        sizes[name] = len(parts) + sum(sizes[part.text] for part in parts if part.kind == "ref")
+    return max(sizes.values(), default=0)
 
 
 @dataclass(slots=True)
@@ -264,8 +283,8 @@ class _Shape:
 class _Words:
     """Whether cutting a text into words, each as long as it can be, loses nothing."""
 
-    def __init__(self, rules: dict[str, Node], words: frozenset[str]):
-        self._rules, self._is_word = rules, words
+    def __init__(self, rules: dict[str, Node], words: list[str]):
+        self._rules, self._words, self._is_word = rules, words, set(words)
         self._atoms(rules)
         self._shapes: dict[str, _Shape] = {}
         self._follow: dict[str, int] = dict.fromkeys(rules, 0)
@@ -287,20 +306,25 @@ class _Words:
         return 1 << bisect_left(self._cuts, ord(char))
 
     def unambiguous(self) -> bool:
-        changed = True
-        while changed:  # shapes of rules that name each other
-            before = {name: (s.empty, s.first) for name, s in self._shapes.items()}
-            for name, body in self._rules.items():
-                self._shapes[name] = self._shape(body)
-            changed = before != {name: (s.empty, s.first) for name, s in self._shapes.items()}
-        changed = True
-        while changed:
+        """False where it is so, and where it would take long to see."""
+        for name in self._words:
+            self._shapes[name] = self._shape(self._rules[name])
+        others = {name: body for name, body in self._rules.items() if name not in self._is_word}
+        for _ in range(PASSES):  # rules that name each other
+            before = {name: (s.empty, s.first) for name, s in self._shapes.items() if name in others}
+            for name in reversed(others):
+                self._shapes[name] = self._shape(others[name])
+            if before == {name: (s.empty, s.first) for name, s in self._shapes.items() if name in others}:
+                break
+        else:
+            return False
+        for _ in range(PASSES):
             before_follow = dict(self._follow), dict(self._after)
-            for name, body in self._rules.items():
-                if name not in self._is_word:
-                    self._walk(body, self._follow[name])
-            changed = before_follow != (self._follow, self._after)
-        return not self._lengthened() and not self._overlapping()
+            for name, body in others.items():
+                self._walk(body, self._follow[name])
+            if before_follow == (self._follow, self._after):
+                return not self._lengthened() and not self._overlapping()
+        return False
 
     def _shape(self, node: Node) -> _Shape:
         if node.kind == "chars":

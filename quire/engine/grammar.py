@@ -35,6 +35,7 @@ MAX_TEXT = {
 }  # bytes
 _HOLDERS = (COMPOSED, STRUCTURAL_TAG)
 MAX_CHOICES = 4096
+MAX_WRITTEN_OUT = 200_000
 MAX_STATES = 50_000  # of one sequence's lexer, which grows as it runs: one or two kilobytes each
 
 DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
@@ -205,9 +206,42 @@ def _lark(asked: Constraint) -> str:
         raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
     if _TEMPERATURE.search(text):
         raise ValueError("a rule's temperature cannot be honoured: send one for the request")
+    _check_terminals(text)
     return text
 
 
+def _check_terminals(text: str) -> None:
+    """Terminals are written out wherever they are named: two names in each of thirty are a billion."""
+    bodies: dict[str, list[str]] = {}
+    at = ""
+    for word in _LARK_WORD.finditer(text):
+        if word["rule"]:
+            at = word["rule"]
+            bodies[at] = []
+        elif word["name"] and at:
+            bodies[at].append(word["name"])
+    sizes: dict[str, int] = {}
+    left = list(bodies)
+    while left:  # without recursion: chains of names are long
+        name = left[-1]
+        named = [n for n in bodies[name] if n in bodies and n != name] if name.upper() == name else []
+        waiting = [n for n in named if n not in sizes]
+        if name in sizes or not waiting:
+            sizes.setdefault(name, 1 + sum(sizes[n] for n in named))
+            left.pop()
+        elif len(left) > len(bodies) + len(set(left)):
+            raise ValueError("its terminals name each other in a circle")
+        else:
+            left += waiting[:1]
+        if sizes.get(name, 0) > MAX_WRITTEN_OUT:
+            raise ValueError(f"the terminal {name}, written out, has more than {MAX_WRITTEN_OUT} parts")
+
+
+_LARK_WORD = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*'  # texts, patterns and comments, which name nothing
+    r"|^[ \t]*[?!]?(?P<rule>[A-Za-z_][\w-]*)(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:|(?P<name>[A-Za-z_][\w-]*)",
+    re.MULTILINE,
+)
 _TEMPERATURE = re.compile(r"^[^\"/\n]*\[[^\]\"/\n]*\btemperature\s*=", re.MULTILINE)
 
 

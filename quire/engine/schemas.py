@@ -19,6 +19,7 @@ from quire.observe.errors import BadRequest
 # Between the parts of a JSON text: nothing, a space, or a line end and an indent. A model that has nothing but blanks to say
 # gets to its next word.
 BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
+MAX_NAMES = 2000  # properties of one object: compiling them takes time in proportion to their square
 MAX_BLANKS = 200  # characters of a pattern for blanks
 OWN_OPTIONS = "x-guidance"  # the keyword by which a schema speaks to the compiler
 
@@ -165,6 +166,9 @@ def _look_through(schema: dict[str, Any]) -> None:
 
 
 def _look_at(at: dict[str, Any]) -> None:
+    listed = at.get("properties")
+    if isinstance(listed, dict) and len(listed) > MAX_NAMES:
+        raise BadRequest(f"an object has {len(listed)} properties: at most {MAX_NAMES} can be enforced")
     named = at.get("patternProperties")
     for pattern in (at.get("pattern"), *(named if isinstance(named, dict) else ())):
         if isinstance(pattern, str) and _CONTROL_ESCAPE.search(pattern):

@@ -93,7 +93,7 @@ def test_a_keyword_that_cannot_be_enforced_is_a_400_that_names_it(server: Server
     r = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
     assert r.status_code == 400, r.text
     assert f"the keyword {keyword} cannot be enforced" in r.json()["error"]["message"]
-    assert (r.json()["error"]["param"], r.json()["error"]["code"]) == ("response_format", "unsupported_constraint")
+    assert r.json()["error"]["param"] == "response_format"
 
 
 # ---- hostile ones, while another client's stream flows
@@ -156,10 +156,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "a regex of subsets": ({"guided_regex": "(.*a){30}" + "." * 30}, ANY),
     "a regex of plusses": ({"guided_regex": "((a+)+)+$"}, ANY),
     "a regex that counts": ({"guided_regex": "(x{1,1000}){1,1000}"}, ANY),
-    "a regex that repeats": ({"guided_regex": "(?:[ab]{1,30}c){1000000}"}, REFUSAL),
+    "a regex that repeats": ({"guided_regex": "(?:[ab]{1,30}c){1000000}"}, ANY),
     "ten thousand values": ({"guided_json": {"enum": [f"value number {i}" for i in range(10_000)]}}, ANY),
     "ten thousand choices": ({"guided_choice": [f"choice {i}" for i in range(10_000)]}, REFUSAL),
-    "ten thousand names": ({"guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}}, ANY),
+    "ten thousand names": ({"guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}}, REFUSAL),
     "a schema that is itself": ({"guided_json": {"$ref": "#"}}, REFUSAL),
     "schemas that are each other": (
         {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
@@ -175,13 +175,13 @@ HOSTILE: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     ),
     "a product": (
         {"guided_json": {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(12)]}},
-        ANY,
+        REFUSAL,
     ),
     "a million items": ({"guided_json": {"type": "array", "minItems": 10**6, "maxItems": 10**9}}, ANY),
     "a billion letters": ({"guided_json": {"type": "string", "minLength": 10**9}}, ANY),
     "a grammar that counts": ({"grammar": 'root ::= ("ab"{1,1000}){1,1000000}'}, ANY),
     "a grammar of parentheses": ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, REFUSAL),
-    "a grammar that is itself": ({"structured_outputs": {"grammar": "start: start start | start"}}, ANY),
+    "a grammar that is itself": ({"structured_outputs": {"grammar": "start: start start | start"}}, REFUSAL),
     "ten thousand rules": (
         {"grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(2000)) + '\nr2000 ::= "a"'},
         ANY,
@@ -204,7 +204,7 @@ def test_hostile_constraints_are_answered_while_a_stream_flows(server: Server, f
     assert r.status_code in statuses, (r.status_code, r.text[:300])
     if r.status_code == 400:
         assert r.json()["error"]["param"] and len(r.json()["error"]["message"]) < 700
-    assert took < 12, took
+    assert took < 8, took  # a tenth of a second, unless the machine is busy with other things
     assert flow.pause() < 2.0
     assert server.ready()
 

@@ -266,6 +266,13 @@ HOSTILE = {
     "subsets": Constraint.regex("(.*a){30}" + "." * 30),
     "counted": Constraint.regex("(x{1,1000}){1,1000}"),
     "suffixes": Constraint.regex(".*(a|b){200}.*c|(.*x){20}.*y(.*z){30}"),
+    "doubled terminals": Constraint.lark(
+        "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(400)) + '\nA400: "a"'
+    ),
+    "doubled rules": Constraint.gbnf(
+        "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(400)) + '\na400 ::= "a"'
+    ),
+    "terminals in a circle": Constraint.lark('start: A\nA: B "a"\nB: A "b"'),
     "left": Constraint.lark("start: start start | start"),
     "parens": Constraint.gbnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
 }
