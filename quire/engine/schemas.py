@@ -11,7 +11,7 @@ import json
 import re
 from decimal import Decimal
 from math import isfinite, prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from quire.engine.closed import closed
 from quire.observe.errors import BadRequest
@@ -186,7 +186,7 @@ def _look_at(at: dict[str, Any]) -> None:
         )
 
 
-def _number(value: Any) -> bool:
+def _number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

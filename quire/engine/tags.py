@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
@@ -227,8 +227,8 @@ def _several(asked: dict[str, Any], name: str) -> list[Any]:
 
 
 def _ends(asked: dict[str, Any]) -> list[str]:
-    end = asked.get("end")
-    ends = end if isinstance(end, list) else [end]
+    end: Any = asked.get("end")
+    ends: list[Any] = end if isinstance(end, list) else [end]
     if not ends or not all(isinstance(one, str) for one in ends):
         raise BadRequest("a structural tag needs end to be a string, or a list of strings")
     return ends
@@ -241,7 +241,7 @@ def _excluded(asked: dict[str, Any]) -> list[str]:
     return words
 
 
-def _is_text(asked: Any) -> bool:
+def _is_text(asked: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(asked, dict) and asked.get("type") == "any_text"
 
 
