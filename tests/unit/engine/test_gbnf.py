@@ -18,6 +18,10 @@ from tests.unit.engine.walks import admits, compiled, walk
 SAME = [
     ('root ::= "ab" | "a" "c"*', "ab|ac*", "abc"),
     ('root ::= "a" "bc" | "ab" "d"', "abc|abd", "abcd"),
+    ('root ::= "a" "bc" | "ab" "d" | w\nw ::= "d" "d"', "abc|abd|dd", "abcd"),
+    ('root ::= w "bc" | "ab" "d"\nw ::= "a"', "abc|abd", "abcd"),
+    ('root ::= w "c" | v "d"\nw ::= "a"+\nv ::= "a" "a"', "a+c|aad", "acd"),
+    ('root ::= [ab] "b" | "ab" "c" | w\nw ::= "c"', "[ab]b|abc|c", "abc"),
     ('root ::= ws "\\n" ws\nws ::= [ \\n]*', "[ \n]*\n[ \n]*", " \na"),
     ('root ::= word "a"\nword ::= [ab]+', "[ab]+a", "abc"),
     ('root ::= word "c"\nword ::= [ab]+', "[ab]+c", "abc"),

@@ -316,6 +316,19 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch: pytes
     assert not gate._made and not gate._jobs
 
 
+def test_blanks_are_part_of_what_is_kept() -> None:
+    """The same schema with other blanks is another constraint."""
+    engine = make()
+    schema = '{"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}'
+    texts = []
+    for blanks in (" {2}", ""):
+        constraint = Constraint(kind="json_schema", text=schema, blanks=blanks)
+        ((tokens, last),) = run(engine, [ask(constraint)]).values()
+        assert last.finish == "stop"
+        texts.append(text_of(tokens))
+    assert "  " in texts[0] and texts[1] == "[1,1,1]"
+
+
 class Slow:
     """A compiler that takes as long as it is told, for constraints that say so."""
 
