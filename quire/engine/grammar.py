@@ -60,9 +60,7 @@ def check(constraint: Constraint, sampling: SamplingParams, eos_ids: Iterable[in
     if kind != JSON_OBJECT and kind not in MAX_TEXT:
         known = ", ".join((JSON_OBJECT, *MAX_TEXT))
         raise BadRequest(f"{name}: there is no constraint of kind {kind!r}", cure=f"there are {known}", param=name)
-    size = len(constraint.text.encode("utf-8", "replace"))
-    if kind in MAX_TEXT and size > MAX_TEXT[kind]:
-        raise BadRequest(f"{name} has {size} bytes: a {kind} may have {MAX_TEXT[kind]}", param=name)
+    _check_size(constraint)
     if sampling.ignore_eos:
         raise BadRequest(f"ignore_eos and {name} contradict each other: a text that is whole ends", param="ignore_eos")
     if sampling.min_tokens:
@@ -73,6 +71,13 @@ def check(constraint: Constraint, sampling: SamplingParams, eos_ids: Iterable[in
         )
     if not tuple(eos_ids):
         raise Unsupported(f"{name}: this model has no token that ends an answer, so nothing could end a whole one")
+
+
+def _check_size(constraint: Constraint) -> None:
+    kind, name = constraint.kind, constraint.param
+    size = len(constraint.text.encode("utf-8", "replace"))
+    if kind in MAX_TEXT and size > MAX_TEXT[kind]:
+        raise BadRequest(f"{name} has {size} bytes: a {kind} may have {MAX_TEXT[kind]}", param=name)
 
 
 def to_grammar(constraint: Constraint) -> str:
@@ -104,6 +109,7 @@ def composed(constraint: Constraint, prefix: str = "s") -> tuple[str, dict[str, 
 def _named(constraint: Constraint, name: str) -> Iterator[tuple[str, str]]:
     """Every grammar of a constraint, under the name by which the others know it."""
     if constraint.kind not in _HOLDERS:
+        _check_size(constraint)
         yield name, _written(constraint)
         return
     grammar, parts = composed(constraint, f"{name}_")

@@ -34,6 +34,7 @@ ENTRIES = 256  # compiled constraints that are kept
 TEXT_BYTES = 8 << 20  # ... and bytes of text behind them; what is compiled is in proportion
 SECONDS = 10.0  # for one compilation; the compiler's own limits end nearly all of them within one
 WORKERS = 2
+STACK = 512 << 20  # bytes, of which what is used counts: the compiler follows references and rules by recursion
 OVERDUE = 4  # compilations past their time: a thread cannot be stopped, so their number is bounded
 
 log = logging.getLogger("quire.engine")
@@ -146,9 +147,16 @@ class Guides:
             key = self._queue.popleft()
             job = self._jobs[key]
             job.begun = self._clock()
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._compile, args=(key, job.constraint), name="quire-grammar", daemon=True
-            ).start()
+            )
+            usual = threading.stack_size(STACK)
+            try:
+                thread.start()
+            except RuntimeError:  # no room for another thread
+                self._done.put((key, Unavailable("the grammar compiler has no memory to run in", cure="try again")))
+            finally:
+                threading.stack_size(usual)
             running += 1
 
     def _compile(self, key: Key, constraint: Constraint) -> None:

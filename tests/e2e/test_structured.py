@@ -186,6 +186,14 @@ HOSTILE: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         {"grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(2000)) + '\nr2000 ::= "a"'},
         ANY,
     ),
+    "a chain of lists": (
+        {"guided_json": {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)} | {"d3000": {}}}},
+        ANY,
+    ),
+    "a ring of rules": (
+        {"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 1500} "x" | r{i * 7 % 1500} | "y"' for i in range(1500))},
+        REFUSAL,
+    ),
     "a thousand tags": (
         {"structured_outputs": {"structural_tag": json.dumps({"structures": [{"begin": f"<{i}>", "schema": {}, "end": ">"} for i in range(1000)], "triggers": ["<"]})}},
         REFUSAL,

@@ -272,6 +272,22 @@ HOSTILE = {
     "doubled rules": Constraint.gbnf(
         "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(400)) + '\na400 ::= "a"'
     ),
+    "a chain of lists": Constraint.json_schema(
+        {
+            "$ref": "#/$defs/d0",
+            "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
+            | {"d3000": {"type": "null"}},
+        }
+    ),
+    "a chain of rules": Constraint.lark(
+        "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(3000)) + '\nr3000: "z"'
+    ),
+    "a ring of rules": Constraint.gbnf(
+        "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 1500} "x" | r{i * 7 % 1500} | "y"' for i in range(1500))
+    ),
+    "a large pattern in a tag": Constraint.structural_tag(
+        {"format": {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "a?" * 20000}, "end": ">"}}
+    ),
     "terminals in a circle": Constraint.lark('start: A\nA: B "a"\nB: A "b"'),
     "left": Constraint.lark("start: start start | start"),
     "parens": Constraint.gbnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
