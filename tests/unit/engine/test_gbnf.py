@@ -70,6 +70,7 @@ SUMS = 'root ::= (sum "=" ws term "\\n")+\nsum ::= term ([-+*/] term)*\nterm ::=
 def test_json_in_words_and_sums_by_character() -> None:
     """Words where that is exact, since it is faster; characters where it is not."""
     assert "W" in to_lark(JSON)
+    assert '"left, "' in to_lark('root ::= ("left, " | "right, ")*')
     sums = SUMS + "ws ::= [ \\t\\n]*"
     assert "W" not in to_lark(sums) and "W" in to_lark(SUMS + 'ws ::= " "*')
     matcher = compiled(Constraint.gbnf(sums))
