@@ -246,27 +246,28 @@ class Guides:
 
     # ---- the gate: between logits and tokens
 
-    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str]]]:
+    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str, str | None]]]:
         if not self._states:
             return None, []
         masks: dict[int, npt.NDArray[np.bool_]] = {}
-        lost: list[tuple[str, str]] = []
+        lost: list[tuple[str, str, str | None]] = []
         for i, work in enumerate(plan.work):
             state = self._states.get(work.key) if work.sample else None
             if state is None:
                 continue
             mask = self._mask(state)
-            if isinstance(mask, str):
-                lost.append((state.seq.request.id, mask))
+            if isinstance(mask, tuple):
+                lost.append((state.seq.request.id, *mask))
             else:
                 masks[i] = mask
         return masks or None, lost
 
-    def _mask(self, state: _State) -> npt.NDArray[np.bool_] | str:
-        """What may come next, or why nothing may."""
-        seq, matcher = state.seq, state.matcher
+    def _mask(self, state: _State) -> npt.NDArray[np.bool_] | tuple[str, str | None]:
+        """What may come next, or why nothing may, and the field that is to blame: none for a fault of ours."""
+        seq, matcher, asked = state.seq, state.matcher, state.seq.request.constraint
+        param = None if asked is None else asked.param
         if matcher is None:
-            return "the constraint was never compiled"
+            return "the constraint was never compiled", None
         try:
             new = seq.tokens[seq.prompt_len + state.taken :]
             if new:
@@ -276,15 +277,14 @@ class Guides:
                     state.numbers.take(new)
             packed = matcher.compute_bitmask()
             if matcher.is_error():
-                return f"the constraint could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"[
-                    :400
-                ]
+                why = f"{param} could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"
+                return why[:400], param
             mask = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._width, bitorder="little").view(np.bool_)
             if not matcher.is_accepting():
                 mask[self._ends] = False  # a stopped matcher offers the end, whatever stopped it
             if not mask.any():
-                return f"after {state.taken} tokens the constraint allows nothing that this vocabulary can say"
+                return f"after {state.taken} tokens {param} allows nothing that this vocabulary can say", param
             return mask if state.numbers is None else state.numbers.narrow(mask)
         except Exception as error:  # the others in this step go on
             log.error("a mask could not be computed", exc_info=error)
-            return f"the constraint could not be enforced: {type(error).__name__}"
+            return f"the constraint could not be enforced: {type(error).__name__}", None

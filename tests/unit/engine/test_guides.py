@@ -150,7 +150,7 @@ def test_the_end_comes_exactly_where_the_grammar_accepts() -> None:
     end = TOKENS[EOS[0]].decode()
     outcome = run(make(), [ask(Constraint.lark(f'start: "a" <{end.strip("<>")}> "b"'))])
     ((tokens, last),) = outcome.values()
-    assert last.finish == "error" and last.error and "allows nothing" in last.error
+    assert last.finish == "error" and last.error and "allows nothing" in last.error and last.param == "constraint"
     assert text_of(tokens) == "a"
 
 
@@ -418,6 +418,7 @@ def test_a_fault_in_a_mask_fails_that_request_alone(monkeypatch: pytest.MonkeyPa
             if state.seq.request.id == bad.id and state.taken == 3:
                 state.matcher = object()
     assert ends[bad.id].finish == "error" and "could not be enforced" in ends[bad.id].error
+    assert ends[bad.id].param is None  # a fault of ours
     assert ends[good.id].finish == "stop" and re.fullmatch("[a-z]{20}", text_of(tokens[good.id]))
 
 

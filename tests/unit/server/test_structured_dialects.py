@@ -376,3 +376,18 @@ async def test_lines_of_a_batch(completer: Completer, tmp_path: Path) -> None:
         is_schema(choice["message"]["content"])
     (fault,) = faults
     assert fault["custom_id"] == "id9" and "keyword not" in json.dumps(fault)
+
+
+RING = "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 1500} "x" | r{i * 7 % 1500} | "y"' for i in range(1500))
+
+
+@pytest.mark.parametrize("name", ["chat", "completions", "llama.cpp"])
+async def test_a_constraint_that_grows_too_complex_is_the_clients_fault(completer: Completer, name: str) -> None:
+    """Seen only once tokens were written: a 400 that names the field, and in a stream an error in its place."""
+    to = DIALECTS[name]
+    async with client_for(completer) as http:  # type: ignore[arg-type]
+        body = to.body({"grammar": RING, "temperature": 0}, 0, 400)
+        r = await http.post(to.path, json=body)
+        assert r.status_code == 400 and "grammar could not be enforced after" in r.text, r.text
+        stream = await http.post(to.path, json=body | {"stream": True})
+        assert "grammar could not be enforced after" in stream.text and "engine_error" not in stream.text
