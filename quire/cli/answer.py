@@ -10,7 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from quire.config import Environment
 
 if TYPE_CHECKING:
     from quire.engine.types import EngineInfo
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 
 DIM, PLAIN = "\x1b[2m", "\x1b[22m"
+THINKING, ANSWER = "[thinking]\n", "\n[answer]\n"  # in their place, where a terminal shall show nothing but text
 
 
 def show(stream: Iterable[str]) -> float | None:
@@ -28,6 +32,7 @@ def show(stream: Iterable[str]) -> float | None:
     """
     out = sys.stdout
     screen = out.isatty()
+    coloured = screen and Environment.read().colours
     last, first = "\n", None
     thinking = False
     spinner = Spinner("thinking")
@@ -37,20 +42,21 @@ def show(stream: Iterable[str]) -> float | None:
             spinner.stop()
             first = first or _age()
             if type(piece) is not str:  # a Thought: for people alone, the answer is what goes on in a pipe
-                thinking = thinking or screen
                 if screen:
-                    out.write(f"{DIM}{_tame(piece)}{PLAIN}")
+                    said = _tame(piece)
+                    out.write(f"{DIM}{said}{PLAIN}" if coloured else said if thinking else THINKING + said)
                     out.flush()
+                    thinking = True
                 continue
             if thinking:
-                out.write("\n\n")
+                out.write("\n\n" if coloured else ANSWER)
                 thinking = False
             last = piece
             out.write(_tame(piece) if screen else piece)
             out.flush()
     finally:
         spinner.stop()
-        if not last.endswith("\n"):
+        if thinking or not last.endswith("\n"):
             out.write("\n")
         out.flush()
     return first
@@ -109,8 +115,9 @@ def numbers(done: Completion) -> list[str]:
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """A line on stderr. Where nobody can hear it, the answer goes on all the same."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Spinner:
@@ -122,7 +129,7 @@ class Spinner:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and Environment.read().moves:
             self._thread = threading.Thread(target=self._turn, daemon=True)
             self._thread.start()
 

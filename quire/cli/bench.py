@@ -352,7 +352,7 @@ class Line:
     """One line on stderr that says where we are; on a terminal only, and gone afterwards."""
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty()
+        self._on = sys.stderr.isatty() and Environment.read().moves
         self._spoke = 0.0
 
     def show(self, text: str) -> None:

@@ -26,7 +26,7 @@ from quire.weights.progress import mb
 from quire.weights.store import Store
 
 Status = Literal["pass", "warn", "fail"]
-COLOURS = {"pass": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+COLOURS: dict[Status, int] = {"pass": ui.GREEN, "warn": ui.YELLOW, "fail": ui.RED}
 # The features that decide which kernels run, of the many that a CPU has.
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "i8mm", "sve")  # fmt: skip
 OLDEST_PYTHON = (3, 11)
@@ -93,9 +93,9 @@ def command(
 
 
 def _print(f: Finding) -> None:
-    typer.echo(f"{typer.style(f.status, fg=COLOURS[f.status])}  {f.check}: {f.detail}")
+    ui.echo(f"{ui.style(f.status, COLOURS[f.status], sys.stdout)}  {f.check}: {f.detail}")
     if f.cure:
-        typer.echo(f"      cure: {f.cure}")
+        ui.echo(f"      cure: {f.cure}")
 
 
 def python() -> Iterator[Finding]:

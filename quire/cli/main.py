@@ -7,6 +7,8 @@ typer (`app.py`). Imports almost nothing: whatever is imported here, every user 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from quire.cli.verbs import VERBS, outcome
 
 def main() -> None:
     """The console script."""
+    have_streams()
     verb, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if verb in VERBS:
         left = False
@@ -30,9 +33,30 @@ def main() -> None:
         code = outcome(attempt)
         if not left:
             sys.exit(code)
+    debug = sys.argv[1:2] == ["--debug"]
+    sys.exit(outcome(through_typer, debug=debug))
+
+
+def through_typer() -> None:
+    """Everything that is not plain. It ends the process itself, unless something fails on the way."""
     from quire.cli.app import app
 
     app(prog_name="quire")
+
+
+def have_streams() -> None:
+    """One in the place of each of the three that somebody closed (`>&-`, a service without them), with the number it had.
+
+    Otherwise the next file that is opened takes the number, and what a library prints lands in it. Writing to such a stdout fails
+    and is told; what is said on such a stderr is for nobody.
+    """
+    for name in ("stdin", "stdout", "stderr"):  # in order: the lowest number that is free is the one that is missing
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            raw = io.FileIO(number, "r" if name == "stdin" else "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without the letters is no reason to fail
 
 
 def straight(verb: str, words: list[str]) -> Callable[[], Any] | None:
