@@ -6,6 +6,7 @@ of thread counts is kept), and nothing is asked of the network unless `--network
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import socket
@@ -127,7 +128,11 @@ def cpu(env: Environment) -> Iterator[Finding]:
     from quire.engine.build import choose_threads
 
     cores = available_cores()
-    threads, _, why = choose_threads(EngineConfig(path="", backend="native"), env)
+    try:
+        threads, _, why = choose_threads(EngineConfig(path="", backend="native"), env)
+    except QuireError as e:
+        yield Finding("cores", "fail", e.message, e.cure)
+        return
     if threads > cores:
         yield Finding("cores", "warn", why, f"QUIRE_THREADS={threads} is more than {cores} cores: decoding slows down")
     else:
@@ -172,7 +177,11 @@ def disk(home: Path) -> Iterator[Finding]:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if free < LITTLE_DISK:
+    if not os.access(folder, os.W_OK):
+        yield Finding(
+            "disk", "fail", f"the store at {home} cannot be written", "set QUIRE_HOME to a folder you can write to"
+        )
+    elif free < LITTLE_DISK:
         cure = "free some (`quire rm NAME`), or set QUIRE_HOME to a larger disk"
         yield Finding("disk", "warn", f"{mb(free)} free for the store at {home}", cure)
     else:

@@ -44,7 +44,8 @@ def _memory(model: Model, task: str, env: Environment, facts: dict[str, Any]) ->
     """What it takes, for one sequence as long as the model was made for. Adds `refused` where that does not fit at all."""
     seqs, tokens = resolve_step(0, 0, gpu=False)
     config = EngineConfig(path="", backend="native", max_seqs=seqs, max_batch_tokens=tokens)
-    backend = open_backend("native", threads=env.threads or available_cores(), isa=env.isa)
+    threads = env.threads if isinstance(env.threads, int) else available_cores()
+    backend = open_backend("native", threads=threads, isa=env.isa)
     if not isinstance(backend, Estimator):
         return {}
     context, kv = model.config.context, pool_of(config, model)
