@@ -79,13 +79,17 @@ def _tame(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def report(output: Output, info: EngineInfo, params: SamplingParams, stats: bool) -> None:
-    """Say what cut an answer short, and the numbers when asked."""
+def report(output: Output, info: EngineInfo, params: SamplingParams, stats: bool, lift: str = "--max-tokens 0") -> None:
+    """Say what cut an answer short and what lifts that bound, and the numbers when asked."""
     done = output.outputs[0]
     if done.finish_reason == "length":
         full = len(output.prompt_tokens) + len(done.tokens) >= info.context
-        what = f"the context of {info.context} tokens is full" if full else f"--max-tokens {params.max_tokens}"
-        say(f"[the answer was cut: {what}]")
+        bound = f"at {params.max_tokens} tokens; {lift} lets it go on to the end of the context"
+        say(
+            f"[the answer was cut: the context of {info.context} tokens is full]"
+            if full
+            else f"[the answer was cut {bound}]"
+        )
     if stats:
         for line in numbers(done):
             say(line)

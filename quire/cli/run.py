@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Unpack
 
 from quire.cli.answer import Spinner, decisions, report, say, show
@@ -73,63 +73,95 @@ def command(
 
     A prompt may come as arguments, on standard input, or both (the input is then put after the arguments, as a document).
     With neither, on a terminal, this is a conversation: /help there tells more.
-    """
-    from quire.runner.params import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=None if seed == -1 else seed,
-        max_tokens=max_tokens or None,
-    ).validate()
-    if raw and system is not None:
-        raise BadRequest("--system needs the chat template, which --raw leaves out", param="system")
-    if any(c.isspace() for c in model) and not os.path.exists(model):
-        raise BadRequest(
-            f"{model!r} is not a model's name",
-            cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
-            param="model",
-        )
+    \b
+    Examples:
+      quire run
+      quire run smollm2 "Name three rivers." --stats
+      quire run ./model.gguf --system "Answer in one line." < notes.txt
+      quire run hf:org/repo --device cuda --json-schema answer.json "…"
+    """
+    params = sampling(temperature, top_p, top_k, seed, max_tokens)
+    check_words(model, system, raw)
     constraint = must_be(json, json_schema)
     text = ask(prompt or [])
     if text is None and constraint is not None:
         raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
+    options: Options = {
+        "threads": threads,
+        "context": context,
+        "kv_memory": kv_memory,
+        "kv_dtype": kv_dtype,
+        "backend": backend,
+        "device": device,
+        "dtype": dtype,
+        "quantize": quantize,
+        "deterministic": deterministic,
+        "speculate": speculate,
+        "draft_tokens": draft_tokens,
+        "loras": {} if lora is None else {"lora": lora},
+        "lora": "" if lora is None else "lora",
+    }
     with Spinner("loading"), _no_collections():
-        llm = load(
-            model,
-            progress=False,
-            threads=threads,
-            context=context,
-            kv_memory=kv_memory,
-            kv_dtype=kv_dtype,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            deterministic=deterministic,
-            speculate=speculate,
-            draft_tokens=draft_tokens,
-            max_seqs=SEQUENCES,
-            loras={} if lora is None else {"lora": lora},
-            lora="" if lora is None else "lora",
-        )
-    try:
+        llm = load(model, progress=False, max_seqs=SEQUENCES, **options)
+    with closing(llm):
         if stats:
             decisions(llm.info)
-        if not raw and not llm.chats:
-            if system is not None:
-                raise BadRequest("the model has no chat template, which --system needs", param="system")
-            say("this model has no chat template: it continues the text as it is (as with --raw)")
-            raw = True
+        raw = plain_text(llm, raw, system)
         if text is None:
             from quire.cli.talk import Talk
 
             Talk(llm, params, system=system, raw=raw, stats=stats).loop()
         else:
             once(llm, text, params, constraint, system=system, raw=raw, stats=stats)
-    finally:
-        llm.close()
+
+
+def sampling(temperature: float, top_p: float, top_k: int, seed: int, max_tokens: int) -> SamplingParams:
+    """How tokens are chosen, checked."""
+    from quire.runner.params import SamplingParams
+
+    if max_tokens < 0:
+        raise BadRequest(
+            f"--max-tokens is {max_tokens}: it must be at least 1, or 0 for no bound but the context",
+            param="max_tokens",
+        )
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=None if seed == -1 else seed,
+        max_tokens=max_tokens or None,
+    ).validate()
+
+
+def check_words(model: str, system: str | None, raw: bool) -> None:
+    """What can be seen to be wrong before a model is looked for."""
+    if raw and system is not None:
+        raise BadRequest("--system needs the chat template, which --raw leaves out", param="system")
+    if system is not None:
+        _must_be_text("--system", system)
+    if any(c.isspace() for c in model) and not os.path.exists(model):
+        raise BadRequest(
+            f"{model!r} is not a model's name",
+            cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
+            param="model",
+        )
+
+
+def plain_text(llm: LLM, raw: bool, system: str | None) -> bool:
+    """Whether text is continued as it is: because that was asked for, or because the model knows nothing else."""
+    if llm.info.task != "generate":
+        raise BadRequest(
+            f"{llm.info.model} does not write: it is made to {llm.info.task} texts",
+            cure=f'quire embed {llm.info.model} "…"',
+            param="model",
+        )
+    if raw or llm.chats:
+        return raw
+    if system is not None:
+        raise BadRequest("the model has no chat template, which --system needs", param="system")
+    say("this model has no chat template: it continues the text as it is (as with --raw)")
+    return True
 
 
 @contextmanager
@@ -167,6 +199,7 @@ def ask(words: list[str]) -> str | None:
     said = " ".join(words)
     if words and not said.strip():
         raise BadRequest("the prompt is empty", param="prompt")
+    _must_be_text("the prompt", said)
     if sys.stdin is None or sys.stdin.closed:
         piped = False
     elif sys.stdin.isatty():
@@ -181,6 +214,16 @@ def ask(words: list[str]) -> str | None:
     if not said:
         raise BadRequest("there is no prompt: standard input is empty", param="prompt")
     return said
+
+
+def _must_be_text(what: str, said: str) -> None:
+    """A command line is bytes; those that are no text have no tokens."""
+    try:
+        said.encode()
+    except UnicodeEncodeError as e:
+        raise BadRequest(
+            f"{what} is not UTF-8 at character {e.start}", cure="look at the terminal's encoding"
+        ) from None
 
 
 def _is_document() -> bool:

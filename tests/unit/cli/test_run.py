@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from quire.cli import run, talk
@@ -209,7 +210,7 @@ def test_stats_and_cuts_go_to_stderr(parrot: Parrot) -> None:
         lines.append(start)
     assert lines == [
         "context: 64 tokens (asked for)",
-        "[the answer was cut: --max-tokens 2]",
+        "[the answer was cut at 2 tokens; --max-tokens 0 lets it go on to the end of the context]",
         "prompt: 10 tokens, 4 of them cached; answer: 2 tokens; ended by length; seed 3",
         "first token: 750 ms (queue 250, prefill 500)",
         "prefill: 12.0 tokens/s",
@@ -227,6 +228,22 @@ def test_errors_are_one_line_and_close_the_model(parrot: Parrot) -> None:
     assert parrot.closed
     assert invoke("m", "hi", "--temperature", "-1").stderr.startswith("error: temperature is -1")
     assert invoke("m", "  ").exit_code == 1
+
+
+def test_a_model_that_embeds_is_refused_with_the_verb_that_takes_it(parrot: Parrot) -> None:
+    parrot.info, parrot.chats = structs.replace(INFO, task="embed"), False
+    done = invoke("m", "hi")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == 'error: parrot does not write: it is made to embed texts: quire embed parrot "…"\n'
+    assert parrot.closed and not parrot.asked
+
+
+def test_what_is_no_text_is_named(parrot: Parrot) -> None:
+    for args in (["caf\udce9"], ["hi", "--system", "caf\udce9"]):
+        done = invoke("m", *args)
+        assert done.exit_code == 1 and "is not UTF-8 at character 3" in done.stderr
+    assert "--max-tokens is -1: it must be at least 1, or 0" in invoke("m", "hi", "--max-tokens", "-1").stderr
+    assert not parrot.asked
 
 
 def test_ctrl_c_ends_the_line_and_says_so_with_its_exit_code(parrot: Parrot) -> None:
@@ -349,6 +366,13 @@ def test_set(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat.params == p
     chat.line("/set")
     assert "temperature 0.5\n" in capsys.readouterr().out
+
+
+def test_a_cut_answer_says_what_lifts_the_bound(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.llm.finish = "length"  # type: ignore[attr-defined]
+    chat.line("/set max_tokens 7")
+    chat.line("hi")
+    assert "cut at 7 tokens; /set max_tokens none lets it go on" in capsys.readouterr().err
 
 
 def test_save(chat: talk.Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
