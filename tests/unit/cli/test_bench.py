@@ -199,7 +199,7 @@ def test_a_shape_is_no_file(lab: Lab) -> None:
 
 def test_a_size_that_is_none_is_refused(lab: Lab, model: str) -> None:
     done = quire("latency", model, "--kv-memory", "lots")
-    assert done.exit_code == 1 and "--kv-memory: 'lots' is not a size" in done.stderr
+    assert done.exit_code == 2 and "--kv-memory: 'lots' is not a size" in done.stderr
 
 
 # ---- the record
