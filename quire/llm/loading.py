@@ -20,7 +20,7 @@ from quire.engine.types import Constraint, EngineInfo
 from quire.llm.outputs import Completion, Message, Output, Prompt
 from quire.llm.progress import Bar
 from quire.models import family_of
-from quire.observe.errors import BadRequest, NotFound
+from quire.observe.errors import BadModelFile, BadRequest, NotFound
 from quire.runner.params import SamplingParams
 from quire.weights.checkpoint import open_checkpoint
 
@@ -137,8 +137,10 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
         info = client.wait()
         completer = Completer(client, tokenizer, template, info, looked=True, answers=answers)
         return Loaded(client, info, tokenizer, completer)
-    except BaseException:
+    except BaseException as failure:
         client.stop()
+        if isinstance(failure, NotFound | BadModelFile):
+            len(checkpoint.tensors)  # where the weights are missing or pickled too, that is what there is to say
         raise
 
 
