@@ -33,8 +33,6 @@ class Environment:
     hf_cache: Path | None = None  # HF_HUB_CACHE, or under HF_HOME: where the hub's own tools keep what they downloaded
     pypi_index: str | None = None  # PIP_INDEX_URL
     npm_registry: str | None = None  # NPM_CONFIG_REGISTRY
-    colours: bool = True  # NO_COLOR, or TERM=dumb: none
-    moves: bool = True  # TERM=dumb: a terminal on which a line cannot be written again
 
     @classmethod
     def read(cls) -> Environment:
@@ -52,9 +50,20 @@ class Environment:
             hf_cache=_hub_cache(get),
             pypi_index=get("PIP_INDEX_URL") or None,
             npm_registry=get("NPM_CONFIG_REGISTRY") or get("npm_config_registry") or None,
-            colours=not get("NO_COLOR") and get("TERM") != "dumb",
-            moves=get("TERM") != "dumb",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """What a terminal may be given beside text, by the words that every program is told it with."""
+
+    colours: bool  # not where NO_COLOR is set
+    moves: bool  # whether a line can be written again: not where TERM is dumb
+
+    @classmethod
+    def read(cls) -> Terminal:
+        dumb = os.environ.get("TERM") == "dumb"
+        return cls(colours=not dumb and not os.environ.get("NO_COLOR"), moves=not dumb)
 
 
 def _hub_cache(get: Callable[[str], str | None]) -> Path:

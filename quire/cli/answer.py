@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from quire.config import Environment
+from quire.config import Terminal
 
 if TYPE_CHECKING:
     from quire.engine.types import EngineInfo
@@ -32,7 +32,7 @@ def show(stream: Iterable[str]) -> float | None:
     """
     out = sys.stdout
     screen = out.isatty()
-    coloured = screen and Environment.read().colours
+    coloured = screen and Terminal.read().colours
     last, first = "\n", None
     thinking = False
     spinner = Spinner("thinking")
@@ -133,7 +133,7 @@ class Spinner:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if sys.stderr.isatty() and Environment.read().moves:
+        if sys.stderr.isatty() and Terminal.read().moves:
             self._thread = threading.Thread(target=self._turn, daemon=True)
             self._thread.start()
 

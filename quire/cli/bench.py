@@ -21,7 +21,7 @@ import typer
 from quire.cli import bench_report as report
 from quire.cli import ui
 from quire.cli.engine_options import engine_options
-from quire.config import DEFAULT_MODEL, EngineConfig, Environment
+from quire.config import DEFAULT_MODEL, EngineConfig, Environment, Terminal
 from quire.engine.engine import Engine
 from quire.engine.measure import Round, Run, Shape, Span, drive, greedy, latency_round, synthetic, token_ids
 from quire.engine.types import EngineInfo, Request
@@ -352,7 +352,7 @@ class Line:
     """One line on stderr that says where we are; on a terminal only, and gone afterwards."""
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty() and Environment.read().moves
+        self._on = sys.stderr.isatty() and Terminal.read().moves
         self._spoke = 0.0
 
     def show(self, text: str) -> None:

@@ -154,7 +154,9 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
         ui.note(service.state.line())
         ui.note(f"listening on {url}; loading {engine.name}")
-        return await lifecycle.serve(server, sock, service, opener, on_ready=ready)
+        code = await lifecycle.serve(server, sock, service, opener, on_ready=ready)
+        ui.note(f"{engine.name} is no longer served at {url}")
+        return code
 
     with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
-from quire.config import Environment
+from quire.config import Terminal
 from quire.observe.errors import QuireError
 from quire.weights.progress import Progress, mb
 
@@ -46,7 +46,7 @@ def echo(text: str) -> None:
 
 def style(text: str, how: int, stream: TextIO) -> str:
     """`text` so that a terminal shows it that way; plain where `stream` is none, and where NO_COLOR says so."""
-    return f"\x1b[{how}m{text}\x1b[0m" if stream.isatty() and Environment.read().colours else text
+    return f"\x1b[{how}m{text}\x1b[0m" if stream.isatty() and Terminal.read().colours else text
 
 
 def fail(error: BaseException) -> None:
@@ -110,7 +110,7 @@ def ago(iso: str, now: datetime | None = None) -> str:
 
 def progress() -> Progress:
     """A bar on a terminal, a line now and then elsewhere."""
-    return Bar() if sys.stderr.isatty() and Environment.read().moves else Lines()
+    return Bar() if sys.stderr.isatty() and Terminal.read().moves else Lines()
 
 
 class Bar:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import __version__
-from quire.cli import app, neighbours
+from quire.cli import app, main, neighbours
 from quire.observe.errors import NotFound
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,3 +187,17 @@ def test_version(tmp_path: Path):
     assert quire("--version", home=tmp_path).stdout == f"quire {__version__}\n"
     done = quire("version", home=tmp_path)
     assert done.returncode == 0 and __version__ in done.stdout and "kernels" in done.stdout
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet_too(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "do", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 130
+    # And there is little that comes before: what is imported there, nobody guards.
+    code = "import sys, quire.cli.main\nprint([m for m in ('typing', 're', 'pathlib', 'quire.config') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
