@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -315,3 +316,15 @@ def _until(check: Any, seconds: float = 5.0) -> None:
     while not check():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+def test_what_waits_is_declared_once() -> None:
+    public = {n for n, f in vars(AsyncLLM).items() if not n.startswith("_") and inspect.isfunction(f)}
+    for name in public - {"start", "close", "stats"}:
+        ours, theirs = inspect.signature(getattr(LLM, name)), inspect.signature(getattr(AsyncLLM, name))
+        assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
+        assert str(ours.return_annotation) == str(theirs.return_annotation).replace("Async", "")
+        assert getattr(LLM, name).__doc__ == getattr(AsyncLLM, name).__doc__
+        assert not inspect.iscoroutinefunction(getattr(LLM, name))
+    with LLM() as llm, pytest.raises(TypeError, match="temprature"):
+        llm.generate("a", temprature=1)  # type: ignore[call-arg]
