@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import queue
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -64,7 +65,7 @@ class LLM:
     ...     print(llm.chat([{"role": "user", "content": "What is a quire?"}])[0].text)
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[Options]):
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[Options]):
         self._async = AsyncLLM(model, **options)
         self._async._load()
         from quire.llm.loop import LoopThread  # asyncio: the engine loads sooner without it
