@@ -229,13 +229,18 @@ def reach(store: Store) -> Iterator[Finding]:
     from quire.weights.web import host_of
 
     http = replace(store.http, attempts=1, timeout=10.0)
+    found: list[str] = []
+    failed: list[QuireError] = []
     for reference in look_up(DEFAULT_MODEL).references:
         try:
             where = sources.load(reference.scheme).locate(reference.target, store.env, http)
-            host = host_of(where.url) if isinstance(where, sources.Remote) else "this machine"
-            yield Finding("network", "pass", f"{DEFAULT_MODEL} can be had from {host}")
+            found.append(host_of(where.url) if isinstance(where, sources.Remote) else "this machine")
         except QuireError as e:
-            yield Finding("network", "fail", e.message, e.cure)
+            failed.append(e)
+    for host in found:
+        yield Finding("network", "pass", f"{DEFAULT_MODEL} can be had from {host}")
+    for e in failed:  # one source is enough
+        yield Finding("network", "warn" if found else "fail", e.message, e.cure)
     try:
         http.head(store.env.hf_endpoint)
         yield Finding("network", "pass", f"{host_of(store.env.hf_endpoint)} answers")

@@ -26,7 +26,9 @@ def command(
     failed = 0
     for name in names:
         try:
-            store.pull(name, ui.progress(), force=force)
+            path = store.pull(name, ui.progress(), force=force)
+            if store.look_up(name).references[0].scheme == "file":
+                ui.note(f"{path} is on this machine: it is used where it lies, and there is nothing to fetch")
         except QuireError as e:
             if len(names) == 1:
                 raise

@@ -99,8 +99,9 @@ ALIASES = {"minilm": "all-minilm"}
 
 
 def find(short: ShortName) -> Entry | None:
-    """The entry that `short` names, or None."""
-    tag, name = short.tag or DEFAULT_TAGS.get(short.name), ALIASES.get(short.name, short.name)
+    """The entry that `short` names, or None. Without a tag, or with Ollama's `latest`, it is the name's default."""
+    tag = short.tag if short.tag not in (None, "latest") else DEFAULT_TAGS.get(short.name)
+    name = ALIASES.get(short.name, short.name)
     full = f"{name}:{tag}" if tag else name
     return next((e for e in ENTRIES if e.name == full), None)
 

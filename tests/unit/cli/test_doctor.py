@@ -185,3 +185,23 @@ def test_version_says_why_there_are_no_kernels(home: Path, monkeypatch: pytest.M
     monkeypatch.setenv("QUIRE_ISA", "abacus")
     shown = CliRunner().invoke(app.app, ["version"])
     assert "none: QUIRE_ISA asks for 'abacus'" in shown.stdout
+
+
+def test_one_source_that_answers_is_enough(home: Path, healthy: None, monkeypatch: pytest.MonkeyPatch):
+    from quire.observe.errors import DownloadFailed
+    from quire.weights import sources
+
+    class Found:
+        def __init__(self, scheme: str):
+            self.scheme = scheme
+
+        def locate(self, *_: object) -> object:
+            if self.scheme == "hf":
+                raise DownloadFailed("cannot reach the hub")
+            return sources.Local(home)
+
+    monkeypatch.setattr(sources, "load", Found)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    told = [(f.status, f.detail) for f in doctor.reach(Store()) if "front" not in f.detail]
+    assert told[0] == ("pass", "smollm2:135m can be had from this machine")
+    assert {status for status, _ in told[1:]} == {"warn"}

@@ -221,3 +221,15 @@ def test_what_is_no_model_says_what_it_is_and_what_to_do(home: Path, tmp_path: P
         done = run("run", name, "hi")
         assert done.exit_code == 1 and done.stdout == "" and says in done.stderr, (name, done.stderr)
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_pulling_a_path_says_that_there_is_nothing_to_fetch(home: Path, tmp_path: Path):
+    a_model(tmp_path)
+    done = run("pull", str(tmp_path / "made.gguf"))
+    assert done.exit_code == 0 and "nothing to fetch" in done.stderr
+    assert run("pull", str(tmp_path / "none.gguf")).exit_code == 1
+
+
+def test_latest_is_the_default_tag(home: Path):
+    assert Store().look_up("smollm2:latest") == Store().look_up("smollm2") == Store().look_up("smollm2:135m")
+    assert run("show", "smollm2:latest").stderr.startswith("error: smollm2:135m is not on this machine")
