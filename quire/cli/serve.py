@@ -87,7 +87,7 @@ def command(
     server = ServerConfig(
         host=host,
         port=port,
-        api_key=api_key or env.api_key,
+        api_key=_key(api_key) or env.api_key,
         max_body=_size("--max-body", max_body),
         chat_template=_template(chat_template),
         drain_seconds=drain_seconds,
@@ -118,9 +118,20 @@ def _public_name(store: Store, model: str, name: str | None) -> str:
     return name or (path.resolve().name if path.is_dir() else path.stem)
 
 
+def _key(given: str | None) -> str | None:
+    """An empty one is a variable that was not set, and would leave the door open."""
+    if given is not None and not given.strip():
+        raise typer.BadParameter("the key is empty: leave the option out to ask for none", param_hint="--api-key")
+    return given
+
+
 def _template(path: Path | None) -> str | None:
     if path is not None and not path.is_file():
         raise NotFound(f"there is no chat template at {path}", cure="--chat-template takes a file")
+    if path is not None and not path.stat().st_size:
+        raise typer.BadParameter(
+            f"{path} is empty: every conversation would be lost in it", param_hint="--chat-template"
+        )
     return None if path is None else str(path)
 
 

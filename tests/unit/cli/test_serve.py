@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_every_option_reaches_its_setting(started: list[Any], tmp_path: Path, mo
     monkeypatch.setenv("QUIRE_API_KEY", "k")
     monkeypatch.setenv("QUIRE_ISA", "avx2")
     template, adapter = tmp_path / "t.jinja", tmp_path / "a.gguf"
-    template.touch()
+    template.write_text("{{ messages }}")
     adapter.touch()
     own = "--host ::1 --port 7 --name mine --task generate --max-waiting 9 --runtime-lora --max-loras 3 --max-lora-rank 5 "
     own += "--drain-seconds 1.5 --hang-seconds 2.5 --max-body 1MiB --allowed-host a --allowed-host b --cors-origin c "
@@ -82,6 +83,8 @@ def test_every_option_reaches_its_setting(started: list[Any], tmp_path: Path, mo
         (["--name", "caf\udce9"], 2, "cannot be sent"),
         (["--name", " "], 2, "cannot be sent"),
         (["--chat-template", "/no/where"], 1, "--chat-template takes a file"),
+        (["--chat-template", os.devnull], 1, "--chat-template takes a file"),
+        (["--api-key", ""], 2, "the key is empty"),
         (["./no-such.gguf"], 1, "there is no file no-such.gguf"),
     ],
 )
@@ -97,3 +100,9 @@ def test_a_path_is_served_by_its_last_name(started: list[Any], tmp_path: Path):
     assert run(str(tmp_path / "Some-Model")).exit_code == 0
     assert run(str(tmp_path / "file.v1.gguf")).exit_code == 0
     assert (started[2].name, started[5].name) == ("Some-Model", "file.v1")
+
+
+def test_an_empty_template_is_refused(started: list[Any], tmp_path: Path):
+    (tmp_path / "t.jinja").touch()
+    done = run("--chat-template", str(tmp_path / "t.jinja"))
+    assert done.exit_code == 2 and "is empty" in done.output and not started
