@@ -182,13 +182,10 @@ def load(model: str, **options: Unpack[Options]) -> LLM:
 
     try:
         Store().resolve(model)
-    except NotFound as missing:
-        if missing.param != "model":
-            raise
-        from quire.cli import ui
-        from quire.cli.pull import supported
+    except NotFound:
+        from quire.cli.pull import here, supported
 
-        Store(accepts=supported).pull(model, ui.progress())
+        here(Store(accepts=supported), model)
     from quire.llm import LLM
 
     return LLM(model, **options)

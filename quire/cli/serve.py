@@ -16,7 +16,7 @@ import typer
 
 from quire.cli import ui
 from quire.cli.engine_options import engine_options
-from quire.cli.pull import supported
+from quire.cli.pull import here, supported
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
 from quire.weights.store import Store
@@ -150,7 +150,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
         from quire.server.threads import in_thread
 
         service.note = "fetching the model"
-        path = await in_thread(lambda: _find(store, model))
+        path = await in_thread(lambda: here(store, model))
         return await open_model(service, replace(engine, path=str(path)), ui.note)
 
     async def run() -> int:
@@ -195,14 +195,6 @@ def _state_dir(home: Path, asked: str | None, model: str) -> Path | None:
     if asked == "none":
         return None
     return Path(asked).expanduser().absolute() if asked else default_folder(home, model)
-
-
-def _find(store: Store, model: str) -> Path:
-    """The model's file or folder, fetched if it is not here."""
-    try:
-        return store.resolve(model)
-    except NotFound:
-        return store.pull(model, ui.progress())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
