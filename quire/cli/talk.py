@@ -224,7 +224,12 @@ class Talk:
         )
 
     def _multi(self, _: str) -> None:
-        text = _until_quotes("")
+        try:
+            text = _until_quotes("")
+        except (KeyboardInterrupt, EOFError):
+            print()
+            say("[nothing was said]")
+            return
         if text.strip():
             self.say(text)
 

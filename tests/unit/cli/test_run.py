@@ -418,6 +418,16 @@ def test_the_loop(chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi", "one\ntwo\nthree", "four\nfive"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, EOFError])
+def test_lines_that_are_given_up_are_not_sent(
+    chat: talk.Talk, end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines(monkeypatch, "/multi", "one", end, "hi", "/bye")
+    chat.loop()
+    assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi"]  # type: ignore[attr-defined]
+    assert "[nothing was said]" in capsys.readouterr().err
+
+
 def test_ctrl_c_twice_leaves_and_once_does_not(
     chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
