@@ -42,6 +42,11 @@ def test_links_lead_somewhere(page: Path):
         assert not anchor or anchor in anchors(there), f"{target}: there is no such heading"
 
 
+def test_every_page_is_reached_from_the_front():
+    front = (ROOT / "README.md").read_text()
+    assert not [p.name for p in (ROOT / "docs").glob("*.md") if f"(docs/{p.name}" not in front]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_files_and_modules_that_are_named_are_there(page: Path):
     text = page.read_text()
