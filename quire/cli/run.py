@@ -79,7 +79,6 @@ def command(
       quire run
       quire run smollm2 "Name three rivers." --stats
       quire run ./model.gguf --system "Answer in one line." < notes.txt
-      quire run hf:org/repo --device cuda --json-schema answer.json "…"
     """
     params = sampling(temperature, top_p, top_k, seed, max_tokens)
     check_words(model, system, raw)
@@ -88,6 +87,8 @@ def command(
     if text is None and constraint is not None:
         raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
     options: Options = {
+        "progress": False,
+        "max_seqs": SEQUENCES,
         "threads": threads,
         "context": context,
         "kv_memory": kv_memory,
@@ -99,11 +100,11 @@ def command(
         "deterministic": deterministic,
         "speculate": speculate,
         "draft_tokens": draft_tokens,
-        "loras": {} if lora is None else {"lora": lora},
-        "lora": "" if lora is None else "lora",
     }
+    if lora is not None:
+        options |= {"loras": {"lora": lora}, "lora": "lora"}
     with Spinner("loading"), _no_collections():
-        llm = load(model, progress=False, max_seqs=SEQUENCES, **options)
+        llm = load(model, **options)
     with closing(llm):
         if stats:
             decisions(llm.info)
