@@ -82,8 +82,7 @@ def command(
     """
     params = sampling(temperature, top_p, top_k, seed, max_tokens)
     check_words(model, system, raw)
-    constraint = must_be(json, json_schema)
-    text = ask(prompt or [])
+    constraint, text = must_be(json, json_schema), ask(prompt or [])
     if text is None and constraint is not None:
         raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
     options: Options = {
