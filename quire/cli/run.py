@@ -39,7 +39,7 @@ def command(
     model: Annotated[
         str, Argument(help="A short name, a path (file or folder), a URL, hf:… or pypi:…")
     ] = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, Argument(help="What to ask; without it, a conversation.")] = None,
+    prompt: Annotated[list[str] | None, Argument(help="What to ask; - is stdin; without it, a conversation.")] = None,
     system: Annotated[str | None, Option(help="The system prompt.")] = None,
     temperature: Annotated[float, Option(help="0 is greedy.")] = TEMPERATURE,
     top_p: Annotated[float, Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
@@ -193,6 +193,8 @@ def load(model: str, **options: Unpack[Options]) -> LLM:
 
 def ask(words: list[str]) -> str | None:
     """The prompt from the arguments and standard input; None when there is none and a conversation is meant."""
+    explicit = words == ["-"]  # as `quire embed` and most programs have it
+    words = [] if explicit else words
     said = " ".join(words)
     if words and not said.strip():
         raise BadRequest("the prompt is empty", param="prompt")
@@ -200,7 +202,7 @@ def ask(words: list[str]) -> str | None:
     if sys.stdin is None or sys.stdin.closed:
         piped = False
     elif sys.stdin.isatty():
-        if not words and sys.stdout.isatty():
+        if not words and sys.stdout.isatty() and not explicit:
             return None
         piped = not words  # the answer goes to a file: take the prompt like `cat` would
     else:

@@ -159,7 +159,8 @@ def test_options_reach_the_parameters(parrot: Parrot) -> None:
 
 def test_standard_input_is_the_prompt_or_a_document_after_it(parrot: Parrot) -> None:
     assert invoke("m", stdin="from a pipe\n").stdout == "Hello you\n"
-    assert parrot.asked == [[user("from a pipe")]]
+    assert invoke("m", "-", stdin="from a pipe\n").stdout == "Hello you\n"
+    assert parrot.asked == [[user("from a pipe")]] * 2
     empty = invoke("m", stdin="  \n")
     assert (empty.exit_code, empty.stdout) == (1, "")
     assert "no prompt" in empty.stderr
