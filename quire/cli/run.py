@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.runner.params import SamplingParams
 
 SEQUENCES = 4  # one conversation is one sequence; the KV pool is sized for four, so that earlier ones stay cached
+PATIENCE = 1.0  # seconds after which it is said what is being waited for
 MAX_STDIN = 64 << 20  # bytes; far more than any context holds
 MAX_SCHEMA = 1 << 20  # characters; more is refused with its size
 
@@ -235,6 +236,10 @@ def _is_document() -> bool:
 
 
 def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        say("the prompt, please; Ctrl-D ends it")
+    elif not _has_come(PATIENCE):
+        say("waiting for standard input to come to its end (`< /dev/null` leaves it out)")
     data = sys.stdin.buffer.read(MAX_STDIN + 1)
     if len(data) > MAX_STDIN:
         raise BadRequest(f"standard input has more than {MAX_STDIN >> 20} MiB", param="prompt")
@@ -242,6 +247,16 @@ def _read_stdin() -> str:
         return data.decode().rstrip("\n")
     except UnicodeDecodeError as e:
         raise BadRequest(f"standard input is not text: byte {e.start} is not UTF-8", param="prompt") from None
+
+
+def _has_come(seconds: float) -> bool:
+    """Whether something is to be read from standard input, or its end, within so long."""
+    import select
+
+    try:
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
+    except (OSError, ValueError):  # a stand-in without a number: whoever put it there has filled it
+        return True
 
 
 def must_be(json: bool, json_schema: str | None) -> Constraint | None:

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,20 @@ def test_a_document_beside_a_prompt(kind: str, tmp_path: Path, monkeypatch: pyte
     with open(name) as source:
         monkeypatch.setattr(sys, "stdin", source)
         assert run.ask(["sum", "up:"]) == ("sum up:" if kind == "null" else "sum up:\n\nthe document")
+
+
+def test_a_pipe_that_nobody_closes_is_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    monkeypatch.setattr(run, "PATIENCE", 0.05)
+    closer = threading.Timer(0.3, os.close, [write])
+    closer.start()
+    with open(read) as source:
+        monkeypatch.setattr(sys, "stdin", source)
+        assert run.ask(["hi"]) == "hi"
+    assert "waiting for standard input" in capsys.readouterr().err
+    closer.join()
 
 
 def test_raw_leaves_the_template_out(parrot: Parrot) -> None:
