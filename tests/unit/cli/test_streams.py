@@ -46,6 +46,16 @@ def test_without_a_stderr_notes_are_lost_and_nothing_else_is(tmp_path: Path, clo
     assert (failed.returncode, failed.stdout) == (1, "")
 
 
+def test_an_answer_goes_on_where_nobody_hears_the_notes(monkeypatch: pytest.MonkeyPatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    answer.say("a note")
+    ui.note("a note")
+
+
 def test_a_locale_without_the_letters_is_no_failure(tmp_path: Path):
     folder = tmp_path / "é"
     folder.mkdir()
