@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import inspect
 import os
+import re
 import signal
 import threading
 import time
@@ -367,3 +369,17 @@ def test_what_is_of_a_wrong_kind_is_named_before_anything_runs() -> None:
             with pytest.raises(BadRequest, match=says):
                 call()  # type: ignore[no-untyped-call]
         assert llm.stats().steps == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+async def test_the_examples_of_the_pages_run_as_they_are_written(page: str) -> None:
+    text = (Path(__file__).resolve().parents[2] / page).read_text()
+    blocks = [b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "openai" not in b]
+    assert blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        made = eval(compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.iscoroutine(made):
+            await made
+    if isinstance(names["llm"], LLM):
+        names["llm"].close()
