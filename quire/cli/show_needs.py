@@ -1,7 +1,7 @@
 """What a model would take to run here, for `quire show`: from its header alone, by the sums that a load makes before it allocates.
 
-Nothing of the weights is read. The figures are those of the native backend with what `quire serve` would ask for; a GPU is measured
-with the model on it, which no header can tell. A model that is not served says why, in the words that a load would use.
+Nothing of the weights is read. The figures are those of the native backend with what `quire serve` would ask for; of a GPU,
+which is measured with the model on it, a header tells no more than the weights. A model that is not served says why, in the words that a load would use.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def gather(checkpoint: Opened) -> dict[str, Any]:
         if task == "generate" and isinstance(model, Grouped):
             model.places.split()
         facts["memory"] = _memory(model, task, Environment.read(), facts)
+        # What a GPU holds unless --quantize says otherwise, whatever the file's own format is.
+        facts["memory"]["weights_in_bfloat16"] = 2 * sum(info.elements for info in checkpoint.tensors.values())
     except QuireError as error:
         facts["refused"] = _words(error)
     except ImportError as error:  # the extension is not built: `quire doctor` has the cure
@@ -91,5 +93,6 @@ def told(memory: dict[str, int] | None) -> str | None:
     parts = [f"weights {size(memory['weights'])}", kv, f"to work with {size(memory['working'] + memory['overhead'])}"]
     return (
         f"{size(memory['total'])} on a CPU: {', '.join(p for p in parts if p)}; "
-        f"{size(memory['available'])} are available here"
+        f"{size(memory['available'])} are available here; "
+        f"on a GPU the weights take {size(memory['weights_in_bfloat16'])} (bfloat16)"
     )

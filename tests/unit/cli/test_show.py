@@ -28,6 +28,7 @@ def test_the_memory_that_is_shown_is_the_memory_that_a_load_takes(model_path: Pa
     assert f"weights {size(needs['weights'])}, " in told and f"working memory {size(needs['working'])}, " in told
     assert needs["kv_per_token"] == info.kv_bytes // (info.pages * info.page_size)
     assert needs["kv_of_one_context"] == needs["kv_per_token"] * facts["context_length"]
+    assert needs["weights_in_bfloat16"] == 2 * facts["parameters"]
     parts = ("weights", "working", "overhead", "kv_of_one_context")
     assert needs["total"] == sum(needs[p] for p in parts)
     pairs = dict(show.lines(facts))
