@@ -33,8 +33,9 @@ def gather(checkpoint: Opened) -> dict[str, Any]:
         if task == "generate" and isinstance(model, Grouped):
             model.places.split()
         facts["memory"] = _memory(model, task, Environment.read(), facts)
-        # What a GPU holds unless --quantize says otherwise, whatever the file's own format is.
-        facts["memory"]["weights_in_bfloat16"] = 2 * sum(info.elements for info in checkpoint.tensors.values())
+        if facts["memory"]:  # and what a GPU holds unless --quantize says otherwise, whatever the file's own format is
+            elements = sum(info.elements for info in checkpoint.tensors.values())
+            facts["memory"]["weights_in_bfloat16"] = 2 * elements
     except QuireError as error:
         facts["refused"] = _words(error)
     except ImportError as error:  # the extension is not built: `quire doctor` has the cure
