@@ -42,7 +42,7 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        words = [*ctx._protected_args, *ctx.args]
+        words = list(ctx.args)
         try:
             code = outcome(lambda: super(Verbs, self).invoke(ctx), debug=ctx.params.get("debug", False))
         except Exception as e:
