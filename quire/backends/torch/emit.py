@@ -191,21 +191,18 @@ class Emitter:
         return run
 
     def _conv(self, i: Instruction) -> Step:
-        states, weight, (x,), (out,) = (
-            self._kernels.states,
-            self._weight(i.weight),
-            self._at(i.inputs),
-            self._at(i.outputs),
-        )
+        kernels, weight, (x,), (out,) = (
+            self._kernels, self._weight(i.weight), self._at(i.inputs), self._at(i.outputs)
+        )  # fmt: skip
         told = {"layer": i.layer, "group": i.group, "at": i.at}
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = states.conv(cells[x], weight, batch, **told)
+            cells[out] = kernels.conv(cells[x], weight, batch, **told)
 
         return run
 
     def _delta_rule(self, i: Instruction) -> Step:
-        states, (qkv, a, b), (out,) = self._kernels.states, self._at(i.inputs), self._at(i.outputs)
+        kernels, (qkv, a, b), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
         decay, bias = self._weight(i.weight), self._weight(i.bias)
         told = {
             "layer": i.layer, "group": i.group, "at": i.at,
@@ -213,7 +210,7 @@ class Emitter:
         }  # fmt: skip
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = states.delta_rule(cells[qkv], cells[a], cells[b], decay, bias, batch, **told)
+            cells[out] = kernels.delta_rule(cells[qkv], cells[a], cells[b], decay, bias, batch, **told)
 
         return run
 

@@ -129,6 +129,30 @@ class TorchKernels:
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x.float() * gate.float().sigmoid()).to(self.dtype)
 
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
+    ) -> torch.Tensor:
+        return self.states.conv(x, weight, batch, layer=layer, group=group, at=at)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        decay: torch.Tensor,
+        bias: torch.Tensor,
+        batch: DeviceBatch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int,
+    ) -> torch.Tensor:
+        sizes = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim}
+        return self.states.delta_rule(qkv, a, b, decay, bias, batch, layer=layer, group=group, at=at, **sizes)
+
     def geglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(self.dtype)
 
