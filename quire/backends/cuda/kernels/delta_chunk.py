@@ -32,6 +32,7 @@ from quire.backends.cuda.kernels.delta import Heads, Inputs, fade_of, sigmoid
 from quire.backends.cuda.kernels.launch import Launcher
 
 COLUMNS = 32  # of a state, in one program
+WARPS = 4, 4  # of _prepare, and of _through
 
 
 def chunk_of(heads: Heads) -> int:
@@ -223,7 +224,7 @@ def delta_rule_of_many(
     _prepare[(triton.cdiv(tokens, chunk), heads.heads)](
         qkv, inputs.a, inputs.b, inputs.decay, inputs.bias, fades, weights, updates, mixed, place.q_start, owner, tokens, few,
         scale, heads.heads, qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), **sizes,
-        LEVELS=chunk.bit_length() - 1, num_warps=4, **launch,
+        LEVELS=chunk.bit_length() - 1, num_warps=WARPS[0], **launch,
     )  # fmt: skip
     pool, table = place.numbers, place.table
     # A state is float32, and so is what is folded into it: numbers of 11 bits are as fine as half floats are.
@@ -231,5 +232,5 @@ def delta_rule_of_many(
     _through[(table.shape[0], heads.heads, triton.cdiv(heads.dim, block))](
         qkv, fades, weights, updates, mixed, pool, out, table, place.q_start, place.pos, place.kv_len, few, pool.shape[0],
         scale, heads.heads, qkv.stride(0), out.stride(0), pool.stride(0), table.stride(0), **sizes, PAGE=place.page_size,
-        SPAN=triton.next_power_of_2(chunk // place.page_size + 1), PRECISION=precision, num_warps=4, **launch,
+        SPAN=triton.next_power_of_2(chunk // place.page_size + 1), PRECISION=precision, num_warps=WARPS[1], **launch,
     )  # fmt: skip
