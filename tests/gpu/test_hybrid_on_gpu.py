@@ -141,9 +141,7 @@ def alone(request: pytest.FixtureRequest, made: tuple[Any, Path]) -> tuple[str, 
     return request.param, Served(made[1], "cuda", at_once=1, prefix_cache=False, max_batch_tokens=256, **options).heard
 
 
-@pytest.mark.parametrize(
-    "options", [{"repeat": 2}, {"max_batch_tokens": 7}, {"depth": 0, "max_seqs": 3}, {"depth": 1, "repeat": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"max_batch_tokens": 7, "depth": 0}, {"depth": 1, "repeat": 2}], ids=str)
 def test_deterministic_bits_are_the_same_whatever_happens(
     made: tuple[Any, Path], alone: tuple[str, Any], options: dict[str, Any]
 ):
@@ -153,16 +151,15 @@ def test_deterministic_bits_are_the_same_whatever_happens(
     assert served.tree.hits > 0
 
 
-@pytest.mark.parametrize("pages", [(12, 12), (12, 3)], ids=str)
 def test_deterministic_bits_are_the_same_after_a_preemption(
-    made: tuple[Any, Path], alone: tuple[str, Any], pages: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    made: tuple[Any, Path], alone: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        build_writing, "resolve_sizes", lambda *args: replace(resolve_sizes(*args), groups=pages, context=192)
+        build_writing, "resolve_sizes", lambda *args: replace(resolve_sizes(*args), groups=(12, 12), context=192)
     )
     served = Served(made[1], "cuda", at_once=4, depth=1, **{**DETERMINISTIC, "dtype": alone[0]})
     assert served.heard == alone[1]
-    assert served.stats.preemptions > 0 or pages[1] < 6
+    assert served.stats.preemptions > 0
 
 
 def test_guesses_are_refused(made: tuple[Any, Path]):

@@ -55,7 +55,8 @@ def _prepare(
     qkv, a, b, decay, bias, fades, weights, updates, mixed, q_start, owner, rows, few, scale, heads,
     stride_x, stride_a, stride_b,
     KEYS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
-    BLOCK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     head = tl.program_id(1)
@@ -87,25 +88,25 @@ def _prepare(
     total = tl.sum(among, 1)
     gap = tl.dot(among, tl.where(lane[:, None] > lane[None, :], 1.0, 0.0), input_precision="tf32x3")
     faded = tl.where(upto, tl.exp(tl.where(upto, gap, 0.0)), 0.0)
-    close = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+    close = tl.dot(k, tl.trans(k), input_precision=PRECISION)
     inner = tl.where(before, beta[:, None] * faded * close, 0.0)
     inverse = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
-        low = (lane // (1 << level))[:, None]
-        across = (low % 2 == 1) & ((lane // (1 << level))[None, :] == low - 1)
+    for level in range(LEVELS):  # not unrolled: that would take long to compile
+        low = lane >> level
+        across = (low % 2 == 1)[:, None] & (low[None, :] == low[:, None] - 1)
         step = tl.dot(tl.where(across, inner, 0.0), inverse, input_precision="tf32x3")
         inverse -= tl.dot(inverse, step, input_precision="tf32x3")
     spot = row[:, None] * heads + head
-    weight = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision="tf32x3")
+    weight = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
     tl.store(weights + spot * DK + key, weight, mask=known)
     for piece in tl.static_range((DV + BLOCK - 1) // BLOCK):
         value = piece * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = there[:, None] & (value < DV)
         v = tl.load(qkv + row[:, None] * stride_x + 2 * KEYS + head * DV + value, mask=inside, other=0.0)
-        update = tl.dot(inverse, v.to(tl.float32) * beta[:, None], input_precision="tf32x3")
+        update = tl.dot(inverse, v.to(tl.float32) * beta[:, None], input_precision=PRECISION)
         tl.store(updates + spot * DV + value, update, mask=inside)
     q = _unit(tl.load(source, mask=known, other=0.0).to(tl.float32)) * scale
-    near = faded * tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    near = faded * tl.dot(q, tl.trans(k), input_precision=PRECISION)
     tl.store(mixed + spot * C + lane[None, :], near, mask=there[:, None])
 
 
@@ -216,6 +217,8 @@ def delta_rule_of_many(
     sizes: dict[str, object] = {
         "KEYS": heads.keys, "SHARE": heads.heads // heads.key_heads, "DK": heads.key_dim,
         "DK_PAD": max(16, triton.next_power_of_2(heads.key_dim)), "DV": heads.dim, "BLOCK": block, "C": chunk, "PDL": pdl,
+        # A state is float32, and so is what is folded into it: numbers of 11 bits are as fine as half floats are.
+        "PRECISION": "tf32x3" if qkv.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     launch: dict[str, object] = {"num_stages": 1}
     if pdl:
@@ -227,10 +230,8 @@ def delta_rule_of_many(
         LEVELS=chunk.bit_length() - 1, num_warps=WARPS[0], **launch,
     )  # fmt: skip
     pool, table = place.numbers, place.table
-    # A state is float32, and so is what is folded into it: numbers of 11 bits are as fine as half floats are.
-    precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     _through[(table.shape[0], heads.heads, triton.cdiv(heads.dim, block))](
         qkv, fades, weights, updates, mixed, pool, out, table, place.q_start, place.pos, place.kv_len, few, pool.shape[0],
         scale, heads.heads, qkv.stride(0), out.stride(0), pool.stride(0), table.stride(0), **sizes, PAGE=place.page_size,
-        SPAN=triton.next_power_of_2(chunk // place.page_size + 1), PRECISION=precision, num_warps=WARPS[1], **launch,
+        SPAN=triton.next_power_of_2(chunk // place.page_size + 1), num_warps=WARPS[1], **launch,
     )  # fmt: skip
