@@ -15,6 +15,7 @@ import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda import library, states
+from quire.backends.cuda.adapters import FixedStack
 from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
@@ -23,6 +24,7 @@ from quire.backends.cuda.kernels.delta import Heads, Inputs
 from quire.backends.cuda.kernels.gate import gate as gate_by
 from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.launch import rehearsal
+from quire.backends.cuda.kernels.lora import adapt
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
@@ -31,6 +33,7 @@ from quire.backends.cuda.kernels.tuning import ROWS
 from quire.backends.cuda.products import Place, QuantizedProducts, Rows, Unnormed, count, few_rows, wants_fp8
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
+from quire.backends.torch.adapters import Stack, slots_of
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.caches import Cache
@@ -96,6 +99,17 @@ class CudaKernels(TorchKernels):
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gate_by(x, gate, torch.empty(x.shape, dtype=self.dtype, device=self.device), pdl=self._chain)
+
+    def adapt(
+        self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, *, taken: bool, alone: bool
+    ) -> torch.Tensor:
+        """In place, where y is nobody else's: columns of one product stay neighbours."""
+        if batch.adapters is None:
+            return y
+        assert isinstance(stack, FixedStack)  # the backend makes no others
+        y = y if alone else y.clone()
+        adapt(y, x, stack.a, stack.b, slots_of(batch, taken), stack.ranks, pdl=self._chain)
+        return y
 
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
@@ -446,6 +460,7 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     shares = True  # whether its programs read a prefix that rows share once
     kernels = CudaKernels
+    stack = FixedStack
 
     def __init__(
         self,
@@ -474,12 +489,13 @@ class CudaBackend(TorchBackend):
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
         program.shares = self.shares
+        program.adapts = program.has_sites
         program.rehearsal = rehearsal
         return program
 
     def implementations(self) -> dict[str, str]:
         own = ("rms_norm", "layer_norm", "swiglu", "geglu", "softcap", "attention", "latent_attention", "encode", "moe")
-        own += ("conv", "delta_rule", "sigmoid_gate")
+        own += ("conv", "delta_rule", "sigmoid_gate", "adapt")
         hot = dict.fromkeys(own, "Triton")
         hot |= {"linear": "cuBLAS", "head_linear": "cuBLAS", "rope": "Triton (with the KV write)"}
         return super().implementations() | hot

@@ -48,9 +48,6 @@ class DeterministicKernels(CudaKernels):
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
 
-    def low_rank(self, x: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, half, None)
-
     def logits(self, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=self.device)
         product(x, weight, out, bias=bias, pdl=self._chain)

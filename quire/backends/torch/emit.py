@@ -16,7 +16,7 @@ from quire.backends.recorder import Instruction, Segment, Value
 from quire.backends.torch.adapters import Stacks
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.experts import Mixture
-from quire.backends.torch.fuse import Attention, loose, multiplied, routers, soon, wide
+from quire.backends.torch.fuse import Attention, loose, multiplied, routers, soon, uses, wide
 from quire.backends.torch.kernels import Sight, TorchKernels
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.weights import Weights
@@ -48,6 +48,7 @@ class Emitter:
         self._loose = loose(program, output)
         self._multiplied = multiplied(program, output)
         self._wide = wide(program, output)
+        self._used = uses(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
@@ -229,10 +230,10 @@ class Emitter:
 
     def _adapt(self, i: Instruction) -> Step:
         k, (y, x), (out,), taken = self._kernels, self._at(i.inputs), self._at(i.outputs), not i.outputs[0].per_token
-        stack = self._stacks.by_site[i.sites[0]]
+        stack, alone = self._stacks.by_site[i.sites[0]], self._used[i.inputs[0]] == 1
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.adapt(cells[y], cells[x], stack, batch, taken)
+            cells[out] = k.adapt(cells[y], cells[x], stack, batch, taken=taken, alone=alone)
 
         return run
 

@@ -108,17 +108,15 @@ class TorchKernels:
         """The last product of a program, as float32."""
         return self.linear(x, weight, bias).float()
 
-    def adapt(self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, taken: bool) -> torch.Tensor:
-        """`taken`: rows are those of batch.logit_rows."""
+    def adapt(
+        self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, *, taken: bool, alone: bool
+    ) -> torch.Tensor:
+        """`taken`: rows are those of batch.logit_rows. `alone`: nobody else reads y, so its memory may be used."""
         if batch.adapters is None or not stack.rank:
             return y
-        inner = self.low_rank(x, stack.a)
+        inner = F.linear(x, stack.a)
         mine = torch.where(stack.mine(batch, taken), inner, torch.zeros((), dtype=inner.dtype, device=inner.device))
-        return y + self.low_rank(mine, stack.b).to(y.dtype)
-
-    def low_rank(self, x: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-        """A product with the halves of pairs."""
-        return F.linear(x, half)
+        return y + F.linear(mine, stack.b).to(y.dtype)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
