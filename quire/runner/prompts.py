@@ -46,7 +46,7 @@ class Prompter:
         self._reach = max_context
         within = {(tokens, min(seqs, max_seqs + 1)) for tokens, seqs in SIZES if tokens <= max_tokens}
         self.sizes = sorted(within)
-        self.adapted_sizes = self.sizes[1::2] if program.adapts else []
+        self.adapted_sizes = self.sizes[::-2][::-1] if program.adapts else []  # the largest among them
         capacity = max((self._numbers(*size) + size[0] + MORE * size[1] for size in self.sizes), default=0)
         self._staging = Staging(program.device, capacity, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare

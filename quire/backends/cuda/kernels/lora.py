@@ -29,7 +29,7 @@ NONE = tl.constexpr(1 << 30)  # more than any slot
 
 
 @Launcher
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "ranks", "x"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "ranks"])
 def _shrink(
     x, a, inner, slots, ranks, tokens, k, stride_x, R: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     PART: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
@@ -70,7 +70,7 @@ def _shrink(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["tokens", "parts"], do_not_specialize_on_alignment=["slots", "ranks", "y"])
+@triton.jit(do_not_specialize=["tokens", "parts"], do_not_specialize_on_alignment=["slots", "ranks"])
 def _expand(
     y, b, inner, slots, ranks, tokens, parts, n, stride_y, R: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,

@@ -144,13 +144,13 @@ def test_prompt_steps_are_padded_with_rows_of_nobody():
     program: Any = Heard()
     state = DeviceState(20, 4, [9], 16, program.device)
     prompter = Prompter(program, state, max_seqs=20, max_tokens=128, max_context=64, vocab=10)
-    batch = ragged([(0, 20, [0, 1]), (3, 1, [2])])
-    batch.logit_rows = np.array([19, 20], np.int32)
+    batch = ragged([(0, 40, [0, 1, 3]), (3, 1, [2])])
+    batch.logit_rows = np.array([39, 40], np.int32)
     none = np.zeros(0, np.int32)
     plain = prompter.size_for(batch)
-    batch.adapters = np.array([1] * 20 + [-1], np.int32)
+    batch.adapters = np.array([1] * 40 + [-1], np.int32)
     size = prompter.size_for(batch)
-    assert plain == prompter.sizes[0] and size == prompter.adapted_sizes[0] != plain
+    assert plain == prompter.sizes[1] and size == prompter.adapted_sizes[1] == prompter.sizes[-1] != plain
     told = prompter.run(size, batch, np.array([4, 5], np.int32), none, [none], [np.arange(9, dtype=np.int32)])[1]
     assert told[0].tolist() == list(range(9))
-    assert program.told == [(size[0], [1] * 20 + [-1] * (size[0] - 20), False)]
+    assert program.told == [(size[0], [1] * 40 + [-1] * (size[0] - 40), False)]
