@@ -15,7 +15,7 @@ import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda import library, states
-from quire.backends.cuda.adapters import FixedStack
+from quire.backends.cuda.adapters import FixedStack, FixedStacks
 from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
@@ -101,15 +101,27 @@ class CudaKernels(TorchKernels):
         return gate_by(x, gate, torch.empty(x.shape, dtype=self.dtype, device=self.device), pdl=self._chain)
 
     def adapt(
-        self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, *, taken: bool, alone: bool
-    ) -> torch.Tensor:
-        """In place, where y is nobody else's: columns of one product stay neighbours."""
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        stacks: Sequence[Stack],
+        batch: DeviceBatch,
+        *,
+        taken: bool,
+        alone: bool,
+    ) -> Sequence[torch.Tensor]:
+        """In place, where ys are nobody else's: columns of one product stay neighbours."""
         if batch.adapters is None:
-            return y
-        assert isinstance(stack, FixedStack)  # the backend makes no others
-        y = y if alone else y.clone()
-        adapt(y, x, stack.a, stack.b, slots_of(batch, taken), stack.ranks, pdl=self._chain)
-        return y
+            return ys
+        ys = ys if alone else [y.clone() for y in ys]
+        held = [stack for stack in stacks if isinstance(stack, FixedStack)]  # the backend makes no others
+        slots, whole, bundle = slots_of(batch, taken), side_by_side(*ys), held[0].bundle
+        if whole is not None and list(bundle.stacks.values()) == held:
+            adapt(whole, x, bundle.pairs, slots, pdl=self._chain)
+        else:
+            for y, stack in zip(ys, held, strict=True):
+                adapt(y, x, stack.pairs, slots, pdl=self._chain)
+        return ys
 
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
@@ -460,7 +472,7 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     shares = True  # whether its programs read a prefix that rows share once
     kernels = CudaKernels
-    stack = FixedStack
+    stacks = FixedStacks
 
     def __init__(
         self,

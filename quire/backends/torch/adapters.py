@@ -9,7 +9,7 @@ not multiplied by zero, so numbers that are none stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,10 +73,10 @@ class Stack:
 
 
 class Stacks:
-    """Those of one program, by site. `kind` makes the stack of a site."""
+    """Those of one program, by site. `groups` are sites that add to one product."""
 
-    def __init__(self, sites: list[Site], device: torch.device, dtype: torch.dtype, kind: type[Stack] = Stack):
-        self.by_site = {site: kind(site, device, dtype) for site in dict.fromkeys(sites)}
+    def __init__(self, groups: Sequence[Sequence[Site]], device: torch.device, dtype: torch.dtype):
+        self.by_site = {site: Stack(site, device, dtype) for sites in groups for site in sites}
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         """See Adapts.place."""

@@ -20,7 +20,7 @@ from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.backends.recorder import Instruction, Recording, Value, record
-from quire.backends.torch.adapters import Stack, Stacks, without
+from quire.backends.torch.adapters import Stacks, without
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.emit import Cells, Emitter, Step, ends, groups, kept_back, products, stacks
 from quire.backends.torch.fuse import fuse
@@ -119,7 +119,7 @@ class TorchBackend:
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
     kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
-    stack: type[Stack] = Stack  # where the adapters of a site lie
+    stacks: type[Stacks] = Stacks  # where adapters lie
 
     def __init__(
         self,
@@ -161,7 +161,8 @@ class TorchBackend:
         plain = without(record(forward, kv, inputs)) if sites else recording
         first, second = self._load(plain, packed), self._load(recording, None) if sites else None
         kernels = type(self).kernels(kv, self.device, self.dtype)
-        held = Stacks(sites, self.device, self.dtype, self.stack)
+        together = [i.sites for i in second or () if i.op == "adapt"]
+        held = type(self).stacks(together, self.device, self.dtype)
         adapted = None if second is None else self._steps(second, recording, kernels, held)
         made = TorchProgram(kernels, self._steps(first, plain, kernels, held), adapted, held)
         for slot, pairs in by_slot(sites).items():

@@ -229,11 +229,15 @@ class Emitter:
         return run
 
     def _adapt(self, i: Instruction) -> Step:
-        k, (y, x), (out,), taken = self._kernels, self._at(i.inputs), self._at(i.outputs), not i.outputs[0].per_token
-        stack, alone = self._stacks.by_site[i.sites[0]], self._used[i.inputs[0]] == 1
+        kernels, outs, taken = self._kernels, self._at(i.outputs), not i.outputs[0].per_token
+        *ys, x = self._at(i.inputs)
+        stacks = [self._stacks.by_site[site] for site in i.sites]
+        alone = all(self._used[y] == 1 for y in i.inputs[:-1])
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.adapt(cells[y], cells[x], stack, batch, taken=taken, alone=alone)
+            made = kernels.adapt([cells[y] for y in ys], cells[x], stacks, batch, taken=taken, alone=alone)
+            for at, y in zip(outs, made, strict=True):
+                cells[at] = y
 
         return run
 

@@ -109,9 +109,22 @@ class TorchKernels:
         return self.linear(x, weight, bias).float()
 
     def adapt(
-        self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, *, taken: bool, alone: bool
-    ) -> torch.Tensor:
-        """`taken`: rows are those of batch.logit_rows. `alone`: nobody else reads y, so its memory may be used."""
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        stacks: Sequence[Stack],
+        batch: DeviceBatch,
+        *,
+        taken: bool,
+        alone: bool,
+    ) -> Sequence[torch.Tensor]:
+        """What adapters add to products of x, each with its stack.
+
+        `taken`: rows are those of batch.logit_rows. `alone`: nobody else reads ys, so their memory may be used.
+        """
+        return [self._adapted(y, x, stack, batch, taken) for y, stack in zip(ys, stacks, strict=True)]
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, taken: bool) -> torch.Tensor:
         if batch.adapters is None or not stack.rank:
             return y
         inner = F.linear(x, stack.a)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.backends.adapters import Pair, Site
-from quire.backends.cuda.adapters import FixedStack
+from quire.backends.cuda.adapters import Bundle, FixedStack
 from quire.backends.cuda.kernels.lora import adapt
 from quire.layouts import Dense
 from quire.runner.capture import ADAPTED_SIZES, Decoder, DeviceState
@@ -25,7 +25,8 @@ RANKS = (16, 40, 3, 0, 17)  # the fourth has nothing here
 def made(n: int, k: int, dtype: torch.dtype, device: str) -> tuple[FixedStack, list[np.ndarray | None]]:
     """A site with those pairs, and what each adds to a weight. The last pair is no numbers at all."""
     rng = np.random.default_rng(n + k)
-    stack = FixedStack(Site("here", n, k, slots=SLOTS, rank=RANK), torch.device(device), dtype)
+    site = Site("here", n, k, slots=SLOTS, rank=RANK)
+    stack = Bundle([site], torch.device(device), dtype).stacks[site]
     whole: list[np.ndarray | None] = []
     for slot, rank in enumerate(RANKS):
         if not rank:
@@ -61,7 +62,7 @@ def test_rows_of_any_mixture(n: int, k: int, tokens: int, half: torch.dtype, dev
         slots = [(0, 1, -1, 2, 3, 1, 1)[t % 7] for t in range(tokens)]
         if tokens > 20:
             slots[20] = SLOTS - 1
-        adapt(y, x, stack.a, stack.b, torch.tensor(slots, dtype=torch.int32, device=device), stack.ranks)
+        adapt(y, x, stack.pairs, torch.tensor(slots, dtype=torch.int32, device=device))
         want = before[:, 8 : 8 + n].double().cpu().numpy() + products(x, slots, whole, n)
         got = y.double().cpu().numpy()
         broken = np.array(slots) == SLOTS - 1
@@ -73,15 +74,35 @@ def test_rows_of_any_mixture(n: int, k: int, tokens: int, half: torch.dtype, dev
         assert torch.equal(wide[:, :8], before[:, :8]) and torch.equal(wide[:, 8 + n :], before[:, 8 + n :])
 
 
+def test_sites_of_one_product_are_done_together(device: str):
+    """Three sites whose channels are neighbours, of other widths and ranks, against each for itself."""
+    rng, k = np.random.default_rng(3), 80
+    sites = [Site(f"s{n}", n, k, slots=2, rank=20) for n in (70, 16, 33)]
+    bundle = Bundle(sites, torch.device(device), torch.float32)
+    for site, ranks in zip(sites, ((20, 3), (5, 0), (0, 18)), strict=True):
+        for slot, rank in enumerate(ranks):
+            if rank:
+                halves = (Dense(rng.standard_normal(s).astype(np.float32), "f32") for s in ((rank, k), (site.n, rank)))
+                bundle.stacks[site].set(slot, Pair(*halves, scale=0.1))
+    x = torch.from_numpy(rng.standard_normal((19, k)).astype(np.float32)).to(device)
+    slots = torch.tensor([t % 3 - 1 for t in range(19)], dtype=torch.int32, device=device)
+    whole = torch.ones(19, 119, device=device)
+    apart = whole.clone()
+    adapt(whole, x, bundle.pairs, slots)
+    for y, site in zip(apart.split([site.n for site in sites], 1), sites, strict=True):
+        adapt(y, x, bundle.stacks[site].pairs, slots)
+    assert torch.equal(whole, apart) and (whole[1:3] != 1.0).any() and torch.equal(whole[0], torch.ones_like(whole[0]))
+
+
 def test_bits_do_not_depend_on_the_batch(half: torch.dtype, device: str):
     stack, _ = made(70, 1100, half, device)
     x = torch.randn(20, 1100, generator=torch.Generator().manual_seed(1)).to(half).to(device)
     slots = torch.tensor([t % 3 for t in range(20)], dtype=torch.int32, device=device)
     whole = torch.zeros(20, 70, dtype=half, device=device)
-    adapt(whole, x, stack.a, stack.b, slots, stack.ranks)
+    adapt(whole, x, stack.pairs, slots)
     for t in (0, 7, 19):
         alone = torch.zeros(1, 70, dtype=half, device=device)
-        adapt(alone, x[t : t + 1], stack.a, stack.b, slots[t : t + 1], stack.ranks)
+        adapt(alone, x[t : t + 1], stack.pairs, slots[t : t + 1])
         assert torch.equal(alone[0], whole[t])
 
 
@@ -93,10 +114,10 @@ def test_a_slot_is_written_where_it_lies(device: str):
     pair = Pair(Dense(np.ones((2, 48), np.float32), "f32"), Dense(np.ones((32, 2), np.float32), "f32"), scale=0.5)
     stack.set(0, pair)
     y = torch.zeros(1, 32, device=device)
-    adapt(y, x, stack.a, stack.b, slots, stack.ranks)
+    adapt(y, x, stack.pairs, slots)
     assert torch.equal(y, torch.full_like(y, 48.0))  # nothing of the larger pair is left
     stack.set(0, None)
-    adapt(y, x, stack.a, stack.b, slots, stack.ranks)
+    adapt(y, x, stack.pairs, slots)
     assert torch.equal(y, torch.full_like(y, 48.0))
     assert [x.data_ptr() for x in (stack.a, stack.b, stack.ranks)] == places
     large = Pair(Dense(np.ones((50, 48), np.float32), "f32"), Dense(np.ones((32, 50), np.float32), "f32"), scale=1.0)
