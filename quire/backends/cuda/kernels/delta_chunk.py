@@ -41,9 +41,10 @@ def chunk_of(heads: Heads) -> int:
 
 
 @triton.jit
-def _unit(x):
-    """Rows of length one, nearly."""
-    return x * (1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6))[:, None]
+def _length(x):
+    """What each row of x is divided by to be of length one, as a factor."""
+    wide = x.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
 @Launcher
@@ -58,66 +59,69 @@ def _prepare(
     BLOCK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     head = tl.program_id(1)
     lane = tl.arange(0, C)
+    row = tl.program_id(0) * C + lane
     key = tl.arange(0, DK_PAD)[None, :]
     there = row < rows
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    seq = tl.load(owner + row, mask=there, other=-1).to(tl.int64)
+    seq = tl.load(owner + row, mask=there, other=-1)
     count = tl.load(q_start + seq + 1, mask=there, other=0) - tl.load(q_start + seq, mask=there, other=0)
     if tl.max(count, 0) <= few:  # delta.py's
         return
+    first = tl.program_id(0).to(tl.int64) * C
     known = there[:, None] & (key < DK)
-    source = qkv + row[:, None] * stride_x + (head // SHARE) * DK + key
-    k = _unit(tl.load(source + KEYS, mask=known, other=0.0).to(tl.float32))
+    source = qkv + first * stride_x + (head // SHARE) * DK
+    k = tl.load(source + KEYS + lane[:, None] * stride_x + key, mask=known, other=0.0)
+    unit = _length(k)
     faster = tl.load(decay + head).to(tl.float32)
     shift = tl.load(bias + head).to(tl.float32)
-    fade = fade_of(tl.load(a + row * stride_a + head, mask=there, other=0.0).to(tl.float32), faster, shift)
+    fade = fade_of(tl.load(a + row.to(tl.int64) * stride_a + head, mask=there, other=0.0).to(tl.float32), faster, shift)
     fade = tl.where(there, fade, 0.0)
-    beta = sigmoid(tl.load(b + row * stride_b + head, mask=there, other=0.0).to(tl.float32))
+    beta = sigmoid(tl.load(b + row.to(tl.int64) * stride_b + head, mask=there, other=0.0).to(tl.float32))
     tl.store(fades + row * heads + head, fade, mask=there)
-    # Rows are in the order of sequences: of one sequence are those with its number.
-    own = tl.load(owner + tl.program_id(0) * C + lane, mask=tl.program_id(0) * C + lane < rows, other=-1).to(tl.int64)
-    same = seq[:, None] == own[None, :]
-    upto = same & (lane[None, :] <= lane[:, None])
-    before = same & (lane[None, :] < lane[:, None])
+    upto = (seq[:, None] == seq[None, :]) & (lane[None, :] <= lane[:, None])
     among = tl.where(upto, fade[None, :], 0.0)
     total = tl.sum(among, 1)
     gap = tl.dot(among, tl.where(lane[:, None] > lane[None, :], 1.0, 0.0), input_precision="tf32x3")
     faded = tl.where(upto, tl.exp(tl.where(upto, gap, 0.0)), 0.0)
+    # Lengths are taken out of products: what is multiplied is then exactly what the rows hold.
     close = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    inner = tl.where(before, beta[:, None] * faded * close, 0.0)
+    inner = tl.where(lane[None, :] < lane[:, None], faded * close * (beta * unit)[:, None] * unit[None, :], 0.0)
     inverse = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
     for level in range(LEVELS):  # not unrolled: that would take long to compile
         low = lane >> level
         across = (low % 2 == 1)[:, None] & (low[None, :] == low[:, None] - 1)
         step = tl.dot(tl.where(across, inner, 0.0), inverse, input_precision="tf32x3")
         inverse -= tl.dot(inverse, step, input_precision="tf32x3")
-    spot = row[:, None] * heads + head
-    weight = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
-    tl.store(weights + spot * DK + key, weight, mask=known)
+    spot = lane[:, None] * heads
+    beyond = first * heads + head
+    weight = tl.dot(inverse * (beta * tl.exp(total) * unit)[None, :], k.to(tl.float32), input_precision=PRECISION)
+    tl.store(weights + beyond * DK + spot * DK + key, weight, mask=known)
+    inverse = inverse * beta[None, :]
     for piece in tl.static_range((DV + BLOCK - 1) // BLOCK):
         value = piece * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = there[:, None] & (value < DV)
-        v = tl.load(qkv + row[:, None] * stride_x + 2 * KEYS + head * DV + value, mask=inside, other=0.0)
-        update = tl.dot(inverse, v.to(tl.float32) * beta[:, None], input_precision=PRECISION)
-        tl.store(updates + spot * DV + value, update, mask=inside)
-    q = _unit(tl.load(source, mask=known, other=0.0).to(tl.float32)) * scale
-    near = faded * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    tl.store(mixed + spot * C + lane[None, :], near, mask=there[:, None])
+        from_v = qkv + first * stride_x + 2 * KEYS + head * DV
+        v = tl.load(from_v + lane[:, None] * stride_x + value, mask=inside, other=0.0)
+        update = tl.dot(inverse, v.to(tl.float32), input_precision=PRECISION)
+        tl.store(updates + beyond * DV + spot * DV + value, update, mask=inside)
+    q = tl.load(source + lane[:, None] * stride_x + key, mask=known, other=0.0)
+    near = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    near = near * faded * (_length(q) * scale)[:, None] * unit[None, :]
+    tl.store(mixed + beyond * C + spot * C + lane[None, :], near, mask=there[:, None])
 
 
 @triton.jit
-def _state_after(state, k, u, fade, place, end, lane, PRECISION: tl.constexpr):
+def _state_after(state, k, unit, u, fade, place, end, lane, PRECISION: tl.constexpr):
     """The state after the rows of a chunk whose `place` is before `end`."""
     inside = place < end
     own = tl.where(inside, fade, 0.0)
     later = tl.where(lane[None, :] > lane[:, None], own[None, :], 0.0)
-    still = tl.where(inside, tl.exp(tl.sum(later, 1)), 0.0)
-    added = tl.dot(tl.trans(k * still[:, None]), u, input_precision=PRECISION)
+    still = tl.where(inside, tl.exp(tl.sum(later, 1)) * unit, 0.0)
+    added = tl.dot(tl.trans(k.to(tl.float32)), u * still[:, None], input_precision=PRECISION)
     return state * tl.exp(tl.sum(own, 0)) + added
 
 
@@ -146,7 +150,8 @@ def _through(
     if stop - start <= few:
         return
     first = tl.load(pos + start)
-    last = tl.minimum(tl.load(kv_len + seq), first + (stop - start))  # positions from here on only pad the batch
+    count = (stop - start).to(tl.int32)
+    last = tl.minimum(tl.load(kv_len + seq), first + count)  # positions from here on only pad the batch
     row_of_table = table + seq * stride_table
     old, known = state_before(row_of_table, first, pages, PAGE)
     where = head * DK * DV + key[:, None] * DV + value[None, :]
@@ -155,28 +160,31 @@ def _through(
     state = tl.load(pool + old * stride_page + where, mask=there, other=0.0)
     tl.debug_barrier()  # the state that is kept may replace it
     for chunk in range(start // C, (stop - 1) // C + 1):
-        row = chunk * C + lane
-        place = first + (row - start)
-        own = (row >= start) & (place < last)
-        spot = row[:, None] * heads + head
+        place = first + (chunk * C - start).to(tl.int32) + lane
+        own = (place >= first) & (place < last)
+        beyond = chunk * C * heads + head
+        spot = lane[:, None] * heads
         known_keys = own[:, None] & (key < DK)[None, :]
         known_values = own[:, None] & (value < DV)[None, :]
-        source = qkv + row[:, None] * stride_x + (head // SHARE) * DK + key[None, :]
-        fade = tl.load(fades + row * heads + head, mask=own, other=0.0)
-        weight = tl.load(weights + spot * DK + key[None, :], mask=known_keys, other=0.0)
-        update = tl.load(updates + spot * DV + value[None, :], mask=known_values, other=0.0)
+        source = qkv + chunk * C * stride_x + (head // SHARE) * DK
+        fade = tl.load(fades + beyond + lane * heads, mask=own, other=0.0)
+        weight = tl.load(weights + beyond * DK + spot * DK + key[None, :], mask=known_keys, other=0.0)
+        update = tl.load(updates + beyond * DV + spot * DV + value[None, :], mask=known_values, other=0.0)
         u = update - tl.dot(weight, state, input_precision=PRECISION)
         among = tl.where(lane[None, :] <= lane[:, None], fade[None, :], 0.0)
-        q = _unit(tl.load(source, mask=known_keys, other=0.0).to(tl.float32)) * scale
-        y = tl.dot(q * tl.exp(tl.sum(among, 1))[:, None], state, input_precision=PRECISION)
-        near = tl.load(mixed + spot * C + lane[None, :], mask=own[:, None], other=0.0)
+        q = tl.load(source + lane[:, None] * stride_x + key[None, :], mask=known_keys, other=0.0)
+        y = tl.dot(q.to(tl.float32), state, input_precision=PRECISION)
+        y = y * (_length(q) * scale * tl.exp(tl.sum(among, 1)))[:, None]
+        near = tl.load(mixed + beyond * C + spot * C + lane[None, :], mask=own[:, None], other=0.0)
         y += tl.dot(near, u, input_precision=PRECISION)
-        result = out + row[:, None] * stride_o + head * DV + value[None, :]
-        here = ((row >= start) & (row < stop))[:, None] & (value < DV)[None, :]
+        result = out + chunk * C * stride_o + head * DV + lane[:, None] * stride_o + value[None, :]
+        here = ((place >= first) & (place < first + count))[:, None] & (value < DV)[None, :]
         tl.store(result, y.to(out.dtype.element_ty), mask=here)
-        k = _unit(tl.load(source + KEYS, mask=known_keys, other=0.0).to(tl.float32))
-        low = tl.maximum(first + (chunk * C - start), first)
-        high = tl.minimum(first + (chunk * C - start) + C, last)
+        k = tl.load(source + KEYS + lane[:, None] * stride_x + key[None, :], mask=known_keys, other=0.0)
+        unit = _length(k)
+        begin = first + (chunk * C - start).to(tl.int32)
+        low = tl.maximum(begin, first)
+        high = tl.minimum(begin + C, last)
         page_first = low // PAGE
         index = page_first + tl.arange(0, SPAN)
         ends = tl.minimum((index + 1) * PAGE, last)
@@ -188,9 +196,9 @@ def _through(
                 filled = (until > low) & (until <= high) & ((page_first + i) * PAGE < last)
                 page = tl.load(row_of_table + page_first + i, mask=filled, other=-1).to(tl.int64)
                 if (page >= 0) & (page < pages):
-                    kept = _state_after(state, k, u, fade, place, until, lane, PRECISION)
+                    kept = _state_after(state, k, unit, u, fade, place, until, lane, PRECISION)
                     tl.store(pool + page * stride_page + where, kept, mask=keep)
-        state = _state_after(state, k, u, fade, place, high, lane, PRECISION)
+        state = _state_after(state, k, unit, u, fade, place, high, lane, PRECISION)
 
 
 def delta_rule_of_many(
