@@ -85,7 +85,7 @@ def _prepare(
     upto = (seq[:, None] == seq[None, :]) & (lane[None, :] <= lane[:, None])
     among = tl.where(upto, fade[None, :], 0.0)
     total = tl.sum(among, 1)
-    gap = tl.dot(among, tl.where(lane[:, None] > lane[None, :], 1.0, 0.0), input_precision="tf32x3")
+    gap = tl.cumsum(among, 1, reverse=True) - among  # of what lies between two rows, the later one among it
     faded = tl.where(upto, tl.exp(tl.where(upto, gap, 0.0)), 0.0)
     # Lengths are taken out of products: what is multiplied is then exactly what the rows hold.
     close = tl.dot(k, tl.trans(k), input_precision=PRECISION)
@@ -94,8 +94,8 @@ def _prepare(
     for level in range(LEVELS):  # not unrolled: that would take long to compile
         low = lane >> level
         across = (low % 2 == 1)[:, None] & (low[None, :] == low[:, None] - 1)
-        step = tl.dot(tl.where(across, inner, 0.0), inverse, input_precision="tf32x3")
-        inverse -= tl.dot(inverse, step, input_precision="tf32x3")
+        step = tl.dot(tl.where(across, inner, 0.0), inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, step, input_precision=PRECISION)
     spot = lane[:, None] * heads
     beyond = first * heads + head
     weight = tl.dot(inverse * (beta * tl.exp(total) * unit)[None, :], k.to(tl.float32), input_precision=PRECISION)
