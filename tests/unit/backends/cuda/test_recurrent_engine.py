@@ -25,6 +25,7 @@ from tests.unit.models import folders, mixtures
 GPU = torch.cuda.is_available()
 
 
+@pytest.mark.large
 def test_padded_steps_continue_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runner = functools.partial(device_runner.DeviceRunner, padded=True)
     monkeypatch.setattr(device_runner, "DeviceRunner", runner)
