@@ -270,8 +270,9 @@ class DeviceRunner:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
-            also = {"sharing": self._sharing, "adapters": batch.adapters, "more": more}
-            pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, **also)
+            pending.logits, pending.best, pending.sent = self._decoder.run(
+                *arrays, sharing=self._sharing, adapters=batch.adapters, more=more
+            )
         elif captured and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
             more = self._more(pending)
             pending.logits, pending.sent = self._prompter.run(size, batch, own, where, pages, more)
