@@ -51,15 +51,20 @@ def engine(path: Path, **options: Any) -> Any:
     return build_engine(EngineConfig(path=str(path), **{**settings, **options}), Environment(home=path.parent))[0]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 3e-3), ("bfloat16", 6e-2)])
-def test_logits_are_those_of_transformers(made: tuple[Any, Path], dtype: str, bound: float):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_those_of_transformers(made: tuple[Any, Path], dtype: str):
     """Chunks that cross pages, rows one by one, and what another sequence's state is gone on from. Of few experts all are
-    chosen, so that no router decides by rounding."""
+    chosen, so that no router decides by rounding. In half floats as near as plain torch comes, which rounds as often."""
     model = mixtures.build("qwen3next", num_experts=3)
     path = folders.save(model, made[1].parent / f"few-{dtype}")
     loaded = Loaded(path, "cuda", most=640, device="cuda", dtype=dtype)
     prompt = np.random.default_rng(1).integers(0, 160, 300).tolist()
     want = mixtures.exact_logits(model, prompt)
+    bound = 3e-3
+    if dtype != "float32":
+        plain = Loaded(path, "torch", most=640, device="cuda", dtype=dtype).logits(prompt, 300)
+        bound = 1.25 * np.linalg.norm(plain - want) / np.linalg.norm(want)
+        assert bound < 0.15
     for chunk in (300, 64, 33, 5):
         got = loaded.logits(prompt, chunk)
         assert np.linalg.norm(got - want) < bound * np.linalg.norm(want), chunk

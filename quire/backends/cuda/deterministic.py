@@ -34,6 +34,7 @@ class DeterministicKernels(CudaKernels):
     """The same bits for the same row: alone, in any batch, in any chunk, from a graph or not."""
 
     skinny_rows = 0  # no product whose kernel depends on how many rows there are
+    invariant = True
     chunked = False  # every row of a recurrent layer as a decode row
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):

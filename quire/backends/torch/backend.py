@@ -157,14 +157,16 @@ class TorchBackend:
         check_kv(kv, self)
         recording = record(forward, kv, inputs)
         sites = [site for i in recording.instructions for site in i.sites]
-        # Steps without adapters are what they always were: recorded, and fused, without them.
+        # Steps without adapters are what they always were: recorded, and fused, without them. Where bits may not depend on
+        # who else is in a step, they too are those with adapters, which leave alone who has none.
         plain = without(record(forward, kv, inputs)) if sites else recording
         first, second = self._load(plain, packed), self._load(recording, None) if sites else None
         kernels = type(self).kernels(kv, self.device, self.dtype)
         together = [i.sites for i in second or () if i.op == "adapt"]
         held = type(self).stacks(together, self.device, self.dtype)
         adapted = None if second is None else self._steps(second, recording, kernels, held)
-        made = TorchProgram(kernels, self._steps(first, plain, kernels, held), adapted, held)
+        usual = adapted if adapted is not None and kernels.invariant else self._steps(first, plain, kernels, held)
+        made = TorchProgram(kernels, usual, adapted, held)
         for slot, pairs in by_slot(sites).items():
             made.place(slot, pairs)
         return self.wrap(made)

@@ -44,6 +44,8 @@ PLAIN = Sight()
 class TorchKernels:
     """The ops of one program. `dtype` is what is computed in; `caches` are by group and by layer in it."""
 
+    invariant = False  # whether a row's bits are promised not to depend on its batch
+
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         self.kv = kv
         self.device = device
