@@ -147,17 +147,27 @@ class Guides:
             key = self._queue.popleft()
             job = self._jobs[key]
             job.begun = self._clock()
-            thread = threading.Thread(
-                target=self._compile, args=(key, job.constraint), name="quire-grammar", daemon=True
-            )
-            usual = threading.stack_size(STACK)
-            try:
-                thread.start()
-            except RuntimeError:  # no room for another thread
+            if not self._start(key, job.constraint):
                 self._done.put((key, Unavailable("the grammar compiler has no memory to run in", cure="try again")))
-            finally:
-                threading.stack_size(usual)
             running += 1
+
+    def _start(self, key: Key, constraint: Constraint) -> bool:
+        """A thread with a deep stack, or one that is still deeper than most where there is no room for that."""
+        usual = threading.stack_size()
+        try:
+            for size in (STACK, STACK >> 3):
+                threading.stack_size(size)
+                thread = threading.Thread(
+                    target=self._compile, args=(key, constraint), name="quire-grammar", daemon=True
+                )
+                try:
+                    thread.start()
+                    return True
+                except RuntimeError:
+                    continue
+            return False
+        finally:
+            threading.stack_size(usual)
 
     def _compile(self, key: Key, constraint: Constraint) -> None:
         """On a thread of its own. llguidance lets go of the interpreter while it works."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from typing import Any
 
@@ -374,6 +375,30 @@ def test_others_run_while_one_is_compiled_and_it_can_be_let_go(monkeypatch: pyte
     (last,) = [e for e in engine.step() if e.finish]
     assert (last.id, last.finish) == (held.id, "abort")
     assert finished(run(engine, [ask(Constraint.regex("slow"))])) == ["slow"]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """Where a deep stack cannot be had a smaller one is tried; then the request is told, and nothing hangs."""
+    left = [failures]
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "quire-grammar" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = threading.stack_size()
+    engine = make()
+    ((tokens, last),) = run(engine, [ask(Constraint.choice(["yes"]))]).values()
+    assert threading.stack_size() == before
+    if failures == 1:
+        assert text_of(tokens) == "yes"
+    else:
+        assert last.finish == "error" and "no memory" in str(last.error)
+        assert finished(run(engine, [ask(Constraint.choice(["yes"]))])) == ["yes"]
 
 
 def test_a_deadline_holds_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
