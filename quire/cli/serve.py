@@ -61,7 +61,7 @@ def command(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = ENGINE.device,
     dtype: Annotated[str, typer.Option(help="With cuda and torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
     quantize: Annotated[
-        str, typer.Option(help="With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).")
+        str, typer.Option(help="With cuda and torch: fp8, fp8-block, int8, int4, or keep (a file's codes).")
     ] = ENGINE.quantize,
     deterministic: Annotated[
         bool,
