@@ -33,6 +33,7 @@ from quire.backends.cuda.products import (
     Unnormed,
     count,
     few_rows,
+    norms_along,
     wants_fp8,
     wants_groups,
 )
@@ -44,7 +45,7 @@ from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.caches import Cache
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
-from quire.backends.torch.quantized import Mixed, Part, Weight
+from quire.backends.torch.quantized import Mixed, Part, Scaled, Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
@@ -80,7 +81,7 @@ class CudaKernels(TorchKernels):
             out = torch.empty(x.shape, dtype=self.dtype, device=self.device)
             head_norm(x, weight, eps, out, heads=heads, pdl=self._chain)
             return out
-        if soon and x.shape[0] == 1 <= self._few and all(isinstance(w, torch.Tensor) for w in soon):
+        if soon and x.shape[0] == 1 <= self._few and all(norms_along(w) for w in soon):
             return Unnormed(x, weight, eps)
         return self._normed(x, weight, eps, soon)
 
@@ -164,7 +165,7 @@ class CudaKernels(TorchKernels):
         *,
         soon: Sequence[Weight] = (),
     ) -> tuple[torch.Tensor, Any]:
-        if count(x) == 1 <= self._few and isinstance(weight, torch.Tensor):
+        if count(x) == 1 <= self._few and isinstance(weight, torch.Tensor | Scaled):
             self._skinny(x, weight, bias, out=residual, residual=residual)
             return residual, self.rms_norm(residual, norm, eps, soon=soon)
         product = self.linear(x, weight, bias, loose=bias is None)
@@ -207,7 +208,7 @@ class CudaKernels(TorchKernels):
     def _skinny(
         self,
         x: torch.Tensor | Unnormed,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Scaled,
         bias: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,
