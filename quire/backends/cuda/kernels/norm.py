@@ -74,7 +74,7 @@ def rms_norm(
     _rms_norm[(tokens,)](
         x, x if residual is None else residual, weight, out, x if scales is None else scales, width, eps,
         x.stride(0), x.stride(-2), 0 if residual is None else residual.stride(0), out.stride(0),
-        scales.stride(0) if grouped else 0, BLOCK=block,
+        scales.stride(0) if scales is not None and grouped else 0, BLOCK=block,
         PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=2 if grouped else int(scales is not None), PDL=pdl,
         num_warps=max(1, min(16, block // 512)), **launch,
     )  # fmt: skip

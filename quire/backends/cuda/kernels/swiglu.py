@@ -64,7 +64,7 @@ def swiglu(
     block = triton.next_power_of_2(width) if whole else max(128, min(1024, triton.next_power_of_2(width)))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _swiglu[(tokens, 1 if whole else triton.cdiv(width, block))](
-        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), scales.stride(0) if grouped else 0,
+        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), scales.stride(0) if scales is not None and grouped else 0,
         BLOCK=block, QUANT=2 if grouped else int(whole), GELU=gelu, PDL=pdl,
         num_warps=max(1, min(16, block // 512)) if whole else 4, **launch,
     )  # fmt: skip
