@@ -159,8 +159,6 @@ class ProcessClient:
     async def unload_adapter(self, name: str) -> None:
         self._check_alive()
         await self._adapters.unload(name)
-        left = tuple(pair for pair in self._config.loras if pair[0] != name)
-        self._config = replace(self._config, loras=left)  # an engine that is started again does not load it
 
     def abort(self, request_id: str) -> None:
         if self._up:
@@ -211,6 +209,8 @@ class ProcessClient:
         """A new socket, a new child, and its configuration on its standard input."""
         if self._context is None:
             raise Unavailable(self._why)
+        if self._info is not None:  # not the first: it begins with what the one before it still had
+            self._config = replace(self._config, loras=self._adapters.still(self._config.loras))
         loop = asyncio.get_running_loop()
         self._directory = tempfile.mkdtemp(prefix="quire-")  # 0700
         address = f"ipc://{self._directory}/{secrets.token_hex(8)}"
@@ -235,7 +235,6 @@ class ProcessClient:
             socket.bind(address)
         except zmq.ZMQError as e:
             socket.close()
-            self._remove_directory()
             raise QuireError(f"cannot open the engine's socket {address}: {e}", cure="is TMPDIR too long?") from e
         self._socket = socket
         self._failure = None
@@ -357,9 +356,10 @@ class ProcessClient:
             try:
                 await self._spawn()
                 await self._until_ready()
-            except QuireError as e:
-                reason = str(e)
+            except (QuireError, OSError) as e:  # OSError: no process, no folder; that may pass as well
+                reason = str(e) if isinstance(e, QuireError) else f"the engine process cannot be started: {e}"
                 await self._stop_process()
+                self._adapters.failed(lambda reason=reason: EngineDead(reason))
                 self._why = f"{reason}; it is being restarted"
             else:
                 self._on_line("the engine is ready again")
@@ -369,6 +369,7 @@ class ProcessClient:
         """Ask, then insist."""
         process = self._process
         self._up = False
+        self._remove_directory()
         if process is not None:
             if process.returncode is None:
                 with contextlib.suppress(QuireError):
