@@ -276,6 +276,8 @@ class DeviceRunner:
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             sharing = self._sharing
+            if sharing is not None and sharing.order.size != own.size:  # of rows that could not be computed
+                sharing = None
             pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
         elif plain and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
             more = self._more(pending)

@@ -340,3 +340,17 @@ def test_a_slot_that_changed_hands_shares_nothing_any_more(monkeypatch):
     five = go(decode(0), decode(1))
     assert seen.shared == 2
     assert four[1].tokens + five[1].tokens == generate(b, GREEDY, 7, 2)
+
+
+def test_a_row_that_cannot_be_computed_takes_its_sharing_with_it(monkeypatch):
+    for name in ("device_runner.WORTH", "sharing.LEAST", "device_runner.LEAST"):
+        monkeypatch.setattr(f"quire.runner.{name}", 1)
+    seen = OnDevice(64)
+    go = Steps(make_device_runner(padded=True, run=seen))
+    a, b = PROMPT[:7], [70, 71, 72]
+    go(known(0, a, 0, sample=True, pages=[0, 1, 2, 3]), opened=[opening(0, a, GREEDY)])
+    go(known(1, a[4:], 4, sample=True, pages=[0, 10]), opened=[opening(1, a, GREEDY)])
+    first = go(decode(0), decode(1), known(2, b, 0, sample=True, pages=[20, 21]), opened=[opening(2, b, GREEDY)])
+    rows = go(decode(0), decode(1), decode(2))  # slot 1 has no page for this one
+    assert "2 pages do not hold 9 tokens" in (rows[1].error or "")
+    assert first[2].tokens + rows[2].tokens == generate(b, GREEDY, 7, 2)
