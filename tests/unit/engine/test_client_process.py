@@ -17,7 +17,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine import wire
-from quire.engine.process_client import CHILD, ROOT, ProcessClient
+from quire.engine.child import CHILD, ROOT
+from quire.engine.process_client import ProcessClient
 from quire.engine.types import Event, Request
 from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, NotFound, QuireError, TooLarge, Unavailable
 from quire.runner.params import SamplingParams
@@ -383,8 +384,8 @@ async def test_a_message_that_cannot_be_read_ends_the_engine_clearly() -> None:
     try:
         task = asyncio.create_task(collect(c, request("a", 1, None)))
         await until(lambda: c.stats().running == 1)
-        assert c._socket is not None
-        c._socket.send(b"\xc1 not msgpack")
+        assert c._child is not None and c._child._socket is not None
+        c._child._socket.send(b"\xc1 not msgpack")
         with pytest.raises(EngineDead, match=r"DecodeError|ValidationError"):
             await asyncio.wait_for(task, 5)
         await until(lambda: c.alive)
