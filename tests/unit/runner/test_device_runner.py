@@ -305,7 +305,7 @@ def test_masks_in_a_decode_step(padded):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.large)])
 def test_the_triton_sampler_in_its_place(seed, padded, monkeypatch):
     """The same traffic with the kernels' sampler: histories that grow, logprobs, draws; in Triton's interpreter on a CPU."""
     pytest.importorskip("triton", reason="needs the cuda extra")
