@@ -23,7 +23,7 @@ from tests.unit.models import tiny
 from tests.unit.models.programs import Loaded
 
 GPU = torch.cuda.is_available()
-CASES = [c for c in PLAIN if not any(own.state for own in c.kv.groups)]  # states are the torch backend's alone
+CASES = [c for c in PLAIN if not any(own.state for own in c.kv.groups)]  # states: test_recurrent.py
 CODES = [
     pytest.param(c, id=c.name, marks=[pytest.mark.large] if "long" in c.name else [])
     for c in ALL
