@@ -97,7 +97,12 @@ class Runs:
             if not run.ending:
                 run.ending = True
                 run.task.cancel()
-            await asyncio.gather(run.task, return_exceptions=True)
+            await self.settled(run)
+
+    async def settled(self, run: Run) -> None:
+        """Wait until it is over and stored. Who gives up waiting stops nothing."""
+        if run.task is not None:
+            await asyncio.wait({run.task})
 
     def forget(self, response: str) -> None:
         """Its log is not wanted any more."""
