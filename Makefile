@@ -42,12 +42,15 @@ serve: $(VENV)/.installed ## Set up and serve MODEL over HTTP
 
 setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 
-test: check ## Set up, then lint, type check and every test
-	@$(BIN)/python -m pytest $(ARGS) $(if $(ARGS),,-n 2 --dist worksteal -m "not large" tests/unit tests/null tests/fuzz tests/test_architecture.py)
+# The type checker on two threads does nearly twice the work that it does on one: so it has one, and the tests run beside it.
+test: lint ## Set up, then lint, type check and every test
+	@mkdir -p build; $(BIN)/pyright > build/types.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null || true" EXIT; \
+	  $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist worksteal -m "not large" tests/unit tests/null tests/fuzz tests/test_architecture.py); \
+	  tests=$$?; wait $$types; types=$$?; cat build/types.txt; exit $$((tests ? tests : types))
 	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e tests/gpu)
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched, and the longest ones
-	@$(BIN)/python -m pytest -m large -rs tests/unit tests/e2e
+	@$(BIN)/python -m pytest -m large -rs tests/unit tests/null tests/e2e
 
 test-clients: build/clients/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
 	@build/clients/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/e2e/clients)
@@ -102,17 +105,24 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) | $(VENV)/.builders
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e .
 	@touch $@
 
+# The requirements of the extras that are named as arguments, one a line; `quire` is what the package itself needs.
+WANTED := import sys, tomllib; own = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  extras = {"quire": own["dependencies"], **own["optional-dependencies"]}; \
+  print(*(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
+
+# The compiler keeps every core busy for more than a minute, and pip mostly waits: so it need not wait for the compiler as well.
 # torch is pinned, and installed first, by itself: it is the test extra's oracle and by far the largest thing here. Nothing is
 # compiled ahead: of these 16,000 modules the tests import few, and Python keeps what it compiles for those.
 $(VENV)/.tested: pyproject.toml $(NATIVE) | $(VENV)/.builders
 	@echo "make: building and installing Quire, and what its tests need"
-	@$(PIP) install --no-compile '$(TORCH)'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-compile --no-build-isolation -e '.[test,dev]'
+	@$(BIN)/python -c '$(WANTED)' quire test dev > $(VENV)/wanted.txt
+	@set -m; PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-deps --no-build-isolation -e . & build=$$!; set +m; \
+	  trap "kill -- -$$build 2>/dev/null || true" EXIT; \
+	  $(PIP) install --no-compile '$(TORCH)' && $(PIP) install --no-compile -r $(VENV)/wanted.txt && wait $$build
 	@touch $(VENV)/.installed $@
 
 # The clients stand on .venv's packages but bring older ones of some: .venv stays as the other tests want it.
 CLIENTS := tests/e2e/clients/package.json pyproject.toml
-WANTED  := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")
 
 build/clients/.installed: $(CLIENTS) | $(VENV)/.tested
 	@echo "make: installing the clients into build/clients"
@@ -120,7 +130,7 @@ build/clients/.installed: $(CLIENTS) | $(VENV)/.tested
 	@test -x build/clients/venv/bin/python || $(BIN)/python -m venv build/clients/venv
 	@site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 	  echo "import site; site.addsitedir('$$(site $(abspath $(BIN))/python)')" > "$$(site build/clients/venv/bin/python)/quire.pth"
-	@$(BIN)/python -c '$(WANTED)' > build/clients/requirements.txt
+	@$(BIN)/python -c '$(WANTED)' clients > build/clients/requirements.txt
 	@build/clients/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r build/clients/requirements.txt
 	@if command -v npm >/dev/null; then cp $< build/clients/ && npm install --prefix build/clients --no-audit --no-fund --loglevel=error; \
 	  else echo "make: npm is not here, so the npm clients are skipped (install node 20 or newer)"; fi

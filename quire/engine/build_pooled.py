@@ -9,80 +9,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from quire.backends.ops import KV, Estimator, Holds, Measures
+from quire.backends.ops import KV, Estimator, Program
 from quire.cache.pool import Pool
 from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine.engine import Engine
 from quire.engine.memory import Budget
 from quire.engine.parts import Parts
 from quire.engine.pooled import PooledScheduler
-from quire.engine.sizes import resolve_sizes
+from quire.engine.sizes import pool_of, resolve_sizes
 from quire.engine.types import EngineInfo
-from quire.machine import NO_LIMIT, Memory, look_at_memory
+from quire.machine import look_at_memory
 from quire.models import Encoder, Model
-from quire.models.pooling import Pooling, pooling_of
+from quire.models.pooling import Pooling, ScoreHead, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
-
-if TYPE_CHECKING:
-    pass
 
 
 def build_pooled(
     config: EngineConfig, env: Environment, parts: Parts, task: str, lap: Callable[[str], None]
 ) -> tuple[Engine, EngineInfo]:
     """The engine; decisions are the lines of this part alone."""
-    if config.loras or config.runtime_lora:
-        raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
-    if config.speculate != "none":
-        raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
     model = parts.model
     encoder = model if isinstance(model, Encoder) else None
-    head = None if encoder is None else encoder.head
-    if head is None:
-        pooling = pooling_of(parts.checkpoint, encoder is not None)
-    else:
-        how = "through a sigmoid" if head.sigmoid else "as it is"
-        pooling = Pooling("cls", False, lines=(f"score: of the first token, {how}",))
+    kv = model.kv(1, PAGE_SIZE)
+    _check(config, model, kv, task)
+    head, pooling = _ending(parts, encoder)
     context, context_line = _context(config, model, pooling)
     budget = max(config.max_batch_tokens, context) if encoder else config.max_batch_tokens
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
-    lines = [*pooling.lines]
-    kv = model.kv(1, PAGE_SIZE)
-    if any(own.state for own in kv.groups):
-        raise Unsupported(
-            f"a {model.config.architecture} has layers that carry a state, which is not kept when texts are embedded",
-            cure="leave --task out",
-        )
-    inputs = {} if encoder is None else encoder.inputs
     if encoder is None:
-        kv, held, more = _scratch(config, env, parts, kv, budget, rows)
-        lines += more if held <= context else [context_line, *more[:1], *more[2:]]  # the second is of a longer one
+        kv, held, more = _scratch(config, env, parts, budget, rows)
+        more = more if held <= context else [context_line, *more[:1], *more[2:]]  # the second is of a longer one
         context = min(held, context)
     else:
-        lines.append(context_line)
-    if encoder is not None and isinstance(parts.backend, Estimator):
-        needs = parts.backend.estimate(model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=inputs)
-        memory = Budget(look_at_memory(), needs)
-        memory.check(kv.nbytes, kv.page_bytes)
-        lines.append(memory.line(kv.nbytes))
+        more = [context_line, *_room(parts, encoder, kv, budget, rows)]
     lap("sizes")
-    try:
-        program = parts.backend.compile(
-            model.hidden,
-            kv=kv,
-            max_tokens=budget,
-            max_rows=rows,
-            inputs=inputs,
-            packed=parts.packed,
-        )
-    except MemoryError:
-        raise NotEnoughMemory(
-            "the system refused memory while the model was loaded",
-            cure="free some memory, or ask for a shorter context",
-        ) from None
+    program = _program(parts, encoder, kv, budget, rows)
     lap("weights")
     scheduler = PooledScheduler(
         budget=budget,
@@ -94,9 +57,7 @@ def build_pooled(
         page_size=PAGE_SIZE,
     )
     runner = PooledRunner(program, kv=kv, pooling=pooling, encoder=encoder, head=head)
-    lines.append(
-        f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole"
-    )
+    step = f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole"
     info = EngineInfo(
         model=parts.name,
         architecture=model.config.architecture,
@@ -107,9 +68,9 @@ def build_pooled(
         pages=0 if encoder else kv.pages,
         page_size=PAGE_SIZE,
         backend=parts.backend.describe(),
-        weight_bytes=parts.backend.weight_bytes if isinstance(parts.backend, Holds) else parts.nbytes,
+        weight_bytes=parts.weight_bytes,
         kv_bytes=0 if encoder else kv.nbytes,
-        decisions=lines,
+        decisions=[*pooling.lines, *more, step],
         task=task,
         dimensions=0 if head else model.config.width,
         cuts=pooling.cuts,
@@ -117,6 +78,51 @@ def build_pooled(
         separators=encoder.separators if encoder else 1,
     )
     return Engine(scheduler, runner, 0), info
+
+
+def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:
+    """What has no meaning here is refused before any weight is read."""
+    if config.loras or config.runtime_lora:
+        raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
+    if config.speculate != "none":
+        raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
+    if any(own.state for own in kv.groups):
+        raise Unsupported(
+            f"a {model.config.architecture} has layers that carry a state, which is not kept when texts are embedded",
+            cure="leave --task out",
+        )
+
+
+def _ending(parts: Parts, encoder: Encoder | None) -> tuple[ScoreHead | None, Pooling]:
+    """What becomes of a text's rows: a vector, or the score that a head makes of one."""
+    head = None if encoder is None else encoder.head
+    if head is None:
+        return None, pooling_of(parts.checkpoint, encoder is not None)
+    how = "through a sigmoid" if head.sigmoid else "as it is"
+    return head, Pooling("cls", False, lines=(f"score: of the first token, {how}",))
+
+
+def _program(parts: Parts, encoder: Encoder | None, kv: KV, budget: int, rows: int) -> Program:
+    inputs = {} if encoder is None else encoder.inputs
+    try:
+        return parts.backend.compile(
+            parts.model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=inputs, packed=parts.packed
+        )
+    except MemoryError:
+        raise NotEnoughMemory(
+            "the system refused memory while the model was loaded",
+            cure="free some memory, or ask for a shorter context",
+        ) from None
+
+
+def _room(parts: Parts, encoder: Encoder, kv: KV, budget: int, rows: int) -> list[str]:
+    """Whether an encoder fits, where its backend can say that beforehand."""
+    if not isinstance(parts.backend, Estimator):
+        return []
+    needs = parts.backend.estimate(parts.model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=encoder.inputs)
+    memory = Budget(look_at_memory(), needs)
+    memory.check(kv.nbytes, kv.page_bytes)
+    return [memory.line(kv.nbytes)]
 
 
 def _context(config: EngineConfig, model: Model, pooling: Pooling) -> tuple[int, str]:
@@ -136,22 +142,11 @@ def _context(config: EngineConfig, model: Model, pooling: Pooling) -> tuple[int,
     return most, f"context: {most} tokens (what the model was made for)"
 
 
-def _scratch(
-    config: EngineConfig, env: Environment, parts: Parts, page: KV, budget: int, rows: int
-) -> tuple[KV, int, list[str]]:
+def _scratch(config: EngineConfig, env: Environment, parts: Parts, budget: int, rows: int) -> tuple[KV, int, list[str]]:
     """Pages for the texts of a step: of one text of full length, or of as many tokens as there is memory for. And how long
     a text they hold, and the lines that say why."""
-    model, backend = parts.model, parts.backend
-    if config.kv_dtype != "auto":
-        page = dataclasses.replace(page, dtype=config.kv_dtype)
+    model, page = parts.model, pool_of(config, parts.model)
     asked = dataclasses.replace(config, max_seqs=1)
-    if isinstance(backend, Measures) and backend.owns_memory:
-        resolve_sizes(asked, env, model, Budget(Memory(NO_LIMIT, "")))
-        free = backend.measure(model.hidden, page, max_tokens=budget, max_rows=rows, packed=parts.packed)
-        memory = Budget(Memory(free, "the device, with the model loaded"), own=True)
-    elif isinstance(backend, Estimator):
-        memory = Budget(look_at_memory(), backend.estimate(model.hidden, kv=page, max_tokens=budget, max_rows=rows))
-    else:
-        memory = Budget(look_at_memory())
+    memory = parts.budget(asked, env, model.hidden, page, max_tokens=budget, max_rows=rows)
     sizes = resolve_sizes(asked, env, model, memory)
     return dataclasses.replace(page, pages=sizes.pages), sizes.context, sizes.lines

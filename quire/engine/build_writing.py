@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from quire.backends.ops import KV, Backend, Estimator, Forward, Holds, Measures, Program, check_kv
+from quire.backends.ops import KV, Backend, Forward, Program, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import PAGE_SIZE, EngineConfig, Environment
@@ -19,7 +19,6 @@ from quire.engine.parts import Parts
 from quire.engine.scheduler import Scheduler
 from quire.engine.sizes import pool_of, resolve_sizes
 from quire.engine.types import EngineInfo
-from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Grouped
 from quire.observe.errors import NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
@@ -40,7 +39,15 @@ def build_writing(
     max_rows = config.max_seqs + EXTRA_ROWS + guesses
     adapted = open_adapted(config, model, parts.checkpoint)
     forward = model.forward if adapted is None else adapted.forward
-    budget = _budget(config, env, parts, forward, max_rows, 0 if adapted is None else adapted.room)
+    budget = parts.budget(
+        config,
+        env,
+        forward,
+        pool_of(config, model),
+        max_tokens=config.max_batch_tokens,
+        max_rows=max_rows,
+        room=0 if adapted is None else adapted.room,
+    )
     sizes = resolve_sizes(config, env, model, budget)
     kv = pool_of(config, model).sized(sizes.groups)
     lap("sizes")
@@ -61,7 +68,11 @@ def build_writing(
         speculate=config.speculate,
         drafts=drafts,
     )
-    door = CLOSED if adapted is None else adapted.door(program, runner)
+    try:
+        door = CLOSED if adapted is None else adapted.door(program, runner)
+    except BaseException:
+        runner.close()  # its thread would hold the model for good
+        raise
     lap("engine")
     info = EngineInfo(
         model=parts.name,
@@ -73,7 +84,7 @@ def build_writing(
         pages=sizes.pages,
         page_size=PAGE_SIZE,
         backend=backend.describe(),
-        weight_bytes=backend.weight_bytes if isinstance(backend, Holds) else parts.nbytes,
+        weight_bytes=parts.weight_bytes,
         kv_bytes=kv.nbytes,
         decisions=[
             *sizes.lines,
@@ -128,21 +139,6 @@ def _scheduler(
         drafts=drafts,
         prefix_cache=config.prefix_cache,
     )
-
-
-def _budget(config: EngineConfig, env: Environment, parts: Parts, forward: Forward, max_rows: int, room: int) -> Budget:
-    """The memory there is, and what all but the KV pool takes of it, as far as the backend can say."""
-    backend, model = parts.backend, parts.model
-    page, tokens = pool_of(config, model), config.max_batch_tokens
-    if isinstance(backend, Measures) and backend.owns_memory:
-        # What could never be is refused before any weight is read.
-        resolve_sizes(config, env, model, Budget(Memory(NO_LIMIT, "")))
-        free = backend.measure(forward, page, max_tokens=tokens, max_rows=max_rows, packed=parts.packed)
-        return Budget(Memory(max(0, free - room), "the device, with the model loaded"), own=True)
-    if isinstance(backend, Estimator):
-        needs = backend.estimate(forward, kv=page, max_tokens=tokens, max_rows=max_rows)
-        return Budget(look_at_memory(), needs)
-    return Budget(look_at_memory())
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:

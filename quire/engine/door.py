@@ -1,7 +1,7 @@
 """The door of an engine without adapters, and how a client's wishes about adapters reach whichever door there is.
 
-A door sees every request before the gate and the scheduler do. `adapters.py` is the one that knows adapters; it is not even imported where
-nobody asked for any.
+A door sees every request before the gate and the scheduler do. `adapters.py` is the one that knows adapters; it is not even
+imported where nobody asked for any.
 """
 
 from __future__ import annotations

@@ -9,13 +9,16 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.config import EngineConfig, Environment
 from quire.engine.engine import Engine
 from quire.engine.pending import Pending
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import EngineDead, QuireError, Unavailable
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future  # at run time where it is used: `quire run` needs none
 
 EXIT_SECONDS = 5.0  # for a step that runs when the interpreter ends
 
@@ -43,6 +46,7 @@ class InProcessClient:
         # A request, or the id of one to abort, or something to do between two steps.
         self._inbox: list[Request | Vocabulary | str | Callable[[Engine], None]] = []
         self._adapters: dict[str, AdapterInfo] = {}
+        self._errands: set[Future[Any]] = set()  # that somebody waits for
         self._thread: threading.Thread | None = None
         self._loaded = threading.Event()  # set when loading ended, well or badly
         self._stopping = False
@@ -79,22 +83,30 @@ class InProcessClient:
         return list(self._adapters.values())
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        made = await self._errand(lambda engine: engine.door.load(name, path))
-        self._adapters[name] = made
-        return made
+        def load(engine: Engine) -> AdapterInfo:
+            self._adapters[name] = made = engine.door.load(name, path)
+            return made
+
+        return await self._errand(load)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._errand(lambda engine: engine.door.unload(name))
-        self._adapters.pop(name, None)
+        def unload(engine: Engine) -> None:
+            engine.door.unload(name)
+            self._adapters.pop(name, None)
+
+        await self._errand(unload)
 
     async def _errand(self, task: Callable[[Engine], T]) -> T:
-        """Do something on the engine's thread, between two steps."""
+        """Do something on the engine's thread, between two steps. Who stops waiting after it has begun does not undo it."""
         import asyncio
         from concurrent.futures import Future
 
         done: Future[T] = Future()
+        done.add_done_callback(self._errands.discard)
 
         def run(engine: Engine) -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits any more
             try:
                 done.set_result(task(engine))
             except BaseException as error:
@@ -103,6 +115,7 @@ class InProcessClient:
         with self._wake:
             if not self.alive:
                 raise Unavailable("the engine is not running")
+            self._errands.add(done)
             self._inbox.append(run)
             self._wake.notify()
         return await asyncio.wrap_future(done)
@@ -185,9 +198,14 @@ class InProcessClient:
             self._serve(engine)
         except Exception as e:
             reason = f"the engine failed: {type(e).__name__}: {e}"
-            self._error = EngineDead(reason)
-            self._error.__cause__ = e
+            error = EngineDead(reason)
+            error.__cause__ = e
+            with self._wake:  # whoever comes now is refused
+                self._error, left = error, list(self._errands)
             self._pending.fail(lambda: EngineDead(reason))
+            for errand in left:
+                if errand.set_running_or_notify_cancel():
+                    errand.set_exception(EngineDead(reason))
         finally:
             engine.close()
             atexit.unregister(self._end)

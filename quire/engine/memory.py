@@ -1,8 +1,9 @@
 """Whether a model fits, before anything is allocated: weights, KV pool, working memory and a little, against what there is.
 
 Pure arithmetic over what a backend estimates and the machine says; the sentences carry the numbers. Pools of layers that
-forget are as large as their windows or states ask for; what is left goes to those that keep the whole context. What is counted is memory that only we can give back. The model file's own pages are page cache, taken back by the system when it needs
-them: they are not counted as needed, and count as available.
+forget are as large as their windows or states ask for; what is left goes to those that keep the whole context. What is
+counted is memory that only we can give back: the model file's own pages are page cache, taken back by the system when it
+needs them, so they are not counted as needed, and count as available.
 """
 
 from __future__ import annotations

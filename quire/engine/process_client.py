@@ -1,4 +1,4 @@
-"""An engine in another process: spawned, spoken to over a private local socket, watched and restarted.
+"""An engine in another process: spawned, spoken to over a private local socket (`child.py`), watched and restarted.
 
 Used from one asyncio loop. When the engine dies every pending request raises EngineDead with how it died; requests that
 come while it restarts get Unavailable; after too many deaths within a minute it stays dead and says why. One that hangs is
@@ -11,36 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import zmq
 
-import quire
 from quire.config import EngineConfig
 from quire.engine import wire
+from quire.engine.child import Child
 from quire.engine.pending import Pending
 from quire.engine.pulse import Pulse, Work, patience
 from quire.engine.remote_adapters import RemoteAdapters
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
 
-ROOT = str(Path(quire.__file__).resolve().parent.parent)
-# Our own package first in the child, and the working directory not on its path at all (-P).
-CHILD = (
-    "import sys; root = sys.argv.pop(); root in sys.path or sys.path.insert(0, root); "
-    "from quire.engine.process_main import main; sys.exit(main())"
-)
 RESTART_WINDOW = 60.0
 BACKOFF = (0.1, 0.5, 2.0, 5.0, 10.0)  # seconds before the first, second, ... restart within the window
 LAST_WORDS = 0.05  # for what a dead engine sent to come out of the socket
@@ -87,12 +75,9 @@ class ProcessClient:
         self._builder = builder
         self._pending = Pending(config.max_seqs + config.max_waiting)  # until the engine says how many it takes
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._directory: str | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._relay: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque()
         self._info: EngineInfo | None = None
         self._vocabulary: Vocabulary | None = None  # what an engine that is started again must be told again
@@ -118,7 +103,7 @@ class ProcessClient:
     @property
     def pid(self) -> int | None:
         """The engine's process, while there is one."""
-        return self._process.pid if self._process else None
+        return self._child.pid if self._child else None
 
     @property
     def why(self) -> str:
@@ -159,8 +144,6 @@ class ProcessClient:
     async def unload_adapter(self, name: str) -> None:
         self._check_alive()
         await self._adapters.unload(name)
-        left = tuple(pair for pair in self._config.loras if pair[0] != name)
-        self._config = replace(self._config, loras=left)  # an engine that is started again does not load it
 
     def abort(self, request_id: str) -> None:
         if self._up:
@@ -208,70 +191,35 @@ class ProcessClient:
     # The process.
 
     async def _spawn(self) -> None:
-        """A new socket, a new child, and its configuration on its standard input."""
+        """A new engine process."""
         if self._context is None:
             raise Unavailable(self._why)
-        loop = asyncio.get_running_loop()
-        self._directory = tempfile.mkdtemp(prefix="quire-")  # 0700
-        address = f"ipc://{self._directory}/{secrets.token_hex(8)}"
-        boot = wire.Boot(
-            version=wire.VERSION,
-            config=self._config,
-            address=address,
-            parent=os.getpid(),
-            builder=self._builder,
-            bound_to_thread=threading.current_thread() is threading.main_thread(),
-        )
-        line = msgspec.json.encode(boot) + b"\n"
-        socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, wire.MAX_MESSAGE),
-        ):
-            socket.setsockopt(option, value)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as e:
-            socket.close()
-            self._remove_directory()
-            raise QuireError(f"cannot open the engine's socket {address}: {e}", cure="is TMPDIR too long?") from e
-        self._socket = socket
+        if self._info is not None:  # not the first: it begins with what the one before it still had
+            self._config = replace(self._config, loras=self._adapters.still(self._config.loras))
         self._failure = None
-        self._ready = loop.create_future()
-        loop.add_reader(_descriptor(socket), self._drain)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", CHILD, ROOT),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is the parent's to answer
-        )
-        stdin = self._process.stdin
-        if stdin is not None:  # stays open: its closing is how the child learns of our death
-            stdin.write(line)
-        self._relay = asyncio.create_task(self._relay_stderr(self._process))
+        self._ready = asyncio.get_running_loop().create_future()
+        self._child = Child(self._hear, self._on_line)
+        await self._child.spawn(self._context, self._config, self._builder)
 
     async def _until_ready(self) -> EngineInfo:
         """Ready or the reason why not."""
-        ready, process = self._ready, self._process
-        if ready is None or process is None:
+        ready, child = self._ready, self._child
+        if ready is None or child is None:
             raise Unavailable(self._why)
-        ended = asyncio.create_task(process.wait())
+        ended = asyncio.create_task(child.wait())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
-            self._drain()  # its last words may still be in the socket
+            child.drain()  # its last words may still be in the socket
             if not ready.done() and self._failure is None:
                 await asyncio.sleep(LAST_WORDS)
-                self._drain()
+                child.drain()
         finally:
             ended.cancel()
-            self._remove_directory()
+            child.unname()
         if not ready.done():
             if self._failure is not None:
                 raise self._failure.error()
-            raise EngineDead(f"the engine process {_ending(process.returncode)} while it was loading")
+            raise EngineDead(f"the engine process {child.ending} while it was loading")
         self._info = ready.result()
         self._pending.limit = self._info.max_seqs + self._config.max_waiting
         self._up = True
@@ -281,41 +229,35 @@ class ProcessClient:
         self._adapters.started(self._info)
         return self._info
 
-    def _remove_directory(self) -> None:
-        """Once both ends are connected the socket needs no name, and nothing is left behind however we end."""
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
-
     async def _watch(self) -> None:
         """Wait for the engine to die; tell everybody; start it again while that makes sense."""
-        while self._process is not None:
-            reason = await self._until_hung(self._process)
+        while (child := self._child) is not None:
+            reason = await self._until_hung(child)
             if reason is not None:
                 self._hangs += 1
                 self._down(reason)  # first: a process that cannot even be killed at once keeps nobody waiting
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
+                child.kill()
+                await child.wait()
             else:
                 self._up = False
-                self._why = reason = f"the engine process {_ending(self._process.returncode)}"
+                self._why = reason = f"the engine process {child.ending}"
                 await asyncio.sleep(LAST_WORDS)
-                self._drain()
+                child.drain()
                 if self._failure is not None:
                     reason += f": {self._failure.message}"
                 self._down(reason)
             if not await self._restart(reason):
                 return
 
-    async def _until_hung(self, process: asyncio.subprocess.Process) -> str | None:
+    async def _until_hung(self, child: Child) -> str | None:
         """Wait for its end (None), or until it is to be killed for its silence (why)."""
-        if self._hang_seconds <= 0 or self._info is None:
-            await process.wait()
+        pid = child.pid
+        if self._hang_seconds <= 0 or self._info is None or pid is None:
+            await child.wait()
             return None
         longest = patience(self._info, self._hang_seconds)
-        self._pulse = Pulse(self._hang_seconds, longest, self._ask, lambda: Work.of(process.pid))
-        ended, lost = asyncio.create_task(process.wait()), asyncio.create_task(self._pulse.lost())
+        self._pulse = Pulse(self._hang_seconds, longest, self._ask, lambda: Work.of(pid))
+        ended, lost = asyncio.create_task(child.wait()), asyncio.create_task(self._pulse.lost())
         try:
             await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
             return None if ended.done() else f"the engine process {lost.result()}: it hung and was killed"
@@ -333,7 +275,8 @@ class ProcessClient:
         self._why = f"{reason}; it is being restarted"
         self._past = self.stats()
         self._stats = Stats(pages_total=self._stats.pages_total, page_size=self._stats.page_size)
-        self._close_socket()
+        if self._child is not None:
+            self._child.hang_up()
         self._pending.fail(lambda: EngineDead(f"{reason} while it held this request", cure="send it again"))
         self._adapters.failed(lambda: EngineDead(f"{reason} while it changed its adapters", cure="try again"))
 
@@ -357,9 +300,10 @@ class ProcessClient:
             try:
                 await self._spawn()
                 await self._until_ready()
-            except QuireError as e:
-                reason = str(e)
+            except (QuireError, OSError) as e:  # OSError: no process, no folder; that may pass as well
+                reason = str(e) if isinstance(e, QuireError) else f"the engine process cannot be started: {e}"
                 await self._stop_process()
+                self._adapters.failed(lambda reason=reason: EngineDead(reason))
                 self._why = f"{reason}; it is being restarted"
             else:
                 self._on_line("the engine is ready again")
@@ -367,46 +311,13 @@ class ProcessClient:
 
     async def _stop_process(self) -> None:
         """Ask, then insist."""
-        process = self._process
         self._up = False
-        if process is not None:
-            if process.returncode is None:
-                with contextlib.suppress(QuireError):
-                    self._send(wire.Shutdown())
-                try:
-                    # Not yet ready: it does not listen, so there is nobody to ask.
-                    wait = STOP_SECONDS if self._ready is not None and self._ready.done() else 0.0
-                    await asyncio.wait_for(process.wait(), wait)
-                except TimeoutError:
-                    with contextlib.suppress(ProcessLookupError):
-                        process.kill()
-                    await process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-            if self._relay is not None:
-                await self._relay
-        self._process = None
-        self._close_socket()
+        if self._child is not None:
+            listens = self._ready is not None and self._ready.done()  # before that there is nobody to ask
+            await self._child.stop(STOP_SECONDS if listens else 0.0)
+        self._child = None
 
-    async def _relay_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Whatever the engine prints is somebody's clue: pass it on, marked."""
-        stream = process.stderr
-        while stream is not None:
-            try:
-                line = await stream.readline()
-            except ValueError:  # longer than the stream's limit: it was dropped
-                line = b"(a very long line)\n"
-            if not line:
-                return
-            self._on_line("engine: " + line.decode(errors="replace").rstrip("\n"))
-
-    # The socket.
-
-    def _close_socket(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(_descriptor(self._socket))
-            self._socket.close()
-            self._socket = None
+    # Messages.
 
     def _check_alive(self) -> None:
         if not self.alive:
@@ -418,37 +329,13 @@ class ProcessClient:
         self._send(wire.Add(request=request))
 
     def _send(self, message: wire.ToEngine) -> None:
-        socket = self._socket
-        if socket is None:
+        if self._child is None or not self._child.connected:
             raise Unavailable(self._why)
-        data = wire.encode(message)
-        try:
-            socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:  # no peer: it has just died, or has not connected yet
-            raise Unavailable("the engine process does not answer", cure="try again in a few seconds") from None
-        # The descriptor is edge-triggered, and sending may have eaten the edge of something that came in.
-        asyncio.get_running_loop().call_soon(self._drain)
+        self._child.send(message)
 
-    def _drain(self) -> None:
-        """Take in everything that is there."""
-        while self._socket is not None:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if self._pulse is not None:
-                self._pulse.heard()
-            try:
-                message = wire.decode_from_engine(data)
-            except msgspec.DecodeError as e:  # not our engine, or not in its right mind
-                self._failure = wire.Fatal(kind="EngineDead", message=f"it sent a message that cannot be read: {e}")
-                if self._process is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        self._process.kill()
-                return
-            self._handle(message)
-
-    def _handle(self, message: wire.FromEngine) -> None:
+    def _hear(self, message: wire.FromEngine) -> None:
+        if self._pulse is not None:
+            self._pulse.heard()
         match message:
             case wire.Events(events):
                 self._pending.deliver(events)
@@ -480,18 +367,3 @@ def _text(path: str) -> str:
     except UnicodeEncodeError:
         raise BadRequest(f"the path {path!r} is not UTF-8: an engine process cannot be told it", param="path") from None
     return path
-
-
-def _descriptor(socket: zmq.Socket[bytes]) -> int:
-    return int(socket.getsockopt(zmq.FD))
-
-
-def _ending(status: int | None) -> str:
-    """How a process ended, in words."""
-    if status is None:
-        return "stopped answering"
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-status).name}"
-        return f"was killed by signal {-status}"
-    return f"ended with status {status}"

@@ -6,14 +6,15 @@
 A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
 The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
 so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, short ones
-with prompts through prompts.Prompter, those that verify drafts through verify.Verifier, all others are launched as they come. Everything is put on one stream in the order of the plans, from one thread.
+with prompts through prompts.Prompter, those that verify drafts through verify.Verifier, all others are launched as they
+come. Everything is put on one stream in the order of the plans, from one thread.
 
 With a proposer the host must know a sequence's tokens before it can guess more of them, and how many were right before it
 knows where the next one goes: then a forward reads the steps before it first, and its tokens all come from the host.
 
 The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
-the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read: its slot then
-fails, and so does whatever was launched for it in between, told apart by how often the slot was opened.
+the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read:
+its slot then fails, and so does whatever was launched for it in between, told apart by how often the slot was opened.
 """
 
 from __future__ import annotations
@@ -211,14 +212,17 @@ class DeviceRunner:
     def _arrange(self, pending: Pending, works: Works) -> Works:
         """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
         self._sharing, self._rows = None, 0
+        known = self._known
+        held = LEAST if known[1] is None else max(known[1].pages)
+        if any(w.pages and w.page_from <= held for w in works.values()):
+            known = self._known = [], None  # whatever the step is for: a slot may have changed hands
         if pending.drafts:
             self._level(pending, works)
             return works
         if self._decoder is None or not self._shares or any(w.tokens is not None for w in works.values()):
             return works
-        own, known = [w.slot for w in works.values()], self._known
-        held = LEAST if known[1] is None else max(known[1].pages)
-        if own != known[0] or any(w.pages and w.page_from <= held for w in works.values()):
+        own = [w.slot for w in works.values()]
+        if own != known[0]:
             found = find(self._slots.table[own], self._slots.length[own] // self._page_size)
             worth = found is not None and found.saved * self._page_size >= WORTH
             known = self._known = own, found if worth else None
@@ -270,8 +274,11 @@ class DeviceRunner:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
+            sharing = self._sharing
+            if sharing is not None and sharing.order.size != own.size:  # of rows that could not be computed
+                sharing = None
             pending.logits, pending.best, pending.sent = self._decoder.run(
-                *arrays, sharing=self._sharing, adapters=batch.adapters, more=more
+                *arrays, sharing=sharing, adapters=batch.adapters, more=more
             )
         elif captured and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
             more = self._more(pending)

@@ -81,7 +81,7 @@ class Kept:
     def __init__(self, database: Database, bounds: Bounds | None = None):
         self.bounds = bounds or Bounds()
         self._database = database
-        self._woken = False
+        self._woken = False  # changed in the database's thread alone
 
     async def put(self, record: Record) -> None:
         """Keep it, in place of an older state of it."""
@@ -124,21 +124,20 @@ class Kept:
 
     async def _wake(self) -> None:
         """Once: what was running when the process ended will not go on."""
-        if self._woken:
+        if not self._woken:
+            await self._database.run(self._interrupt)
+
+    def _interrupt(self, link: sqlite3.Connection) -> None:
+        if self._woken:  # asked for twice before it was done: by now something may be running again
             return
+        for row in link.execute("SELECT id, body FROM responses WHERE status IN (?, ?)", UNFINISHED).fetchall():
+            body = msgspec.json.decode(row["body"])
+            why = "the server was stopped before this response was finished"
+            body |= {"status": "failed", "error": {"code": "server_error", "message": why}}
+            link.execute(
+                "UPDATE responses SET status = 'failed', body = ? WHERE id = ?", (msgspec.json.encode(body), row["id"])
+            )
         self._woken = True
-
-        def interrupt(link: sqlite3.Connection) -> None:
-            for row in link.execute("SELECT id, body FROM responses WHERE status IN (?, ?)", UNFINISHED).fetchall():
-                body = msgspec.json.decode(row["body"])
-                why = "the server was stopped before this response was finished"
-                body |= {"status": "failed", "error": {"code": "server_error", "message": why}}
-                link.execute(
-                    "UPDATE responses SET status = 'failed', body = ? WHERE id = ?",
-                    (msgspec.json.encode(body), row["id"]),
-                )
-
-        await self._database.run(interrupt)
 
     def _put(self, link: sqlite3.Connection, record: Record) -> None:
         now = time.time()

@@ -6,10 +6,8 @@ where tokens are compared, so that rounding decides nothing.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,63 +20,24 @@ if not torch.cuda.is_available():
 from quire.backends.cases import ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.torch.backend import largest  # noqa: E402
-from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.models.shapes import load_shape  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
-
-ENV = Environment(home=Path("/nowhere"))
-SHAPE = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
+from tests.gpu import kit  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("shape") / "config.json"
-    path.write_text(json.dumps(SHAPE))
-    return str(path)
+    return kit.write_shape(tmp_path_factory.mktemp("shape"))
 
 
 def engine(shape: str, **options: Any) -> Any:
-    settings: dict[str, Any] = {
-        "backend": "cuda",
-        "device": "cuda",
-        "dtype": "float32",
-        "max_seqs": 16,
-        "max_batch_tokens": 128,
-        "context": 512,
-        "kv_memory": 64 << 20,
-    }
-    return build_engine(EngineConfig(path=shape, load_format="dummy", **{**settings, **options}), ENV)
+    return kit.build(shape, load_format="dummy", **({"max_seqs": 16} | options))
 
 
 def serve(made: Any, requests: list[Request], aborts: dict[str, int] | None = None) -> dict[str, list[int]]:
     """Tokens of every request; `aborts` lets a request go after so many tokens."""
-    heard: dict[str, list[int]] = {}
-    waiting, running = list(reversed(requests)), made[0]
-    while waiting or running.busy:
-        for _ in range(3):
-            if waiting:
-                request = waiting.pop()
-                heard[request.id] = []
-                running.add(request)
-        for event in running.step():
-            assert event.error is None, event.error
-            heard[event.id] += event.tokens
-            if event.finish is None and aborts and len(heard[event.id]) >= aborts.get(event.id, 1 << 30):
-                running.abort(event.id)
-    return heard
+    return kit.serve(made[0], requests, lambda event: event.tokens, together=3, aborts=aborts)
 
 
 def traffic(rng: random.Random, n: int, greedy: bool = False) -> Iterator[Request]:
@@ -241,7 +200,7 @@ def test_logits_equal_transformers(shape: str, dtype: str, bound: float):
     model: Any = load_shape(shape)[0]
     backend: Any = open_backend("cuda", device="cuda", dtype=dtype, random=True)
     program = backend.compile(model.forward, kv=model.kv(64, 16), max_tokens=256, max_rows=256)
-    oracle = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False})).cuda().eval()
+    oracle = LlamaForCausalLM(LlamaConfig(**{**kit.SHAPE, "tie_word_embeddings": False})).cuda().eval()
     copy_weights(model, backend.weights, oracle)
     tokens = np.random.default_rng(0).integers(0, 1000, 200)
     with torch.no_grad():
@@ -264,7 +223,7 @@ def test_decoding_equals_transformers(shape: str, skinny: int, monkeypatch: pyte
     model: Any = load_shape(shape)[0]
     backend: Any = open_backend("cuda", device="cuda", dtype="bfloat16", random=True)
     program = backend.compile(model.forward, kv=model.kv(64, 16), max_tokens=256, max_rows=256)
-    oracle = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False})).cuda().eval()
+    oracle = LlamaForCausalLM(LlamaConfig(**{**kit.SHAPE, "tie_word_embeddings": False})).cuda().eval()
     copy_weights(model, backend.weights, oracle)
     tokens = np.random.default_rng(1).integers(0, 1000, (5, 24))
     with torch.no_grad():

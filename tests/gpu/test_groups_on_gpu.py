@@ -18,11 +18,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 pytest.importorskip("transformers", reason="needs transformers, which makes the models: pip install quire[test]")
 
-from quire.config import PAGE_SIZE, EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
+from quire.config import PAGE_SIZE  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.models.places import Places  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
+from tests.gpu import kit  # noqa: E402
 from tests.unit.models import families, folders, mixtures  # noqa: E402
 from tests.unit.models.test_families import exact_logits  # noqa: E402
 
@@ -39,32 +39,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def engine(path: Path, **options: Any) -> Any:
-    settings: dict[str, Any] = {
-        "backend": "cuda",
-        "device": "cuda",
-        "dtype": "float32",
-        "max_seqs": 8,
-        "max_batch_tokens": 128,
-        "context": 480,
-        "kv_memory": 64 << 20,
-    }
-    return build_engine(EngineConfig(path=str(path), **{**settings, **options}), Environment(home=path.parent))[0]
+    return kit.build(path, **({"context": 480} | options))[0]
 
 
 def serve(running: Any, requests: list[Request]) -> dict[str, list[Any]]:
     """The log probabilities of every request's tokens."""
-    heard: dict[str, list[Any]] = {}
-    waiting = list(reversed(requests))
-    while waiting or running.busy:
-        for _ in range(2):
-            if waiting:
-                request = waiting.pop()
-                heard[request.id] = []
-                running.add(request)
-        for event in running.step():
-            assert event.error is None, event.error
-            heard[event.id] += event.logprobs
-    return heard
+    return kit.serve(running, requests, lambda event: event.logprobs, together=2)
 
 
 def tokens(heard: dict[str, list[Any]]) -> dict[str, list[int]]:

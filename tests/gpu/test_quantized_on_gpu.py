@@ -5,7 +5,6 @@ Needs an NVIDIA GPU with fp8 arithmetic; skipped elsewhere.
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -23,7 +22,8 @@ from quire.backends.cuda.backend import CudaKernels  # noqa: E402
 from quire.backends.cuda.products import Rows  # noqa: E402
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, encode  # noqa: E402
 from quire.models.shapes import SHAPES, load_shape  # noqa: E402
-from tests.gpu.test_engine_on_gpu import SHAPE, differing, engine, serve, traffic  # noqa: E402
+from tests.gpu.kit import write_shape  # noqa: E402
+from tests.gpu.test_engine_on_gpu import differing, engine, serve, traffic  # noqa: E402
 from tests.unit.backends.cuda.paged import error  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -42,9 +42,7 @@ BOUND = 6e-3  # of ||error||: bf16 results (2^-9 at most, each), and sums on the
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("shape") / "config.json"
-    path.write_text(json.dumps(SHAPE))
-    return str(path)
+    return write_shape(tmp_path_factory.mktemp("shape"))
 
 
 def weight(kind: str, n: int, k: int) -> Scaled | Int4:

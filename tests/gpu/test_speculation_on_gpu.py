@@ -5,9 +5,8 @@ Needs an NVIDIA GPU; skipped elsewhere. The model is random: one that repeats it
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,39 +15,20 @@ torch = pytest.importorskip("torch", reason="needs the cuda extra")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
-from quire.engine.types import Request  # noqa: E402
+from quire.engine.types import Event, Request  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
-
-SHAPE = {
-    "vocab_size": 600,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
+from tests.gpu import kit  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("shape") / "config.json"
-    path.write_text(json.dumps(SHAPE))
-    return str(path)
+    folder = tmp_path_factory.mktemp("shape")
+    return kit.write_shape(folder, vocab_size=600, num_hidden_layers=3, max_position_embeddings=2048)
 
 
 def engine(shape: str, **options: Any) -> Any:
-    settings: dict[str, Any] = {
-        "backend": "cuda", "device": "cuda", "dtype": "bfloat16", "max_seqs": 8, "max_batch_tokens": 256, "context": 1024,
-        "kv_memory": 64 << 20,
-    }  # fmt: skip
-    config = EngineConfig(path=shape, load_format="dummy", **{**settings, **options})
-    return build_engine(config, Environment(home=Path(shape).parent))[0]
+    settings = {"dtype": "bfloat16", "max_batch_tokens": 256, "context": 1024}
+    return kit.build(shape, load_format="dummy", **(settings | options))[0]
 
 
 def traffic(seed: int, n: int) -> list[Request]:
@@ -70,17 +50,10 @@ def traffic(seed: int, n: int) -> list[Request]:
 
 
 def serve(running: Any, requests: list[Request]) -> dict[str, list[Any]]:
-    heard: dict[str, list[Any]] = {}
-    waiting = list(reversed(requests))
-    while waiting or running.busy:
-        if waiting:
-            request = waiting.pop()
-            heard[request.id] = []
-            running.add(request)
-        for event in running.step():
-            assert event.error is None, event.error
-            heard[event.id] += zip(event.tokens, event.logprobs or [None] * len(event.tokens), strict=True)
-    return heard
+    def told(event: Event) -> Iterable[Any]:
+        return zip(event.tokens, event.logprobs or [None] * len(event.tokens), strict=True)
+
+    return kit.serve(running, requests, told)
 
 
 def test_bits_are_the_same_with_and_without(shape: str):

@@ -64,13 +64,17 @@ class Queue:
         self._task = None
 
     async def _work(self) -> None:
-        await self._files.sweep()
+        swept = False
         while True:
             self._news.clear()
             try:
+                if not swept:
+                    await self._files.sweep()
+                    swept = True
                 soonest = await self._advance()
-            except (QuireError, sqlite3.Error, OSError) as error:
-                log.error("batches: the queue cannot go on for now: %s", error)
+            except Exception as error:  # whatever it is, batches wait for it and are not forgotten
+                known = isinstance(error, (QuireError, sqlite3.Error, OSError))
+                log.error("batches: the queue cannot go on for now: %s", error, exc_info=None if known else error)
                 soonest = time.time() + TROUBLE
             wait = None if soonest is None else max(0.0, soonest - time.time())
             try:

@@ -37,6 +37,7 @@ class Run:
         self.answer = answer
         self.frames: list[bytes] = []  # the n-th has sequence number n
         self.size = 0
+        self.ending = False  # nothing can stop it any more: what it has become is being stored
         self.over = False
         self.task: asyncio.Task[None] | None = None
         self.entered = asyncio.Event()
@@ -93,8 +94,15 @@ class Runs:
         """Stop it, and wait until it has stopped."""
         if run.task is not None:
             await run.entered.wait()  # a task that is cancelled before its first step never ends what it began
-            run.task.cancel()
-            await asyncio.gather(run.task, return_exceptions=True)
+            if not run.ending:
+                run.ending = True
+                run.task.cancel()
+            await self.settled(run)
+
+    async def settled(self, run: Run) -> None:
+        """Wait until it is over and stored. Who gives up waiting stops nothing."""
+        if run.task is not None:
+            await asyncio.wait({run.task})
 
     def forget(self, response: str) -> None:
         """Its log is not wanted any more."""
@@ -119,7 +127,7 @@ class Runs:
                     log.error("unexpected %s in a background response", type(error).__name__, exc_info=error)
                     error = QuireError("the server failed on this request; its log has the cause")
                 last = answer.failing(error)
-            events = list(last)
+            events, run.ending = list(last), True
             await keep()  # before it is told: who hears of the end finds it stored
             run.tell(events)
         except Exception as error:

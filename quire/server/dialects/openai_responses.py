@@ -136,6 +136,9 @@ class _Responses:
         if query.get("starting_after") is not None:
             raise BadRequest("starting_after needs stream to be true", param="starting_after")
         run = self.runs.running(response)
+        if run is not None and run.ending:  # who hears of the end finds it stored
+            await self.runs.settled(run)
+            run = None
         return _json(run.answer.body() if run else (await self._stored(response)).whole)
 
     async def _listen(self, response: str, after: str | None) -> Response:

@@ -2,7 +2,7 @@
 
 `build` has build_engine's signature, so that the clients' tests run it in a real child process. What it should do badly
 is said in the configuration's path, as words: "slow=0.01" sleeps that long in each step, "burn=2" works that long in each
-step with prompt tokens, and the others are below.
+step with prompt tokens, and the others are below. Its door takes anything for an adapter, and words of its path likewise.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import EngineConfig, Environment, resolve_step
+from quire.engine.door import Closed
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
-from quire.engine.types import EngineInfo
-from quire.observe.errors import BadModelFile
+from quire.engine.types import AdapterInfo, EngineInfo
+from quire.observe.errors import BadModelFile, NotFound
 from quire.runner.plan import Plan, Result, Row
 
 VOCAB = 1000
@@ -85,6 +88,36 @@ class CountingRunner:
         return Ticket(rows, self.slow, error)
 
 
+class OpenDoor(Closed):
+    """Adapters that are nothing but names. A load takes as long as its path says, and dies where the file `mark` is."""
+
+    def __init__(self, loras: tuple[tuple[str, str], ...]):
+        self.loaded: dict[str, AdapterInfo] = {}
+        for name, path in loras:
+            self.load(name, path)
+
+    def listed(self) -> list[AdapterInfo]:
+        return list(self.loaded.values())
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        words = dict(w.partition("=")[::2] for w in os.path.basename(path).split(","))
+        time.sleep(float(words.get("slow", 0)))
+        if "bad" in words:
+            raise BadModelFile("no adapter")
+        mark = words.get("mark", "").replace("|", "/")
+        if mark and os.path.exists(mark):
+            os.remove(mark)
+            os._exit(9)
+        made = AdapterInfo(name=name, path=os.path.abspath(path), rank=1, modules=1, nbytes=1, digest=path)
+        self.loaded[name] = made
+        return made
+
+    def unload(self, name: str) -> None:
+        time.sleep(float("slow" in name) / 5)
+        if self.loaded.pop(name, None) is None:
+            raise NotFound(f"there is no adapter {name!r}")
+
+
 def make(config: EngineConfig, runner: Any, *, pages: int = 512, context: int = 4096) -> Engine:
     seqs, tokens = resolve_step(config.max_seqs, config.max_batch_tokens, False)
     scheduler = Scheduler(
@@ -94,7 +127,7 @@ def make(config: EngineConfig, runner: Any, *, pages: int = 512, context: int = 
         context=context,
         draw=lambda: 7,
     )
-    return Engine(scheduler, runner, config.depth)
+    return Engine(scheduler, runner, config.depth, door=OpenDoor(config.loras))
 
 
 def build(config: EngineConfig, env: Environment, progress: Any = None) -> tuple[Engine, EngineInfo]:
@@ -129,4 +162,5 @@ def build(config: EngineConfig, env: Environment, progress: Any = None) -> tuple
         weight_bytes=0,
         kv_bytes=0,
     )
-    return make(config, CountingRunner(float(words.get("slow", 0)), float(words.get("burn", 0)))), info
+    engine = make(config, CountingRunner(float(words.get("slow", 0)), float(words.get("burn", 0))))
+    return engine, msgspec.structs.replace(info, adapters=engine.door.listed())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine.inprocess import InProcessClient
 from quire.engine.process_client import ProcessClient
 from quire.engine.types import EngineInfo, Event, Request
-from quire.observe.errors import BadModelFile, BadRequest, NotFound, QuireError, Unsupported
+from quire.observe.errors import BadModelFile, BadRequest, NotEnoughMemory, NotFound, QuireError, Unsupported
 from quire.runner.params import SamplingParams
 
 pytest.importorskip("torch", reason="needs the test extra: torch makes the model")
@@ -183,6 +184,14 @@ def test_a_bad_adapter_is_told_before_the_engine_starts(files: Path, tmp_path: P
     config = EngineConfig(path=config.path, backend="native", loras=(("x", str(tmp_path / "deep")),))
     with pytest.raises(BadModelFile, match=r"layers\.2\.self_attn\.q_proj"):
         build(config, tmp_path)
+
+
+def test_one_that_finds_no_memory_at_the_start_leaves_no_thread_behind(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.engine.build_adapted.available_memory", lambda: 0)
+    before = {thread for thread in threading.enumerate() if thread.name == "quire-runner"}
+    with pytest.raises(NotEnoughMemory, match="0 MiB are free"):
+        build(config_of(files, depth=1), tmp_path)
+    assert {thread for thread in threading.enumerate() if thread.name == "quire-runner"} <= before
 
 
 @pytest.mark.parametrize("kind", ["inprocess", "process"])

@@ -12,7 +12,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.inprocess import InProcessClient
 from quire.engine.types import Event, Request
-from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, QuireError, Unavailable
+from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, NotFound, QuireError, Unavailable
 from quire.runner.params import SamplingParams
 from tests.unit.engine.fake_engine import build
 
@@ -224,3 +224,43 @@ async def test_idle_costs_nothing() -> None:
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 0.01
     await c.close()
+
+
+async def test_who_stops_waiting_for_an_adapter_harms_nobody() -> None:
+    c = client("slow=0.05")
+    await c.start()
+    running = asyncio.create_task(collect(c, request("a", 1, 8)))
+    await until(lambda: c.stats().running == 1)
+    early = asyncio.create_task(c.load_adapter("early", "x"))  # waits for a step to end
+    await asyncio.sleep(0)
+    early.cancel()
+    late = asyncio.create_task(c.load_adapter("late", "slow=0.2"))
+    await asyncio.sleep(0.15)  # it is being loaded
+    late.cancel()
+    for task in (early, late):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert tokens(await running) == list(range(2, 10))
+    await until(lambda: [a.name for a in c.adapters] == ["late"])  # as the engine has it
+    await c.unload_adapter("late")
+    with pytest.raises(NotFound):
+        await c.unload_adapter("early")
+    await c.close()
+
+
+async def test_an_engine_that_fails_keeps_nobody_waiting_for_an_adapter() -> None:
+    def failing(config: EngineConfig, env: object, progress: object = None):  # type: ignore[no-untyped-def]
+        engine, info = build(config, env)  # type: ignore[arg-type]
+        engine.add = None  # type: ignore[method-assign, assignment]
+        return engine, info
+
+    c = InProcessClient(EngineConfig(path=""), build=failing)
+    await c.start()
+    with c._wake:  # so that both are there when the thread looks
+        c._inbox.append(request("a", 1))
+        waiting = asyncio.create_task(c.load_adapter("x", "x"))
+        await asyncio.sleep(0)
+    with pytest.raises(EngineDead, match="TypeError"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(Unavailable):
+        await c.load_adapter("y", "y")

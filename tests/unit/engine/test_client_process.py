@@ -17,9 +17,10 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine import wire
-from quire.engine.process_client import CHILD, ROOT, ProcessClient
+from quire.engine.child import CHILD, ROOT
+from quire.engine.process_client import ProcessClient
 from quire.engine.types import Event, Request
-from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, QuireError, TooLarge, Unavailable
+from quire.observe.errors import BadModelFile, BadRequest, Busy, EngineDead, NotFound, QuireError, TooLarge, Unavailable
 from quire.runner.params import SamplingParams
 from tests.unit.engine.fake_engine import DEADLY, POISON, STUCK
 
@@ -383,8 +384,8 @@ async def test_a_message_that_cannot_be_read_ends_the_engine_clearly() -> None:
     try:
         task = asyncio.create_task(collect(c, request("a", 1, None)))
         await until(lambda: c.stats().running == 1)
-        assert c._socket is not None
-        c._socket.send(b"\xc1 not msgpack")
+        assert c._child is not None and c._child._socket is not None
+        c._child._socket.send(b"\xc1 not msgpack")
         with pytest.raises(EngineDead, match=r"DecodeError|ValidationError"):
             await asyncio.wait_for(task, 5)
         await until(lambda: c.alive)
@@ -476,3 +477,90 @@ def test_messages_survive_the_wire() -> None:
         assert (type(again), str(again), again.code) == (type(error), str(error), error.code)
     with pytest.raises(msgspec.ValidationError):
         wire.decode_to_engine(wire.encode(wire.Progress(done=1, total=2)))
+
+
+async def again(c: ProcessClient) -> None:
+    """Kill the engine, and wait for the next."""
+    os.kill(c.pid or 0, signal.SIGKILL)
+    await until(lambda: not c.alive)
+    await until(lambda: c.alive)
+
+
+async def test_the_books_of_adapters_follow_the_engine_and_not_who_asked() -> None:
+    c = client(loras=(("first", "one"), ("slow", "two")))
+    await c.start()
+    try:
+        assert [a.name for a in c.adapters] == ["first", "slow"]
+        loading = asyncio.create_task(c.load_adapter("late", "slow=0.2"))
+        unloading = asyncio.create_task(c.unload_adapter("slow"))
+        await asyncio.sleep(0.05)
+        for task in (loading, unloading):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until(lambda: [a.name for a in c.adapters] == ["first", "late"])
+        await c.unload_adapter("first")
+        await c.load_adapter("first", "another")
+        await again(c)
+        # A second unload is answered by the engine, after everything before it: it has these and no others.
+        with pytest.raises(NotFound):
+            await c.unload_adapter("slow")
+        assert {a.name: os.path.basename(a.path) for a in c.adapters} == {"late": "slow=0.2", "first": "another"}
+        for name in ("late", "first"):
+            await c.unload_adapter(name)
+    finally:
+        await c.close()
+
+
+async def test_an_engine_that_dies_while_it_gets_its_adapters_again_gets_them_from_the_next(tmp_path: Path) -> None:
+    lines, mark = Lines(), tmp_path / "mark"
+    c = client(lines=lines)
+    await c.start()
+    try:
+        await c.load_adapter("a", "mark=" + str(mark).replace("/", "|"))
+        await c.load_adapter("b", "b")
+        mark.touch()
+        os.kill(c.pid or 0, signal.SIGKILL)
+        await until(lambda: not mark.exists() and not c.alive)
+        await until(lambda: c.alive)
+        for name in ("a", "b"):  # they are there
+            await c.unload_adapter(name)
+        assert not any("could not be loaded again" in line for line in lines)
+    finally:
+        await c.close()
+
+
+async def test_an_adapter_that_is_bad_by_now_is_told_and_gone() -> None:
+    lines = Lines()
+    c = client(lines=lines)
+    await c.start()
+    try:
+        made = await c.load_adapter("a", "a")
+        c._adapters.loaded["a"] = msgspec.structs.replace(made, path="bad")
+        await again(c)
+        await until(lambda: any("the adapter a could not be loaded again: no adapter" in line for line in lines))
+        assert c.adapters == []
+    finally:
+        await c.close()
+
+
+async def test_a_process_that_cannot_be_spawned_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, real, times = Lines(), asyncio.create_subprocess_exec, [0]
+
+    async def spawn(*args: object, **more: object) -> object:
+        times[0] += 1
+        if times[0] == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await real(*args, **more)  # type: ignore[arg-type]
+
+    c = client(lines=lines)
+    await c.start()
+    try:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+        before = set(Path(tempfile.gettempdir()).glob("quire-*"))
+        await again(c)
+        assert tokens(await collect(c, request("a", 5))) == [6, 7, 8]
+        assert any("cannot be started: [Errno 11]" in line for line in lines)
+        assert set(Path(tempfile.gettempdir()).glob("quire-*")) <= before  # nothing is left behind
+    finally:
+        await c.close()

@@ -30,18 +30,24 @@ def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], share: float = 
     assert np.abs(got - want).max() < share * want.std(), f"{np.abs(got - want).max() / want.std():.1e}"
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Any]]:
+    """A family, its model's folder, and what transformers says of some prompts: once for all backends."""
+    name, rng = request.param, np.random.default_rng(1)
+    model = families.build(name)
+    path = folders.save(model, tmp_path_factory.mktemp("family") / "m")
+    prompts = [(rng.integers(0, 160, length).tolist(), chunk) for length, chunk in FAMILIES[name].lengths]
+    return name, path, [(tokens, chunk, exact_logits(model, tokens)) for tokens, chunk in prompts]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
+def test_float32_logits_equal(told: tuple[str, Path, list[Any]], backend: str):
     """Prompts that cross pages, chunks and windows; then one behind a prefix that another sequence has left."""
-    family, model = FAMILIES[name], families.build(name)
-    loaded = Loaded(folders.save(model, tmp_path / "m"), backend, most=320, context=family.context)
-    rng = np.random.default_rng(1)
-    for length, chunk in family.lengths:
-        tokens = rng.integers(0, 160, length).tolist()
-        want = exact_logits(model, tokens)
+    name, path, prompts = told
+    loaded = Loaded(path, backend, most=320, context=FAMILIES[name].context)
+    for tokens, chunk, want in prompts:
         close(loaded.logits(tokens, chunk), want)
-    shared = min(48, (length - 1) // 16 * 16)
+    shared = min(48, (len(tokens) - 1) // 16 * 16)
     close(loaded.after_hit(tokens, shared, 23), want[shared:])
     assert want.std() > 0.1  # or nothing would be seen of an error
 

@@ -113,7 +113,7 @@ def test_greedy_continuations_are_those_of_transformers(backend: str, device: st
     cached = []
     try:
         for n, prompt in enumerate([*prompts, *prompts]):
-            engine.add(Request(id=str(n), tokens=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=24)))
+            engine.add(Request(id=str(n), tokens=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=8)))
             heard: list[int] = []
             while engine.busy:
                 for event in engine.step():
@@ -123,7 +123,7 @@ def test_greedy_continuations_are_those_of_transformers(backend: str, device: st
                         cached.append(event.receipt.cached_tokens)
             with torch.no_grad():
                 want = model.generate(
-                    torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+                    torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
                 )
             assert heard == want[0, len(prompt) :].tolist(), n
     finally:

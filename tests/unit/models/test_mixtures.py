@@ -96,17 +96,22 @@ GGUFS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module", params=VARIANTS)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A model's folder, of one file or of shards, and what transformers says of some prompts: once for all backends."""
+    kind, changes = VARIANTS[request.param]
+    model, rng = mixtures.build(kind, **changes), np.random.default_rng(1)
+    shard = "60KB" if len(request.param) % 2 else "5GB"
+    path = folders.save(model, tmp_path_factory.mktemp("mixture") / "m", shard=shard)
+    prompts = [(rng.integers(0, 160, length).tolist(), chunk) for length, chunk in ((1, None), (17, 5), (110, 33))]
+    return path, [(tokens, chunk, exact_logits(model, tokens)) for tokens, chunk in prompts]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
+def test_float32_logits_equal(told: tuple[Path, list[Any]], backend: str):
     """Prompts that cross pages, chunks and windows, from one file and from shards; then one behind a prefix that another left."""
-    kind, changes = VARIANTS[name]
-    model = mixtures.build(kind, **changes)
-    loaded = Loaded(folders.save(model, tmp_path / "m", shard="60KB" if len(name) % 2 else "5GB"), backend, most=256)
-    rng = np.random.default_rng(1)
-    for length, chunk in ((1, None), (17, 5), (110, 33)):
-        tokens = rng.integers(0, 160, length).tolist()
-        want = exact_logits(model, tokens)
+    loaded = Loaded(told[0], backend, most=256)
+    for tokens, chunk, want in told[1]:
         np.testing.assert_allclose(loaded.logits(tokens, chunk), want, atol=1e-3, rtol=1e-3)
     np.testing.assert_allclose(loaded.after_hit(tokens, 48, 23), want[48:], atol=1e-3, rtol=1e-3)
 

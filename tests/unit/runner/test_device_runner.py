@@ -305,7 +305,7 @@ def test_masks_in_a_decode_step(padded):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.large)])
 def test_the_triton_sampler_in_its_place(seed, padded, monkeypatch):
     """The same traffic with the kernels' sampler: histories that grow, logprobs, draws; in Triton's interpreter on a CPU."""
     pytest.importorskip("triton", reason="needs the cuda extra")
@@ -319,3 +319,38 @@ def test_the_triton_sampler_in_its_place(seed, padded, monkeypatch):
     with np.errstate(all="ignore"):
         have, _ = overlapped._serve(requests, 1, False, **size)
     _close(have, want, 1e-5)
+
+
+def test_a_slot_that_changed_hands_shares_nothing_any_more(monkeypatch):
+    """The next sequence in it has pages of its own, and they came in a step with prompts, which looks for no sharing."""
+    for name in ("device_runner.WORTH", "sharing.LEAST", "device_runner.LEAST"):
+        monkeypatch.setattr(f"quire.runner.{name}", 1)
+    seen = OnDevice(64)
+    go = Steps(make_device_runner(padded=True, run=seen))
+    a, b = PROMPT[:8], [70, 71, 72, 73, 74, 75, 76, 77]
+    both = [opening(0, a, GREEDY), opening(1, a, GREEDY)]
+    go(known(0, a, 0, sample=True, pages=[0, 1, 2, 3]), opened=both[:1])
+    # The prefix of slot 1 was found: it begins with the same pages.
+    go(decode(0), known(1, a[4:], 4, sample=True, pages=[0, 10, 11, 12]), opened=both[1:])
+    go(decode(0), decode(1))
+    assert seen.shared == 2
+    four = go(
+        decode(0), known(1, b, 0, sample=True, pages=[20, 21, 22, 23]), opened=[opening(1, b, GREEDY)], closed=[1]
+    )
+    five = go(decode(0), decode(1))
+    assert seen.shared == 2
+    assert four[1].tokens + five[1].tokens == generate(b, GREEDY, 7, 2)
+
+
+def test_a_row_that_cannot_be_computed_takes_its_sharing_with_it(monkeypatch):
+    for name in ("device_runner.WORTH", "sharing.LEAST", "device_runner.LEAST"):
+        monkeypatch.setattr(f"quire.runner.{name}", 1)
+    seen = OnDevice(64)
+    go = Steps(make_device_runner(padded=True, run=seen))
+    a, b = PROMPT[:7], [70, 71, 72]
+    go(known(0, a, 0, sample=True, pages=[0, 1, 2, 3]), opened=[opening(0, a, GREEDY)])
+    go(known(1, a[4:], 4, sample=True, pages=[0, 10]), opened=[opening(1, a, GREEDY)])
+    first = go(decode(0), decode(1), known(2, b, 0, sample=True, pages=[20, 21]), opened=[opening(2, b, GREEDY)])
+    rows = go(decode(0), decode(1), decode(2))  # slot 1 has no page for this one
+    assert "2 pages do not hold 9 tokens" in (rows[1].error or "")
+    assert first[2].tokens + rows[2].tokens == generate(b, GREEDY, 7, 2)

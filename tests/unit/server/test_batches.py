@@ -17,6 +17,7 @@ from openai.types import Batch
 from quire.config import ServerConfig
 from quire.engine.types import Event, Receipt, Request
 from quire.observe.errors import Busy, EngineDead
+from quire.server import files
 from quire.server.batches import journal, lines, queue
 from quire.server.urgency import BATCH
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
@@ -480,3 +481,27 @@ async def test_output_files_expire_when_asked(config):
         body = await until(http, await begin(http, line(0), output_expires_after=keep))
         file = (await http.get(f"/v1/files/{body['output_file_id']}")).json()
         assert file["expires_at"] == file["created_at"] + 3600
+
+
+async def test_trouble_of_any_kind_is_waited_out(config, monkeypatch, caplog):
+    """Also at the very beginning, and of a kind that nobody thought of."""
+    monkeypatch.setattr(queue, "TROUBLE", 0.02)
+    tried: list[str] = []
+
+    def failing(owner: type, name: str, error: Exception) -> None:
+        real = getattr(owner, name)
+
+        async def once(self: Any, *args: Any) -> Any:
+            tried.append(name)
+            if tried.count(name) == 1:
+                raise error
+            return await real(self, *args)
+
+        monkeypatch.setattr(owner, name, once)
+
+    failing(files.Files, "sweep", PermissionError("not ours"))
+    failing(journal.Journal, "active", ZeroDivisionError("a fault"))
+    async with server(config) as http:
+        body = await until(http, await begin(http, line(0)))
+    assert body["status"] == "completed" and tried.count("sweep") == 2
+    assert "not ours" in caplog.text and "ZeroDivisionError" in caplog.text

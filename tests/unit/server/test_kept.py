@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,25 @@ async def test_another_versions_file_is_refused(tmp_path):
     Database(tmp_path / "x.db", SCHEMA, version=2).close()
     with pytest.raises(QuireError, match="another version"):
         Database(tmp_path / "x.db", SCHEMA, version=1)
+
+
+async def test_who_leaves_during_the_first_look_does_not_spoil_it(tmp_path):
+    store = kept(tmp_path / "responses.db")
+    await store.put(record("a", status="in_progress"))
+    store.close()
+    store = kept(tmp_path / "responses.db")
+    free = threading.Event()
+    busy = asyncio.create_task(store._database.run(lambda link: free.wait(5)))
+    await asyncio.sleep(0)
+    first = asyncio.create_task(store.get("a"))
+    await asyncio.sleep(0)
+    first.cancel()
+    second, third = asyncio.create_task(store.put(record("b", status="queued"))), asyncio.create_task(store.get("a"))
+    await asyncio.sleep(0)
+    free.set()
+    await asyncio.gather(busy, second)
+    got = await third
+    assert got is not None and got.body["status"] == "failed"
+    fresh = await store.get("b")
+    assert fresh is not None and fresh.body["status"] == "queued"  # nobody takes it for one that was interrupted
+    store.close()

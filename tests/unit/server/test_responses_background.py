@@ -6,10 +6,12 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from quire.config import ServerConfig
 from quire.observe.errors import EngineDead
 from quire.server.dialects import _responses_runs
+from quire.server.kept import UNFINISHED, Kept, Record
 from tests.unit.server.fakes import FakeCompleter, client_for, service_over
 from tests.unit.server.test_responses import HI, kinds, post, told
 
@@ -172,3 +174,55 @@ async def test_one_that_ran_when_the_server_died_is_told_failed(tmp_path):
         got = (await http.get(f"/v1/responses/{body['id']}")).json()
         assert got["status"] == "failed" and got["error"]["code"] == "server_error"
         assert (await http.get(f"/v1/responses/{done['id']}")).status_code == 200
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """The ends of responses are stored slowly: the first event is set when one is about to be, the second lets it be."""
+    put, storing, free = Kept.put, asyncio.Event(), asyncio.Event()
+
+    async def slowly(self: Kept, record: Record) -> None:
+        if record.body["status"] not in UNFINISHED:
+            storing.set()
+            await free.wait()
+        await put(self, record)
+
+    monkeypatch.setattr(Kept, "put", slowly)
+    return storing, free
+
+
+async def test_who_asks_while_the_end_is_stored_hears_of_it_when_it_is(stored):
+    storing, free = stored
+    async with client_for(FakeCompleter()) as http:
+        body = await post(http, background=True)
+        await asyncio.wait_for(storing.wait(), 5)
+        asked = asyncio.create_task(http.get(f"/v1/responses/{body['id']}"))
+        left = asyncio.create_task(http.get(f"/v1/responses/{body['id']}"))
+        await asyncio.sleep(0.02)
+        left.cancel()
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        free.set()
+        assert (await asked).json()["status"] == "completed"
+        await post(http, previous_response_id=body["id"])
+
+
+async def test_a_cancel_that_comes_too_late_loses_nothing(stored):
+    """While the end is being stored: the second of two cancels, and one that meets the end."""
+    storing, free = stored
+    for delay, cancels, end in ((0.02, 2, "cancelled"), (0.0, 1, "completed")):
+        storing.clear()
+        free.clear()
+        completer = FakeCompleter()
+        completer.delay = delay
+        async with client_for(completer) as http:
+            body = await post(http, background=True)
+            if delay == 0.0:
+                await asyncio.wait_for(storing.wait(), 5)
+            asked = [asyncio.create_task(http.post(f"/v1/responses/{body['id']}/cancel")) for _ in range(cancels)]
+            await asyncio.wait_for(storing.wait(), 5)
+            await asyncio.sleep(0.01)
+            asked.append(asyncio.create_task(http.post(f"/v1/responses/{body['id']}/cancel")))
+            await asyncio.sleep(0.01)
+            free.set()
+            assert [(await one).json()["status"] for one in asked] == [end] * (cancels + 1)
