@@ -41,16 +41,16 @@ class File:
 
     def body(self) -> dict[str, Any]:
         """The file object."""
+        expires = {} if self.expires is None else {"expires_at": self.expires}
         return {
             "id": self.id,
             "object": "file",
             "bytes": self.bytes,
             "created_at": self.created,
-            "expires_at": self.expires,
+            **expires,
             "filename": self.name,
             "purpose": self.purpose,
             "status": "processed",
-            "status_details": None,
         }
 
 

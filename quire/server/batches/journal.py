@@ -72,9 +72,9 @@ class Batch:
     row: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
-        """The batch object. Files are told when they are whole."""
+        """The batch object. Files are told when they are whole; what has not happened is left out, as OpenAI's schema has it."""
         row, over = self.row, self.status not in ACTIVE
-        return {
+        told = {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
@@ -90,8 +90,9 @@ class Batch:
             **{f"{name}_at": row[f"{name}_at"] for name in TIMES},
             "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
             "usage": None if row["usage"] is None else msgspec.json.decode(row["usage"]),
-            "metadata": None if row["metadata"] is None else msgspec.json.decode(row["metadata"]),
         }
+        metadata = None if row["metadata"] is None else msgspec.json.decode(row["metadata"])
+        return {name: value for name, value in told.items() if value is not None} | {"metadata": metadata}
 
 
 class Journal:

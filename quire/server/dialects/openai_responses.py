@@ -214,12 +214,13 @@ def _open(service: Service) -> Kept:
 def _head(
     service: Service, asked: ResponseRequest, ready: Prepared, temperature: float, top_p: float
 ) -> dict[str, Any]:
-    """The response object before anything has happened, without its output."""
+    """The response object before anything has happened, without its output. OpenAI's schema wants some fields as null and does not
+    take null in others: those (`user`, `usage`) are there once they have a value."""
     text = asked.text.format if asked.text and asked.text.format else None
     shape: dict[str, Any] = {"type": text.type if text else "text"}
     if text is not None and text.type == "json_schema":
-        more = {"description": text.description, "strict": True}  # a schema is always enforced
-        shape |= {"name": text.name, "schema": schema_of(text), **more}
+        shape |= {"name": text.name, "schema": schema_of(text), "strict": True}  # a schema is always enforced
+        shape |= {} if text.description is None else {"description": text.description}
     effort = asked.reasoning.effort if asked.reasoning else None
     return {
         "id": f"resp_{secrets.token_hex(24)}",
@@ -259,8 +260,7 @@ def _head(
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": top_p,
         "truncation": "disabled",
-        "usage": None,
-        "user": asked.user,
+        **({} if asked.user is None else {"user": asked.user}),
     }
 
 
