@@ -42,6 +42,9 @@ def command(
         Path | None, typer.Option(help="A file with the chat template to use in place of the model's own.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="A file of further keys, NAME KEY a line; each sees only what it stored.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
     kv_dtype: Annotated[
         str, typer.Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")
@@ -117,6 +120,7 @@ def command(
         host=host,
         port=port,
         api_key=api_key or env.api_key,
+        api_keys=() if api_keys is None else _read_keys(api_keys, api_key or env.api_key),
         max_body=_size("--max-body", max_body),
         chat_template=None if chat_template is None else str(chat_template),
         drain_seconds=drain_seconds,
@@ -168,7 +172,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
     _log_to_stderr()
     sock = lifecycle.bind(server.host, server.port)
     url = lifecycle.url_of(sock)
-    if not guard.is_loopback(server.host) and not server.api_key:
+    if not guard.is_loopback(server.host) and not (server.api_key or server.api_keys):
         ui.note(f"warning: whoever can reach {server.host} can use this server; set QUIRE_API_KEY to ask for a key")
 
     async def opener(service: Service) -> tuple[EngineClient, Completer]:
@@ -197,6 +201,16 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
     with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
+
+
+def _read_keys(path: Path, own: str | None) -> tuple[tuple[str, str], ...]:
+    """The further keys; the server's own is none of them."""
+    from quire.server.tenants import read_keys
+
+    found = read_keys(path)
+    if own is not None and own in dict(found).values():
+        raise typer.BadParameter("the server's own key is in it too", param_hint="--api-keys")
+    return found
 
 
 def _loras(listed: list[str], served: str) -> tuple[tuple[str, str], ...]:

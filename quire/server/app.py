@@ -95,8 +95,9 @@ def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
         layers.append(Middleware(HostCheck, names=config.allowed_hosts))
     if config.cors_origins:
         layers.append(Middleware(Cors, origins=config.cors_origins))
-    if config.api_key:
-        layers.append(Middleware(KeyCheck, key=config.api_key))
+    keys = {"": config.api_key} if config.api_key else {}
+    if keys or config.api_keys:
+        layers.append(Middleware(KeyCheck, keys=keys | dict(config.api_keys)))
     layers.append(Middleware(BodyLimit, limit=config.max_body, special={"/v1/files": config.max_file + FORM}))
     return layers
 

@@ -36,6 +36,7 @@ from quire.server.dialects._turns import Talk
 from quire.server.dialects.openai_chat import template_kwargs
 from quire.server.kept import UNFINISHED, Kept
 from quire.server.service import Service
+from quire.server.tenants import owner
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
@@ -372,13 +373,13 @@ async def generated(service: Service, asked: ResponseRequest, ready: Prepared) -
 async def _before(kept: Kept, previous: str) -> list[Item]:
     """The conversation up to and in a stored response."""
     where = "previous_response_id"
-    record = await kept.get(previous)
+    record = await kept.get(previous, owner())
     if record is not None and record.body["status"] in UNFINISHED:
         raise BadRequest(f"{where}: that response is still {record.body['status']}", param=where)
     if record is not None and record.body["status"] == "failed":
         raise BadRequest(f"{where}: that response failed", param=where)
     try:
-        return await kept.context(previous)
+        return await kept.context(previous, owner())
     except NotFound as error:
         raise BadRequest(f"{where}: {error}", param=where, code="previous_response_not_found") from None
 
@@ -386,7 +387,7 @@ async def _before(kept: Kept, previous: str) -> list[Item]:
 async def _resolved(kept: Kept, i: int, item: Item) -> Item:
     if item["type"] != "item_reference":
         return item
-    found = await kept.item(item["id"])
+    found = await kept.item(item["id"], owner())
     if found is None:
         place = f"input[{i}].id"
         raise BadRequest(f"{place}: there is no stored item {item['id'][:80]!r}", param=place, code="item_not_found")

@@ -19,6 +19,7 @@ from quire.server.dialects._fields import parse
 from quire.server.errors import Forbidden
 from quire.server.limits import read_json
 from quire.server.service import Service
+from quire.server.tenants import check_administers
 
 MAX_PATH = 4096
 
@@ -75,6 +76,7 @@ def _client(service: Service) -> AdapterClient:
             cure="start it with --runtime-lora",
             code="forbidden",
         )
+    check_administers("loading and unloading adapters")
     client = service.ready().client
     if not isinstance(client, AdapterClient):
         raise Unsupported("this server's engine has no adapters")

@@ -28,6 +28,7 @@ from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
+from quire.server.tenants import check_administers
 from quire.server.threads import in_thread
 from quire.weights import names
 from quire.weights.store import Store
@@ -120,6 +121,7 @@ def writable(service: Service) -> Store:
     """The store, for who may change it."""
     if service.store is None:
         raise Unimplemented("this server was started without a model store")
+    check_administers("changing the models of this machine")
     if not is_loopback(service.config.host) and not service.config.api_key:
         raise ReadOnly(
             "models are not pulled, copied or deleted from other machines without a key",

@@ -40,10 +40,11 @@ from quire.server.dialects._responses_request import (
 from quire.server.dialects._responses_runs import Listening, Runs
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed
-from quire.server.kept import SCHEMA, Kept, Record
+from quire.server.kept import LATER, SCHEMA, Kept, Record
 from quire.server.limits import read_json
 from quire.server.service import Service
 from quire.server.sse import EventStream, named_event
+from quire.server.tenants import owner
 
 PATH = "/v1/responses"
 log = logging.getLogger("quire.server")
@@ -102,9 +103,10 @@ class _Responses:
 
         async def keep() -> None:
             if asked.stored:
-                await self.kept.put(
-                    Record(answer.id, answer.state, asked.previous_response_id, ready.input, answer.output)
+                record = Record(
+                    answer.id, answer.state, asked.previous_response_id, ready.input, answer.output, owner()
                 )
+                await self.kept.put(record)
 
         if asked.background:
             service.ready().check(generation)  # what would be an error status must still be one
@@ -153,7 +155,7 @@ class _Responses:
         if run := self.runs.running(response):
             await self.runs.cancel(run)
         self.runs.forget(response)
-        if not await self.kept.remove(response):
+        if not await self.kept.remove(response, owner()):
             raise _missing(response)
         return _json({"id": response, "object": "response", "deleted": True})
 
@@ -173,11 +175,11 @@ class _Responses:
     async def input_items(self, request: Request) -> Response:
         asked = window(request)
         record = await self._stored(request.path_params["response"])
-        before = [] if record.previous is None else await self.kept.context(record.previous)
+        before = [] if record.previous is None else await self.kept.context(record.previous, owner())
         return _json(cut([*before, *record.input], asked))
 
     async def _stored(self, response: str) -> Record:
-        record = await self.kept.get(response)
+        record = await self.kept.get(response, owner())
         if record is None:
             raise _missing(response)
         return record
@@ -205,7 +207,7 @@ def _open(service: Service) -> Kept:
     """The store: in the state folder if it can be used, else in memory."""
     path = service.state.path("responses.db")
     try:
-        return Kept(Database(path, SCHEMA))
+        return Kept(Database(path, SCHEMA, later=LATER))
     except (sqlite3.Error, QuireError) as error:
         log.warning("stored responses are in memory: %s", error)
         return Kept(Database(None, SCHEMA))
