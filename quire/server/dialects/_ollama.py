@@ -256,9 +256,18 @@ def check_model(service: Service, name: str | None) -> str:
     """The name, if it is the served model's or was made from it; else 404 with what is served."""
     if not name:
         raise BadRequest("model is missing", cure=f"{service.name} is served here", param="model")
-    adapter = next((own for own in (name, bare_name(name)) if own in service.adapters), None)
-    service.check_model(adapter)  # None: the model itself
-    if adapter is None and not is_served(service, name) and defaults_of(service, name) is None:
+    loaded = service.loaded_adapters
+    adapter = next((own for own in (name, bare_name(name)) if own in loaded), None)
+    service.check_model(adapter, loaded)  # None: the model itself
+    made = None if adapter is not None or service.name in (name, bare_name(name)) else defaults_of(service, name)
+    if made is not None and made.adapter:
+        raise BadRequest(
+            f"the adapter of {name[:128]!r} is not loaded: this server was started without room for it, or it did not fit",
+            cure="start the server again; its first lines tell what could not be loaded",
+            param="model",
+            code="adapter_not_loaded",
+        )
+    if adapter is None and made is None and not is_served(service, name):
         raise NotFound(
             f"model {name[:128]!r} is not served here",
             cure=f"{service.name} is; one server has one model, and `quire serve NAME --port PORT` starts another",

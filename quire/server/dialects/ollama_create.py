@@ -1,7 +1,7 @@
 """POST /api/create and /api/blobs, as Ollama has them: a new name for a model of the store, with defaults of its own.
 
-A name is made of a model that is here, or of a GGUF file that was put here by its digest; nothing is converted or quantized. What
-cannot be honoured is refused by name: Go templates (the model's own template is used), adapters. Uploads are bounded by the disk.
+A name is made of a model that is here, or of a GGUF file that was put here by its digest, with or without an adapter; nothing is converted
+or quantized. What cannot be honoured is refused by name: Go templates (the model's own template is used). Uploads are bounded by the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server import limits
-from quire.server.dialects import _modelfile, _ollama, _ollama_cards
+from quire.server.dialects import _modelfile, _ollama, _ollama_adapters, _ollama_cards
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects.ollama_store import model_name, writable
 from quire.server.errors import ClientGone
@@ -37,7 +37,6 @@ MAX_MESSAGES = 256
 SPARE = 1 << 30  # bytes of the disk that uploads leave free
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "adapters": (None, {}),
     "quantize": (None, ""),
     "quantization": (None, ""),
     "path": (None, ""),  # a file of the server's, by its path
@@ -62,6 +61,7 @@ class CreateRequest(msgspec.Struct, kw_only=True, rename={"source": "from"}):
     modelfile: str | None = None
     source: str | None = None
     files: dict[str, str] | None = None
+    adapters: dict[str, str] | None = None
     template: str | None = None
     license: str | list[str] | None = None
     system: str | None = None
@@ -78,10 +78,11 @@ def register(app: FastAPI, service: Service) -> None:
         store, name = writable(service), model_name(asked.model or asked.name)
         if asked.modelfile is not None:
             asked = _from_text(asked)
-        await in_thread(lambda: _create(service, store, name, asked))
-        done = ("using existing layer", "writing manifest", "success")
+        made = await in_thread(lambda: _create(service, store, name, asked))
+        note = await _ollama_adapters.settle(service, made)
+        done = ("using existing layer", "writing manifest", *([note] if note else []), "success")
         if asked.stream is False:
-            return _ollama.answer({"status": "success"})
+            return _ollama.answer({"status": "success"} | ({"quire": {"notes": [note]}} if note else {}))
         body = b"".join(line({"status": status}) for status in done)
         return Response(body, headers=HEADERS, media_type=LineStream.media_type)
 
@@ -103,7 +104,7 @@ def register(app: FastAPI, service: Service) -> None:
 
 def _from_text(asked: CreateRequest) -> CreateRequest:
     """The request that a Modelfile means; beside it nothing else may say the same."""
-    for name in ("source", "files", "template", "license", "system", "parameters", "messages"):
+    for name in ("source", "files", "adapters", "template", "license", "system", "parameters", "messages"):
         if getattr(asked, name) is not None:
             said = "from" if name == "source" else name
             raise BadRequest(f"modelfile and {said} both say what the model is: send one", param=said)
@@ -111,8 +112,10 @@ def _from_text(asked: CreateRequest) -> CreateRequest:
     return _ollama.parse(msgspec.json.encode(given), CreateRequest, neutral=NEUTRAL)
 
 
-def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> None:
-    """In a thread: it reads files."""
+def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> str:
+    """The name as the store has it. In a thread: it reads files."""
+    if name in service.loaded_adapters and name not in service.made:
+        raise BadRequest(f"{name[:128]} is the name of an adapter that is loaded", param="model")
     source, inherited = _source(store, asked)
     parameters = {**inherited.parameters, **(asked.parameters or {})}
     _ollama.read_options(msgspec.Raw(msgspec.json.encode(parameters)))  # a bad one is told now, not with each request
@@ -121,13 +124,24 @@ def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> 
     _check_texts(asked, messages, licence)
     if asked.template:
         _check_template(store, source, asked.template)
+    adapter = inherited.adapter
+    if asked.adapters:
+        if adapter:
+            raise BadRequest(f"from: {source} has an adapter already: there can be one", param="adapters")
+        adapter, path = _ollama_adapters.read(store, asked.adapters)
+        try:
+            _ollama_adapters.check_fits(str(_content(store, source)), path)
+        except BaseException:
+            store.forget_adapter(path)
+            raise
     defaults = Defaults(
         parent=inherited.parent or source,
         system=inherited.system if asked.system is None else asked.system,
         parameters=parameters,
         messages=messages or inherited.messages,
+        adapter=adapter,
     )
-    store.create(name, source, defaults, licence)
+    return store.create(name, source, defaults, licence).name
 
 
 def _source(store: Store, asked: CreateRequest) -> tuple[str, Defaults]:
@@ -175,18 +189,21 @@ def _check_texts(asked: CreateRequest, messages: tuple[dict[str, str], ...], lic
 
 def _check_template(store: Store, source: str, template: str) -> None:
     """A template of the client's is a Go program; only the model's own can be honoured, which is what is used anyway."""
-    if source.startswith("sha256:"):
-        path = store.place.blob(source.partition(":")[2])
-    else:
-        manifest = store.get(source)
-        path = store.blob(manifest) if manifest is not None else Path()
-    if template.strip() != _ollama_cards.read(str(path)).template.strip():
+    if template.strip() != _ollama_cards.read(str(_content(store, source))).template.strip():
         raise BadRequest(
             "template is not supported: Go templates are not run here, and the model's own template is used",
             cure="leave it out",
             param="template",
             code="unsupported_parameter",
         )
+
+
+def _content(store: Store, source: str) -> Path:
+    """Where the bytes of a name or a digest are."""
+    if source.startswith("sha256:"):
+        return store.place.blob(source.partition(":")[2])
+    manifest = store.get(source)
+    return store.blob(manifest) if manifest is not None else Path()
 
 
 def _sha256(request: Request) -> str:
@@ -233,9 +250,11 @@ COMPAT = (
                 shape=CreateRequest,
                 neutral=NEUTRAL,
                 notes={
-                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`; `ADAPTER` and a `TEMPLATE` of one's own are refused",
+                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`, `ADAPTER` (a digest, of a GGUF adapter); a `TEMPLATE` of one's own is refused",
                     "from": "a model that is here",
                     "files": "one GGUF file, by the digest that `/api/blobs` took it under",
+                    "adapters": "one LoRA adapter, by digests: a GGUF file, or `adapter_config.json` and `adapter_model.safetensors`; "
+                    "one that does not fit the model is refused",
                     "template": "only the model's own: Go templates are not run",
                     "parameters": "options; those of the model it is made of are inherited",
                     "system": "stands where a conversation has no system text",

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.observe.errors import BadRequest, Busy, NotFound, QuireError
 from quire.server import errors
-from quire.server.dialects import _ollama
+from quire.server.dialects import _ollama, _ollama_adapters
 from quire.server.dialects._compat import Absent, Endpoint, Fields
 from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
@@ -99,13 +99,15 @@ def register(app: FastAPI, service: Service) -> None:
         if await in_thread(lambda: store.get(name)) is None:
             raise NotFound(f"model {given[:128]!r} is not here", cure="GET /api/tags lists what is", param="model")
         await in_thread(lambda: store.remove(name))
+        await _ollama_adapters.settle(service, name)
         return Response()
 
     async def copy(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), CopyRequest)
         store = writable(service)
         source, name = _ollama.canonical(model_name(asked.source)), _ollama.bare_name(model_name(asked.destination))
-        await in_thread(lambda: store.copy(source, name))
+        made = await in_thread(lambda: store.copy(source, name))
+        await _ollama_adapters.settle(service, made.name)  # what it has to tell, an answer without a body cannot
         return Response()
 
     async def push(request: Request) -> Response:

@@ -28,6 +28,9 @@ PIRATE = {
 }
 
 
+ALONE = dict.fromkeys(PIRATE.keys() - {"model"})  # nothing beside a Modelfile
+
+
 async def make(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
     return await http.post("/api/create", json=PIRATE | more)
 
@@ -97,6 +100,10 @@ async def test_from_a_modelfile(service: Service):  # noqa: F811
         ({"from": None, "files": {"a": "sha256:" + "0" * 64, "b": "sha256:" + "1" * 64}}, 400, "files"),
         ({"template": "{{ .Prompt }}"}, 400, "template"),
         ({"adapters": {"a": "sha256:00"}}, 400, "adapters"),
+        ({"adapters": {"a": "/etc/passwd"}}, 400, "/api/blobs/"),
+        ({"adapters": {"a": "sha256:" + "0" * 64}}, 404, "not in the store"),
+        ({"adapters": {"a": "sha256:" + "0" * 64, "b": "sha256:" + "1" * 64}}, 400, "adapter_model.safetensors"),
+        ({"modelfile": f"FROM {MODEL}\nADAPTER ./mine.gguf", **ALONE}, 400, "/api/blobs/"),
         ({"quantize": "q4_K_M"}, 400, "quantize"),
         ({"parameters": {"mirostat": 2}}, 400, "mirostat"),
         ({"parameters": {"nonsense": 2}}, 400, "nonsense"),
