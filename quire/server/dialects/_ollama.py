@@ -21,7 +21,7 @@ from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
 from quire.server.dialects import _fields, _turns
-from quire.server.limits import read_body, read_json
+from quire.server.limits import checked_keys, read_body, read_json
 from quire.server.service import Service
 from quire.weights.catalogue import look_up
 from quire.weights.manifest import Defaults
@@ -285,7 +285,9 @@ async def read(request: Request) -> bytes:
     cannot do unasked. A browser tells that it is one by these headers, whatever the page wants."""
     said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
-    return await (read_body(request) if said in _UNSAID and not from_page else read_json(request))
+    if said in _UNSAID and not from_page:
+        return await checked_keys(await read_body(request))
+    return await read_json(request)
 
 
 def parse(

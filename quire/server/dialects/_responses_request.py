@@ -7,7 +7,7 @@ one of them. A request becomes a `Prepared`: items, prompt and Generation, wheth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -119,24 +119,8 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[NamedTool]
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
-    """The fields that make a prompt, which is all that counting its tokens takes."""
-
-    model: str | None = None
-    input: str | list[Raw] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    tools: list[Raw] | None = None
-    tool_choice: Raw = NOTHING
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    text: TextConfig | None = None
-    truncation: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 class ResponseRequest(Sampling, kw_only=True):
-    """The fields that are honoured. The first of them are CountRequest's: structs cannot have two parents."""
+    """The fields that are honoured."""
 
     input: str | list[Raw] | None = None
     instructions: str | None = None
@@ -184,14 +168,40 @@ class ResponseRequest(Sampling, kw_only=True):
         return (self.reasoning.summary or self.reasoning.generate_summary) if self.reasoning else None
 
 
-Asked: TypeAlias = ResponseRequest | CountRequest
+# Those of its fields that make a prompt, which is all that counting its tokens takes.
+COUNTED = (
+    *(
+        "model",
+        "input",
+        "instructions",
+        "previous_response_id",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning",
+    ),
+    *("text", "truncation", "chat_template_kwargs"),
+)
+_BY_NAME = {field.name: field for field in msgspec.structs.fields(ResponseRequest)}
+CountRequest = msgspec.defstruct(
+    "CountRequest", [(name, _BY_NAME[name].type, _BY_NAME[name].default) for name in COUNTED], kw_only=True
+)
 
 
-def parse(body: bytes, shape: type[Any]) -> Any:
+def parse_count(body: bytes) -> ResponseRequest:
+    """A request to count, as the response that it would be."""
+    counted = _fields.parse(body, CountRequest, IGNORED, NEUTRAL)
+    return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}))
+
+
+def parse(body: bytes) -> ResponseRequest:
     """The request, every field of it accounted for."""
-    asked = _fields.parse(body, shape, IGNORED, NEUTRAL)
+    return _checked(_fields.parse(body, ResponseRequest, IGNORED, NEUTRAL))
+
+
+def _checked(asked: ResponseRequest) -> ResponseRequest:
     for name, (_, cure) in ELSEWHERE.items():
-        value = getattr(asked, name, None)
+        value = getattr(asked, name)
         if value is not None and value is not False and not (name == "n" and value == 1):
             raise BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
     if asked.truncation not in (None, "disabled"):
@@ -278,7 +288,7 @@ def schema_of(asked: TextFormat) -> dict[str, Any]:
     return schema
 
 
-def tools_of(asked: Asked) -> tuple[list[Tool], Tools]:
+def tools_of(asked: ResponseRequest) -> tuple[list[Tool], Tools]:
     """The tools of a request: all of them, and what the model may call."""
     items = asked.tools or ()
     check_count(items)
@@ -339,7 +349,7 @@ class Prepared:
         return self.items[self.new_from :]
 
 
-async def prepare(service: Service, kept: Kept, asked: Asked) -> Prepared:
+async def prepare(service: Service, kept: Kept, asked: ResponseRequest) -> Prepared:
     """The conversation and its prompt."""
     before: list[Item] = []
     if asked.previous_response_id is not None:

@@ -27,7 +27,7 @@ from quire.server.dialects._openai import Sampling, check_prompt, collect, encod
 from quire.server.dialects._tensors import InferRequest, Value
 from quire.server.errors import UnsupportedMedia
 from quire.server.feed import Feed, News
-from quire.server.limits import read_body, read_json
+from quire.server.limits import checked_keys, read_body, read_json
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
@@ -154,6 +154,8 @@ async def _infer(service: Service, request: Request, arrived: float) -> Response
             raise UnsupportedMedia("tensors in bytes are not taken from web pages")
         body = await read_body(request)
     head, tail = _tensors.split(body, header)
+    if header is not None:
+        await checked_keys(head)
     asked = _fields.parse(head, InferRequest, (), {})
     given = _tensors.read(asked.inputs, tail)
     if "text_input" not in given or not all(isinstance(text, str) for text in given["text_input"]):

@@ -34,6 +34,7 @@ from quire.server.dialects._responses_request import (
     check,
     generated,
     parse,
+    parse_count,
     prepare,
     schema_of,
 )
@@ -84,7 +85,7 @@ class _Responses:
 
     async def create(self, request: Request) -> Response:
         arrived, service = time.monotonic(), self.service
-        asked: ResponseRequest = parse(await read_json(request), ResponseRequest)
+        asked = parse(await read_json(request))
         service.check_model(asked.model)
         service.generator()
         check(asked)
@@ -125,7 +126,7 @@ class _Responses:
         return _json(answer.body())
 
     async def count(self, request: Request) -> Response:
-        asked: CountRequest = parse(await read_json(request), CountRequest)
+        asked = parse_count(await read_json(request))
         self.service.check_model(asked.model)
         self.service.generator()
         ready = await prepare(self.service, self.kept, asked)
