@@ -177,8 +177,6 @@ ABSENT = (
         for path in (
             "/pooling",
             "/classify",
-            "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter",
             "/v1/chat/completions/render",
             "/inference/v1/generate",
             "/invocations",
