@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # The adapter that the request of this task chose; empty: the model as it is.
 ADAPTER: ContextVar[str] = ContextVar("adapter", default="")
+# What speaks for the model in this task, where the name that its request chose has a template of its own.
+SPEAKER: ContextVar[Completer | None] = ContextVar("speaker", default=None)
 
 
 class Running(Protocol):
@@ -66,6 +68,7 @@ class Service:
         self.made: dict[
             str, bool
         ] = {}  # adapters of names in the store; whether the name is that adapter and nothing else
+        self.speakers: dict[str, Completer] = {}  # by the template that takes the place of the model's own
         self.restarted = 0  # times the engine process was started again
         self.state = State(config.state_dir)
         self.jobs: list[Job] = []
@@ -138,7 +141,7 @@ class Service:
             }
             again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
             raise Unavailable(what[stage], cure=again)
-        return self.completer
+        return SPEAKER.get() or self.completer
 
     def embedder(self) -> Embedder:
         """What embeds and scores here; 503 with the stage, 400 where the model was loaded to generate."""
@@ -183,6 +186,7 @@ class Service:
         task that serves it, and `Feed` gives it to every generation. `of`: the names that a dialect answers to, in place of `adapters`.
         """
         ADAPTER.set("")
+        SPEAKER.set(None)
         if name is None or name == self.name:
             return
         known = self.adapters if self.client is not None else self.expected

@@ -31,12 +31,13 @@ class Defaults(msgspec.Struct, frozen=True, omit_defaults=True):
     system: str = ""
     parameters: dict[str, Any] = {}  # options, by Ollama's names
     messages: tuple[dict[str, str], ...] = ()  # role and content, before those of a conversation
+    template: str = ""  # Jinja, in place of the model's own
     adapter: tuple[File, ...] = ()  # one GGUF file, or those of a PEFT folder: what is added to the model
 
     @property
     def only_adapts(self) -> bool:
         """There is nothing in it beside an adapter."""
-        return bool(self.adapter) and not (self.system or self.parameters or self.messages)
+        return bool(self.adapter) and not (self.system or self.parameters or self.messages or self.template)
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -261,6 +261,19 @@ def test_a_name_made_of_an_adapter(server: Server, files: Path):
     assert change(server, "unload", lora_name="ref").status_code == 200
 
 
+def test_a_name_with_a_template_of_its_own(server: Server):
+    """It is how prompts are written, and nobody else's are."""
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert create(server, "bare", template=source).json() == {"status": "success"}
+    greedy = {"stream": False, "options": GREEDY}
+    raw = post(server, "/api/generate", {"model": "m", "prompt": PROMPT, "raw": True, **greedy}).json()["response"]
+    talk = [{"role": "user", "content": PROMPT}]
+    assert post(server, "/api/chat", {"model": "bare", "messages": talk, **greedy}).json()["message"]["content"] == raw
+    assert post(server, "/api/generate", {"model": "bare", "prompt": PROMPT, **greedy}).json()["response"] == raw
+    assert post(server, "/api/chat", {"model": "m", "messages": talk, **greedy}).json()["message"]["content"] != raw
+    assert httpx.request("DELETE", f"{server.url}/api/delete", json={"model": "bare"}, timeout=30).status_code == 200
+
+
 def test_it_is_there_after_a_restart_and_without_the_right_nothing_is_loaded(server: Server, files: Path):
     """Without --lora and --runtime-lora: the store's names bring their room with them, and clients load nothing by path."""
     want = said(server, WAYS[0], "tuned"), said(server, WAYS[0], "m")

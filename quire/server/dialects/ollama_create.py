@@ -1,7 +1,7 @@
 """POST /api/create and /api/blobs, as Ollama has them: a new name for a model of the store, with defaults of its own.
 
 A name is made of a model that is here, or of a GGUF file that was put here by its digest, with or without an adapter; nothing is converted
-or quantized. What cannot be honoured is refused by name: Go templates (the model's own template is used). Uploads are bounded by the disk.
+or quantized. A template is Jinja, as the models' own are; what cannot be honoured is refused by name: Go templates. Uploads are bounded by the disk.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MAX_TEXT = 1 << 20  # of a system text, a message or a licence
 MAX_MESSAGES = 256
 SPARE = 1 << 30  # bytes of the disk that uploads leave free
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_GO = re.compile(r"\{\{-?[^}]*\.(?:System|Prompt|Response|Messages|Tools|Suffix|Content|Role|First)\b")
+_PROBE = "what a user says"
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "quantize": (None, ""),
     "quantization": (None, ""),
@@ -122,8 +124,7 @@ def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> 
     messages = tuple({"role": m.role, "content": m.content} for m in asked.messages or ())
     licence = "\n".join(asked.license) if isinstance(asked.license, list) else asked.license or ""
     _check_texts(asked, messages, licence)
-    if asked.template:
-        _check_template(store, source, asked.template)
+    template = inherited.template if asked.template is None else _template(store, source, asked.template)
     adapter = inherited.adapter
     if asked.adapters:
         if adapter:
@@ -139,6 +140,7 @@ def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> 
         system=inherited.system if asked.system is None else asked.system,
         parameters=parameters,
         messages=messages or inherited.messages,
+        template=template,
         adapter=adapter,
     )
     return store.create(name, source, defaults, licence).name
@@ -187,15 +189,30 @@ def _check_texts(asked: CreateRequest, messages: tuple[dict[str, str], ...], lic
             raise BadRequest(f"{name} has {len(text)} characters: at most {MAX_TEXT}", param=name)
 
 
-def _check_template(store: Store, source: str, template: str) -> None:
-    """A template of the client's is a Go program; only the model's own can be honoured, which is what is used anyway."""
-    if template.strip() != _ollama_cards.read(str(_content(store, source))).template.strip():
+def _template(store: Store, source: str, template: str) -> str:
+    """A template of one's own, tried; empty where it is the model's. Ollama's are Go programs, which are not run."""
+    if template.strip() in ("", _ollama_cards.read(str(_content(store, source))).template.strip()):
+        return ""
+    if _GO.search(template) and "{%" not in template:
         raise BadRequest(
-            "template is not supported: Go templates are not run here, and the model's own template is used",
-            cure="leave it out",
+            "template is not supported: it is a Go template, and those are not run here",
+            cure="leave it out, and the model's own is used; or write it in Jinja, over messages",
             param="template",
             code="unsupported_parameter",
         )
+    from quire.chat.template import ChatTemplate
+
+    try:
+        told = ChatTemplate(template, where="template").render([{"role": "user", "content": _PROBE}])
+    except QuireError as error:
+        raise BadRequest(f"template: {error.message}", param="template") from None
+    if _PROBE not in told:
+        raise BadRequest(
+            "template does not write what the user says",
+            cure="Jinja, over messages of a role and a content",
+            param="template",
+        )
+    return template
 
 
 def _content(store: Store, source: str) -> Path:
@@ -250,12 +267,12 @@ COMPAT = (
                 shape=CreateRequest,
                 neutral=NEUTRAL,
                 notes={
-                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`, `ADAPTER` (a digest, of a GGUF adapter); a `TEMPLATE` of one's own is refused",
+                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`, `TEMPLATE` (Jinja), `ADAPTER` (a digest, of a GGUF adapter)",
                     "from": "a model that is here",
                     "files": "one GGUF file, by the digest that `/api/blobs` took it under",
                     "adapters": "one LoRA adapter, by digests: a GGUF file, or `adapter_config.json` and `adapter_model.safetensors`; "
                     "one that does not fit the model is refused",
-                    "template": "only the model's own: Go templates are not run",
+                    "template": "in Jinja, over `messages`, in place of the model's own; Go templates are refused",
                     "parameters": "options; those of the model it is made of are inherited",
                     "system": "stands where a conversation has no system text",
                     "messages": "come before those of a conversation",

@@ -139,6 +139,7 @@ async def _begin(service: Service, asked: Common, clock: Clock) -> tuple[_ollama
         )
     await service.loaded()
     service.generator()
+    _ollama_created.speak(service, made)
     clock.waited = time.monotonic() - began
     return options, made
 

@@ -98,7 +98,16 @@ async def test_from_a_modelfile(service: Service):  # noqa: F811
         ({"from": None, "files": {"a.gguf": "sha256:" + "0" * 64}}, 404, "not in the store"),
         ({"from": None, "files": {"a.gguf": "../../x"}}, 400, "files"),
         ({"from": None, "files": {"a": "sha256:" + "0" * 64, "b": "sha256:" + "1" * 64}}, 400, "files"),
-        ({"template": "{{ .Prompt }}"}, 400, "template"),
+        ({"template": "{{ .Prompt }}"}, 400, "Go template"),
+        (
+            {"template": "{{ if .System }}{{ .System }}{{ end }}{{- range .Messages }}{{ .Content }}{{ end }}"},
+            400,
+            "Go",
+        ),
+        ({"template": "always the same"}, 400, "does not write what the user says"),
+        ({"template": "{% for m in messages %}{{ m.content }}"}, 400, "template"),
+        ({"template": "{{ messages[3].content }}"}, 400, "template"),
+        ({"template": "{% for i in range(10**9) %}x{% endfor %}{{ messages[0].content }}"}, 400, "template"),
         ({"adapters": {"a": "sha256:00"}}, 400, "adapters"),
         ({"adapters": {"a": "/etc/passwd"}}, 400, "/api/blobs/"),
         ({"adapters": {"a": "sha256:" + "0" * 64}}, 404, "not in the store"),
@@ -213,3 +222,19 @@ async def test_requests_get_what_the_name_says(service: Service):  # noqa: F811
         assert (await http.post("/api/create", json=other)).status_code == 200
         r = await http.post("/api/chat", json=ask | {"model": "far"})
         assert r.status_code == 404, "its bytes are not those being served"
+
+
+async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Service):  # noqa: F811
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    text = f'FROM {MODEL}\nTEMPLATE """{source}"""\n'
+    async with client_for(service=service) as http:
+        assert (await http.post("/api/create", json={"model": "mine", "modelfile": text})).status_code == 200
+        assert (await http.post("/api/create", json={"model": "child", "from": "mine"})).status_code == 200
+        for name in ("mine", "child"):
+            shown = (await http.post("/api/show", json={"model": name})).json()
+            assert shown["template"] == source
+            assert _modelfile.parse(shown["modelfile"])["template"] == source
+        assert (
+            await http.post("/api/create", json={"model": "child", "from": "mine", "template": ""})
+        ).status_code == 200
+        assert (await http.post("/api/show", json={"model": "child"})).json()["template"] == "{{ messages }}"
