@@ -140,7 +140,7 @@ def check(path: str, r: httpx.Response) -> None:
         assert lines or "stream" in path  # an empty answer of a stream that ends with its body
     elif kind.startswith("application/x-ndjson"):
         assert all(isinstance(json.loads(line), dict) for line in r.text.splitlines())
-    elif kind.startswith("application/json"):
+    elif kind.partition(";")[0] == "application/json":
         r.json()
 
 
