@@ -99,7 +99,7 @@ def _shorten(app: FastAPI) -> None:
         route = known.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
         if route is None:
             return await walk(scope, receive, send)
-        scope |= {"router": router, "route": route, "endpoint": route.endpoint, "path_params": {}}
+        scope.update(router=router, route=route, endpoint=route.endpoint, path_params={})
         return await route.handle(scope, receive, send)
 
     router.middleware_stack = find
