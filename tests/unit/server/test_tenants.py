@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 
+from quire.cli import serve
 from quire.config import ServerConfig
 from quire.observe.errors import BadRequest, NotFound
 from quire.server import files, kept, tenants
@@ -123,10 +125,13 @@ async def test_prefixes_are_found_by_their_owner_alone(desk: Desk):
 
 
 async def test_only_the_server_s_own_key_changes_it(desk: Desk):
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        r = await desk("ann", "POST", path, json={"lora_name": "a", "lora_path": "/x"})
+    for path, body in (
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/x"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+    ):
+        r = await desk("ann", "POST", path, json=body)
         assert r.status_code == 403 and "own key" in r.text
-        assert (await desk("", "POST", path, json={"lora_name": "a", "lora_path": "/x"})).status_code != 403
+        assert (await desk("", "POST", path, json=body)).status_code != 403
 
 
 def test_a_file_of_keys(tmp_path: Path):
@@ -147,6 +152,10 @@ def test_a_file_of_keys(tmp_path: Path):
             tenants.read_keys(path)
     with pytest.raises(NotFound):
         tenants.read_keys(tmp_path / "none")
+    path.write_text("ann key-of-ann\n")
+    assert serve._read_keys(path, "another-key") == (("ann", "key-of-ann"),)
+    with pytest.raises(typer.BadParameter, match="own key"):
+        serve._read_keys(path, "key-of-ann")
 
 
 def test_what_was_kept_before_there_were_owners(tmp_path: Path):
