@@ -12,10 +12,14 @@ import pytest
 import typer
 
 from quire.cli import serve
-from quire.config import ServerConfig
+from quire.config import Environment, ServerConfig
 from quire.observe.errors import BadRequest, NotFound
 from quire.server import files, kept, tenants
 from quire.server.database import Database
+from quire.server.dialects import ollama_store
+from quire.server.errors import Forbidden
+from quire.server.service import Service
+from quire.weights.store import Store
 from tests.unit.server.fakes import MODEL, FakeCompleter
 from tests.unit.server.test_batches import line, server, until
 
@@ -132,6 +136,14 @@ async def test_only_the_server_s_own_key_changes_it(desk: Desk):
         r = await desk("ann", "POST", path, json=body)
         assert r.status_code == 403 and "own key" in r.text
         assert (await desk("", "POST", path, json=body)).status_code != 403
+
+
+def test_nor_the_models_of_its_machine(tmp_path: Path):
+    service = Service(ServerConfig(), MODEL)
+    service.store = Store(Environment(home=tmp_path))
+    assert ollama_store.writable(service) is service.store
+    with tenants.acting_for("ann"), pytest.raises(Forbidden, match="own key"):
+        ollama_store.writable(service)
 
 
 def test_a_file_of_keys(tmp_path: Path):
