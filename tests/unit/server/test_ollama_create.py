@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from quire.config import ServerConfig
-from quire.observe.errors import BadRequest
-from quire.server.dialects import _modelfile
+from quire.observe.errors import BadRequest, Unsupported
+from quire.server.dialects import _modelfile, _ollama_adapters
 from quire.server.service import Service
 from quire.weights.manifest import Defaults
 from tests.unit.server.fakes import MODEL, client_for
@@ -238,3 +238,38 @@ async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Servi
             await http.post("/api/create", json={"model": "child", "from": "mine", "template": ""})
         ).status_code == 200
         assert (await http.post("/api/show", json={"model": "child"})).json()["template"] == "{{ messages }}"
+
+
+async def test_an_adapter_that_the_server_has_no_room_for(
+    service: Service,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The name is kept and that is told; until it can be answered with its adapter it is not answered at all."""
+    monkeypatch.setattr(_ollama_adapters, "check_fits", lambda model, adapter: None)  # the engine here is a script
+    store, data = service.store, b"GGUF, as far as the store is concerned"
+    digest = "sha256:" + hashlib.sha256(data).hexdigest()
+    assert store is not None
+    async with client_for(service=service) as http:
+        assert (await http.post(f"/api/blobs/{digest}", content=data)).status_code == 201
+        made = {"model": "tuned", "from": MODEL, "adapters": {"a.gguf": digest}, "stream": False}
+        r = await http.post("/api/create", json=made)
+        assert r.json()["status"] == "success" and "no room for adapters" in r.json()["quire"]["notes"][0]
+        lines = (await http.post("/api/create", json=made | {"stream": True})).text.splitlines()
+        assert any("no room for adapters" in line for line in lines)
+        shown = (await http.post("/api/show", json={"model": "tuned"})).json()
+        assert f"ADAPTER @{digest}" in shown["modelfile"]
+        assert _modelfile.parse(shown["modelfile"])["adapters"] == {f"@{digest}": f"@{digest}"}
+        for path, body in (
+            ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/api/generate", {"prompt": "hi"}),
+        ):
+            r = await http.post(path, json={"model": "tuned", **body})
+            assert r.status_code == 400 and "adapter" in r.json()["error"] and "not loaded" in r.json()["error"]
+        with pytest.raises(Unsupported, match="with an adapter"):
+            store.resolve("tuned")  # `quire run` and `quire serve` would leave the adapter out
+        with pytest.raises(Unsupported, match="with an adapter"):
+            store.pull("tuned")
+        blob = store.place.blob(digest.partition(":")[2])
+        assert blob.exists() and str(blob) not in " ".join(p.text for p in store.problems())
+        assert (await http.request("DELETE", "/api/delete", json={"model": "tuned"})).status_code == 200
+        assert not blob.exists()
