@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -168,6 +169,20 @@ def test_embeddings_with_an_adapter_are_refused(server: Server):
         for model in ("m", "first"):
             refused = post(server, path, body | {"model": model})
             assert refused.status_code == 400 and "not to embed" in refused.text, refused.text
+
+
+def test_a_constraint_holds_through_an_adapter(server: Server):
+    body = {"prompt": "The", "max_tokens": 40, "seed": 1, "receipts": True, "guided_regex": "(yes|no), [0-9]{3}"}
+    texts = {}
+    for model in (None, "first"):
+        r = httpx.post(f"{server.url}/v1/completions", json=body | ({"model": model} if model else {}), timeout=30)
+        assert r.status_code == 200, r.text
+        (choice,) = r.json()["choices"]
+        assert choice["finish_reason"] == "stop" and re.fullmatch("(yes|no), [0-9]{3}", choice["text"])
+        receipt = r.json()["quire"]["receipts"][0]
+        assert receipt["enforced"] == "regex" and receipt.get("adapter", "").partition("@")[0] == (model or "")
+        texts[model] = choice["text"]
+    assert texts[None] != texts["first"]
 
 
 def test_loading_unloading_and_a_death(server: Server, files: Path):
