@@ -6,7 +6,8 @@ Three processes, as in service: the server, its (null) engine, and this one. Mea
 
   rate      tokens per second to all clients together, each its own event, and the server's processor time for each
   steady    the same with an engine that steps every 2 ms: what arrives of the 32,000 a second that it makes
-  first     from the request to the first byte of its answer, one request at a time on an idle server
+  first     from the request to the first byte of its answer, one request at a time on an idle server; beside it the same of a bare loop
+            that answers anything at once, asked in turn: what the machine and its other guests add to both
   stall     the longest gap between tokens of streams that step every 20 ms, without and with prompts of 32K tokens being tokenized
 
 A client is a socket: it sends one request after another and counts events in what comes.
@@ -35,14 +36,42 @@ from quire.config import DEFAULT_MODEL
 EVENT = b"data: {"
 LAST = b"0\r\n\r\n"  # the end of a chunked body
 TICK = os.sysconf("SC_CLK_TCK")
+BARE = "bare"
 TARGETS = {"rate_tokens_per_second": 30_000, "first_byte_ms": 5.0}
 
 
 # The server, as a process of its own
 
 
+class _Bare(asyncio.Protocol):
+    """Answers whatever comes with a fixed few bytes."""
+
+    SAYS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"9\r\ndata: {}\n\r\n" + LAST
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(self.SAYS)  # type: ignore[attr-defined]
+
+
+def serve_bare() -> None:
+    """The same loop without a server around it."""
+    import uvloop
+
+    async def run() -> None:
+        server = await asyncio.get_running_loop().create_server(_Bare, "127.0.0.1", 0)
+        print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}\nready", flush=True)
+        await server.serve_forever()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
 def serve(builder: str) -> None:
     """Print the address, then serve until told to stop."""
+    if builder == BARE:
+        return serve_bare()
     import logging
 
     import uvloop
@@ -223,7 +252,7 @@ def percentile(values: list[float], share: float) -> float:
 def measure_rate(route: str, clients: int, tokens: int, seconds: float) -> dict[str, Any]:
     with running("build") as server:
         found = drive(server, clients, request(route, tokens), seconds)
-        first = first_bytes(server, request(route, 4), 205)
+        first, bare = measure_first(server, route)
     return {
         "tokens_per_second": round(found["tokens_per_second"]),
         "server_us_per_token": round(found["server_us_per_token"], 1),
@@ -231,8 +260,21 @@ def measure_rate(route: str, clients: int, tokens: int, seconds: float) -> dict[
         "first_byte_ms": {
             "median": round(statistics.median(first), 2),
             "p99": round(percentile(first, 0.99), 2),
+            "bare_median": round(statistics.median(bare), 2),
+            "bare_p99": round(percentile(bare, 0.99), 2),
         },
     }
+
+
+def measure_first(server: Server, route: str, rounds: int = 10) -> tuple[list[float], list[float]]:
+    """First bytes of the server and of a bare loop, in turn."""
+    first: list[float] = []
+    bare: list[float] = []
+    with running(BARE) as floor:
+        for _ in range(rounds):
+            first += first_bytes(server, request(route, 4), 55)
+            bare += first_bytes(floor, request(route, 4), 55)
+    return first, bare
 
 
 def measure_steady(route: str, clients: int, seconds: float) -> dict[str, Any]:
@@ -300,7 +342,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--route", choices=("chat", "completions"), default="chat")
-    parser.add_argument("--only", choices=("rate", "steady", "stall"))
+    parser.add_argument("--only", choices=("rate", "first", "steady", "stall"))
     parser.add_argument("--save", action="store_true", help="keep a record in results/")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--long", help=argparse.SUPPRESS)
@@ -313,6 +355,12 @@ def main() -> None:
     found: dict[str, Any] = {}
     if asked.only in (None, "rate"):
         found["rate"] = measure_rate(asked.route, asked.clients, asked.tokens, asked.seconds)
+    if asked.only == "first":
+        with running("build") as server:
+            first, bare = measure_first(server, asked.route)
+        for name, values in (("first", first), ("bare", bare)):
+            shares = {f"p{100 * p:g}": round(percentile(values, p), 2) for p in (0.5, 0.9, 0.99, 1.0)}
+            found[name] = shares
     if asked.only in (None, "steady"):
         found["steady"] = measure_steady(asked.route, asked.clients, asked.seconds)
     if asked.only in (None, "stall"):

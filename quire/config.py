@@ -114,7 +114,8 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = None  # the server's own
+    api_keys: tuple[tuple[str, str], ...] = ()  # of others, by name: what they keep is seen by them alone
     max_body: int = 8 * 1024 * 1024
     max_prompts: int = 64  # prompts in one completions request
     chat_template: str | None = None  # a file whose template takes the place of the model's own

@@ -78,8 +78,7 @@ class Completer:
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """`tokenize_chat`, in a thread when the conversation is long."""
-        size = sum(len(m.get("content") or "") if isinstance(m, Mapping) else 0 for m in messages)
-        if size < THREAD_FROM and len(messages) < 64 and not kwargs.get("tools"):
+        if len(messages) < 64 and not kwargs.get("tools") and _size([messages, kwargs]) < THREAD_FROM:
             return self.tokenize_chat(messages, **kwargs)
         return await asyncio.to_thread(lambda: self.tokenize_chat(messages, **kwargs))
 
@@ -272,6 +271,14 @@ class Completer:
             )
             for i in range(sampling.n)
         ]
+
+
+def _size(value: object) -> int:
+    """Characters of all texts in plain values: what is said may be in reasoning, in calls and in documents too."""
+    if isinstance(value, str):
+        return len(value)
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_size, inside))
 
 
 def look(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format | None:

@@ -45,6 +45,9 @@ def command(
         Path | None, typer.Option(help="A file with the chat template to use in place of the model's own.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="A file of further keys, NAME KEY a line; each sees only what it stored.")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
     lora: Annotated[
         list[str] | None, typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF); may be repeated.")
@@ -88,6 +91,7 @@ def command(
         host=host,
         port=port,
         api_key=_key(api_key) or env.api_key,
+        api_keys=() if api_keys is None else _read_keys(api_keys, _key(api_key) or env.api_key),
         max_body=_size("--max-body", max_body),
         chat_template=_template(chat_template),
         drain_seconds=drain_seconds,
@@ -142,7 +146,7 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
     _log_to_stderr()
     sock = lifecycle.bind(server.host, server.port)
     url = lifecycle.url_of(sock)
-    if not guard.is_loopback(server.host) and not server.api_key:
+    if not guard.is_loopback(server.host) and not (server.api_key or server.api_keys):
         ui.note(f"warning: whoever can reach {server.host} can use this server; set QUIRE_API_KEY to ask for a key")
 
     async def opener(service: Service) -> tuple[EngineClient, Completer]:
@@ -171,6 +175,16 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
     with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
+
+
+def _read_keys(path: Path, own: str | None) -> tuple[tuple[str, str], ...]:
+    """The further keys; the server's own is none of them."""
+    from quire.server.tenants import read_keys
+
+    found = read_keys(path)
+    if own is not None and own in dict(found).values():
+        raise typer.BadParameter("the server's own key is in it too", param_hint="--api-keys")
+    return found
 
 
 def _loras(listed: list[str], served: str) -> tuple[tuple[str, str], ...]:

@@ -31,7 +31,7 @@ structs that read the requests (`quire/server/dialects/`); the tests send every 
 
 A field that is in no table is unknown. OpenAI's and Anthropic's own servers refuse those, Ollama's, TGI's, Triton's and llama.cpp's drop them;
 here all of them are refused with a 400 (422 on TGI's routes) that names the field and what was probably meant, because a
-field that is dropped is an answer to another question. A key that comes twice in an object has its last value, as in every JSON parser that these clients use.
+field that is dropped is an answer to another question. An object that has a key twice is refused for the same reason, in bodies of up to 1 MiB.
 """
 # The order of the page. A dialect that is not here comes after, by name.
 ORDER = ("OpenAI", "OpenAI, with vLLM's fields", "Anthropic", "Ollama", "llama.cpp", "TGI", "KServe v2")

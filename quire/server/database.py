@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -20,13 +20,23 @@ T = TypeVar("T")
 
 
 class Database:
-    """`schema` is a script of CREATE … IF NOT EXISTS statements; `version` is raised when it changes its meaning."""
+    """`schema` is a script of CREATE … IF NOT EXISTS statements; `version` is raised when it changes its meaning. `later` has the columns
+    that older files lack: tables, and definitions with a default."""
 
-    def __init__(self, path: Path | None, schema: str, *, version: int = 1, durable: bool = False):
+    def __init__(
+        self,
+        path: Path | None,
+        schema: str,
+        *,
+        later: Sequence[tuple[str, str]] = (),
+        version: int = 1,
+        durable: bool = False,
+    ):
         self.path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database")
         self._link: sqlite3.Connection | None = None
         self._schema = schema
+        self._later = later
         self._version = version
         self._durable = durable
         if path is not None:
@@ -68,6 +78,10 @@ class Database:
                     cure="serve with another --state-dir",
                 )
             link.executescript(self._schema)
+            for table, column in self._later:
+                has = {row["name"] for row in link.execute(f"PRAGMA table_info({table})")}
+                if column.split()[0] not in has:
+                    link.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
             link.execute(f"PRAGMA user_version = {self._version}")
         except BaseException:
             link.close()

@@ -23,7 +23,7 @@ from starlette.types import Receive
 
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
-from quire.server import urgency
+from quire.server import tenants, urgency
 from quire.server.errors import ClientGone, engine_error
 from quire.server.service import ADAPTER, Service
 
@@ -33,8 +33,11 @@ News: TypeAlias = tuple[int, Chunk]  # which prompt, what
 
 
 def _placed(generation: Generation) -> Generation:
-    priority = urgency.priority(generation.priority)
-    return generation if priority == generation.priority else replace(generation, priority=priority)
+    """Behind whom it stands, and whose prefixes it may find."""
+    priority, namespace = urgency.priority(generation.priority), tenants.namespace(generation.namespace)
+    if (priority, namespace) == (generation.priority, generation.namespace):
+        return generation
+    return replace(generation, priority=priority, namespace=namespace)
 
 
 class Feed:

@@ -21,9 +21,10 @@ from quire.server.database import Database
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, name TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL, created INTEGER NOT NULL,
-    expires INTEGER
+    expires INTEGER, owner TEXT NOT NULL DEFAULT ''
 );
 """
+LATER = (("files", "owner TEXT NOT NULL DEFAULT ''"),)
 MAX_FILES = 10_000
 MAX_BYTES = 16 << 30  # of all files together
 
@@ -38,19 +39,20 @@ class File:
     bytes: int
     created: int
     expires: int | None
+    owner: str = ""
 
     def body(self) -> dict[str, Any]:
         """The file object."""
+        expires = {} if self.expires is None else {"expires_at": self.expires}
         return {
             "id": self.id,
             "object": "file",
             "bytes": self.bytes,
             "created_at": self.created,
-            "expires_at": self.expires,
+            **expires,
             "filename": self.name,
             "purpose": self.purpose,
             "status": "processed",
-            "status_details": None,
         }
 
 
@@ -86,34 +88,34 @@ class Files:
                 code="file_storage_full",
             )
 
-    async def add(self, file: str, name: str, purpose: str, size: int, seconds: int | None) -> File:
+    async def add(self, file: str, name: str, purpose: str, size: int, seconds: int | None, owner: str = "") -> File:
         """A row for bytes that are on disk under `file`."""
         now = int(time.time())
-        row = File(file, name, purpose, size, now, None if seconds is None else now + seconds)
+        row = File(file, name, purpose, size, now, None if seconds is None else now + seconds, owner)
         await self._database.run(lambda link: insert(link, row))
         return row
 
-    async def get(self, file: str) -> File:
-        """One file, or NotFound."""
-        found = await self._database.run(lambda link: find(link, file))
+    async def get(self, file: str, owner: str = "") -> File:
+        """One file of that owner's, or NotFound."""
+        found = await self._database.run(lambda link: find(link, file, owner))
         if found is None:
             raise missing(file)
         return found
 
     async def listed(
-        self, limit: int, after: str | None, newest_first: bool, purpose: str | None
+        self, limit: int, after: str | None, newest_first: bool, purpose: str | None, owner: str = ""
     ) -> tuple[list[File], bool] | None:
         """A page, and whether there is more; None when `after` is not there."""
 
         def read(link: sqlite3.Connection) -> tuple[list[File], bool] | None:
             sign, order = ("<", "DESC") if newest_first else (">", "ASC")
-            where = "(expires IS NULL OR expires > ?)"
-            values: list[Any] = [int(time.time())]
+            where = "(expires IS NULL OR expires > ?) AND owner = ?"
+            values: list[Any] = [int(time.time()), owner]
             if purpose is not None:
                 where += " AND purpose = ?"
                 values.append(purpose)
             if after is not None:
-                at = link.execute("SELECT rowid FROM files WHERE id = ?", (after,)).fetchone()
+                at = link.execute("SELECT rowid FROM files WHERE id = ? AND owner = ?", (after, owner)).fetchone()
                 if at is None:
                     return None
                 where += f" AND rowid {sign} ?"
@@ -157,10 +159,11 @@ def missing(file: str) -> NotFound:
     return NotFound(f"there is no file {file[:80]!r}", param="id", code="file_not_found")
 
 
-def find(link: sqlite3.Connection, file: str) -> File | None:
-    """One file, unless it has expired; inside somebody's transaction."""
+def find(link: sqlite3.Connection, file: str, owner: str) -> File | None:
+    """One file of that owner's, unless it has expired; inside somebody's transaction."""
     row = link.execute(
-        "SELECT * FROM files WHERE id = ? AND (expires IS NULL OR expires > ?)", (file, int(time.time()))
+        "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires IS NULL OR expires > ?)",
+        (file, owner, int(time.time())),
     ).fetchone()
     return None if row is None else _file(row)
 
@@ -168,10 +171,10 @@ def find(link: sqlite3.Connection, file: str) -> File | None:
 def insert(link: sqlite3.Connection, file: File) -> None:
     """A row, inside somebody's transaction; again the same."""
     link.execute(
-        "INSERT OR REPLACE INTO files (id, name, purpose, bytes, created, expires) VALUES (?, ?, ?, ?, ?, ?)",
-        (file.id, file.name, file.purpose, file.bytes, file.created, file.expires),
+        "INSERT OR REPLACE INTO files (id, name, purpose, bytes, created, expires, owner) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (file.id, file.name, file.purpose, file.bytes, file.created, file.expires, file.owner),
     )
 
 
 def _file(row: sqlite3.Row) -> File:
-    return File(row["id"], row["name"], row["purpose"], row["bytes"], row["created"], row["expires"])
+    return File(row["id"], row["name"], row["purpose"], row["bytes"], row["created"], row["expires"], row["owner"])

@@ -1,18 +1,18 @@
 """Who may talk to this server: the Host it is called by, the origin of a web page, the API key. Default deny.
 
 Pure ASGI, so that streams and disconnects pass untouched. Only the paths in OPEN answer without the key, compared
-exactly: a path that merely resembles one of them is refused. The key is compared in constant time.
+exactly: a path that merely resembles one of them is refused. Keys are compared in constant time, every one of them.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import errors
+from quire.server import errors, tenants
 from quire.server.errors import Forbidden, Unauthorized
 
 OPEN = frozenset({"/health", "/ready"})
@@ -81,14 +81,20 @@ class Cors:
 
 
 class KeyCheck:
-    """Every path but the open ones needs `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it."""
+    """Every path but the open ones needs `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it.
 
-    def __init__(self, app: ASGIApp, key: str):
+    `keys` has the owners' names; what the request does is done for the owner of its key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Mapping[str, str]):
         self.app = app
-        self.key = key.encode()
+        self.keys = {name: key.encode() for name, key in keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not self._holds(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            return await self.app(scope, receive, send)
+        owner = self._owner(scope)
+        if owner is None:
             # OpenAI's words for a wrong one: clients (litellm) tell it from a bad request by them.
             sent = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
             wrong = "Incorrect API key provided: this server needs an API key, and that is not it"
@@ -97,15 +103,22 @@ class KeyCheck:
                 cure="send Authorization: Bearer KEY, or x-api-key: KEY",
             )
             return await errors.response(refusal)(scope, receive, send)
-        return await self.app(scope, receive, send)
+        with tenants.acting_for(owner):
+            return await self.app(scope, receive, send)
 
-    def _holds(self, scope: Scope) -> bool:
+    def _owner(self, scope: Scope) -> str | None:
+        """Whose key the request has; None: nobody's."""
         scheme, _, token = _only(scope, b"authorization").partition(b" ")
-        bearer = self._is(token) and scheme.lower() == b"bearer"
-        return self._is(_only(scope, b"x-api-key")) or bearer
+        bearer = self._holder(token if scheme.lower() == b"bearer" else b"")
+        own = self._holder(_only(scope, b"x-api-key"))
+        return bearer if own is None else own
 
-    def _is(self, key: bytes) -> bool:
-        return hmac.compare_digest(key.strip(), self.key)
+    def _holder(self, key: bytes) -> str | None:
+        found: str | None = None
+        for name, known in self.keys.items():  # all of them: how long it takes says nothing of which it is
+            if hmac.compare_digest(key.strip(), known):
+                found = name
+        return found
 
 
 def _only(scope: Scope, name: bytes) -> bytes:

@@ -23,7 +23,7 @@ from quire.server.database import Database
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, previous TEXT, status TEXT NOT NULL, used REAL NOT NULL,
-    bytes INTEGER NOT NULL, body BLOB NOT NULL
+    bytes INTEGER NOT NULL, body BLOB NOT NULL, owner TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
 CREATE TABLE IF NOT EXISTS items (
@@ -32,10 +32,11 @@ CREATE TABLE IF NOT EXISTS items (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """
+LATER = (("responses", "owner TEXT NOT NULL DEFAULT ''"),)
 # The responses that one was built on, itself included; 0 is the newest.
 CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
-    SELECT id, previous, 0 FROM responses WHERE id = :id
+    SELECT id, previous, 0 FROM responses WHERE id = :id AND owner = :owner
     UNION ALL
     SELECT r.id, r.previous, depth + 1 FROM chain JOIN responses AS r ON r.id = chain.previous WHERE depth < 10000
 )
@@ -68,6 +69,7 @@ class Record:
     previous: str | None = None
     input: Sequence[dict[str, Any]] = ()
     output: Sequence[dict[str, Any]] = field(default=())
+    owner: str = ""
 
     @property
     def whole(self) -> dict[str, Any]:
@@ -88,31 +90,36 @@ class Kept:
         await self._wake()
         await self._database.run(lambda link: self._put(link, record))
 
-    async def get(self, response: str) -> Record | None:
-        """A response by its id."""
+    async def get(self, response: str, owner: str = "") -> Record | None:
+        """A response of that owner's by its id."""
         await self._wake()
-        return await self._database.run(lambda link: _read(link, response))
+        return await self._database.run(lambda link: _read(link, response, owner))
 
-    async def remove(self, response: str) -> bool:
+    async def remove(self, response: str, owner: str = "") -> bool:
         """Forget it. Whether it was there."""
         await self._wake()
-        return await self._database.run(lambda link: _delete(link, [response]) > 0)
 
-    async def context(self, response: str) -> list[dict[str, Any]]:
+        def forget(link: sqlite3.Connection) -> bool:
+            mine = "SELECT 1 FROM responses WHERE id = ? AND owner = ?"
+            return link.execute(mine, (response, owner)).fetchone() is not None and _delete(link, [response]) > 0
+
+        return await self._database.run(forget)
+
+    async def context(self, response: str, owner: str = "") -> list[dict[str, Any]]:
         """Every item before and in a response, in order: the conversation that goes on from it. NotFound names the one
         that is missing."""
         await self._wake()
-        return await self._database.run(lambda link: self._context(link, response))
+        return await self._database.run(lambda link: self._context(link, response, owner))
 
-    async def item(self, item: str) -> dict[str, Any] | None:
+    async def item(self, item: str, owner: str = "") -> dict[str, Any] | None:
         """An item by its id; of several, the newest."""
         await self._wake()
 
         def find(link: sqlite3.Connection) -> dict[str, Any] | None:
             row = link.execute(
-                "SELECT i.body FROM items AS i JOIN responses AS r ON r.id = i.response WHERE i.id = ?"
+                "SELECT i.body FROM items AS i JOIN responses AS r ON r.id = i.response WHERE i.id = ? AND r.owner = ?"
                 " ORDER BY r.rowid DESC LIMIT 1",
-                (item,),
+                (item, owner),
             ).fetchone()
             return None if row is None else msgspec.json.decode(row["body"])
 
@@ -149,7 +156,7 @@ class Kept:
         ]
         _delete(link, [record.id])
         link.execute(
-            "INSERT INTO responses (id, previous, status, used, bytes, body) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO responses (id, previous, status, used, bytes, body, owner) VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 record.id,
                 record.previous,
@@ -157,11 +164,12 @@ class Kept:
                 now,
                 len(body) + ROW_BYTES + sum(len(row[4]) + ROW_BYTES for row in rows),
                 body,
+                record.owner,
             ),
         )
         link.executemany("INSERT INTO items (response, output, n, id, body) VALUES (?, ?, ?, ?, ?)", rows)
         if record.previous is not None:
-            _touch(link, record.previous, now)
+            _touch(link, record.previous, record.owner, now)
         self._make_room(link, now)
 
     def _make_room(self, link: sqlite3.Connection, now: float) -> None:
@@ -174,37 +182,36 @@ class Kept:
             count, size = count - 1, size - row["bytes"]
         _delete(link, going)
 
-    def _context(self, link: sqlite3.Connection, response: str) -> list[dict[str, Any]]:
-        chain = link.execute(
-            CHAIN + "SELECT id, previous, depth FROM chain ORDER BY depth", {"id": response}
-        ).fetchall()
+    def _context(self, link: sqlite3.Connection, response: str, owner: str) -> list[dict[str, Any]]:
+        which = {"id": response, "owner": owner}
+        chain = link.execute(CHAIN + "SELECT id, previous, depth FROM chain ORDER BY depth", which).fetchall()
         if not chain or chain[-1]["previous"] is not None:
             missing = chain[-1]["previous"] if chain else response
             raise NotFound(f"{missing[:80]!r} is not stored: it never was, was deleted or gave way ({self.bounds})")
-        _touch(link, response, time.time())
+        _touch(link, response, owner, time.time())
         rows = link.execute(
             CHAIN + "SELECT i.body FROM chain JOIN items AS i ON i.response = chain.id ORDER BY depth DESC, output, n",
-            {"id": response},
+            which,
         )
         return [msgspec.json.decode(row["body"]) for row in rows]
 
 
-def _read(link: sqlite3.Connection, response: str) -> Record | None:
-    row = link.execute("SELECT previous, body FROM responses WHERE id = ?", (response,)).fetchone()
+def _read(link: sqlite3.Connection, response: str, owner: str) -> Record | None:
+    row = link.execute("SELECT previous, body FROM responses WHERE id = ? AND owner = ?", (response, owner)).fetchone()
     if row is None:
         return None
-    _touch(link, response, time.time())
+    _touch(link, response, owner, time.time())
     items: tuple[list[Any], list[Any]] = ([], [])
     for item in link.execute("SELECT output, body FROM items WHERE response = ? ORDER BY output, n", (response,)):
         items[item["output"]].append(msgspec.json.decode(item["body"]))
-    return Record(response, msgspec.json.decode(row["body"]), row["previous"], *items)
+    return Record(response, msgspec.json.decode(row["body"]), row["previous"], *items, owner=owner)
 
 
-def _touch(link: sqlite3.Connection, response: str, now: float) -> None:
+def _touch(link: sqlite3.Connection, response: str, owner: str, now: float) -> None:
     """A use of a response is one of all that it followed."""
     link.execute(
         CHAIN + "UPDATE responses SET used = max(used, :now) WHERE id IN (SELECT id FROM chain)",
-        {"id": response, "now": now},
+        {"id": response, "owner": owner, "now": now},
     )
 
 

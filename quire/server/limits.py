@@ -1,13 +1,16 @@
 """Bounds on what a client may send, before anything is built from it.
 
 `BodyLimit` counts bytes as they arrive (a length header is only a promise) and answers 413 with the bound, or 408 when they come too
-slowly to be waited for; `read_json` takes the whole body as bytes; `parse` turns it into a msgspec struct, with errors that name the field. Knows no dialect.
+slowly to be waited for; `read_json` takes the whole body as bytes, and refuses an object that has a key twice; `parse` turns it into a msgspec
+struct, with errors that name the field. Knows no dialect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -28,6 +31,8 @@ BODY_SECONDS = 20.0  # a body has this long to come whole, and
 BODY_RATE = 16 << 10  # ... a second more for each so many bytes that have come
 LINGER_SECONDS = 2.0  # a refused body is read and thrown away this long, so that its sender can read the refusal
 LINGER_BYTES = 64 << 20
+KEYS_THREAD = 16 << 10  # bytes of a body from which its keys are looked at in a thread, off the event loop
+KEYS_MOST = 1 << 20  # ... and beyond which they are not: of keys that come twice the last counts there
 
 UPLOADS: set[str] = set()  # beginnings of paths whose bodies are files: bounded by who takes them
 
@@ -114,7 +119,31 @@ async def read_json(request: Request) -> bytes:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise UnsupportedMedia("the body must be JSON", cure="send the header content-type: application/json")
-    return await read_body(request)
+    return await checked_keys(await read_body(request))
+
+
+async def checked_keys(body: bytes) -> bytes:
+    """The body, unless an object in it has a key twice: which value was meant is not ours to guess. What is no JSON passes; `parse` says why."""
+    if len(body) <= KEYS_MOST:
+        await asyncio.to_thread(_look, body) if len(body) > KEYS_THREAD else _look(body)
+    return body
+
+
+def _look(body: bytes) -> None:
+    with contextlib.suppress(ValueError, RecursionError):
+        _KEYS.decode(body.decode())
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> None:
+    """Called with each object; nothing of it is kept."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise BadRequest(f"the key {key[:64]!r} comes twice in one object", param=key[:64], code="duplicate_key")
+        seen.add(key)
+
+
+_KEYS = json.JSONDecoder(object_pairs_hook=_distinct)
 
 
 async def read_body(request: Request) -> bytes:

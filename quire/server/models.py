@@ -39,6 +39,9 @@ async def open_model(
         with open_checkpoint(config.path) as checkpoint:
             return words_of(checkpoint, service.config.chat_template)
 
+    from quire.server.dialects import _ollama_adapters
+
+    config = await asyncio.to_thread(_ollama_adapters.room_for, service, config)
     client = ProcessClient(
         config,
         restarts=service.config.restarts,
@@ -53,6 +56,8 @@ async def open_model(
     try:
         info = await client.start()
         tokenizer, template = await reading
+        if info.max_adapters:
+            await _ollama_adapters.load_made(service, client, config.path, say)
     except BaseException:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)

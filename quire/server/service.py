@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # The adapter that the request of this task chose; empty: the model as it is.
 ADAPTER: ContextVar[str] = ContextVar("adapter", default="")
+# What speaks for the model in this task, where the name that its request chose has a template of its own.
+SPEAKER: ContextVar[Completer | None] = ContextVar("speaker", default=None)
 
 
 class Running(Protocol):
@@ -63,6 +65,10 @@ class Service:
         self.path: str | None = None  # the model's file or folder, once it is known
         self.store: Store | None = None  # the models of this machine, where clients may see them
         self.expected: frozenset[str] = frozenset()  # adapters that will be there once the model is loaded
+        self.made: dict[
+            str, bool
+        ] = {}  # adapters of names in the store; whether the name is that adapter and nothing else
+        self.speakers: dict[str, Completer] = {}  # by the template that takes the place of the model's own
         self.restarted = 0  # times the engine process was started again
         self.state = State(config.state_dir)
         self.jobs: list[Job] = []
@@ -135,7 +141,7 @@ class Service:
             }
             again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
             raise Unavailable(what[stage], cure=again)
-        return self.completer
+        return SPEAKER.get() or self.completer
 
     def embedder(self) -> Embedder:
         """What embeds and scores here; 503 with the stage, 400 where the model was loaded to generate."""
@@ -163,21 +169,28 @@ class Service:
         return completer
 
     @property
-    def adapters(self) -> dict[str, AdapterInfo]:
-        """The adapters that requests may name as their model, by name."""
+    def loaded_adapters(self) -> dict[str, AdapterInfo]:
+        """Every adapter that the engine has, by name."""
         client = self.client
         return {own.name: own for own in client.adapters} if isinstance(client, AdapterClient) else {}
 
-    def check_model(self, name: str | None) -> None:
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The adapters that requests may name as their model, by name. A name that means more than its adapter is not among them."""
+        return {name: own for name, own in self.loaded_adapters.items() if self.made.get(name, True)}
+
+    def check_model(self, name: str | None, of: Collection[str] | None = None) -> None:
         """404 unless `name` is the served model or an adapter of it; no name means the model.
 
         The text is the same for every other name. This is the one place where a request chooses: what it chose stays with the
-        task that serves it, and `Feed` gives it to every generation.
+        task that serves it, and `Feed` gives it to every generation. `of`: the names that a dialect answers to, in place of `adapters`.
         """
         ADAPTER.set("")
+        SPEAKER.set(None)
         if name is None or name == self.name:
             return
-        if name not in (self.adapters if self.client is not None else self.expected):
+        known = self.adapters if self.client is not None else self.expected
+        if name not in (known if of is None else of):
             raise NotFound(
                 "that model is not served here",
                 cure="GET /v1/models lists what is",

@@ -15,14 +15,14 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from quire.observe.errors import QuireError
-from quire.weights.manifest import Manifest, decode
+from quire.weights.manifest import File, Manifest, decode, digest_of
 from quire.weights.names import Reference
 from quire.weights.progress import Progress
 
@@ -42,6 +42,16 @@ class Home:
     def content(self, manifest: Manifest) -> Path:
         """The file or the folder that a manifest names."""
         return self.tree(manifest.sha256) if manifest.folder else self.blob(manifest.sha256)
+
+    def adapter(self, files: Sequence[File]) -> Path:
+        """Where an adapter lies: its one file, or the folder that is made of several."""
+        return self.blob(files[0].sha256) if len(files) == 1 else self.tree(digest_of(files))
+
+    def contents(self, manifest: Manifest) -> set[Path]:
+        """Everything that a manifest needs to be there."""
+        adapter = () if manifest.defaults is None else manifest.defaults.adapter
+        more = {self.adapter(adapter), *(self.blob(file.sha256) for file in adapter)} if adapter else set[Path]()
+        return {self.content(manifest), *more}
 
     def part(self, reference: object) -> Path:
         """Where a reference's bytes gather. Its state, and what is made of it, differ in the suffix."""

@@ -31,6 +31,13 @@ class Defaults(msgspec.Struct, frozen=True, omit_defaults=True):
     system: str = ""
     parameters: dict[str, Any] = {}  # options, by Ollama's names
     messages: tuple[dict[str, str], ...] = ()  # role and content, before those of a conversation
+    template: str = ""  # Jinja, in place of the model's own
+    adapter: tuple[File, ...] = ()  # one GGUF file, or those of a PEFT folder: what is added to the model
+
+    @property
+    def only_adapts(self) -> bool:
+        """There is nothing in it beside an adapter."""
+        return bool(self.adapter) and not (self.system or self.parameters or self.messages or self.template)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -72,7 +79,8 @@ def decode(data: bytes, name: str) -> Manifest:
         raise BadModelFile(f"the manifest of {name} is broken: {e}", cure=f"`quire pull --force {name}`") from e
     if not _DIGEST.fullmatch(manifest.digest):
         raise BadModelFile(f"the manifest of {name} holds no sha256 digest: {manifest.digest[:80]!r}")
-    bad = next((f.path for f in manifest.files if not is_plain(f.path)), None)
+    adapter = () if manifest.defaults is None else manifest.defaults.adapter
+    bad = next((f.path for f in (*manifest.files, *adapter) if not is_plain(f.path)), None)
     if bad is not None:
         raise BadModelFile(f"the manifest of {name} names {bad[:80]!r}, which is no file of a model")
     return manifest

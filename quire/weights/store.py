@@ -7,8 +7,9 @@ and imports no network code. Where things lie is home.py's business, bringing th
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from quire.config import Environment
-from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError
+from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError, Unsupported
 from quire.weights import names, sources
 from quire.weights.catalogue import Wanted, find, look_up
 from quire.weights.home import Home, entries, hash_file, sync_folder
-from quire.weights.manifest import Defaults, Manifest, Problem, decode, encode
+from quire.weights.manifest import Defaults, File, Manifest, Problem, decode, encode
 from quire.weights.progress import Progress, Quiet, mb
 from quire.weights.sources import Local
 
@@ -70,6 +71,7 @@ class Store:
                 raise BadRequest(f"{name!r}: models are asked for by name here, not by path", param="model")
             return self._local(reference)
         manifest = self.get(wanted.name)
+        _check_whole(manifest)
         if manifest is None and paths and (found := self.in_hub_cache(wanted)):
             return found
         if manifest is None:
@@ -138,7 +140,7 @@ class Store:
             if not isinstance(m, Manifest):
                 found.append(Problem(f"{path} cannot be read: {m.message}", f"delete {path} and pull again", True))
                 continue
-            used.add(self.place.content(m))
+            used |= self.place.contents(m)
             try:
                 self.checked(m)
             except QuireError as e:
@@ -168,6 +170,7 @@ class Store:
         if wanted.references[0].scheme == "file":
             return self._local(wanted.references[0])
         if not force and (manifest := self.get(wanted.name)):
+            _check_whole(manifest)
             progress.note(f"{wanted.name} is already here ({mb(manifest.size)}, {manifest.digest[:19]}…)")
             return self.checked(manifest)
         if not force and (found := self.in_hub_cache(wanted)):
@@ -222,10 +225,49 @@ class Store:
             made = msgspec.structs.replace(
                 manifest, name=short, pulled_at=now, licence=licence or manifest.licence, defaults=defaults
             )
-            freed = there is not None and there.digest != made.digest
-            if freed:
-                self._drop(self.place.manifest(short))
-            return self._write(made)
+            self._write(made)
+            if there is not None:
+                self._free(there)
+            return made
+
+    def adapter(self, files: Sequence[tuple[str, str]]) -> tuple[tuple[File, ...], Path]:
+        """An adapter of files that `put` brought, by names and digests: as a manifest has it, and where it lies. A PEFT folder is made of
+        several, of links where there can be."""
+        made: list[File] = []
+        for name, sha256 in sorted(files):
+            blob = self.place.blob(sha256)
+            if not blob.is_file():
+                raise NotFound(
+                    f"sha256:{sha256} is not in the store", cure="POST /api/blobs brings it", param="adapters"
+                )
+            made.append(File(name, blob.stat().st_size, sha256))
+        path = self.place.adapter(made)
+        if len(made) > 1 and not path.exists():
+            partial = self.home / "partial" / f"adapter-{os.urandom(8).hex()}"
+            partial.mkdir(parents=True)
+            try:
+                for file in made:
+                    _link(self.place.blob(file.sha256), partial / file.path)
+                sync_folder(partial)
+                with self.place.lock("store"):
+                    if not path.exists():
+                        partial.replace(path)
+                        sync_folder(path.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return tuple(made), path
+
+    def forget_adapter(self, path: Path) -> None:
+        """Take apart a folder that `adapter` made, if no name uses it."""
+        with self.place.lock("store"):
+            used = {own for _, m in self.place.manifests() if isinstance(m, Manifest) for own in self.place.contents(m)}
+            if path.is_dir() and path not in used:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def adapted(self, path: str) -> list[tuple[Manifest, Path]]:
+        """Names that were made of the model at `path` and have an adapter, with where that is."""
+        made = [(m, m.defaults.adapter) for m in self.list() if m.defaults is not None and m.defaults.adapter]
+        return [(m, self.place.adapter(files)) for m, files in made if str(self.blob(m)) == path]
 
     def put(self, sha256: str, partial: Path) -> Path:
         """Take a file whose digest was computed into the store. It goes when the last name that uses it does."""
@@ -299,16 +341,20 @@ class Store:
         except QuireError:
             manifest = None  # unreadable: it can go, and no content can be said to be its own
         path.unlink()
-        others = [m for _, m in self.place.manifests() if isinstance(m, Manifest)]
-        if manifest is None or any(m.digest == manifest.digest for m in others):
-            return 0
-        content = self.place.content(manifest)
-        size = _size(content)
-        if content.is_dir():
-            shutil.rmtree(content, ignore_errors=True)
-        else:
-            content.unlink(missing_ok=True)
-        return size
+        return 0 if manifest is None else self._free(manifest)
+
+    def _free(self, manifest: Manifest) -> int:
+        """Delete what that manifest used and no other one does; the bytes freed. The store's lock is held."""
+        others = {path for _, m in self.place.manifests() if isinstance(m, Manifest) for path in self.place.contents(m)}
+        freed = 0
+        for content in self.place.contents(manifest) - others:
+            if content.is_dir():
+                freed += _size(content) if content == self.place.content(manifest) else 0  # an adapter's is of links
+                shutil.rmtree(content, ignore_errors=True)
+            else:
+                freed += _size(content)
+                content.unlink(missing_ok=True)
+        return freed
 
     def _drop_partials(self, wanted: Wanted) -> int:
         freed = 0
@@ -357,6 +403,23 @@ class Store:
                 if found is not None:
                     return found
         return None
+
+
+def _check_whole(manifest: Manifest | None) -> None:
+    """Refuse a name whose bytes are only half of what it means."""
+    if manifest is not None and manifest.defaults is not None and manifest.defaults.adapter:
+        base = manifest.defaults.parent
+        raise Unsupported(
+            f"{manifest.name} is {base} with an adapter: it has no file of its own",
+            cure=f"`quire serve {base}` answers to {manifest.name} too; `quire run {base} --lora PATH` takes an adapter",
+        )
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a filesystem without links
+        shutil.copyfile(source, target)
 
 
 def _size(path: Path) -> int:

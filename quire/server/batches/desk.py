@@ -44,8 +44,9 @@ def _open(app: FastAPI, service: Service) -> Desk | None:
     folder = service.state.folder
     if folder is None:
         return None
+    later = files.LATER + journal.LATER
     try:
-        database = Database(folder / "batches.db", files.SCHEMA + journal.SCHEMA, durable=True)
+        database = Database(folder / "batches.db", files.SCHEMA + journal.SCHEMA, later=later, durable=True)
         kept = Files(database, folder / "files")
     except (sqlite3.Error, OSError, QuireError) as error:
         service.state.give_up(str(error) if isinstance(error, QuireError) else "the state folder cannot be used")

@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS batches (
     status TEXT NOT NULL, outcome TEXT, errors BLOB, output_file TEXT, error_file TEXT, usage BLOB,
     total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
     in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER, failed_at INTEGER, expired_at INTEGER,
-    cancelling_at INTEGER, cancelled_at INTEGER
+    cancelling_at INTEGER, cancelled_at INTEGER, owner TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS batches_status ON batches (status);
 CREATE TABLE IF NOT EXISTS lines (
@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS lines (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lines_waiting ON lines (batch, n) WHERE state = 0;
 """
+LATER = (("batches", "owner TEXT NOT NULL DEFAULT ''"),)
 WAITING, COMPLETED, FAILED = 0, 1, 2  # of a line
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -71,10 +72,14 @@ class Batch:
     expires: int
     row: dict[str, Any]
 
+    @property
+    def owner(self) -> str:
+        return self.row["owner"]
+
     def body(self) -> dict[str, Any]:
-        """The batch object. Files are told when they are whole."""
+        """The batch object. Files are told when they are whole; what has not happened is left out, as OpenAI's schema has it."""
         row, over = self.row, self.status not in ACTIVE
-        return {
+        told = {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
@@ -90,8 +95,9 @@ class Batch:
             **{f"{name}_at": row[f"{name}_at"] for name in TIMES},
             "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
             "usage": None if row["usage"] is None else msgspec.json.decode(row["usage"]),
-            "metadata": None if row["metadata"] is None else msgspec.json.decode(row["metadata"]),
         }
+        metadata = None if row["metadata"] is None else msgspec.json.decode(row["metadata"])
+        return {name: value for name, value in told.items() if value is not None} | {"metadata": metadata}
 
 
 class Journal:
@@ -110,11 +116,12 @@ class Journal:
         model: str,
         metadata: dict[str, str] | None,
         keep_seconds: int | None,
+        owner: str = "",
     ) -> Batch:
-        """A new batch over a file that is there."""
+        """A new batch over a file of its owner's that is there."""
 
         def work(link: sqlite3.Connection) -> Batch:
-            file = find(link, input_file)
+            file = find(link, input_file, owner)
             if file is None:
                 raise missing(input_file)
             if file.purpose != "batch":
@@ -126,7 +133,7 @@ class Journal:
             batch = f"batch_{secrets.token_hex(16)}"
             link.execute(
                 "INSERT INTO batches (id, created, endpoint, input_file, window, expires, metadata, keep_seconds, model,"
-                " status) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'validating')",
+                " owner, status) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'validating')",
                 (
                     batch,
                     int(now),
@@ -137,28 +144,29 @@ class Journal:
                     _json(metadata),
                     keep_seconds,
                     model,
+                    owner,
                 ),
             )
             return _read(link, batch)
 
         return await self._run(work)
 
-    async def get(self, batch: str) -> Batch:
-        """One batch, or NotFound."""
-        return await self._run(lambda link: _read(link, batch))
+    async def get(self, batch: str, owner: str | None = None) -> Batch:
+        """One batch, of that owner's if one is named, or NotFound."""
+        return await self._run(lambda link: _read(link, batch, owner))
 
-    async def listed(self, limit: int, after: str | None) -> tuple[list[Batch], bool] | None:
+    async def listed(self, limit: int, after: str | None, owner: str = "") -> tuple[list[Batch], bool] | None:
         """A page, newest first, and whether there is more; None when `after` is not there."""
 
         def work(link: sqlite3.Connection) -> tuple[list[Batch], bool] | None:
             before = 1 << 62
             if after is not None:
-                at = link.execute("SELECT rowid FROM batches WHERE id = ?", (after,)).fetchone()
+                at = link.execute("SELECT rowid FROM batches WHERE id = ? AND owner = ?", (after, owner)).fetchone()
                 if at is None:
                     return None
                 before = at[0]
-            query = "SELECT * FROM batches WHERE rowid < ? ORDER BY rowid DESC LIMIT ?"
-            found = [_batch(row) for row in link.execute(query, (before, limit + 1))]
+            query = "SELECT * FROM batches WHERE rowid < ? AND owner = ? ORDER BY rowid DESC LIMIT ?"
+            found = [_batch(row) for row in link.execute(query, (before, owner, limit + 1))]
             return found[:limit], len(found) > limit
 
         return await self._run(work)
@@ -198,11 +206,11 @@ class Journal:
 
         await self._run(work)
 
-    async def cancel(self, batch: str) -> Batch:
+    async def cancel(self, batch: str, owner: str | None = None) -> Batch:
         """Ask it to stop. What is over is over, and told so."""
 
         def work(link: sqlite3.Connection) -> Batch:
-            found = _read(link, batch)
+            found = _read(link, batch, owner)
             if found.status == "cancelling":
                 return found
             if found.status not in ("validating", "in_progress"):
@@ -296,9 +304,9 @@ def _move(link: sqlite3.Connection, batch: str, old: str, new: str, **more: Any)
     return link.execute(query, (*values.values(), batch, old)).rowcount > 0
 
 
-def _read(link: sqlite3.Connection, batch: str) -> Batch:
+def _read(link: sqlite3.Connection, batch: str, owner: str | None = None) -> Batch:
     row = link.execute("SELECT * FROM batches WHERE id = ?", (batch,)).fetchone()
-    if row is None:
+    if row is None or owner not in (None, row["owner"]):
         raise NotFound(f"there is no batch {batch[:80]!r}", param="id", code="batch_not_found")
     return _batch(row)
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest, QuireError
-from quire.server import errors, limits, urgency
+from quire.server import errors, limits, tenants, urgency
 from quire.server.batches import lines
 from quire.server.batches.call import Call
 from quire.server.batches.journal import COMPLETED, FAILED, WAITING, Batch, Journal, Line
@@ -157,7 +157,8 @@ class Queue:
         try:
             batch = await self._journal.get(line.batch)
             body = await asyncio.to_thread(lines.read, self._files.path(batch.input_file), line)
-            status, answer = await self._answer(batch.endpoint, body)
+            with tenants.acting_for(batch.owner):
+                status, answer = await self._answer(batch.endpoint, body)
             state = COMPLETED if status == 200 else FAILED
             result = lines.answered(line, status, answer)
         except Exception as error:
@@ -223,9 +224,8 @@ class Queue:
             return None
         now = int(time.time())
         keep = batch.row["keep_seconds"]
-        return File(
-            file, f"{batch.id}_{name}.jsonl", "batch_output", out.size, now, None if keep is None else now + keep
-        )
+        until = None if keep is None else now + keep
+        return File(file, f"{batch.id}_{name}.jsonl", "batch_output", out.size, now, until, batch.owner)
 
 
 def _take(found: Iterator[Line | lines.Fault]) -> list[Line | lines.Fault]:

@@ -141,7 +141,11 @@ _OLLAMA = (
                 shape=ollama_generate.GenerateRequest,
                 ignored=ollama_generate.IGNORED,
                 neutral=ollama_generate.NEUTRAL,
-                notes=_OLLAMA_NOTES | {"context": "put before the new turn as it is"},
+                notes=_OLLAMA_NOTES
+                | {
+                    "context": "put before the new turn as it is",
+                    "suffix": "of a model with infill tokens; else 400",
+                },
             ),
             _OPTIONS,
         ),
@@ -173,8 +177,6 @@ ABSENT = (
         for path in (
             "/pooling",
             "/classify",
-            "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter",
             "/v1/chat/completions/render",
             "/inference/v1/generate",
             "/invocations",

@@ -1,4 +1,4 @@
-"""What becomes of every request field that OpenAI or vLLM know and Quire does not act on. One table.
+"""What becomes of every request field that OpenAI, vLLM or llama.cpp know and Quire does not act on. One table.
 
 honoured   a field of the route's struct; not listed here
 IGNORED    cannot change the tokens: accepted with any value
@@ -19,8 +19,10 @@ from quire.server import limits
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+SLOTS = ("cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse")  # of llama.cpp's slots, which are not here
 IGNORED = frozenset(
     {
+        *SLOTS,
         "user",
         "safety_identifier",
         "metadata",
@@ -34,7 +36,32 @@ IGNORED = frozenset(
     }
 )
 
+# llama.cpp's further samplers and reports, which its clients send on every route, mostly to say nothing.
+LLAMA_CPP: dict[str, tuple[object, ...]] = {
+    "repeat_last_n": (None, -1),
+    "dynatemp_range": (None, 0, 0.0),
+    "dynatemp_exponent": (None, 1, 1.0),
+    "mirostat": (None, 0),
+    "mirostat_tau": (None, 5, 5.0),
+    "mirostat_eta": (None, 0.1),
+    "dry_multiplier": (None, 0, 0.0),
+    "dry_base": (None, 1.75),
+    "dry_allowed_length": (None, 2),
+    "dry_penalty_last_n": (None, -1, 0),
+    "dry_sequence_breakers": (None,),
+    "xtc_probability": (None, 0, 0.0),
+    "xtc_threshold": (None, 0.1),
+    "top_n_sigma": (None, -1, -1.0),
+    "samplers": (None,),
+    "n_indent": (None, 0),
+    "t_max_predict_ms": (None, 0, -1),
+    "t_max_prompt_ms": (None, 0, -1),
+    "post_sampling_probs": (None, False),
+    "return_progress": (None, False),
+    "response_fields": (None, []),
+}
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    **LLAMA_CPP,
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "modalities": (None, ["text"]),

@@ -103,6 +103,12 @@ def write(base: str, defaults: Defaults, licence: str) -> str:
     lines = [f"FROM {base}"]
     for name, value in defaults.parameters.items():
         lines += [f"PARAMETER {name} {said(one)}" for one in (value if isinstance(value, list) else [value])]
+    if len(defaults.adapter) == 1:
+        lines.append(f"ADAPTER @sha256:{defaults.adapter[0].sha256}")
+    elif defaults.adapter:  # a Modelfile names a folder, which has no digest of its own
+        lines += [f"# ADAPTER: {file.path} sha256:{file.sha256}" for file in defaults.adapter]
+    if defaults.template:
+        lines.append(f'TEMPLATE """{defaults.template}"""')
     if defaults.system:
         lines.append(f'SYSTEM """{defaults.system}"""')
     lines += [f'MESSAGE {m["role"]} """{m["content"]}"""' for m in defaults.messages]

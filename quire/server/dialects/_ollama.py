@@ -21,7 +21,7 @@ from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
 from quire.server.dialects import _fields, _turns
-from quire.server.limits import read_body, read_json
+from quire.server.limits import checked_keys, read_body, read_json
 from quire.server.service import Service
 from quire.weights.catalogue import look_up
 from quire.weights.manifest import Defaults
@@ -256,9 +256,18 @@ def check_model(service: Service, name: str | None) -> str:
     """The name, if it is the served model's or was made from it; else 404 with what is served."""
     if not name:
         raise BadRequest("model is missing", cure=f"{service.name} is served here", param="model")
-    adapter = next((own for own in (name, bare_name(name)) if own in service.adapters), None)
-    service.check_model(adapter)  # None: the model itself
-    if adapter is None and not is_served(service, name) and defaults_of(service, name) is None:
+    loaded = service.loaded_adapters
+    adapter = next((own for own in (name, bare_name(name)) if own in loaded), None)
+    service.check_model(adapter, loaded)  # None: the model itself
+    made = None if adapter is not None or service.name in (name, bare_name(name)) else defaults_of(service, name)
+    if made is not None and made.adapter:
+        raise BadRequest(
+            f"the adapter of {name[:128]!r} is not loaded: this server was started without room for it, or it did not fit",
+            cure="start the server again; its first lines tell what could not be loaded",
+            param="model",
+            code="adapter_not_loaded",
+        )
+    if adapter is None and made is None and not is_served(service, name):
         raise NotFound(
             f"model {name[:128]!r} is not served here",
             cure=f"{service.name} is; one server has one model, and `quire serve NAME --port PORT` starts another",
@@ -276,7 +285,9 @@ async def read(request: Request) -> bytes:
     cannot do unasked. A browser tells that it is one by these headers, whatever the page wants."""
     said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
-    return await (read_body(request) if said in _UNSAID and not from_page else read_json(request))
+    if said in _UNSAID and not from_page:
+        return await checked_keys(await read_body(request))
+    return await read_json(request)
 
 
 def parse(

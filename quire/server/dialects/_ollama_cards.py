@@ -110,7 +110,8 @@ def _of(manifest: Manifest, path: str) -> Card:
     except ValueError:
         when = 0.0
     licence = manifest.licence or header.licence
-    return Card(manifest.name, manifest.size, manifest.sha256, when, header, licence, manifest.defaults)
+    size = manifest.size + sum(file.size for file in (manifest.defaults.adapter if manifest.defaults else ()))
+    return Card(manifest.name, size, manifest.sha256, when, header, licence, manifest.defaults)
 
 
 def read(path: str) -> Header:

@@ -1,5 +1,6 @@
 """What a name that was made by /api/create adds to a request: its options stand where the request has none; its system text and its
-messages come before a conversation, the system text unless that has one of its own. Which names are answered at all, `_ollama.py` says.
+messages come before a conversation, the system text unless that has one of its own; its template takes the place of the model's.
+Which names are answered at all, `_ollama.py` says.
 """
 
 from __future__ import annotations
@@ -9,7 +10,28 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest
+from quire.server.service import SPEAKER, Service
 from quire.weights.manifest import Defaults
+
+MAX_SPEAKERS = 32  # templates of names that are kept compiled
+
+
+def speak(service: Service, made: Defaults | None) -> None:
+    """Let this request's prompts and answers be written and read by the name's own template."""
+    if made is None or not made.template:
+        return
+    if made.template not in service.speakers:
+        from quire.chat.completer import Completer
+        from quire.chat.template import ChatTemplate
+
+        base = service.ready()
+        words = base.tokenizer
+        bos, eos = ("" if i is None else words.token_text(i) for i in (words.bos_id, words.eos_id))
+        while len(service.speakers) >= MAX_SPEAKERS:
+            del service.speakers[next(iter(service.speakers))]
+        template = ChatTemplate(made.template, bos, eos, where="template")
+        service.speakers[made.template] = Completer(base.client, words, template, base.info)
+    SPEAKER.set(service.speakers[made.template])
 
 
 def options(made: Defaults | None, given: msgspec.Raw) -> msgspec.Raw:

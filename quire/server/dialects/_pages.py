@@ -44,12 +44,12 @@ def no_such_after() -> BadRequest:
 
 
 def page(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """The list object."""
+    """The list object. OpenAI's schema wants both ids as text, also of an empty one."""
     return {
         "object": "list",
         "data": list(data),
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
+        "first_id": data[0]["id"] if data else "",
+        "last_id": data[-1]["id"] if data else "",
         "has_more": has_more,
     }
 

@@ -7,7 +7,7 @@ one of them. A request becomes a `Prepared`: items, prompt and Generation, wheth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -36,6 +36,7 @@ from quire.server.dialects._turns import Talk
 from quire.server.dialects.openai_chat import template_kwargs
 from quire.server.kept import UNFINISHED, Kept
 from quire.server.service import Service
+from quire.server.tenants import owner
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
@@ -118,24 +119,8 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[NamedTool]
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
-    """The fields that make a prompt, which is all that counting its tokens takes."""
-
-    model: str | None = None
-    input: str | list[Raw] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    tools: list[Raw] | None = None
-    tool_choice: Raw = NOTHING
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    text: TextConfig | None = None
-    truncation: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 class ResponseRequest(Sampling, kw_only=True):
-    """The fields that are honoured. The first of them are CountRequest's: structs cannot have two parents."""
+    """The fields that are honoured."""
 
     input: str | list[Raw] | None = None
     instructions: str | None = None
@@ -183,14 +168,40 @@ class ResponseRequest(Sampling, kw_only=True):
         return (self.reasoning.summary or self.reasoning.generate_summary) if self.reasoning else None
 
 
-Asked: TypeAlias = ResponseRequest | CountRequest
+# Those of its fields that make a prompt, which is all that counting its tokens takes.
+COUNTED = (
+    *(
+        "model",
+        "input",
+        "instructions",
+        "previous_response_id",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning",
+    ),
+    *("text", "truncation", "chat_template_kwargs"),
+)
+_BY_NAME = {field.name: field for field in msgspec.structs.fields(ResponseRequest)}
+CountRequest = msgspec.defstruct(
+    "CountRequest", [(name, _BY_NAME[name].type, _BY_NAME[name].default) for name in COUNTED], kw_only=True
+)
 
 
-def parse(body: bytes, shape: type[Any]) -> Any:
+def parse_count(body: bytes) -> ResponseRequest:
+    """A request to count, as the response that it would be."""
+    counted = _fields.parse(body, CountRequest, IGNORED, NEUTRAL)
+    return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}))
+
+
+def parse(body: bytes) -> ResponseRequest:
     """The request, every field of it accounted for."""
-    asked = _fields.parse(body, shape, IGNORED, NEUTRAL)
+    return _checked(_fields.parse(body, ResponseRequest, IGNORED, NEUTRAL))
+
+
+def _checked(asked: ResponseRequest) -> ResponseRequest:
     for name, (_, cure) in ELSEWHERE.items():
-        value = getattr(asked, name, None)
+        value = getattr(asked, name)
         if value is not None and value is not False and not (name == "n" and value == 1):
             raise BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
     if asked.truncation not in (None, "disabled"):
@@ -277,7 +288,7 @@ def schema_of(asked: TextFormat) -> dict[str, Any]:
     return schema
 
 
-def tools_of(asked: Asked) -> tuple[list[Tool], Tools]:
+def tools_of(asked: ResponseRequest) -> tuple[list[Tool], Tools]:
     """The tools of a request: all of them, and what the model may call."""
     items = asked.tools or ()
     check_count(items)
@@ -338,7 +349,7 @@ class Prepared:
         return self.items[self.new_from :]
 
 
-async def prepare(service: Service, kept: Kept, asked: Asked) -> Prepared:
+async def prepare(service: Service, kept: Kept, asked: ResponseRequest) -> Prepared:
     """The conversation and its prompt."""
     before: list[Item] = []
     if asked.previous_response_id is not None:
@@ -372,13 +383,13 @@ async def generated(service: Service, asked: ResponseRequest, ready: Prepared) -
 async def _before(kept: Kept, previous: str) -> list[Item]:
     """The conversation up to and in a stored response."""
     where = "previous_response_id"
-    record = await kept.get(previous)
+    record = await kept.get(previous, owner())
     if record is not None and record.body["status"] in UNFINISHED:
         raise BadRequest(f"{where}: that response is still {record.body['status']}", param=where)
     if record is not None and record.body["status"] == "failed":
         raise BadRequest(f"{where}: that response failed", param=where)
     try:
-        return await kept.context(previous)
+        return await kept.context(previous, owner())
     except NotFound as error:
         raise BadRequest(f"{where}: {error}", param=where, code="previous_response_not_found") from None
 
@@ -386,7 +397,7 @@ async def _before(kept: Kept, previous: str) -> list[Item]:
 async def _resolved(kept: Kept, i: int, item: Item) -> Item:
     if item["type"] != "item_reference":
         return item
-    found = await kept.item(item["id"])
+    found = await kept.item(item["id"], owner())
     if found is None:
         place = f"input[{i}].id"
         raise BadRequest(f"{place}: there is no stored item {item['id'][:80]!r}", param=place, code="item_not_found")

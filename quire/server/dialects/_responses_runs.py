@@ -21,6 +21,7 @@ from quire.server.dialects._responses_answer import Answer, Event
 from quire.server.feed import KEEP_ALIVE_SECONDS, Feed
 from quire.server.service import Service
 from quire.server.sse import HEADERS, named_event
+from quire.server.tenants import owner
 
 log = logging.getLogger("quire.server")
 
@@ -35,6 +36,7 @@ class Run:
 
     def __init__(self, answer: Answer):
         self.answer = answer
+        self.owner = owner()
         self.frames: list[bytes] = []  # the n-th has sequence number n
         self.size = 0
         self.ending = False  # nothing can stop it any more: what it has become is being stored
@@ -61,7 +63,7 @@ class Run:
 
 
 class Runs:
-    """All of them. `keep` stores what an answer has become."""
+    """All of them; one is found by its owner alone. `keep` stores what an answer has become."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -71,11 +73,11 @@ class Runs:
 
     def get(self, response: str) -> Run | None:
         """A run that goes on, or one whose log is still here."""
-        return self._running.get(response) or self._ended.get(response)
+        return self.running(response) or _mine(self._ended.get(response))
 
     def running(self, response: str) -> Run | None:
         """A run that goes on."""
-        return self._running.get(response)
+        return _mine(self._running.get(response))
 
     def check_room(self) -> None:
         """Refuse when too many wait."""
@@ -106,7 +108,8 @@ class Runs:
 
     def forget(self, response: str) -> None:
         """Its log is not wanted any more."""
-        self._ended.pop(response, None)
+        if _mine(self._ended.get(response)) is not None:
+            del self._ended[response]
 
     async def _go(self, run: Run, generation: Generation, arrived: float, keep: Callable[[], Awaitable[None]]) -> None:
         answer = run.answer
@@ -144,6 +147,10 @@ class Runs:
         size = sum(one.size for one in self._ended.values())
         while len(self._ended) > MAX_ENDED or (size > MAX_ENDED_BYTES and len(self._ended) > 1):
             size -= self._ended.popitem(last=False)[1].size
+
+
+def _mine(run: Run | None) -> Run | None:
+    return run if run is not None and run.owner == owner() else None
 
 
 async def _nobody() -> Message:

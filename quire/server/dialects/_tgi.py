@@ -25,7 +25,6 @@ MAX_STOPS = 16
 OURS = {"max_tokens": "max_new_tokens", "n": "best_of", "logprobs": "top_n_tokens"}  # SamplingParams' names -> TGI's
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "watermark": (None, False),
-    "adapter_id": (None, ""),
 }
 
 
@@ -56,6 +55,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     seed: int | None = None
     top_n_tokens: int | None = None
     grammar: Grammar | None = None
+    adapter_id: str | None = None
 
     @property
     def samples(self) -> bool:

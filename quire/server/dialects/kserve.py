@@ -27,11 +27,11 @@ from quire.server.dialects._openai import Sampling, check_prompt, collect, encod
 from quire.server.dialects._tensors import InferRequest, Value
 from quire.server.errors import UnsupportedMedia
 from quire.server.feed import Feed, News
-from quire.server.limits import read_body, read_json
+from quire.server.limits import checked_keys, read_body, read_json
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
-MODEL = "/v2/models/{name}"
+NAMED = "/v2/models/{name:path}"
 ONE = "1"  # the version of every model
 DEFAULT_MAX_TOKENS = 16
 JSON_PART = "inference-header-content-length"
@@ -79,11 +79,12 @@ def register(app: FastAPI, service: Service) -> None:
     async def model_ready(request: Request) -> Response:
         _check_model(service, request)
         up = service.stage == "ready"
-        return _json({"name": service.name, "ready": up}, 200 if up else 503)
+        return _json({"name": service.answering, "ready": up}, 200 if up else 503)
 
     async def index(request: Request) -> Response:
         state = "READY" if service.stage == "ready" else "UNAVAILABLE"
-        return _json([{"name": service.name, "version": ONE, "state": state, "reason": ""}])
+        names = (service.name, *service.adapters)
+        return _json([{"name": name, "version": ONE, "state": state, "reason": ""} for name in names])
 
     async def infer(request: Request) -> Response:
         arrived = time.monotonic()
@@ -105,11 +106,12 @@ def register(app: FastAPI, service: Service) -> None:
     for path, handler in (("/v2", server), ("/v2/health/live", live), ("/v2/health/ready", ready)):
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
     app.add_api_route("/v2/repository/index", index, methods=["POST"], response_model=None)
-    for base in (MODEL, f"{MODEL}/versions/{{version}}"):
-        app.add_api_route(base, model, methods=["GET"], response_model=None)
+    for base in (f"{NAMED}/versions/{{version}}", NAMED):
         app.add_api_route(f"{base}/ready", model_ready, methods=["GET"], response_model=None)
         for name, handler in (("infer", infer), ("generate", generate), ("generate_stream", generate_stream)):
             app.add_api_route(f"{base}/{name}", handler, methods=["POST"], response_model=None)
+    for base in (f"{NAMED}/versions/{{version}}", NAMED):  # last: a name may hold slashes
+        app.add_api_route(base, model, methods=["GET"], response_model=None)
 
 
 def shape(error: QuireError) -> tuple[int, object]:
@@ -132,7 +134,7 @@ def _check_model(service: Service, request: Request) -> None:
 def _metadata(service: Service) -> dict[str, Any]:
     tensors = [{"name": name, "datatype": kind, "shape": [n]} for name, kind, n in INPUTS]
     return {
-        "name": service.name,
+        "name": service.answering,
         "versions": [ONE],
         "platform": "quire",
         "inputs": tensors,
@@ -152,6 +154,8 @@ async def _infer(service: Service, request: Request, arrived: float) -> Response
             raise UnsupportedMedia("tensors in bytes are not taken from web pages")
         body = await read_body(request)
     head, tail = _tensors.split(body, header)
+    if header is not None:
+        await checked_keys(head)
     asked = _fields.parse(head, InferRequest, (), {})
     given = _tensors.read(asked.inputs, tail)
     if "text_input" not in given or not all(isinstance(text, str) for text in given["text_input"]):
@@ -234,8 +238,8 @@ def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]]) -> Fie
 
 async def _generation(service: Service, fields: Fields, text: str, param: str) -> Generation:
     service.generator()
-    if fields.model is not None:
-        service.check_model(fields.model)
+    if fields.model not in (None, service.answering):
+        raise BadRequest("model is not the one that the path names", param="model")
     fields.check()
     limit = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     sampling = fields.params(service.info.vocab_size, max_tokens=limit)
@@ -357,7 +361,7 @@ COMPAT = (
             ("GET", "/v2/health/ready", "200 when a request would be taken, else 503."),
             ("GET", "/v2/models/{name}", "The tensors of a model. Also under `/versions/1`."),
             ("GET", "/v2/models/{name}/ready", "200 when a request would be taken, else 503."),
-            ("POST", "/v2/repository/index", "The one model; the body is not read."),
+            ("POST", "/v2/repository/index", "The model and its adapters; the body is not read."),
         )
     ),
 )

@@ -26,7 +26,7 @@ from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import MAX_LOGPROBS, SamplingParams
 from quire.server import errors
 from quire.server.dialects import _fields, _logprobs
-from quire.server.dialects._compat import Endpoint, Fields
+from quire.server.dialects._compat import WHY, Endpoint, Fields
 from quire.server.dialects._openai import check_prompt, check_text, encode_text
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
@@ -35,37 +35,13 @@ from quire.server.sse import EventStream
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 IGNORED = {
-    "cache_prompt": "prefixes are found without being told",
-    "id_slot": "there are no slots",
-    "n_keep": "nothing is ever cut: what does not fit is refused",
-    "n_discard": "nothing is ever cut: what does not fit is refused",
-    "n_cache_reuse": "prefixes are found without being told",
+    **{name: WHY[name] for name in _fields.SLOTS},
     "timings_per_token": "the last event has the times of all",
     "min_keep": "the filters always keep one token",
     "user": "who asks does not change the answer",
 }
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "repeat_last_n": (None, -1),
-    "dynatemp_range": (None, 0, 0.0),
-    "dynatemp_exponent": (None, 1, 1.0),
-    "mirostat": (None, 0),
-    "mirostat_tau": (None, 5, 5.0),
-    "mirostat_eta": (None, 0.1),
-    "dry_multiplier": (None, 0, 0.0),
-    "dry_base": (None, 1.75),
-    "dry_allowed_length": (None, 2),
-    "dry_penalty_last_n": (None, -1, 0),
-    "dry_sequence_breakers": (None,),
-    "xtc_probability": (None, 0, 0.0),
-    "xtc_threshold": (None, 0.1),
-    "top_n_sigma": (None, -1, -1.0),
-    "samplers": (None,),
-    "n_indent": (None, 0),
-    "t_max_predict_ms": (None, 0, -1),
-    "t_max_prompt_ms": (None, 0, -1),
-    "post_sampling_probs": (None, False),
-    "return_progress": (None, False),
-    "response_fields": (None, []),
+    **_fields.LLAMA_CPP,
     "lora": (None, []),
     "n": (None, 1),
     "n_cmpl": (None, 1),

@@ -15,12 +15,15 @@ from starlette.responses import Response
 
 from quire.engine.client import AdapterClient
 from quire.observe.errors import BadModelFile, BadRequest, NotEnoughMemory, Unsupported
+from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._fields import parse
 from quire.server.errors import Forbidden
 from quire.server.limits import read_json
 from quire.server.service import Service
+from quire.server.tenants import check_administers
 
 MAX_PATH = 4096
+NEUTRAL: dict[str, tuple[object, ...]] = {"lora_int_id": (None,), "load_inplace": (None, False)}
 
 
 class LoadRequest(msgspec.Struct, kw_only=True):
@@ -40,8 +43,8 @@ def register(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
     async def load(request: Request) -> Response:
+        asked = parse(await read_json(request), LoadRequest, (), NEUTRAL)
         client = _client(service)
-        asked = parse(await read_json(request), LoadRequest)
         if asked.lora_name == service.name:
             raise BadRequest("that is the name of the model itself", param="lora_name")
         if not 0 < len(asked.lora_path) <= MAX_PATH or "\0" in asked.lora_path:
@@ -58,8 +61,8 @@ def register(app: FastAPI, service: Service) -> None:
         return _json({"status": "loaded", **told})
 
     async def unload(request: Request) -> Response:
+        asked = parse(await read_json(request), UnloadRequest, (), NEUTRAL)
         client = _client(service)
-        asked = parse(await read_json(request), UnloadRequest)
         await client.unload_adapter(asked.lora_name)
         return _json({"status": "unloaded", "id": asked.lora_name})
 
@@ -75,6 +78,7 @@ def _client(service: Service) -> AdapterClient:
             cure="start it with --runtime-lora",
             code="forbidden",
         )
+    check_administers("loading and unloading adapters")
     client = service.ready().client
     if not isinstance(client, AdapterClient):
         raise Unsupported("this server's engine has no adapters")
@@ -83,3 +87,28 @@ def _client(service: Service) -> AdapterClient:
 
 def _json(body: object) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+COMPAT = tuple(
+    Endpoint(
+        dialect="OpenAI, with vLLM's fields",
+        method="POST",
+        path=f"/v1/{verb}_lora_adapter",
+        what=what,
+        fields=(
+            Fields(shape=shape, neutral=NEUTRAL, notes={"lora_path": "a PEFT folder or a GGUF file of this machine"}),
+        ),
+        example={"lora_name": "mine", **({"lora_path": "adapters/mine"} if verb == "load" else {})},
+        surface=surface,
+        task="adapters",
+    )
+    for verb, shape, surface, what in (
+        ("load", LoadRequest, "lora_name lora_path load_inplace", "With `--runtime-lora`, else 403. See adapters.md."),
+        (
+            "unload",
+            UnloadRequest,
+            "lora_name lora_int_id",
+            "With `--runtime-lora`, else 403. Running answers finish with it.",
+        ),
+    )
+)

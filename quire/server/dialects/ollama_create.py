@@ -1,7 +1,7 @@
 """POST /api/create and /api/blobs, as Ollama has them: a new name for a model of the store, with defaults of its own.
 
-A name is made of a model that is here, or of a GGUF file that was put here by its digest; nothing is converted or quantized. What
-cannot be honoured is refused by name: Go templates (the model's own template is used), adapters. Uploads are bounded by the disk.
+A name is made of a model that is here, or of a GGUF file that was put here by its digest, with or without an adapter; nothing is converted
+or quantized. A template is Jinja, as the models' own are; what cannot be honoured is refused by name: Go templates. Uploads are bounded by the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server import limits
-from quire.server.dialects import _modelfile, _ollama, _ollama_cards
+from quire.server.dialects import _modelfile, _ollama, _ollama_adapters, _ollama_cards
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects.ollama_store import model_name, writable
 from quire.server.errors import ClientGone
@@ -36,8 +36,9 @@ MAX_TEXT = 1 << 20  # of a system text, a message or a licence
 MAX_MESSAGES = 256
 SPARE = 1 << 30  # bytes of the disk that uploads leave free
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_GO = re.compile(r"\{\{-?[^}]*\.(?:System|Prompt|Response|Messages|Tools|Suffix|Content|Role|First)\b")
+_PROBE = "what a user says"
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "adapters": (None, {}),
     "quantize": (None, ""),
     "quantization": (None, ""),
     "path": (None, ""),  # a file of the server's, by its path
@@ -62,6 +63,7 @@ class CreateRequest(msgspec.Struct, kw_only=True, rename={"source": "from"}):
     modelfile: str | None = None
     source: str | None = None
     files: dict[str, str] | None = None
+    adapters: dict[str, str] | None = None
     template: str | None = None
     license: str | list[str] | None = None
     system: str | None = None
@@ -78,10 +80,11 @@ def register(app: FastAPI, service: Service) -> None:
         store, name = writable(service), model_name(asked.model or asked.name)
         if asked.modelfile is not None:
             asked = _from_text(asked)
-        await in_thread(lambda: _create(service, store, name, asked))
-        done = ("using existing layer", "writing manifest", "success")
+        made = await in_thread(lambda: _create(service, store, name, asked))
+        note = await _ollama_adapters.settle(service, made)
+        done = ("using existing layer", "writing manifest", *([note] if note else []), "success")
         if asked.stream is False:
-            return _ollama.answer({"status": "success"})
+            return _ollama.answer({"status": "success"} | ({"quire": {"notes": [note]}} if note else {}))
         body = b"".join(line({"status": status}) for status in done)
         return Response(body, headers=HEADERS, media_type=LineStream.media_type)
 
@@ -103,7 +106,7 @@ def register(app: FastAPI, service: Service) -> None:
 
 def _from_text(asked: CreateRequest) -> CreateRequest:
     """The request that a Modelfile means; beside it nothing else may say the same."""
-    for name in ("source", "files", "template", "license", "system", "parameters", "messages"):
+    for name in ("source", "files", "adapters", "template", "license", "system", "parameters", "messages"):
         if getattr(asked, name) is not None:
             said = "from" if name == "source" else name
             raise BadRequest(f"modelfile and {said} both say what the model is: send one", param=said)
@@ -111,23 +114,36 @@ def _from_text(asked: CreateRequest) -> CreateRequest:
     return _ollama.parse(msgspec.json.encode(given), CreateRequest, neutral=NEUTRAL)
 
 
-def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> None:
-    """In a thread: it reads files."""
+def _create(service: Service, store: Store, name: str, asked: CreateRequest) -> str:
+    """The name as the store has it. In a thread: it reads files."""
+    if name in service.loaded_adapters and name not in service.made:
+        raise BadRequest(f"{name[:128]} is the name of an adapter that is loaded", param="model")
     source, inherited = _source(store, asked)
     parameters = {**inherited.parameters, **(asked.parameters or {})}
     _ollama.read_options(msgspec.Raw(msgspec.json.encode(parameters)))  # a bad one is told now, not with each request
     messages = tuple({"role": m.role, "content": m.content} for m in asked.messages or ())
     licence = "\n".join(asked.license) if isinstance(asked.license, list) else asked.license or ""
     _check_texts(asked, messages, licence)
-    if asked.template:
-        _check_template(store, source, asked.template)
+    template = inherited.template if asked.template is None else _template(store, source, asked.template)
+    adapter = inherited.adapter
+    if asked.adapters:
+        if adapter:
+            raise BadRequest(f"from: {source} has an adapter already: there can be one", param="adapters")
+        adapter, path = _ollama_adapters.read(store, asked.adapters)
+        try:
+            _ollama_adapters.check_fits(str(_content(store, source)), path)
+        except BaseException:
+            store.forget_adapter(path)
+            raise
     defaults = Defaults(
         parent=inherited.parent or source,
         system=inherited.system if asked.system is None else asked.system,
         parameters=parameters,
         messages=messages or inherited.messages,
+        template=template,
+        adapter=adapter,
     )
-    store.create(name, source, defaults, licence)
+    return store.create(name, source, defaults, licence).name
 
 
 def _source(store: Store, asked: CreateRequest) -> tuple[str, Defaults]:
@@ -173,20 +189,38 @@ def _check_texts(asked: CreateRequest, messages: tuple[dict[str, str], ...], lic
             raise BadRequest(f"{name} has {len(text)} characters: at most {MAX_TEXT}", param=name)
 
 
-def _check_template(store: Store, source: str, template: str) -> None:
-    """A template of the client's is a Go program; only the model's own can be honoured, which is what is used anyway."""
-    if source.startswith("sha256:"):
-        path = store.place.blob(source.partition(":")[2])
-    else:
-        manifest = store.get(source)
-        path = store.blob(manifest) if manifest is not None else Path()
-    if template.strip() != _ollama_cards.read(str(path)).template.strip():
+def _template(store: Store, source: str, template: str) -> str:
+    """A template of one's own, tried; empty where it is the model's. Ollama's are Go programs, which are not run."""
+    if template.strip() in ("", _ollama_cards.read(str(_content(store, source))).template.strip()):
+        return ""
+    if _GO.search(template) and "{%" not in template:
         raise BadRequest(
-            "template is not supported: Go templates are not run here, and the model's own template is used",
-            cure="leave it out",
+            "template is not supported: it is a Go template, and those are not run here",
+            cure="leave it out, and the model's own is used; or write it in Jinja, over messages",
             param="template",
             code="unsupported_parameter",
         )
+    from quire.chat.template import ChatTemplate
+
+    try:
+        told = ChatTemplate(template, where="template").render([{"role": "user", "content": _PROBE}])
+    except QuireError as error:
+        raise BadRequest(f"template: {error.message}", param="template") from None
+    if _PROBE not in told:
+        raise BadRequest(
+            "template does not write what the user says",
+            cure="Jinja, over messages of a role and a content",
+            param="template",
+        )
+    return template
+
+
+def _content(store: Store, source: str) -> Path:
+    """Where the bytes of a name or a digest are."""
+    if source.startswith("sha256:"):
+        return store.place.blob(source.partition(":")[2])
+    manifest = store.get(source)
+    return store.blob(manifest) if manifest is not None else Path()
 
 
 def _sha256(request: Request) -> str:
@@ -233,10 +267,12 @@ COMPAT = (
                 shape=CreateRequest,
                 neutral=NEUTRAL,
                 notes={
-                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`; `ADAPTER` and a `TEMPLATE` of one's own are refused",
+                    "modelfile": "the older form: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`, `TEMPLATE` (Jinja), `ADAPTER` (a digest, of a GGUF adapter)",
                     "from": "a model that is here",
                     "files": "one GGUF file, by the digest that `/api/blobs` took it under",
-                    "template": "only the model's own: Go templates are not run",
+                    "adapters": "one LoRA adapter, by digests: a GGUF file, or `adapter_config.json` and `adapter_model.safetensors`; "
+                    "one that does not fit the model is refused",
+                    "template": "in Jinja, over `messages`, in place of the model's own; Go templates are refused",
                     "parameters": "options; those of the model it is made of are inherited",
                     "system": "stands where a conversation has no system text",
                     "messages": "come before those of a conversation",

@@ -6,6 +6,7 @@ engine's own from the receipt, `total_duration` runs from the request's arrival.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat import infill
 from quire.chat.answers.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
@@ -25,7 +27,7 @@ from quire.server.dialects import _logprobs, _ollama, _ollama_created, _turns
 from quire.server.dialects._answers import Calls
 from quire.server.dialects._ollama_turns import Message, turns
 from quire.server.dialects._ollama_turns import told as tell_call
-from quire.server.dialects._openai import Partial, check_prompt, encode_text, receipt_body
+from quire.server.dialects._openai import Partial, check_prompt, check_text, encode_text, receipt_body
 from quire.server.dialects._tools import NO_TOOLS, choose, openai_tools
 from quire.server.dialects._turns import Talk
 from quire.server.errors import Unimplemented
@@ -37,7 +39,6 @@ from quire.weights.manifest import Defaults
 # What becomes of a conversation that does not fit. Nothing is cut here, and what does not fit is told.
 IGNORED = frozenset({"truncate", "shift"})
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "suffix": (None, ""),
     "template": (None, ""),  # a template from a client is a program
     "images": (None, []),
     "width": (None, 0),
@@ -64,6 +65,7 @@ class GenerateRequest(Common, kw_only=True):
     """The fields of /api/generate that are honoured."""
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
     context: list[int] | None = None
@@ -93,6 +95,10 @@ def register(app: FastAPI, service: Service) -> None:
         options, made = await _begin(service, asked, clock)
         if not asked.prompt:
             return _only_loaded(service, asked, clock, {"response": ""})
+        if asked.suffix:
+            prompt, ends = await _filling(service, asked)
+            lines = _Lines(service, asked, prompt, clock, False, chat=False)
+            return await _answer(service, request, lines, options, None, "prompt", ends)
         prompt = await _prompt(service, asked, made)
         lines = _Lines(service, asked, prompt, clock, not asked.raw, chat=False)
         reads = not asked.raw and service.ready().template is not None  # a raw prompt's answer is told as it comes
@@ -118,6 +124,9 @@ def register(app: FastAPI, service: Service) -> None:
 async def _begin(service: Service, asked: Common, clock: Clock) -> tuple[_ollama.Options, Defaults | None]:
     """What both routes check before anything is computed, and what a name that was made here says by default; waits for a model
     that is still loading, as Ollama does."""
+    began = time.monotonic()
+    if asked.model and not _ollama.is_served(service, asked.model):
+        await service.loaded()  # it may be the name of an adapter, which is known when the engine has it
     made = _ollama.defaults_of(service, _ollama.check_model(service, asked.model))
     options = _ollama.read_options(_ollama_created.options(made, asked.options))
     _ollama.constraint(asked.format)
@@ -128,9 +137,9 @@ async def _begin(service: Service, asked: Common, clock: Clock) -> tuple[_ollama
         raise BadRequest(
             f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
         )
-    began = time.monotonic()
     await service.loaded()
     service.generator()
+    _ollama_created.speak(service, made)
     clock.waited = time.monotonic() - began
     return options, made
 
@@ -193,6 +202,26 @@ async def _prompt(service: Service, asked: GenerateRequest, made: Defaults | Non
     return [*before, *turn]
 
 
+async def _filling(service: Service, asked: GenerateRequest) -> tuple[list[int], tuple[int, ...]]:
+    """Tokens of a gap between `prompt` and `suffix`, and those that end what fills it."""
+    for name in ("system", "context", "think"):
+        if getattr(asked, name):
+            raise BadRequest(f"{name} has no place beside suffix: there is no conversation", param=name)
+    tokenizer = service.ready().tokenizer
+    tokens = tokenizer.infill
+    if tokens is None:
+        raise BadRequest(
+            f"{service.name} has no infill tokens: it continues a text, and cannot write towards a suffix",
+            cure="leave suffix out, or serve a model that was taught to fill in (qwen2.5-coder:1.5b is one)",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    before, after = asked.prompt or "", asked.suffix or ""
+    for text, name in ((before, "prompt"), (after, "suffix")):
+        check_text(service, text, name)
+    return await asyncio.to_thread(infill.write, tokenizer, tokens, before, after), tokens.ends
+
+
 async def _answer(
     service: Service,
     request: Request,
@@ -200,8 +229,9 @@ async def _answer(
     options: _ollama.Options,
     tools: Tools | None,
     param: str,
+    ends: tuple[int, ...] = (),
 ) -> Response:
-    """The answer to a prompt: lines, or one object. Without `tools` all of it is text."""
+    """The answer to a prompt: lines, or one object. Without `tools` all of it is text. `ends`: tokens that end it too."""
     asked, prompt = lines.asked, lines.prompt
     check_prompt(service, prompt, None, param, "options.num_predict")
     context = _ollama.context_of(service, options)
@@ -214,6 +244,8 @@ async def _answer(
         )
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     sampling = _ollama.params(options, service.info.vocab_size, context - len(prompt), logprobs)
+    if ends:
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
     reading, constraint = None, _ollama.constraint(asked.format)
     if tools is not None:
         reading, constraint = await _turns.answering(service, prompt, tools, constraint)

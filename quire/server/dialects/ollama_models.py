@@ -95,7 +95,7 @@ def _shown(card: _ollama_cards.Card, able: list[str]) -> dict[str, Any]:
         "license": card.licence,
         "modelfile": written,
         "parameters": "\n".join(lines),
-        "template": card.header.template,
+        "template": card.header.template if made is None or not made.template else made.template,
         "details": card.header.details,
         "model_info": card.header.info,
         "capabilities": ["embedding" if "bert" in card.header.details["family"].lower() else "completion", *able],

@@ -22,12 +22,13 @@ from starlette.types import Receive, Scope, Send
 
 from quire.observe.errors import BadRequest, Busy, NotFound, QuireError
 from quire.server import errors
-from quire.server.dialects import _ollama
+from quire.server.dialects import _ollama, _ollama_adapters
 from quire.server.dialects._compat import Absent, Endpoint, Fields
 from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
+from quire.server.tenants import check_administers
 from quire.server.threads import in_thread
 from quire.weights import names
 from quire.weights.store import Store
@@ -98,13 +99,15 @@ def register(app: FastAPI, service: Service) -> None:
         if await in_thread(lambda: store.get(name)) is None:
             raise NotFound(f"model {given[:128]!r} is not here", cure="GET /api/tags lists what is", param="model")
         await in_thread(lambda: store.remove(name))
+        await _ollama_adapters.settle(service, name)
         return Response()
 
     async def copy(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), CopyRequest)
         store = writable(service)
         source, name = _ollama.canonical(model_name(asked.source)), _ollama.bare_name(model_name(asked.destination))
-        await in_thread(lambda: store.copy(source, name))
+        made = await in_thread(lambda: store.copy(source, name))
+        await _ollama_adapters.settle(service, made.name)  # what it has to tell, an answer without a body cannot
         return Response()
 
     async def push(request: Request) -> Response:
@@ -120,6 +123,7 @@ def writable(service: Service) -> Store:
     """The store, for who may change it."""
     if service.store is None:
         raise Unimplemented("this server was started without a model store")
+    check_administers("changing the models of this machine")
     if not is_loopback(service.config.host) and not service.config.api_key:
         raise ReadOnly(
             "models are not pulled, copied or deleted from other machines without a key",

@@ -22,6 +22,7 @@ from quire.server.dialects._pages import no_such_after, page, window
 from quire.server.dialects.openai_files import expiry
 from quire.server.limits import read_json
 from quire.server.service import Service
+from quire.server.tenants import owner
 
 PATH = "/v1/batches"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -68,23 +69,24 @@ def register(app: FastAPI, service: Service) -> None:
             model=service.name,
             metadata=asked.metadata,
             keep_seconds=None if keep is None else expiry(keep.anchor, keep.seconds, "output_expires_after"),
+            owner=owner(),
         )
         at.queue.start()
         return _json(batch.body())
 
     async def listed(request: Request) -> Response:
         asked = window(request)
-        found = await desk().journal.listed(asked.limit, asked.after)
+        found = await desk().journal.listed(asked.limit, asked.after, owner())
         if found is None:
             raise no_such_after()
         return _json(page([batch.body() for batch in found[0]], found[1]))
 
     async def one(request: Request) -> Response:
-        return _json((await desk().journal.get(request.path_params["batch"])).body())
+        return _json((await desk().journal.get(request.path_params["batch"], owner())).body())
 
     async def cancel(request: Request) -> Response:
         at = desk()
-        batch = await at.journal.cancel(request.path_params["batch"])
+        batch = await at.journal.cancel(request.path_params["batch"], owner())
         at.queue.start()
         return _json(batch.body())
 

@@ -18,6 +18,7 @@ from quire.server.dialects._compat import Endpoint
 from quire.server.dialects._pages import no_such_after, page, window
 from quire.server.files import new_id
 from quire.server.service import Service
+from quire.server.tenants import owner
 
 PATH = "/v1/files"
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
@@ -52,28 +53,28 @@ def register(app: FastAPI, service: Service) -> None:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        return _json((await files.add(name, came.filename, purpose, came.size, seconds)).body())
+        return _json((await files.add(name, came.filename, purpose, came.size, seconds, owner())).body())
 
     async def listed(request: Request) -> Response:
         asked = window(request, default=10_000, most=10_000)
         purpose = request.query_params.get("purpose")
-        found = await desk().files.listed(asked.limit, asked.after, asked.newest_first, purpose)
+        found = await desk().files.listed(asked.limit, asked.after, asked.newest_first, purpose, owner())
         if found is None:
             raise no_such_after()
         return _json(page([file.body() for file in found[0]], found[1]))
 
     async def one(request: Request) -> Response:
-        return _json((await desk().files.get(request.path_params["file"])).body())
+        return _json((await desk().files.get(request.path_params["file"], owner())).body())
 
     async def content(request: Request) -> Response:
         files = desk().files
-        file = await files.get(request.path_params["file"])
+        file = await files.get(request.path_params["file"], owner())
         kind = "application/jsonl" if file.purpose.startswith("batch") else "application/octet-stream"
         return FileResponse(files.path(file.id), media_type=kind, filename=file.name)
 
     async def delete(request: Request) -> Response:
         at = desk()
-        file = await at.files.get(request.path_params["file"])
+        file = await at.files.get(request.path_params["file"], owner())
         if file.id in await at.journal.used_files():
             raise Conflict("a batch still reads this file", cure="cancel the batch first, or wait for its end")
         await at.files.remove(file.id)

@@ -34,16 +34,18 @@ from quire.server.dialects._responses_request import (
     check,
     generated,
     parse,
+    parse_count,
     prepare,
     schema_of,
 )
 from quire.server.dialects._responses_runs import Listening, Runs
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed
-from quire.server.kept import SCHEMA, Kept, Record
+from quire.server.kept import LATER, SCHEMA, Kept, Record
 from quire.server.limits import read_json
 from quire.server.service import Service
 from quire.server.sse import EventStream, named_event
+from quire.server.tenants import owner
 
 PATH = "/v1/responses"
 log = logging.getLogger("quire.server")
@@ -83,7 +85,7 @@ class _Responses:
 
     async def create(self, request: Request) -> Response:
         arrived, service = time.monotonic(), self.service
-        asked: ResponseRequest = parse(await read_json(request), ResponseRequest)
+        asked = parse(await read_json(request))
         service.check_model(asked.model)
         service.generator()
         check(asked)
@@ -102,9 +104,10 @@ class _Responses:
 
         async def keep() -> None:
             if asked.stored:
-                await self.kept.put(
-                    Record(answer.id, answer.state, asked.previous_response_id, ready.input, answer.output)
+                record = Record(
+                    answer.id, answer.state, asked.previous_response_id, ready.input, answer.output, owner()
                 )
+                await self.kept.put(record)
 
         if asked.background:
             service.ready().check(generation)  # what would be an error status must still be one
@@ -123,7 +126,7 @@ class _Responses:
         return _json(answer.body())
 
     async def count(self, request: Request) -> Response:
-        asked: CountRequest = parse(await read_json(request), CountRequest)
+        asked = parse_count(await read_json(request))
         self.service.check_model(asked.model)
         self.service.generator()
         ready = await prepare(self.service, self.kept, asked)
@@ -156,7 +159,7 @@ class _Responses:
         if run := self.runs.running(response):
             await self.runs.cancel(run)
         self.runs.forget(response)
-        if not await self.kept.remove(response):
+        if not await self.kept.remove(response, owner()):
             raise _missing(response)
         return _json({"id": response, "object": "response", "deleted": True})
 
@@ -176,11 +179,11 @@ class _Responses:
     async def input_items(self, request: Request) -> Response:
         asked = window(request)
         record = await self._stored(request.path_params["response"])
-        before = [] if record.previous is None else await self.kept.context(record.previous)
+        before = [] if record.previous is None else await self.kept.context(record.previous, owner())
         return _json(cut([*before, *record.input], asked))
 
     async def _stored(self, response: str) -> Record:
-        record = await self.kept.get(response)
+        record = await self.kept.get(response, owner())
         if record is None:
             raise _missing(response)
         return record
@@ -208,7 +211,7 @@ def _open(service: Service) -> Kept:
     """The store: in the state folder if it can be used, else in memory."""
     path = service.state.path("responses.db")
     try:
-        return Kept(Database(path, SCHEMA))
+        return Kept(Database(path, SCHEMA, later=LATER))
     except (sqlite3.Error, QuireError) as error:
         log.warning("stored responses are in memory: %s", error)
         return Kept(Database(None, SCHEMA))
@@ -217,12 +220,13 @@ def _open(service: Service) -> Kept:
 def _head(
     service: Service, asked: ResponseRequest, ready: Prepared, temperature: float, top_p: float
 ) -> dict[str, Any]:
-    """The response object before anything has happened, without its output."""
+    """The response object before anything has happened, without its output. OpenAI's schema wants some fields as null and does not
+    take null in others: those (`user`, `usage`) are there once they have a value."""
     text = asked.text.format if asked.text and asked.text.format else None
     shape: dict[str, Any] = {"type": text.type if text else "text"}
     if text is not None and text.type == "json_schema":
-        more = {"description": text.description, "strict": True}  # a schema is always enforced
-        shape |= {"name": text.name, "schema": schema_of(text), **more}
+        shape |= {"name": text.name, "schema": schema_of(text), "strict": True}  # a schema is always enforced
+        shape |= {} if text.description is None else {"description": text.description}
     effort = asked.reasoning.effort if asked.reasoning else None
     return {
         "id": f"resp_{secrets.token_hex(24)}",
@@ -262,8 +266,7 @@ def _head(
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": top_p,
         "truncation": "disabled",
-        "usage": None,
-        "user": asked.user,
+        **({} if asked.user is None else {"user": asked.user}),
     }
 
 

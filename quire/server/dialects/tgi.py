@@ -91,6 +91,7 @@ async def _begin(
     service: Service, request: Request, asked: GenerateRequest, arrived: float, stream: bool
 ) -> tuple[Feed, Parameters, _Answer]:
     wanted = _tgi.read_parameters(asked.parameters)
+    service.check_model(wanted.adapter_id or None)
     service.generator()
     _tgi.check(wanted, stream)
     sampling = _tgi.params(wanted, service.info.vocab_size, stream or bool(wanted.details))
@@ -272,6 +273,7 @@ _PARAMETERS = Fields(
         "decoder_input_details": "with `details`, and no stream",
         "top_n_tokens": "0 to 20",
         "grammar": "enforced: `json`, `json_schema` or `regex`",
+        "adapter_id": "an adapter that is loaded; else 404",
     },
 )
 _SURFACE = (

@@ -348,3 +348,11 @@ async def test_long_texts_are_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPa
         await made.encode_prompt(text)
         await made.encode_chat([{"role": "user", "content": text}])
     assert where == [True, True, False, False]
+    call = {"function": {"name": "f", "arguments": {"x": "a" * THREAD_FROM}}}
+    for said, more in (
+        ({"reasoning_content": "a" * THREAD_FROM}, {}),
+        ({"tool_calls": [call]}, {}),
+        ({}, {"documents": [{"text": "a" * THREAD_FROM}]}),
+    ):
+        await made.encode_chat([{"role": "user", "content": "a", **said}], **more)
+    assert where[4:] == [False] * 3

@@ -88,12 +88,12 @@ async def test_a_batch_from_end_to_end(config):
         text = "\n".join([line(0), line(1, temperature=-1), "", line(2), line(3, model="other"), line(4, stream=True)])
         batch = await begin(http, text, metadata={"a": "b"})
         body = await until(http, batch)
-        output, faults = await read(http, body["output_file_id"]), await read(http, body["error_file_id"])
+        output, faults = await read(http, body.get("output_file_id")), await read(http, body.get("error_file_id"))
         listed = (await http.get("/v1/batches")).json()
         files = (await http.get("/v1/files?purpose=batch_output")).json()["data"]
     assert body["status"] == "completed"
     assert body["request_counts"] == {"total": 5, "completed": 2, "failed": 3}
-    assert (body["metadata"], body["endpoint"], body["errors"], body["model"]) == ({"a": "b"}, CHAT, None, MODEL)
+    assert (body["metadata"], body["endpoint"], body.get("errors"), body["model"]) == ({"a": "b"}, CHAT, None, MODEL)
     assert body["created_at"] <= body["in_progress_at"] <= body["finalizing_at"] <= body["completed_at"]
     assert [o["custom_id"] for o in output] == ["id0", "id2"]
     first = output[0]
@@ -186,7 +186,7 @@ async def test_embeddings_are_refused_by_a_model_that_has_none(config):
         done = await until(http, await begin(http, text, "/v1/embeddings"))
         (fault,) = await read(http, done["error_file_id"])
         assert fault["response"]["body"]["error"]["code"] == "unsupported_task"
-        assert done["output_file_id"] is None
+        assert "output_file_id" not in done
 
 
 BAD_LINES: list[tuple[str | bytes, str]] = [
@@ -212,7 +212,7 @@ async def test_a_bad_line_fails_the_batch_with_its_number(tmp_path):
         for bad, code in BAD_LINES:
             raw = bad if isinstance(bad, bytes) else bad.encode()
             body = await until(http, await begin(http, line(0).encode() + b"\n" + raw + b"\n" + line(9).encode()))
-            assert body["status"] == "failed" and body["failed_at"] and body["output_file_id"] is None
+            assert body["status"] == "failed" and body["failed_at"] and "output_file_id" not in body
             (error,) = body["errors"]["data"]
             assert (error["code"], error["line"]) == (code, 2), (bad[:80], error)
     assert completer.seen == []  # nothing ran
@@ -275,7 +275,7 @@ async def test_cancelling_keeps_what_is_done(config):
         assert (await http.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
         body = await until(http, batch)
         assert completer.running == 0
-        output, faults = await read(http, body["output_file_id"]), await read(http, body["error_file_id"])
+        output, faults = await read(http, body.get("output_file_id")), await read(http, body.get("error_file_id"))
         assert body["status"] == "cancelled" and body["cancelled_at"] >= body["cancelling_at"]
         assert 3 <= len(output) < 30 and len(output) + len(faults) == 30
         assert {f["error"]["code"] for f in faults} == {"batch_cancelled"} and faults[0]["response"] is None
@@ -290,7 +290,7 @@ async def test_expiring(config):
     async with server(config, completer) as http:
         batch = await begin(http, "\n".join(line(i) for i in range(100)), window="1s")
         body = await until(http, batch)
-        output, faults = await read(http, body["output_file_id"]), await read(http, body["error_file_id"])
+        output, faults = await read(http, body.get("output_file_id")), await read(http, body.get("error_file_id"))
     assert body["status"] == "expired" and body["expired_at"] >= body["expires_at"]
     assert output and len(output) + len(faults) == 100 and faults[-1]["error"]["code"] == "batch_expired"
 
@@ -317,8 +317,8 @@ async def test_no_line_is_lost_or_doubled_when_the_server_is_killed(config):
     assert life >= 2, "it was never killed in the middle"
     async with server(config) as http:
         body = await until(http, batch)
-        output = await read(http, body["output_file_id"])
-    assert body["status"] == "completed" and body["error_file_id"] is None
+        output = await read(http, body.get("output_file_id"))
+    assert body["status"] == "completed" and "error_file_id" not in body
     assert body["request_counts"] == {"total": total, "completed": total, "failed": 0}
     assert [o["custom_id"] for o in output] == [f"id{i}" for i in range(total)]
     assert len(ran) > total  # some were computed twice, and told once
@@ -345,7 +345,7 @@ async def test_a_death_between_any_two_steps(config, at, monkeypatch):
             await dead.wait()
     async with server(config) as http:
         body = await until(http, batch)
-        output, faults = await read(http, body["output_file_id"]), await read(http, body["error_file_id"])
+        output, faults = await read(http, body.get("output_file_id")), await read(http, body.get("error_file_id"))
         files = (await http.get("/v1/files")).json()["data"]
     assert body["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
     assert [o["custom_id"] for o in output] == ["id0", "id2"] and [f["custom_id"] for f in faults] == ["id1"]
@@ -378,7 +378,7 @@ async def test_a_result_is_told_once_and_files_keep_their_ids(config):
         closing = await book.finalize(await book.get(batch), "completed")
         again = await book.finalize(await book.get(batch), "expired")
         assert (again.row["output_file"], again.row["outcome"]) == (closing.row["output_file"], "completed")
-        assert closing.body()["output_file_id"] is None  # not before it can be read
+        assert "output_file_id" not in closing.body()  # not before it can be read
         assert (await http.post(f"/v1/batches/{batch}/cancel")).status_code == 400
         stale = await book.finalize(closing, "completed")
         assert stale.status == "finalizing"
@@ -421,7 +421,7 @@ async def test_a_line_that_kills_its_engine_is_given_up(config, monkeypatch):
     completer.dies = EngineDead("died")
     async with server(config, completer) as http:
         body = await until(http, await begin(http, line(0)))
-        (fault,) = await read(http, body["error_file_id"])
+        (fault,) = await read(http, body.get("error_file_id"))
     assert len(completer.seen) == queue.DEATHS
     assert fault["response"]["status_code"] == 503
     assert fault["response"]["body"]["error"]["code"] == "engine_dead"
@@ -432,7 +432,7 @@ async def test_a_failure_of_ours_is_an_error_line(config):
     completer.dies = ZeroDivisionError()
     async with server(config, completer) as http:
         body = await until(http, await begin(http, line(0)))
-        (fault,) = await read(http, body["error_file_id"])
+        (fault,) = await read(http, body.get("error_file_id"))
     assert fault["response"]["status_code"] == 500
     assert "Traceback" not in json.dumps(fault)
 
@@ -471,7 +471,7 @@ async def test_results_are_read_in_bounded_pieces(config, monkeypatch):
     monkeypatch.setattr(journal, "TOGETHER", 1000)  # two or three of them at a time
     async with server(config) as http:
         body = await until(http, await begin(http, "\n".join(line(i) for i in range(20))))
-        output = await read(http, body["output_file_id"])
+        output = await read(http, body.get("output_file_id"))
     assert [o["custom_id"] for o in output] == [f"id{i}" for i in range(20)]
 
 

@@ -25,6 +25,7 @@ from quire.server.service import Service
 from quire.weights.checkpoint import open_checkpoint
 from tests.unit.chat.test_embedder import folder, wanted
 from tests.unit.server.fakes import URL, client_for
+from tests.unit.server.openai_schema import conforms
 
 pytest.importorskip("torch", reason="needs torch: the test extra")
 pytest.importorskip("transformers", reason="needs transformers: the test extra")
@@ -71,6 +72,7 @@ async def test_every_form_of_input_and_both_encodings(tiny: tuple[Path, Any, Any
         ):
             body = (await http.post(EMBED, json={"model": "tiny", "input": given, "user": "u"})).json()
             packed = (await http.post(EMBED, json={"input": given, "encoding_format": "base64"})).json()
+            conforms("CreateEmbeddingResponse", body)
             assert body["object"] == "list" and body["model"] == "tiny"
             count = sum(len(theirs(t).input_ids) for t in texts)
             assert body["usage"] == packed["usage"] == {"prompt_tokens": count, "total_tokens": count}

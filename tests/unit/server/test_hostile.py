@@ -13,9 +13,11 @@ import pytest
 import uvicorn
 
 from quire.config import ServerConfig
+from quire.observe.errors import BadRequest
 from quire.server import lifecycle, limits
 from quire.server.app import create_app
-from tests.unit.server.fakes import MODEL, FakeCompleter, service_over
+from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for, service_over
+from tests.unit.server.test_contract import shape_of
 
 CHAT = "/v1/chat/completions"
 LONGEST = 1.0  # seconds between two tokens of the honest stream; they are 10 ms apart
@@ -184,3 +186,82 @@ async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatc
     async with serving(completer) as port:
         status, answer, took = await exchange(port, head(CHAT, len(body)), body)
     assert status == 200 and answer["choices"][0]["message"]["content"] == "x" * 30 and took > 0.3
+
+
+# The same in every dialect, in its own shape
+
+SAYS = [{"role": "user", "content": "hi"}]
+FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CLAUDE = {"name": "f", "input_schema": {"type": "object"}}
+# What is answered, and a tool where there are tools: the tool, and what its description is called in it.
+SMALLEST: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    CHAT: ({"messages": SAYS}, TOOL),
+    "/v1/completions": ({"prompt": "hi"}, None),
+    "/v1/responses": ({"input": "hi"}, FLAT),
+    "/v1/messages": ({"model": MODEL, "messages": SAYS, "max_tokens": 5}, CLAUDE),
+    "/api/chat": ({"model": MODEL, "messages": SAYS, "stream": False}, TOOL),
+    "/api/generate": ({"model": MODEL, "prompt": "hi", "stream": False}, None),
+    "/generate": ({"inputs": "hi"}, None),
+    "/completion": ({"prompt": "hi"}, None),
+    f"/v2/models/{MODEL}/generate": ({"text_input": "hi"}, None),
+    f"/v2/models/{MODEL}/infer": (
+        {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hi"]}]},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("path", SMALLEST)
+async def test_every_dialect_refuses_in_its_own_shape(path: str):
+    body, tool = SMALLEST[path]
+    completer = FakeCompleter()
+    completer.answers, completer.template = CALLER, FakeTemplate("messages tools")
+    plain, json_kind = json.dumps(body).encode(), "application/json"
+    bad: list[tuple[str, bytes, str, tuple[int, ...]]] = [
+        ("twice", plain[:-1] + b', "top_p": 1, "top_p": 0.5}', json_kind, (400, 422)),
+        ("inside", plain[:-1] + b', "metadata": {"a": "1", "a": "2"}}', json_kind, (400, 422)),
+        ("XML", plain, "application/xml", (415,)),
+        ("a form", plain, "multipart/form-data; boundary=x", (415,)),
+        ("not UTF-8", plain.replace(b"hi", b"\xff"), json_kind, (400, 422)),
+    ]
+    if tool is not None:
+        many = {**body, "tools": [{**tool, "name": f"f{i}"} if "name" in tool else tool for i in range(3000)]}
+        told = "x" * 2_000_000
+        inner = {**tool["function"], "description": told} if "function" in tool else None
+        wordy = {**tool, "function": inner} if inner else {**tool, "description": told}
+        bad.append(("thousands of tools", json.dumps(many).encode(), json_kind, (400,)))
+        bad.append(("megabytes of description", json.dumps({**body, "tools": [wordy]}).encode(), json_kind, (400,)))
+    async with client_for(completer) as http:
+        good = await http.post(path, content=plain, headers={"content-type": json_kind})
+        assert good.status_code == 200, good.text
+        for name, content, kind, statuses in bad:
+            began = time.monotonic()
+            r = await http.post(path, content=content, headers={"content-type": kind})
+            assert r.status_code in statuses, (name, r.status_code, r.text[:200])
+            assert time.monotonic() - began < 3, name
+            shape_of(path, r.json())
+            if name in ("twice", "inside"):
+                assert "comes twice" in r.text, (name, r.text)
+    assert len(completer.seen) == 1
+
+
+async def test_keys_of_large_bodies_are_looked_at_off_the_loop():
+    """And not at all beyond a bound: a list of a million empty lists is no small thing to look through."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    body = b'{"a": [' + b'{"b": 1},' * 80_000 + b'{"c": 1, "c": 2}]}'
+    assert len(body) < limits.KEYS_MOST
+    ticking = asyncio.create_task(tick())
+    with pytest.raises(BadRequest, match="'c' comes twice"):
+        await limits.checked_keys(body)
+    ticking.cancel()
+    assert ticks > 2
+    assert await limits.checked_keys(b'{"a": 1, "a": 2' + b" " * limits.KEYS_MOST + b"}")
+    for odd in (b"", b"[" * 100_000, b"\xff", b'{"a": 1' + b"9" * 10_000 + b', "b": 2}', b'{"a": NaN}'):
+        assert await limits.checked_keys(odd) == odd

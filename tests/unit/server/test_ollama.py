@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.chat.infill import Infill
 from quire.config import ServerConfig
 from quire.observe.errors import Busy, EngineDead
 from quire.server.service import Service
@@ -126,7 +127,7 @@ async def test_defaults_are_ollamas_and_the_room_is_the_context():
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": "x"}, "infill"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"images": ["aGk="]}, "images"),
         ({"format": 5}, "format"),
@@ -405,3 +406,20 @@ async def test_embeddings_are_refused_and_say_what_makes_them(path: str, field: 
     async with client_for() as http:
         r = await http.post(path, json={"model": MODEL, field: "x"})
     assert (r.status_code, "embedding model" in r.json()["error"]) == (400, True)
+
+
+async def test_a_suffix_is_written_with_the_models_own_tokens():
+    completer = FakeCompleter()
+    asked = {"model": MODEL, "prompt": "ab", "suffix": "yz", "stream": False}
+    async with client_for(completer) as http:
+        r = await http.post("/api/generate", json=asked)
+        assert r.status_code == 400 and "infill" in r.json()["error"]
+        completer.tokenizer.infill = Infill(prefix=257, suffix=258, middle=259, ends=(260, 261))
+        body = (await http.post("/api/generate", json=asked)).json()
+        assert body["response"] == ANSWER and "context" not in body
+        assert completer.seen[-1].prompt == [257, *b"ab", 258, *b"yz", 259]
+        assert completer.seen[-1].sampling.stop_token_ids == (260, 261)
+        assert completer.seen[-1].reading is None
+        for more in ({"system": "x"}, {"think": True}, {"context": [1]}):
+            r = await http.post("/api/generate", json=asked | more)
+            assert r.status_code == 400 and next(iter(more)) in r.json()["error"]

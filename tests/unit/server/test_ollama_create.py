@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from quire.config import ServerConfig
-from quire.observe.errors import BadRequest
-from quire.server.dialects import _modelfile
+from quire.observe.errors import BadRequest, Unsupported
+from quire.server.dialects import _modelfile, _ollama_adapters
 from quire.server.service import Service
 from quire.weights.manifest import Defaults
 from tests.unit.server.fakes import MODEL, client_for
@@ -26,6 +26,9 @@ PIRATE = {
     "messages": [{"role": "user", "content": "Ahoy"}, {"role": "assistant", "content": "Arr"}],
     "license": ["MIT", "and more"],
 }
+
+
+ALONE = dict.fromkeys(PIRATE.keys() - {"model"})  # nothing beside a Modelfile
 
 
 async def make(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
@@ -95,8 +98,21 @@ async def test_from_a_modelfile(service: Service):  # noqa: F811
         ({"from": None, "files": {"a.gguf": "sha256:" + "0" * 64}}, 404, "not in the store"),
         ({"from": None, "files": {"a.gguf": "../../x"}}, 400, "files"),
         ({"from": None, "files": {"a": "sha256:" + "0" * 64, "b": "sha256:" + "1" * 64}}, 400, "files"),
-        ({"template": "{{ .Prompt }}"}, 400, "template"),
+        ({"template": "{{ .Prompt }}"}, 400, "Go template"),
+        (
+            {"template": "{{ if .System }}{{ .System }}{{ end }}{{- range .Messages }}{{ .Content }}{{ end }}"},
+            400,
+            "Go",
+        ),
+        ({"template": "always the same"}, 400, "does not write what the user says"),
+        ({"template": "{% for m in messages %}{{ m.content }}"}, 400, "template"),
+        ({"template": "{{ messages[3].content }}"}, 400, "template"),
+        ({"template": "{% for i in range(10**9) %}x{% endfor %}{{ messages[0].content }}"}, 400, "template"),
         ({"adapters": {"a": "sha256:00"}}, 400, "adapters"),
+        ({"adapters": {"a": "/etc/passwd"}}, 400, "/api/blobs/"),
+        ({"adapters": {"a": "sha256:" + "0" * 64}}, 404, "not in the store"),
+        ({"adapters": {"a": "sha256:" + "0" * 64, "b": "sha256:" + "1" * 64}}, 400, "adapter_model.safetensors"),
+        ({"modelfile": f"FROM {MODEL}\nADAPTER ./mine.gguf", **ALONE}, 400, "/api/blobs/"),
         ({"quantize": "q4_K_M"}, 400, "quantize"),
         ({"parameters": {"mirostat": 2}}, 400, "mirostat"),
         ({"parameters": {"nonsense": 2}}, 400, "nonsense"),
@@ -206,3 +222,54 @@ async def test_requests_get_what_the_name_says(service: Service):  # noqa: F811
         assert (await http.post("/api/create", json=other)).status_code == 200
         r = await http.post("/api/chat", json=ask | {"model": "far"})
         assert r.status_code == 404, "its bytes are not those being served"
+
+
+async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Service):  # noqa: F811
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    text = f'FROM {MODEL}\nTEMPLATE """{source}"""\n'
+    async with client_for(service=service) as http:
+        assert (await http.post("/api/create", json={"model": "mine", "modelfile": text})).status_code == 200
+        assert (await http.post("/api/create", json={"model": "child", "from": "mine"})).status_code == 200
+        for name in ("mine", "child"):
+            shown = (await http.post("/api/show", json={"model": name})).json()
+            assert shown["template"] == source
+            assert _modelfile.parse(shown["modelfile"])["template"] == source
+        assert (
+            await http.post("/api/create", json={"model": "child", "from": "mine", "template": ""})
+        ).status_code == 200
+        assert (await http.post("/api/show", json={"model": "child"})).json()["template"] == "{{ messages }}"
+
+
+async def test_an_adapter_that_the_server_has_no_room_for(
+    service: Service,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The name is kept and that is told; until it can be answered with its adapter it is not answered at all."""
+    monkeypatch.setattr(_ollama_adapters, "check_fits", lambda model, adapter: None)  # the engine here is a script
+    store, data = service.store, b"GGUF, as far as the store is concerned"
+    digest = "sha256:" + hashlib.sha256(data).hexdigest()
+    assert store is not None
+    async with client_for(service=service) as http:
+        assert (await http.post(f"/api/blobs/{digest}", content=data)).status_code == 201
+        made = {"model": "tuned", "from": MODEL, "adapters": {"a.gguf": digest}, "stream": False}
+        r = await http.post("/api/create", json=made)
+        assert r.json()["status"] == "success" and "no room for adapters" in r.json()["quire"]["notes"][0]
+        lines = (await http.post("/api/create", json=made | {"stream": True})).text.splitlines()
+        assert any("no room for adapters" in line for line in lines)
+        shown = (await http.post("/api/show", json={"model": "tuned"})).json()
+        assert f"ADAPTER @{digest}" in shown["modelfile"]
+        assert _modelfile.parse(shown["modelfile"])["adapters"] == {f"@{digest}": f"@{digest}"}
+        for path, body in (
+            ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/api/generate", {"prompt": "hi"}),
+        ):
+            r = await http.post(path, json={"model": "tuned", **body})
+            assert r.status_code == 400 and "adapter" in r.json()["error"] and "not loaded" in r.json()["error"]
+        with pytest.raises(Unsupported, match="with an adapter"):
+            store.resolve("tuned")  # `quire run` and `quire serve` would leave the adapter out
+        with pytest.raises(Unsupported, match="with an adapter"):
+            store.pull("tuned")
+        blob = store.place.blob(digest.partition(":")[2])
+        assert blob.exists() and str(blob) not in " ".join(p.text for p in store.problems())
+        assert (await http.request("DELETE", "/api/delete", json={"model": "tuned"})).status_code == 200
+        assert not blob.exists()

@@ -14,6 +14,7 @@ from quire.chat.types import CallPart, Chunk
 from quire.engine.types import Receipt
 from quire.observe.errors import Busy, EngineDead
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
+from tests.unit.server.openai_schema import conforms, conforms_event
 from tests.unit.server.scripts import bench, scripts
 
 # By their names: a union of sixty would be tried one by one.
@@ -59,6 +60,7 @@ def told(text: str) -> list[dict[str, Any]]:
             event = json.loads(data)
             assert event["type"] == name
             EVENTS[name].model_validate(event)
+            conforms_event(event)
             found.append(event)
         else:
             assert not block or block.startswith(":"), block
@@ -76,6 +78,7 @@ async def post(http: Any, **more: Any) -> dict[str, Any]:
     r = await http.post("/v1/responses", json=HI | more)
     assert r.status_code == 200, r.text
     Response.model_validate(r.json())
+    conforms("Response", r.json())
     return r.json()
 
 
@@ -110,7 +113,7 @@ async def test_every_required_field_is_there():
         *("id", "object", "created_at", "status", "error", "incomplete_details", "instructions", "model", "output"),
         *("tools", "tool_choice", "parallel_tool_calls", "metadata", "temperature", "top_p", "truncation", "usage"),
         *("max_output_tokens", "previous_response_id", "reasoning", "text", "background", "store", "service_tier"),
-        *("top_logprobs", "user", "completed_at", "max_tool_calls", "safety_identifier", "prompt_cache_key"),
+        *("top_logprobs", "completed_at", "max_tool_calls", "safety_identifier", "prompt_cache_key"),
     )
     assert not set(required) - body.keys()
 
@@ -332,7 +335,7 @@ async def test_formats_are_constraints():
     first, second, third = (constraint for _, constraint in completer.asked)
     assert first is not None and json.loads(first.text) == schema and first.param == "text.format"
     assert second is not None and second.kind == "json_object" and third is None
-    assert body["text"]["format"] == {**shape, "description": None}
+    assert body["text"]["format"] == shape
 
 
 async def test_reasoning_effort_reaches_the_template():

@@ -163,7 +163,6 @@ BAD: list[tuple[Any, str]] = [
     ({"inputs": "a", "surprise": 1}, "surprise"),
     (ask(surprise=1), "surprise"),
     (ask(watermark=True), "watermark"),
-    (ask(adapter_id="x"), "adapter_id"),
     (ask(temperature=0), "temperature"),
     (ask(temperature=-1), "temperature"),
     (ask(top_k=0), "top_k"),
@@ -195,6 +194,15 @@ async def test_refusals_in_tgis_shape(body: Any, names: str):
             assert set(r.json()) == {"error", "error_type"}
             assert r.json()["error_type"] == "validation" and names in r.json()["error"]
         assert not completer.seen
+
+
+async def test_an_adapter_that_is_not_loaded():
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        r = await http.post("/generate", json=ask(adapter_id="x"))
+        assert r.status_code == 404 and set(r.json()) == {"error", "error_type"} and "not served" in r.json()["error"]
+        assert not completer.seen
+        assert (await http.post("/generate", json=ask(adapter_id=""))).status_code == 200
 
 
 async def test_what_is_refused_in_a_stream_only():
