@@ -22,6 +22,9 @@ Index = npt.NDArray[np.intp]
 Guesses: TypeAlias = Sequence[Sequence[int]]
 
 
+_most = np.maximum.reduce  # what `max` comes to, without its arguments
+
+
 class BadWork(ValueError):
     """One Work cannot be computed. `index` is its place in what was given to `build`."""
 
@@ -63,6 +66,10 @@ class BatchBuilder:
         `guesses`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
         sampled. Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
         """
+        if not guesses and all(w.tokens is None for w in work):
+            made = self._decode(work, slots)
+            if made is not None:
+                return made
         tokens = self._flatten(work, guesses)
         count, total = len(work), len(tokens)
         if total > self._ids.size:
@@ -114,6 +121,38 @@ class BatchBuilder:
         adapters = used[owner] if (used >= 0).any() else None
         rows = self._logit_rows(work, q_start, guesses)
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
+
+    def _decode(self, work: Sequence[Work], slots: Slots) -> Batch | None:
+        """One row a sequence, as nearly every step has it: the same batch with less ado. None: see what is wrong, or special."""
+        places = [w.slot for w in work]
+        if len(set(places)) < len(places) or len(places) > self._count.size or any(slots.windows) or any(slots.states):
+            return None
+        if any(w.n != 1 or w.start != -1 or w.drafts or w.prompt_logits or not w.sample for w in work):
+            return None
+        count, slot = len(places), np.array(places, np.intp)
+        ids, pos, kv_len = self._ids[:count], self._pos[:count], self._kv_len[:count]
+        ids[:] = slots.last[slot]
+        pos[:] = slots.length[slot]
+        np.add(pos, 1, out=kv_len)
+        reach, most = int(_most(kv_len)), self._vocab_size
+        if _most(ids.view(np.uint32)) >= most or reach > self._max_context or count > self._rows.size:
+            return None
+        if _most(kv_len - slots.covered[slot] * self._page_size) > 0 or _most(slots.adapter[slot]) >= 0:
+            return None
+        q_start, rows = self._q_start[: count + 1], self._rows[:count]
+        q_start[1:] = self._count[:count]
+        q_start[1:] += 1
+        rows[:] = self._count[:count]
+        page, offset = np.divmod(pos, self._page_size)
+        width = -(-reach // self._page_size)
+        tables: list[Table] = []
+        for table, all_pages, all_write in zip(slots.tables, self._pages, self._write, strict=True):
+            pages, write = all_pages[: count * width].reshape(count, width), all_write[:count]
+            pages[:] = table[slot, :width]
+            np.multiply(table[slot, page], self._page_size, out=write)
+            write += offset
+            tables.append(Table(pages, write))
+        return Batch(ids, pos, q_start, kv_len, tables[0].pages, tables[0].write, rows, tuple(tables[1:]))
 
     def _flatten(self, work: Sequence[Work], guesses: Guesses) -> list[int]:
         """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""
