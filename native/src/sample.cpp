@@ -20,7 +20,7 @@ __extension__ typedef unsigned __int128 Wide;
 constexpr int32_t kOrderOfInf = 0x7f800000, kOrderOfMinusInf = ~0x7f800000;
 constexpr double kLog2E = 0x1.71547652b82fep0;
 constexpr double kFar = 60.0;      // bits below the best: less than half a unit, whatever the vocabulary
-constexpr int kFew = 256;          // how many of the best are tried first when a mass has to be filled
+constexpr int kFew = 64;           // how many of the best are tried first when a mass has to be filled
 constexpr int kShort = 512;        // a list that is sorted as it is
 constexpr int kBins = 960;         // of a longer one
 constexpr double kBinsABit = 16;
@@ -116,6 +116,7 @@ private:
     int32_t filter_and_draw(const Wish& wish, uint64_t draw);
 
     void gather(double floor);
+    double floor_of_best(int64_t k, double floor);
     void gather_best(int64_t k, double floor);
     double reach_of(double share, uint64_t total) const;
     void weigh();
@@ -257,9 +258,10 @@ int32_t Sampler::Row::draw_from_all(uint64_t draw) {
 
 // ---- lists of tokens
 
-// Every token whose score is at least `floor`, and perhaps some that are a little below; never one that is ruled out.
+// Every token whose score is at least `floor`, or the float32 below it; never one that is ruled out.
 void Sampler::Row::gather(double floor) {
     const int32_t least = std::max(order_below(floor), kOrderOfMinusInf + 1);
+    floor = std::min(floor, value_of(least));
     some_.clear();
     for (size_t i = 0; i < touched_.size(); i++)
         if (touched_[i].score >= floor && touched_[i].score > -INFINITY) some_.push_back((int32_t)i);
@@ -296,15 +298,18 @@ void Sampler::Row::gather(double floor) {
     ids_.resize(n), score_.resize(n);
 }
 
+// A floor under the k best, or this one if it is higher: the k-th best peak, which k blocks reach, and so do k tokens.
+double Sampler::Row::floor_of_best(int64_t k, double floor) {
+    if (2 * k > blocks_) return floor;  // hardly fewer than all
+    order_.assign(peaks_.begin(), peaks_.end());
+    const auto kth = order_.begin() + (ptrdiff_t)(k - 1);
+    std::nth_element(order_.begin(), kth, order_.end(), [](int32_t a, int32_t b) { return a > b; });
+    return *kth > kOrderOfMinusInf ? std::max(floor, value_of(*kth)) : floor;
+}
+
 // The k best of those at or above `floor`.
 void Sampler::Row::gather_best(int64_t k, double floor) {
-    if (2 * k <= blocks_) {  // as many blocks as that reach the k-th best peak, and so do as many tokens
-        order_.assign(peaks_.begin(), peaks_.end());
-        const auto kth = order_.begin() + (ptrdiff_t)(k - 1);
-        std::nth_element(order_.begin(), kth, order_.end(), [](int32_t a, int32_t b) { return a > b; });
-        if (*kth > kOrderOfMinusInf) floor = std::max(floor, value_of(*kth));
-    }
-    gather(floor);
+    gather(floor_of_best(k, floor));
     if ((int64_t)ids_.size() <= k) return;
     const size_t n = ids_.size();
     far_.resize(n), weight_.resize(n), mass_.resize(n);
@@ -390,13 +395,10 @@ int32_t Sampler::Row::filter_and_draw(const Wish& wish, uint64_t draw) {
         gather_best(wish.top_k, score_at(-kFar));
     } else if (by_p && !by_typical) {  // the whole is weighed block by block, and the list is one that can fill the share
         goal = goal_of(wish.top_p, weigh_all());
-        bool filled = false;
-        if (blocks_ >= 4) {
-            gather_best(std::min(kFew, blocks_ / 2), score_at(-kFar));
-            weigh();
-            filled = total_ >= goal;
-        }
-        if (!filled) gather(score_at(-reach_of(wish.top_p, all_)));
+        const double reach = score_at(-reach_of(wish.top_p, all_));
+        gather(floor_of_best(std::min(kFew, blocks_ / 2 + 1), reach));
+        weigh();
+        if (total_ < goal) gather(reach);
     } else {
         const double far = wish.min_p > 0.0 && !by_typical ? std::min(kFar, 0.001 - log64(wish.min_p) * kLog2E) : kFar;
         gather(score_at(-far));
