@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,14 @@ PROMPT = "A quire is a set of pages bound together. The oldest one that is known
 
 
 class Clock:
-    """Seconds spent inside calls that were wrapped, by name."""
+    """Seconds of each call that was wrapped, by name."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
+        self.spent: dict[str, list[float]] = {}
+
+    def microseconds(self) -> dict[str, float]:
+        """Medians: a neighbour who takes the core for a while is not in them."""
+        return {name: 1e6 * statistics.median(spent) for name, spent in self.spent.items()}
 
     def around(self, owner: Any, method: str, name: str) -> None:
         call: Callable[..., Any] = getattr(owner, method)
@@ -30,7 +35,7 @@ class Clock:
             try:
                 return call(*args, **kwargs)
             finally:
-                self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - began
+                self.spent.setdefault(name, []).append(time.perf_counter() - began)
 
         setattr(owner, method, timed)
 
@@ -84,20 +89,25 @@ def costs(model: str, tokens: int) -> dict[str, float]:
         (runner._intake, "build", "batch"),
         (runner._program, "run", "model"),
         (runner._sampler, "sample", "sampler"),
+        (engine, "step", "a whole step"),
     ):
         clock.around(owner, method, name)
-    events, seconds = stream.run(params, tokens, clock.spent.clear)
-    steps = tokens - 1
-    told = {name: 1e6 * spent / steps for name, spent in clock.spent.items()}
-    told["the rest of the engine's Python"] = 1e6 * seconds / steps - sum(told.values())
+    events, _ = stream.run(params, tokens, clock.spent.clear)
     choice = ChoiceStream(0, stream.tokenizer, params)
-    began = time.perf_counter()
+    clock.around(choice, "chunks", "text of a token, beside the engine")
     for event in events:
         choice.chunks(event)
-    told["text of a token, beside the engine"] = 1e6 * (time.perf_counter() - began) / tokens
-    told["a whole step"] = 1e6 * seconds / steps
+    told = clock.microseconds()
+    step = told.pop("a whole step")
+    text = told.pop("text of a token, beside the engine")
+    rest = step - sum(told.values())
     engine.close()
-    return told
+    return {
+        **told,
+        "the rest of the engine's Python": rest,
+        "a whole step": step,
+        "text of a token, beside the engine": text,
+    }
 
 
 def rates(model: str, kinds: dict[str, SamplingParams], tokens: int, rounds: int) -> dict[str, list[float]]:

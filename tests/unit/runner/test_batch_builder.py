@@ -19,7 +19,7 @@ def _state(rng: random.Random, decoding: float = 0.4):
     pages = list(range(200))
     rng.shuffle(pages)
     work, expected = [], []
-    for slot in rng.sample(range(SEQS), rng.randint(1, 8)):
+    for slot in rng.sample(range(SEQS), rng.randint(1, 11 if decoding == 1.0 else 8)):
         length = rng.randint(0, 40)
         slots.open(opening(slot, [1] * (length + 12), SamplingParams()))
         n = rng.choice([1, 1, 5, 11])
