@@ -12,6 +12,7 @@ the sampler, and everything else in Python; then tokens per second for greedy an
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -128,7 +129,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-record", action="store_true")
     asked = parser.parse_args()
+    before = os.getloadavg()[0]
     body = alone(asked) if asked.model is None else step_costs(asked)
+    body["load"] = before  # what others kept busy: with more of it than there are cores, threads do not help
     if not asked.no_record:
         print(save("sampling" if asked.model is None else "sampling-step", body))
 

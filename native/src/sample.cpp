@@ -261,7 +261,8 @@ int32_t Sampler::Row::draw_from_all(uint64_t draw) {
 // Every token whose score is at least `floor`, or the float32 below it; never one that is ruled out.
 void Sampler::Row::gather(double floor) {
     const int32_t least = std::max(order_below(floor), kOrderOfMinusInf + 1);
-    floor = std::min(floor, value_of(least));
+    const float low = (float)value_of(least);
+    floor = std::min(floor, (double)low);
     some_.clear();
     for (size_t i = 0; i < touched_.size(); i++)
         if (touched_[i].score >= floor && touched_[i].score > -INFINITY) some_.push_back((int32_t)i);
@@ -270,12 +271,15 @@ void Sampler::Row::gather(double floor) {
     size_t most = some_.size();
     for (int32_t peak : peaks_) most += peak >= least ? kSampleBlock : 0;
     ids_.resize(most), score_.resize(most);
+    const float* x = x_;
+    int32_t* ids = ids_.data();
+    double* score = score_.data();
     size_t n = 0, next = 0;
     auto take_touched = [&](int32_t before) {
         for (; next < some_.size(); next++) {
             const Touched& t = touched_[(size_t)some_[next]];
             if (t.id >= before) return;
-            ids_[n] = t.id, score_[n++] = t.score;
+            ids[n] = t.id, score[n++] = t.score;
         }
     };
     for (int block = 0; block < blocks_; block++) {
@@ -285,12 +289,12 @@ void Sampler::Row::gather(double floor) {
         if (next < some_.size() && touched_[(size_t)some_[next]].id < to) {  // among those of this block
             for (int id = from; id < to; id++) {
                 take_touched(id);
-                if (order_of(x_[id]) >= least) ids_[n] = id, score_[n++] = (double)x_[id];
+                if (x[id] >= low) ids[n] = id, score[n++] = (double)x[id];
             }
         } else {
             for (int id = from; id < to; id++) {
-                ids_[n] = id, score_[n] = (double)x_[id];
-                n += order_of(x_[id]) >= least;
+                ids[n] = id, score[n] = (double)x[id];
+                n += x[id] >= low;
             }
         }
     }
