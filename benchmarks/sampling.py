@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.record import save
 from quire.backends.native.backend import NativeBackend
 from quire.runner.params import SamplingParams
-from quire.runner.sampler import Sampler, Stream
+from quire.runner.sampler import Masks, Sampler, Stream
 
 FLOOR = 20e9  # bytes a second
 KINDS = {
@@ -72,7 +72,7 @@ def measure(sampler: Sampler, params: SamplingParams, logits: np.ndarray, masked
     rng = np.random.default_rng(1)
     seen = rng.permutation(vocab)[:SEEN].tolist()
     streams = [Stream(params, i, vocab, prompt=seen[: SEEN // 2], output=seen[SEEN // 2 :]) for i in range(rows)]
-    masks = dict.fromkeys(range(rows), rng.random(vocab) < 0.5) if masked else None
+    masks: Masks | None = dict.fromkeys(range(rows), rng.random(vocab) < 0.5) if masked else None
     at = iter(range(1 << 40))
     return microseconds(lambda: sampler.sample(logits, streams, [next(at)] * rows, masks=masks))
 
