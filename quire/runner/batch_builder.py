@@ -67,7 +67,7 @@ class BatchBuilder:
         `guesses`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
         sampled. Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
         """
-        if not guesses and all(w.tokens is None for w in work):
+        if not guesses and all(w.n == 1 for w in work):
             made = self._few(work, slots) if len(work) <= FEW else self._decode(work, slots)
             if made is not None:
                 return made
@@ -124,21 +124,27 @@ class BatchBuilder:
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
 
     def _plain(self, work: Sequence[Work], slots: Slots) -> bool:
-        """Whether each work is one decode row of a sequence of its own, and no group is special."""
+        """Whether each work is one row that is sampled, of a sequence of its own, and no group is special."""
         if any(slots.windows) or any(slots.states) or len(work) > min(self._kv_len.size, self._rows.size):
             return False
-        if any(w.n != 1 or w.start != -1 or w.drafts or w.prompt_logits or not w.sample for w in work):
+        if any(w.drafts or w.prompt_logits or not w.sample for w in work):
+            return False
+        if any(w.start != -1 if w.tokens is None else w.start < 0 or len(w.tokens) != 1 for w in work):
             return False
         return len({w.slot for w in work}) == len(work) <= self._count.size - 1
 
     def _few(self, work: Sequence[Work], slots: Slots) -> Batch | None:
-        """The same batch, of a few decode rows, without the cost of array operations. None: see what is wrong, or special."""
+        """The same batch, of a few single rows, without the cost of array operations. None: see what is wrong, or special."""
         if not self._plain(work, slots):
             return None
         count, size, reach = len(work), self._page_size, 0
         ids, pos, kv_len = self._ids[:count], self._pos[:count], self._kv_len[:count]
         for i, w in enumerate(work):
             at, token = slots.length.item(w.slot), slots.last.item(w.slot)
+            if w.tokens is not None:
+                if 0 < at < w.start:
+                    return None
+                at, token = w.start, w.tokens[0]
             if not 0 <= token < self._vocab_size or at >= min(self._max_context, slots.covered.item(w.slot) * size):
                 return None
             if slots.adapter.item(w.slot) >= 0:
@@ -163,8 +169,17 @@ class BatchBuilder:
         places = [w.slot for w in work]
         count, slot = len(places), np.array(places, np.intp)
         ids, pos, kv_len = self._ids[:count], self._pos[:count], self._kv_len[:count]
-        ids[:] = slots.last[slot]
-        pos[:] = slots.length[slot]
+        length, tokens = slots.length[slot], [w.tokens[0] for w in work if w.tokens is not None]
+        if not tokens:
+            ids[:] = slots.last[slot]
+            pos[:] = length
+        elif len(tokens) == count and min(tokens) >= 0 and max(tokens) < self._vocab_size:
+            ids[:] = tokens
+            pos[:] = [min(w.start, self._max_context) for w in work]
+            if ((length > 0) & (pos > length)).any():
+                return None
+        else:
+            return None
         np.add(pos, 1, out=kv_len)
         reach = int(_most(kv_len))
         if _most(ids.view(np.uint32)) >= self._vocab_size or reach > self._max_context:
