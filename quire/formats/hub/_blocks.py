@@ -12,6 +12,7 @@ knows their shape, can be cut along rows, and becomes an array only where one is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -31,8 +32,9 @@ Zeros = Callable[[int, int], npt.NDArray[np.integer]]  # first row, end -> [rows
 class Rows:
     """What rows of blocks will be, as far as an array's users look."""
 
-    def __init__(self, make: Codes, rows: range, nbytes: int):
+    def __init__(self, make: Codes, rows: range, nbytes: int, tile: tuple[int, int] | None = None):
         self._make = make  # first row, end -> [rows, bytes of a row]
+        self.tile = tile  # rows and columns that share a scale, counted from the first ones
         self._rows = rows
         self.shape = (len(rows), nbytes)
         self.ndim = 2
@@ -42,7 +44,11 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, at: slice) -> Rows:
-        return Rows(self._make, self._rows[at], self.shape[1])
+        rows = self._rows[at]
+        if self.tile is None or not rows:
+            return Rows(self._make, rows, self.shape[1])
+        height = math.gcd(self.tile[0], rows[0] - self._rows[0]) if rows.step == 1 else 1
+        return Rows(self._make, rows, self.shape[1], (height, self.tile[1]))
 
     def reshape(self, *shape: int) -> Bytes:
         return self._array().reshape(*shape)
@@ -107,9 +113,9 @@ def affine(
     return Affine(cast(Bytes, Rows(make, range(n), k // BLOCK * codec.nbytes)), codec)
 
 
-def float8(numbers: Bytes, scales: Scales, by_row: bool, columns: int) -> Float8:
-    """e4m3 numbers [n, k], and a scale of each row for every so many columns."""
-    n, k = numbers.shape
+def float8(numbers: Bytes, scales: Scales, tile: tuple[int, int]) -> Float8:
+    """e4m3 numbers [n, k], and a scale of each row for every so many columns; `tile`: rows and columns that share one."""
+    (n, k), columns = numbers.shape, tile[1]
     of = np.arange(k // BLOCK) * BLOCK // columns
 
     def make(first: int, end: int) -> Bytes:
@@ -118,7 +124,7 @@ def float8(numbers: Bytes, scales: Scales, by_row: bool, columns: int) -> Float8
         out[..., 4:] = numbers[first:end].reshape(end - first, k // BLOCK, BLOCK)
         return out.reshape(end - first, -1)
 
-    return Float8(cast(Bytes, Rows(make, range(n), k // BLOCK * Float8.NBYTES)), by_row)
+    return Float8(cast(Bytes, Rows(make, range(n), k // BLOCK * Float8.NBYTES, tile)), columns >= k)
 
 
 def _put(out: Bytes, at: int, values: npt.NDArray[Any], of: npt.NDArray[np.integer]) -> None:
