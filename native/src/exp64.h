@@ -1,4 +1,4 @@
-// e^x and log(1 + e^x) in double, of plain sums and products: the same bits wherever doubles are IEEE's.
+// e^x, log(x) and log(1 + e^x) in double, of plain sums and products: the same bits wherever doubles are IEEE's.
 #pragma once
 
 #include <math.h>
@@ -19,21 +19,27 @@ inline double exp64(double x) {
     return ldexp(p, (int)n);
 }
 
-// To a few ulp: twice the series of atanh, of what is left when 1 + e^x has given its power of two away.
-inline double softplus64(double x) {
-    if (!(x < 40.0)) return x;  // and a NaN
-    const double e = exp64(x);
-    int power = 0;
-    double z = e / (2.0 + e);
-    if (e > 0.5) {
-        double m = frexp(1.0 + e, &power);
-        if (m < 0x1.6a09e667f3bcdp-1) m *= 2.0, power--;
-        z = (m - 1.0) / (m + 1.0);
-    }
+// 2^power * (1 + z) / (1 - z): twice the series of atanh.
+inline double log_of(double z, int power) {
     const double s = z * z;
     double p = 1.0 / 27;
     for (int k = 25; k > 0; k -= 2) p = p * s + 1.0 / k;
     return power * 0x1.62e42fefa39efp-1 + 2.0 * z * p;
+}
+
+// Of a positive number, to a few ulp.
+inline double log64(double x) {
+    int power = 0;
+    double m = frexp(x, &power);
+    if (m < 0x1.6a09e667f3bcdp-1) m *= 2.0, power--;
+    return log_of((m - 1.0) / (m + 1.0), power);
+}
+
+// To a few ulp.
+inline double softplus64(double x) {
+    if (!(x < 40.0)) return x;  // and a NaN
+    const double e = exp64(x);
+    return e > 0.5 ? log64(1.0 + e) : log_of(e / (2.0 + e), 0);
 }
 
 }  // namespace quire

@@ -96,6 +96,22 @@ struct DeltaArgs {
     int rows, columns;
 };
 
+constexpr int kSampleBlock = 64;                        // tokens of a row whose peak and mass are kept
+constexpr uint64_t kRoundBits = 0x4338000000000000ull;  // 1.5 * 2^52: added to a number below 2^51, it leaves a whole one in the bits
+
+// Bits of a float32 as a whole number in the order of the numbers; both zeros are one. NaNs are above +inf or below -inf.
+static inline int32_t order_of(float x) {
+    x += 0.0f;
+    int32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+// A token of score s weighs 2^((s - peak) * by); its mass is that many times `unit`, as the nearest whole number.
+struct Weighing {
+    double peak, by, unit;
+};
+
 struct Kernels {
     const char* name;
     // Groups of 32 columns of one row, into lane `lane` of a panel.
@@ -127,6 +143,13 @@ struct Kernels {
     void (*unit)(const float* x, float factor, int n, float* out);  // x * factor / sqrt(|x|^2 + 1e-6)
     void (*delta)(const DeltaArgs& args);
     void (*sigmoid_gate)(const float* x, const float* gate, int n, float* out);
+    // The sampler's passes over a row; see kernels/sampling.h.
+    int32_t (*peaks)(const float* x, int n, int32_t* out);
+    void (*block_masses)(const float* x, int n, const int32_t* peak, int32_t floor, const Weighing& w, uint64_t* out);
+    uint64_t (*weigh)(const double* y, int n, double unit, double* weight, uint64_t* mass);
+    int (*count_above)(const float* x, int n, float own);
+    int (*count_equal)(const float* x, int n, float own);
+    void (*rule_out)(const float* x, const uint8_t* allowed, int n, float* out);
 };
 
 const Kernels* scalar_kernels();

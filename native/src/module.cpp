@@ -6,12 +6,14 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <string.h>
 
 #include "pack.h"
 #include "plan.h"
+#include "sample_module.h"
 
 namespace nb = nanobind;
 using namespace quire;
@@ -295,6 +297,11 @@ NB_MODULE(_native, m) {
     m.def("pattern", &py_pattern);
     m.def("vector", &py_vector);
     bind_plan(m);
+    bind_sampler(m);
+    m.def("sampler", [](const Machine& x, int vocabulary) {
+        if (vocabulary < 1 || vocabulary > 1 << 28) throw std::invalid_argument("a vocabulary has between 1 and 2^28 tokens");
+        return std::make_unique<Sampler>(x.pool, x.kernels, vocabulary);
+    });
     m.def("exp", [](const std::string& isa, const Floats1& x, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
         const Kernels* k = find_kernels(isa.c_str());
         if (!k || out.shape(0) != x.shape(0)) throw std::invalid_argument("exp");

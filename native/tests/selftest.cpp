@@ -19,6 +19,7 @@
 #include "../src/kernels.h"
 #include "../src/pack.h"
 #include "../src/plan.h"
+#include "../src/sample.h"
 
 using namespace quire;
 
@@ -543,6 +544,71 @@ void test_mixture(const Kernels* kernels) {
     }
 }
 
+// The sampler's passes against the scalar ones, and whole rows against the scalar kernels' tokens, one by one and together.
+void test_sampling(const Kernels* isa, const Kernels* scalar) {
+    for (int n : {1, 7, 63, 64, 65, 1000, 20000}) {
+        const size_t size = (size_t)n, blocks = (size_t)((n + kSampleBlock - 1) / kSampleBlock);
+        std::vector<float> x = floats(size, 6), ruled[2] = {x, x};
+        if (n > 8) x[2] = -INFINITY, x[3] = 0.0f, x[4] = -0.0f, x[5] = x[6];
+        std::vector<int32_t> peaks[2] = {std::vector<int32_t>(blocks), std::vector<int32_t>(blocks)};
+        std::vector<uint64_t> masses[2] = {std::vector<uint64_t>(blocks), std::vector<uint64_t>(blocks)};
+        std::vector<double> y(size), weights[2] = {y, y};
+        std::vector<uint64_t> each[2] = {std::vector<uint64_t>(size), std::vector<uint64_t>(size)};
+        for (size_t i = 0; i < size; i++) y[i] = i == 1 ? -INFINITY : i == 2 ? 0.0 : -30.0 * fabs((double)normal());
+        std::vector<uint8_t> allowed(size);
+        for (uint8_t& a : allowed) a = (uint8_t)below(2);
+        const Weighing how{20.0, 1.3, 0x1p46};
+        const Kernels* both[2] = {isa, scalar};
+        int32_t counts[2][3];
+        uint64_t sums[2];
+        for (int i = 0; i < 2; i++) {
+            counts[i][0] = both[i]->peaks(x.data(), n, peaks[i].data());
+            both[i]->block_masses(x.data(), n, peaks[i].data(), order_of(1.0f), how, masses[i].data());
+            sums[i] = both[i]->weigh(y.data(), n, how.unit, weights[i].data(), each[i].data());
+            both[i]->rule_out(x.data(), allowed.data(), n, ruled[i].data());
+            counts[i][1] = both[i]->count_above(x.data(), n, x[0]), counts[i][2] = both[i]->count_equal(x.data(), n, 0.0f);
+        }
+        same(isa->name, "peaks", peaks[0].data(), peaks[1].data(), blocks * 4);
+        same(isa->name, "masses", masses[0].data(), masses[1].data(), blocks * 8);
+        same(isa->name, "weights", weights[0].data(), weights[1].data(), size * 8);
+        same(isa->name, "masses of a list", each[0].data(), each[1].data(), size * 8);
+        same(isa->name, "their sum", &sums[0], &sums[1], 8);
+        same(isa->name, "rule_out", ruled[0].data(), ruled[1].data(), size * 4);
+        same(isa->name, "counts", counts[0], counts[1], sizeof counts[0]);
+        for (size_t i = 0; i < size; i++) {
+            const double want = exp2(y[i]);
+            if (want > 1e-300 && !(fabs(weights[0][i] - want) <= 4e-16 * want)) failures++, printf("FAILED weight of %g\n", y[i]);
+            if (each[0][i] != (uint64_t)nearbyint(weights[0][i] * how.unit)) failures++, printf("FAILED mass of %g\n", y[i]);
+        }
+    }
+    const int vocabulary = 20011, rows = 24;
+    const std::vector<float> logits = floats((size_t)(rows * vocabulary), 4);
+    std::vector<Wish> wishes((size_t)rows);
+    std::vector<Ask> asks((size_t)rows);
+    for (int i = 0; i < rows; i++) {
+        Wish& w = wishes[(size_t)i];
+        w.temperature = i % 5 ? 0.4 + i % 4 : 0.0, w.seed = (uint64_t)i * 77;
+        w.top_k = i % 3 == 1 ? 1 << (i % 12) : 0, w.top_p = i % 4 == 1 ? 0.9 : 1.0, w.min_p = i % 7 == 2 ? 0.05 : 0.0;
+        w.typical_p = i % 8 == 3 ? 0.8 : 1.0, w.logprobs = i % 6 - 1;
+        if (i % 3 == 0) w.bias = {{below(vocabulary), 7.5}, {below(vocabulary), -3.0}};
+        asks[(size_t)i].wish = &w, asks[(size_t)i].logits = logits.data() + i * vocabulary, asks[(size_t)i].position = i;
+    }
+    std::vector<Answer> together, alone, plain;
+    Sampler many(std::make_shared<ThreadPool>(3), isa, vocabulary), one(std::make_shared<ThreadPool>(1), scalar, vocabulary);
+    many.choose(asks, together);
+    for (int i = 0; i < rows; i++) {
+        const Answer& a = together[(size_t)i];
+        alone.clear(), plain.clear();
+        many.choose({asks[(size_t)i]}, alone), one.choose({asks[(size_t)i]}, plain);
+        for (const Answer* other : {&alone[0], &plain[0]}) {
+            same(isa->name, "token", a.tokens.data(), other->tokens.data(), a.tokens.size() * 4);
+            if (a.told.size() != other->told.size()) failures++, printf("FAILED %s told\n", isa->name);
+            else if (!a.told.empty()) same(isa->name, "log probability", &a.told[0].logprob, &other->told[0].logprob, 8);
+        }
+        if (a.tokens[0] < 0 || a.tokens[0] >= vocabulary) failures++, printf("FAILED %s: token %d\n", isa->name, a.tokens[0]);
+    }
+}
+
 void test_half() {
     for (uint32_t h = 0; h < 65536; h++) {
         float f = half_to_float((uint16_t)h);
@@ -612,6 +678,7 @@ int main() {
         test_plan(sets[i], {5, 10.0f, ones(4)});
         test_latent_plan(sets[i]);
         test_mixture(sets[i]);
+        test_sampling(sets[i], scalar_kernels());
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);

@@ -22,6 +22,10 @@ Index = npt.NDArray[np.intp]
 Guesses: TypeAlias = Sequence[Sequence[int]]
 
 
+FEW = 8  # rows that are placed sooner one by one than all at once
+_most = np.maximum.reduce  # what `max` comes to, without its arguments
+
+
 class BadWork(ValueError):
     """One Work cannot be computed. `index` is its place in what was given to `build`."""
 
@@ -63,6 +67,10 @@ class BatchBuilder:
         `guesses`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
         sampled. Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
         """
+        if not guesses and all(w.n == 1 for w in work):
+            made = self._few(work, slots) if len(work) <= FEW else self._decode(work, slots)
+            if made is not None:
+                return made
         tokens = self._flatten(work, guesses)
         count, total = len(work), len(tokens)
         if total > self._ids.size:
@@ -114,6 +122,87 @@ class BatchBuilder:
         adapters = used[owner] if (used >= 0).any() else None
         rows = self._logit_rows(work, q_start, guesses)
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
+
+    def _plain(self, work: Sequence[Work], slots: Slots) -> bool:
+        """Whether each work is one row that is sampled, of a sequence of its own, and no group is special."""
+        if any(slots.windows) or any(slots.states) or len(work) > min(self._kv_len.size, self._rows.size):
+            return False
+        if any(w.drafts or w.prompt_logits or not w.sample for w in work):
+            return False
+        if any(w.start != -1 if w.tokens is None else w.start < 0 or len(w.tokens) != 1 for w in work):
+            return False
+        return len({w.slot for w in work}) == len(work) <= self._count.size - 1
+
+    def _few(self, work: Sequence[Work], slots: Slots) -> Batch | None:
+        """The same batch, of a few single rows, without the cost of array operations. None: see what is wrong, or special."""
+        if not self._plain(work, slots):
+            return None
+        count, size, reach = len(work), self._page_size, 0
+        ids, pos, kv_len = self._ids[:count], self._pos[:count], self._kv_len[:count]
+        for i, w in enumerate(work):
+            at, token = slots.length.item(w.slot), slots.last.item(w.slot)
+            if w.tokens is not None:
+                if 0 < at < w.start:
+                    return None
+                at, token = w.start, w.tokens[0]
+            if not 0 <= token < self._vocab_size or at >= min(self._max_context, slots.covered.item(w.slot) * size):
+                return None
+            if slots.adapter.item(w.slot) >= 0:
+                return None
+            ids[i], pos[i], kv_len[i] = token, at, at + 1
+            reach = max(reach, at + 1)
+        width = -(-reach // size)
+        tables: list[Table] = []
+        for table, all_pages, all_write in zip(slots.tables, self._pages, self._write, strict=True):
+            pages, write = all_pages[: count * width].reshape(count, width), all_write[:count]
+            for i, w in enumerate(work):
+                pages[i] = table[w.slot, :width]
+                at = kv_len.item(i) - 1
+                write[i] = table.item(w.slot, at // size) * size + at % size
+            tables.append(Table(pages, write))
+        return self._rowwise(ids, pos, kv_len, tables)
+
+    def _decode(self, work: Sequence[Work], slots: Slots) -> Batch | None:
+        """One row a sequence, as nearly every step has it: the same batch with less ado. None: see what is wrong, or special."""
+        if not self._plain(work, slots):
+            return None
+        places = [w.slot for w in work]
+        count, slot = len(places), np.array(places, np.intp)
+        ids, pos, kv_len = self._ids[:count], self._pos[:count], self._kv_len[:count]
+        length, tokens = slots.length[slot], [w.tokens[0] for w in work if w.tokens is not None]
+        if not tokens:
+            ids[:] = slots.last[slot]
+            pos[:] = length
+        elif len(tokens) == count and min(tokens) >= 0 and max(tokens) < self._vocab_size:
+            ids[:] = tokens
+            pos[:] = [min(w.start, self._max_context) for w in work]
+            if ((length > 0) & (pos > length)).any():
+                return None
+        else:
+            return None
+        np.add(pos, 1, out=kv_len)
+        reach = int(_most(kv_len))
+        if _most(ids.view(np.uint32)) >= self._vocab_size or reach > self._max_context:
+            return None
+        if _most(kv_len - slots.covered[slot] * self._page_size) > 0 or _most(slots.adapter[slot]) >= 0:
+            return None
+        page, offset = np.divmod(pos, self._page_size)
+        width = -(-reach // self._page_size)
+        tables: list[Table] = []
+        for table, all_pages, all_write in zip(slots.tables, self._pages, self._write, strict=True):
+            pages, write = all_pages[: count * width].reshape(count, width), all_write[:count]
+            pages[:] = table[slot, :width]
+            np.multiply(table[slot, page], self._page_size, out=write)
+            write += offset
+            tables.append(Table(pages, write))
+        return self._rowwise(ids, pos, kv_len, tables)
+
+    def _rowwise(self, ids: I32, pos: I32, kv_len: I32, tables: list[Table]) -> Batch:
+        """Each sequence has one row, and its logits are wanted."""
+        q_start, rows = self._q_start[: ids.size + 1], self._rows[: ids.size]
+        q_start[1:] = self._count[1 : ids.size + 1]
+        rows[:] = self._count[: ids.size]
+        return Batch(ids, pos, q_start, kv_len, tables[0].pages, tables[0].write, rows, tuple(tables[1:]))
 
     def _flatten(self, work: Sequence[Work], guesses: Guesses) -> list[int]:
         """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""

@@ -30,13 +30,17 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, position: int) -> float:
-    """The draw of `seed` at output position `position`: a multiple of 2**-53 in [0, 1).
+def draw53(seed: int, position: int) -> int:
+    """The draw of `seed` at output position `position`: a whole number in [0, 2**53).
 
     Seeds are taken modulo 2**64, so that -1 and 2**64 - 1 are the same stream.
     """
-    word = philox((position & _MASK, 0, 0, 0), (seed & _MASK, 0))[0]
-    return (word >> 11) * 2.0**-53
+    return philox((position & _MASK, 0, 0, 0), (seed & _MASK, 0))[0] >> 11
+
+
+def uniform(seed: int, position: int) -> float:
+    """`draw53` as a multiple of 2**-53 in [0, 1)."""
+    return draw53(seed, position) * 2.0**-53
 
 
 def uniforms(seeds: U64, positions: U64) -> npt.NDArray[np.float64]:

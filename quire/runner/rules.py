@@ -1,7 +1,8 @@
 """Rules: each changes or narrows the scores of one row before a token is drawn. One small class each, one fixed order.
 
 A rule knows the row it is given and the request's parameters, never a batch. Which rules a request needs is decided
-once, when its slot opens; a rule that would change nothing is not called at all. All arithmetic is float64.
+once, when its slot opens; a rule that would change nothing is not called at all. Scores are float64; what they weigh is in
+weights.py. Tokens are ordered by score, which no temperature changes, and of equal scores the smaller id is first.
 
 `RULES` is the order, and the reasons:
   1. logit_bias, then the penalties: what the caller says about single tokens comes first, on the model's own scale, as
@@ -9,7 +10,7 @@ once, when its slot opens; a rule that would change nothing is not called at all
   2. min_tokens, then the constraint's mask: they only rule out, so they can come anywhere before the filters; before the
      filters, so that a filter never spends its budget on a token that cannot be chosen.
   3. temperature: before the filters, as in vLLM and transformers (llama.cpp does it last), so that top_p, min_p and
-     typical_p speak of the distribution that is sampled.
+     typical_p speak of the distribution that is sampled. It changes what scores weigh, never the scores.
   4. top_k, typical_p, top_p, min_p, each on the distribution renormalized over what the ones before it left. top_k is
      before top_p in all three; top_p is before min_p in transformers and llama.cpp (vLLM turns these two around);
      typical_p is where llama.cpp has it (transformers has it last, vLLM has none).
@@ -24,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.runner.params import SamplingParams
-from quire.runner.select import F64, Index, best, leading
+from quire.runner.select import Index, best, leading
+from quire.runner.weights import F64, Masses, bits_a_nat, distances, goal, masses, weights
 
 
 class History:
@@ -65,6 +67,9 @@ class History:
         return self._counts[: self._size]
 
 
+RULED_OUT = "every token is ruled out: by min_tokens and the stop ids, or by the constraint"
+
+
 class NoToken(ValueError):
     """Every token of the vocabulary is ruled out."""
 
@@ -72,7 +77,7 @@ class NoToken(ValueError):
 class Choice:
     """One row on its way to a token: the scores still in play, in the order of token ids."""
 
-    __slots__ = ("history", "ids", "mask", "params", "position", "scores", "stop_ids")
+    __slots__ = ("by", "history", "ids", "mask", "params", "position", "scores", "stop_ids", "vocab_size")
 
     def __init__(
         self,
@@ -85,6 +90,8 @@ class Choice:
     ):
         self.scores = scores  # [m] logits, or what rules made of them; -inf is ruled out
         self.ids: Index | None = None  # [m] ascending; None: the whole vocabulary
+        self.vocab_size = scores.size
+        self.by = bits_a_nat(1.0)  # what distances between scores are multiplied by
         self.params = params
         self.position = position  # tokens generated so far
         self.stop_ids = stop_ids
@@ -101,13 +108,20 @@ class Choice:
         """The best score. A narrowing filter always keeps it."""
         peak = float(self.scores.max(initial=-np.inf))  # top_k of nothing leaves nothing
         if peak == -np.inf:
-            raise NoToken("every token is ruled out: by min_tokens and the stop ids, or by the constraint")
+            raise NoToken(RULED_OUT)
         return peak
+
+    def distances(self) -> F64:
+        """How far below the best, in bits."""
+        return distances(self.scores, self.peak(), self.by)
 
     def weights(self) -> F64:
         """Probabilities up to a factor: 1 for the best."""
-        with np.errstate(under="ignore"):
-            return np.exp(self.scores - self.peak())
+        return weights(self.distances())
+
+    def masses(self) -> Masses:
+        """Weights as whole numbers, whose sums are exact."""
+        return masses(self.weights(), self.vocab_size)
 
 
 class Rule(Protocol):
@@ -185,15 +199,13 @@ class Mask:
 
 
 class Temperature:
-    """Divide by temperature, the best score moved to 0 first so that a tiny temperature cannot overflow it."""
+    """Distances to the best score are divided by it; a tiny one cannot overflow what is 0."""
 
     def active(self, params: SamplingParams) -> bool:
         return params.temperature not in (0.0, 1.0)
 
     def apply(self, choice: Choice) -> None:
-        with np.errstate(over="ignore", under="ignore"):
-            choice.scores -= choice.peak()
-            choice.scores /= choice.params.temperature
+        choice.by = bits_a_nat(choice.params.temperature)
 
 
 class TopK:
@@ -208,20 +220,25 @@ class TopK:
 
 
 class Typical:
-    """typical_p: the tokens whose surprise is nearest to the expected surprise, until they hold that much probability."""
+    """typical_p: the tokens whose surprise is nearest to the expected surprise, until they hold that much probability.
+
+    Surprise is the distance below the best and a number that is the same for all, so the mean of distances will do for it.
+    """
 
     def active(self, params: SamplingParams) -> bool:
         return params.typical_p < 1.0 and params.temperature > 0.0
 
     def apply(self, choice: Choice) -> None:
-        probability = choice.weights()
-        probability /= probability.sum()
-        with np.errstate(divide="ignore"):
-            surprise = -np.log(probability)
-        possible = probability > 0.0
-        entropy = float(np.sum(probability[possible] * surprise[possible]))
-        # An impossible token has infinite surprise, so it is infinitely far, and `best` never lists it.
-        choice.keep(leading(-np.abs(surprise - entropy), probability, choice.params.typical_p))
+        far = choice.distances()
+        weight = weights(far)
+        mass = masses(weight, choice.vocab_size)
+        total = int(mass.sum())
+        far[mass == 0] = -np.inf  # impossible
+        with np.errstate(invalid="ignore"):
+            share = np.where(mass > 0, weight * -far, 0.0)
+        mean = float(masses(share, choice.vocab_size).sum()) / float(total)
+        # An impossible token is infinitely far from the mean, and `leading` never lists it.
+        choice.keep(leading(-np.abs(-far - mean), mass, goal(choice.params.typical_p, total)))
 
 
 class TopP:
@@ -231,8 +248,8 @@ class TopP:
         return params.top_p < 1.0 and params.temperature > 0.0
 
     def apply(self, choice: Choice) -> None:
-        weights = choice.weights()
-        choice.keep(leading(choice.scores, weights, choice.params.top_p * float(weights.sum())))
+        mass = choice.masses()
+        choice.keep(leading(choice.scores, mass, goal(choice.params.top_p, int(mass.sum()))))
 
 
 class MinP:

@@ -1,4 +1,4 @@
-"""The runner on the host: a Plan becomes a program's run, and a Result comes back. Logits are sampled with numpy.
+"""The runner on the host: a Plan becomes a program's run, and a Result comes back. Logits are sampled on the host.
 
 Plans run in the order they are given, and everything that depends on the step before (the last token, the true length,
 penalty counts) is read when the step runs, never when it is planned. So the host may be some steps ahead:
@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -37,26 +38,29 @@ class Ticket:
 
     __slots__ = ("_done", "_failure", "_result")
 
-    def __init__(self) -> None:
-        self._done = threading.Event()
+    def __init__(self, waits: bool = True) -> None:
+        """`waits`: whether somebody else will settle it."""
+        self._done = threading.Event() if waits else None
         self._result: Result | None = None
         self._failure: BaseException | None = None
 
     @property
     def ready(self) -> bool:
         """Whether result() would return at once."""
-        return self._done.is_set()
+        return self._done is None or self._done.is_set()
 
     def result(self) -> Result:
         """The answer, row for row. Waits for it."""
-        self._done.wait()
+        if self._done is not None:
+            self._done.wait()
         if self._result is None:
             raise RuntimeError("the runner could not finish this step") from self._failure
         return self._result
 
     def _settle(self, result: Result | None, failure: BaseException | None = None) -> None:
         self._result, self._failure = result, failure
-        self._done.set()
+        if self._done is not None:
+            self._done.set()
 
 
 class Runner:
@@ -86,7 +90,7 @@ class Runner:
             proposer=proposer,
         )
         self._slots = self._intake.slots
-        self._sampler = Sampler(vocab_size)
+        self._sampler = Sampler(vocab_size, _sampler_of(program, vocab_size))
         self._unsampled: Pending | None = None
         self._closed = False
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -111,7 +115,7 @@ class Runner:
         if pending is not self._unsampled:
             raise RuntimeError("sample was called for a forward that is not the last one")
         self._unsampled = None
-        ticket = Ticket()
+        ticket = Ticket(waits=self._worker is not None)
 
         def task() -> None:
             try:
@@ -201,7 +205,7 @@ class Runner:
         top = self._slots.stream(work.slot).params.prompt_logprobs or 0
         try:
             tokens = self._slots.after(work.slot, work.start, work.prompt_logits)
-            new = [self._sampler.logprob(row, token, top) for row, token in zip(logits, tokens, strict=True)]
+            new = self._sampler.logprobs(logits, tokens, top)
         except ValueError as error:
             self._intake.fail(pending, [index], str(error))
         else:
@@ -238,3 +242,9 @@ class Runner:
             pending.rows[i].logprobs = choice.logprobs
             self._intake.verified(pending, i, choice.tokens)
             slots.position[s] += len(choice.tokens)
+
+
+def _sampler_of(program: Program, vocab_size: int) -> Any:
+    """The sampler that a program brings, on the same threads as its kernels; None: it brings none."""
+    made = getattr(program, "sampler", None)
+    return None if made is None else made(vocab_size)

@@ -1,7 +1,8 @@
 """The sampler: rows of logits become tokens and log probabilities, on the host.
 
-It knows rows and streams, never slots, plans or a device. A row's answer depends on that row and its stream alone: rows
-are handled one by one in the same scratch memory, so batch mates cannot change a bit of it.
+It knows rows and streams, never slots, plans or a device. A row's answer depends on that row and its stream alone, so batch
+mates cannot change a bit of it. With the compiled module a call is one call of C++ for all rows; without, rows go through
+rules.py one by one. Both give the same bits (weights.py says why they can).
 
 Sampling and verifying drafts are one call. A token is a pure function of (logits, stream, position), so a draft is right
 exactly when it equals the token that plain sampling gives there: k = 0 drafts is plain sampling, and k > 0 changes how
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,10 @@ import numpy.typing as npt
 from quire.layouts import Floats
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
-from quire.runner.random import uniform
-from quire.runner.rules import Choice, History, NoToken, needs_history, rules_for
+from quire.runner.random import draw53
+from quire.runner.rules import RULED_OUT, Choice, History, NoToken, needs_history, rules_for
 from quire.runner.select import best
+from quire.runner.weights import bits_a_nat, distances, log, masses, unit_bits, weights
 
 Masks: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]
 """Which tokens a constraint allows: [V], or [1 + drafts, V], by the sequence's place in the batch."""
@@ -32,7 +34,7 @@ Masks: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]
 class Stream:
     """How one sequence chooses its tokens: parameters, the rules they need, seed, and history where a rule looks at it."""
 
-    __slots__ = ("history", "masked_rules", "params", "plain", "rules", "seed", "stop_ids")
+    __slots__ = ("history", "masked_rules", "params", "plain", "rules", "seed", "stop_ids", "wish")
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Stream:
         self.masked_rules = rules_for(params, masked=True)
         self.stop_ids = np.array(stop_ids, np.intp)
         self.history = History(prompt, output) if needs_history(params) else None
+        self.wish: Any = None  # the same for the compiled module, once it was asked
         self.plain = params.temperature == 0.0 and not self.rules and params.logprobs is None
         bias = np.array(list(params.logit_bias), np.intp)
         seen = self.history.ids if self.history is not None else bias[:0]
@@ -69,10 +72,12 @@ class Chosen:
 
 
 class Sampler:
-    """Holds scratch memory for one row, and nothing between calls."""
+    """Holds scratch memory, and nothing between calls. `native` is a program's own sampler, where it has one."""
 
-    def __init__(self, vocab_size: int):
-        self._scratch = np.empty(vocab_size, np.float64)
+    def __init__(self, vocab_size: int, native: Any = None):
+        self._vocab_size = vocab_size
+        self._native = native
+        self._scratch = np.empty(vocab_size if native is None else 0, np.float64)
 
     def sample(
         self,
@@ -88,8 +93,10 @@ class Sampler:
         `positions[i]` is how many tokens the sequence has generated. Histories are updated; logits are not changed.
         """
         rows = len(streams) + (sum(map(len, drafts)) if drafts else 0)
-        if logits.shape != (rows, self._scratch.size):
-            raise ValueError(f"logits are {list(logits.shape)}: expected {[rows, self._scratch.size]}")
+        if logits.shape != (rows, self._vocab_size):
+            raise ValueError(f"logits are {list(logits.shape)}: expected {[rows, self._vocab_size]}")
+        if self._native is not None:
+            return self._compiled(logits, streams, positions, drafts or (), masks)
         if not drafts and not masks and all(stream.plain for stream in streams):
             return self._argmax(logits)
         chosen, first = [], 0
@@ -100,6 +107,50 @@ class Sampler:
             chosen.append(self._sequence(own, stream, int(positions[i]), guesses, mask))
             first += own.shape[0]
         return chosen
+
+    def logprobs(self, logits: Floats, tokens: Sequence[int], top: int) -> list[Logprob]:
+        """`logprob` of one token a row. Raises ValueError when a row is not numbers."""
+        if self._native is None:
+            return [self.logprob(row, token, top) for row, token in zip(logits, tokens, strict=True)]
+        told = self._native.logprobs(logits, tokens, top)
+        if told is None:
+            raise ValueError(next(_broken(row) for row in logits if not math.isfinite(float(row.max()))))
+        return [Logprob(token, *one) for token, one in zip(tokens, told, strict=True)]
+
+    def _compiled(
+        self,
+        logits: Floats,
+        streams: Sequence[Stream],
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        masks: Masks | None,
+    ) -> list[Chosen]:
+        wishes = [stream.wish or self._wish(stream) for stream in streams]
+        seen = [(i, s.history.ids, s.history.counts) for i, s in enumerate(streams) if s.history is not None]
+        ruled = [(i, np.atleast_2d(mask)) for i, mask in masks.items()] if masks else ()
+        chosen, first = [], 0
+        told = self._native.choose(logits, wishes, positions, drafts, seen, ruled)
+        for i, (stream, (tokens, facts)) in enumerate(zip(streams, told, strict=True)):
+            if tokens[-1] < 0:
+                chosen.append(Chosen(error=_broken(logits[first + len(tokens) - 1]) if tokens[-1] == -1 else RULED_OUT))
+                tokens.pop()  # those before it were chosen, and count
+            else:
+                logprobs = [Logprob(token, *one) for token, one in zip(tokens, facts, strict=True)] if facts else []
+                chosen.append(Chosen(tokens, logprobs))
+            if stream.history is not None:
+                for token in tokens:
+                    stream.history.add(token)
+            first += 1 + (len(drafts[i]) if drafts else 0)
+        return chosen
+
+    def _wish(self, stream: Stream) -> Any:
+        p = stream.params
+        stream.wish = self._native.wish(
+            p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty,
+            p.presence_penalty, p.min_tokens, stream.seed & (2**64 - 1), -1 if p.logprobs is None else p.logprobs,
+            list(p.logit_bias.items()), stream.stop_ids.tolist(),
+        )  # fmt: skip
+        return stream.wish
 
     def _argmax(self, logits: Floats) -> list[Chosen]:
         """Plain greedy: the best logit, the smallest id among equals. NaN beats every number here, so it is seen."""
@@ -147,7 +198,7 @@ class Sampler:
             choice.peak()  # raises when nothing is left
             place = int(choice.scores.argmax())
             return place if choice.ids is None else int(choice.ids[place])
-        return draw(choice, uniform(stream.seed, position))
+        return draw(choice, draw53(stream.seed, position))
 
     def logprob(self, row: Floats, token: int, top: int) -> Logprob:
         """Log-softmax of the logits as the model gave them: of `token`, and of the `top` best, ties by id.
@@ -157,23 +208,18 @@ class Sampler:
         peak = float(row.max())
         if not math.isfinite(peak):
             raise ValueError(_broken(row))
-        np.copyto(self._scratch, row)
-        self._scratch -= peak
-        with np.errstate(under="ignore"):
-            np.exp(self._scratch, out=self._scratch)
-        total = peak + math.log(float(self._scratch.sum()))
+        mass = masses(weights(distances(row.astype(np.float64), peak, bits_a_nat(1.0))), row.size)
+        total = peak + log(float(mass.sum()) / 2.0 ** unit_bits(row.size))
         own = row[token]
         rank = 1 + int(np.count_nonzero(row > own)) + int(np.count_nonzero(row[:token] == own))
         alternatives = best(row, top) if top else ()
         return Logprob(token, float(own) - total, rank, [(int(t), float(row[t]) - total) for t in alternatives])
 
 
-def draw(choice: Choice, u: float) -> int:
-    """The token at `u` of the cumulative distribution, tokens in the order of their ids."""
-    cumulative = np.cumsum(choice.weights())
-    place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    if place == cumulative.size:  # u * total rounded up to the total: the last token that has a share of it
-        place = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+def draw(choice: Choice, number: int) -> int:
+    """The token at `number` / 2**53 of the cumulative distribution, tokens in the order of their ids."""
+    cumulative = np.cumsum(choice.masses())
+    place = int(np.searchsorted(cumulative, number * int(cumulative[-1]) >> 53, side="right"))
     return place if choice.ids is None else int(choice.ids[place])
 
 

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-F64: TypeAlias = npt.NDArray[np.float64]
+from quire.runner.weights import Masses
+
 Index: TypeAlias = npt.NDArray[np.intp]
 Numbers: TypeAlias = npt.NDArray[np.floating]
 
@@ -47,10 +48,10 @@ def _candidates(values: Numbers, k: int) -> Index:
     return np.flatnonzero(values >= floor) if floor > -np.inf else np.flatnonzero(values > -np.inf)
 
 
-def leading(values: Numbers, weights: F64, mass: float) -> Index:
+def leading(values: Numbers, weights: Masses, mass: int) -> Index:
     """The shortest run of the best values whose weights sum to `mass` or more: their indices, in no order.
 
-    All of them, when even the sum over all falls short (rounding can make it).
+    All of them, when even the sum over all falls short.
     """
     index = best(values, _FIRST)
     cumulative = np.cumsum(weights[index])
@@ -59,29 +60,29 @@ def leading(values: Numbers, weights: F64, mass: float) -> Index:
     return _halve(values, weights, mass)
 
 
-def _halve(values: Numbers, weights: F64, mass: float) -> Index:
+def _halve(values: Numbers, weights: Masses, mass: int) -> Index:
     """`leading` for a flat distribution: each round decides at least half of what is undecided, and sorts nothing."""
     undecided = np.flatnonzero(values > -np.inf)
     inside: list[Index] = []
-    held = 0.0
+    held = 0
     while undecided.size > _FIRST:
         found = values[undecided]
         middle = np.partition(found, found.size // 2)[found.size // 2]
         upper = undecided[found > middle]
-        share = float(weights[upper].sum())
+        share = int(weights[upper].sum())
         if held + share >= mass:
             undecided = upper
             continue
         level = undecided[found == middle]  # never empty, and equals are taken in the order of their indices
         cumulative = held + share + np.cumsum(weights[level])
         inside += upper, level[: _reaching(cumulative, mass)]
-        held = float(cumulative[-1])
+        held = int(cumulative[-1])
         undecided = undecided[found < middle] if held < mass else undecided[:0]
     rest = undecided[np.argsort(-values[undecided], kind="stable")]
     inside.append(rest[: _reaching(held + np.cumsum(weights[rest]), mass)])
     return np.concatenate(inside)
 
 
-def _reaching(cumulative: F64, mass: float) -> int:
+def _reaching(cumulative: Masses, mass: int) -> int:
     """How many entries it takes to reach `mass`; all of them when it is out of reach."""
     return min(int(np.searchsorted(cumulative, mass, side="left")) + 1, cumulative.size)

@@ -203,4 +203,34 @@ inline __m256 scale2(__m256 p, __m256 t) {
 }
 inline F fscale2(F p, F t) { return {scale2(p.a, t.a), scale2(p.b, t.b)}; }
 
+// Sampling: eight doubles, and their bits as whole numbers.
+struct D8 {
+    __m256d a, b;
+};
+using U8 = I;
+inline D8 dset(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+inline D8 dload(const double* p) { return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)}; }
+inline D8 dwiden(const float* p) { return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))}; }
+inline void dstore(double* p, D8 x) {
+    _mm256_storeu_pd(p, x.a);
+    _mm256_storeu_pd(p + 4, x.b);
+}
+inline D8 dadd(D8 x, D8 y) { return {_mm256_add_pd(x.a, y.a), _mm256_add_pd(x.b, y.b)}; }
+inline D8 dsub(D8 x, D8 y) { return {_mm256_sub_pd(x.a, y.a), _mm256_sub_pd(x.b, y.b)}; }
+inline D8 dmul(D8 x, D8 y) { return {_mm256_mul_pd(x.a, y.a), _mm256_mul_pd(x.b, y.b)}; }
+inline D8 dmax(D8 x, D8 y) { return {_mm256_max_pd(x.a, y.a), _mm256_max_pd(x.b, y.b)}; }
+inline __m256d scale2_wide(__m256d p, __m256d t) {
+    return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(p), _mm256_slli_epi64(_mm256_castpd_si256(t), 52)));
+}
+inline D8 dscale2(D8 p, D8 t) { return {scale2_wide(p.a, t.a), scale2_wide(p.b, t.b)}; }  // 2^n * p, where t = n + 1.5 * 2^52
+inline U8 uzero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline U8 uadd_bits(U8 sum, D8 x) {
+    return {_mm256_add_epi64(sum.a, _mm256_castpd_si256(x.a)), _mm256_add_epi64(sum.b, _mm256_castpd_si256(x.b))};
+}
+inline uint64_t usum(U8 x) {
+    uint64_t t[4];
+    _mm256_storeu_si256((__m256i*)t, _mm256_add_epi64(x.a, x.b));
+    return t[0] + t[1] + t[2] + t[3];
+}
+
 }  // namespace

@@ -112,4 +112,22 @@ inline F fscale2(F p, F t) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
 }
 
+// Sampling: eight doubles, and their bits as whole numbers.
+using D8 = __m512d;
+using U8 = __m512i;
+inline D8 dset(double x) { return _mm512_set1_pd(x); }
+inline D8 dload(const double* p) { return _mm512_loadu_pd(p); }
+inline D8 dwiden(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+inline void dstore(double* p, D8 a) { _mm512_storeu_pd(p, a); }
+inline D8 dadd(D8 a, D8 b) { return _mm512_add_pd(a, b); }
+inline D8 dsub(D8 a, D8 b) { return _mm512_sub_pd(a, b); }
+inline D8 dmul(D8 a, D8 b) { return _mm512_mul_pd(a, b); }
+inline D8 dmax(D8 a, D8 b) { return _mm512_max_pd(a, b); }
+inline D8 dscale2(D8 p, D8 t) {  // 2^n * p, where t = n + 1.5 * 2^52 and the result is a normal number
+    return _mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(p), _mm512_slli_epi64(_mm512_castpd_si512(t), 52)));
+}
+inline U8 uzero() { return _mm512_setzero_si512(); }
+inline U8 uadd_bits(U8 sum, D8 a) { return _mm512_add_epi64(sum, _mm512_castpd_si512(a)); }
+inline uint64_t usum(U8 a) { return (uint64_t)_mm512_reduce_add_epi64(a); }
+
 }  // namespace

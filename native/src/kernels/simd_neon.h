@@ -255,6 +255,61 @@ inline F fscale2(F p, F t) {
     return p;
 }
 
+// Sampling: eight doubles, and their bits as whole numbers.
+struct D8 {
+    float64x2_t v[4];
+};
+struct U8 {
+    uint64x2_t v[4];
+};
+inline D8 dset(double x) {
+    D8 r;
+    QUIRE_QUARTERS r.v[i] = vdupq_n_f64(x);
+    return r;
+}
+inline D8 dload(const double* p) {
+    D8 r;
+    QUIRE_QUARTERS r.v[i] = vld1q_f64(p + 2 * i);
+    return r;
+}
+inline D8 dwiden(const float* p) {
+    D8 r;
+    QUIRE_QUARTERS r.v[i] = vcvt_f64_f32(vld1_f32(p + 2 * i));
+    return r;
+}
+inline void dstore(double* p, D8 a) { QUIRE_QUARTERS vst1q_f64(p + 2 * i, a.v[i]); }
+inline D8 dadd(D8 a, D8 b) {
+    QUIRE_QUARTERS a.v[i] = vaddq_f64(a.v[i], b.v[i]);
+    return a;
+}
+inline D8 dsub(D8 a, D8 b) {
+    QUIRE_QUARTERS a.v[i] = vsubq_f64(a.v[i], b.v[i]);
+    return a;
+}
+inline D8 dmul(D8 a, D8 b) {
+    QUIRE_QUARTERS a.v[i] = vmulq_f64(a.v[i], b.v[i]);
+    return a;
+}
+inline D8 dmax(D8 a, D8 b) {
+    QUIRE_QUARTERS a.v[i] = vbslq_f64(vcgtq_f64(a.v[i], b.v[i]), a.v[i], b.v[i]);
+    return a;
+}
+inline D8 dscale2(D8 p, D8 t) {  // 2^n * p, where t = n + 1.5 * 2^52 and the result is a normal number
+    QUIRE_QUARTERS p.v[i] = vreinterpretq_f64_s64(
+        vaddq_s64(vreinterpretq_s64_f64(p.v[i]), vshlq_n_s64(vreinterpretq_s64_f64(t.v[i]), 52)));
+    return p;
+}
+inline U8 uzero() {
+    U8 r;
+    QUIRE_QUARTERS r.v[i] = vdupq_n_u64(0);
+    return r;
+}
+inline U8 uadd_bits(U8 sum, D8 a) {
+    QUIRE_QUARTERS sum.v[i] = vaddq_u64(sum.v[i], vreinterpretq_u64_f64(a.v[i]));
+    return sum;
+}
+inline uint64_t usum(U8 a) { return vaddvq_u64(vaddq_u64(vaddq_u64(a.v[0], a.v[1]), vaddq_u64(a.v[2], a.v[3]))); }
+
 #undef QUIRE_QUARTERS
 
 }  // namespace

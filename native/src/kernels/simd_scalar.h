@@ -222,6 +222,72 @@ inline F fscale2(F p, F t) {
     return p;
 }
 
+// Sampling: eight doubles, and their bits as whole numbers.
+struct D8 {
+    double v[8];
+};
+struct U8 {
+    uint64_t v[8];
+};
+#define QUIRE_EIGHT for (int i = 0; i < 8; i++)
+inline D8 dset(double x) {
+    D8 r;
+    QUIRE_EIGHT r.v[i] = x;
+    return r;
+}
+inline D8 dload(const double* p) {
+    D8 r;
+    QUIRE_EIGHT r.v[i] = p[i];
+    return r;
+}
+inline D8 dwiden(const float* p) {
+    D8 r;
+    QUIRE_EIGHT r.v[i] = (double)p[i];
+    return r;
+}
+inline void dstore(double* p, D8 a) { QUIRE_EIGHT p[i] = a.v[i]; }
+inline D8 dadd(D8 a, D8 b) {
+    QUIRE_EIGHT a.v[i] += b.v[i];
+    return a;
+}
+inline D8 dsub(D8 a, D8 b) {
+    QUIRE_EIGHT a.v[i] -= b.v[i];
+    return a;
+}
+inline D8 dmul(D8 a, D8 b) {
+    QUIRE_EIGHT a.v[i] *= b.v[i];
+    return a;
+}
+inline D8 dmax(D8 a, D8 b) {
+    QUIRE_EIGHT a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline D8 dscale2(D8 p, D8 t) {  // 2^n * p, where t = n + 1.5 * 2^52 and the result is a normal number
+    QUIRE_EIGHT {
+        uint64_t a, b;
+        memcpy(&a, &p.v[i], 8);
+        memcpy(&b, &t.v[i], 8);
+        a += b << 52;
+        memcpy(&p.v[i], &a, 8);
+    }
+    return p;
+}
+inline U8 uzero() { return {}; }
+inline U8 uadd_bits(U8 sum, D8 a) {
+    QUIRE_EIGHT {
+        uint64_t bits;
+        memcpy(&bits, &a.v[i], 8);
+        sum.v[i] += bits;
+    }
+    return sum;
+}
+inline uint64_t usum(U8 a) {
+    uint64_t sum = 0;
+    QUIRE_EIGHT sum += a.v[i];
+    return sum;
+}
+#undef QUIRE_EIGHT
+
 #undef QUIRE_LANES
 
 }  // namespace

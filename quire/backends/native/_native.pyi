@@ -97,3 +97,22 @@ class Plan:
         self, ids: I32, pos: I32, q_start: I32, kv_len: I32, pages: I32, write: I32, logit_rows: I32,
         inputs: list[Floats], more: list[tuple[I32, I32]], /,
     ) -> Floats: ...  # fmt: skip
+
+class Wish: ...
+
+_Told = tuple[float, int, list[tuple[int, float]]]  # log probability, rank, the best: their ids and log probabilities
+
+class Sampler:
+    def wish(
+        self, temperature: float, top_k: int, typical_p: float, top_p: float, min_p: float, repetition: float,
+        frequency: float, presence: float, min_tokens: int, seed: int, logprobs: int, bias: Sequence[tuple[int, float]],
+        stops: Sequence[int], /,
+    ) -> Wish: ...  # fmt: skip
+    # Each sequence's tokens and what is told of them. -1 ends the tokens where logits are not numbers, -2 where none is left.
+    def choose(
+        self, logits: Floats, wishes: Sequence[Wish], positions: Sequence[int], drafts: Sequence[Sequence[int]],
+        seen: Sequence[tuple[int, Any, Any]], masks: Sequence[tuple[int, Any]], /,
+    ) -> list[tuple[list[int], list[_Told]]]: ...  # fmt: skip
+    def logprobs(self, logits: Floats, tokens: Sequence[int], top: int, /) -> list[_Told] | None: ...
+
+def sampler(machine: Machine, vocab_size: int, /) -> Sampler: ...

@@ -36,8 +36,9 @@ _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 class NativeProgram:
     """A compiled forward with its KV pool."""
 
-    def __init__(self, plan: Any, inputs: dict[str, int], sites: Sites):
+    def __init__(self, plan: Any, inputs: dict[str, int], sites: Sites, sampler: Callable[[int], Any]):
         self._plan = plan
+        self.sampler = sampler  # one for a vocabulary of so many tokens; see native/src/sample.h
         self._inputs = inputs
         self._sites = sites
 
@@ -141,10 +142,14 @@ class NativeBackend:
         self._drafts.clear()
         self._pack(draft.program, packed)
         plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
-        made = NativeProgram(plan, dict(inputs), Sites(numbers, self._pack_adapters))
+        made = NativeProgram(plan, dict(inputs), Sites(numbers, self._pack_adapters), self.sampler)
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
         return made
+
+    def sampler(self, vocab_size: int) -> Any:
+        """Rows of logits become tokens, on this backend's threads and kernels."""
+        return self._native.sampler(self._machine, vocab_size)
 
     def _pack_adapters(self, matrices: list[Dense]) -> list[Any]:
         return self._native.pack(self._machine, [self._as_packable(w) for w in matrices])

@@ -13,24 +13,24 @@ from quire.runner.slots import Slots
 PAGE, VOCAB, SEQS, TOKENS, CONTEXT, ROWS = 4, 1000, 12, 96, 60, 50
 
 
-def _state(rng: random.Random):
-    """Slots with sequences of random length, some of them decoding, and the work for each."""
+def _state(rng: random.Random, decoding: float = 0.4):
+    """Slots with sequences of random length, that share of them decoding, and the work for each."""
     slots = Slots(SEQS, CONTEXT // PAGE, pages=200, vocab_size=VOCAB)
     pages = list(range(200))
     rng.shuffle(pages)
     work, expected = [], []
-    for slot in rng.sample(range(SEQS), rng.randint(1, 8)):
+    for slot in rng.sample(range(SEQS), rng.randint(1, 8 if decoding == 0.4 else 11)):
         length = rng.randint(0, 40)
         slots.open(opening(slot, [1] * (length + 12), SamplingParams()))
-        n = rng.choice([1, 1, 5, 11])
+        n = rng.choice([1, 1, 5, 11]) if decoding else 1
         own = [pages.pop() for _ in range(-(-(length + n) // PAGE) + rng.randint(0, 2))][: CONTEXT // PAGE]
-        if rng.random() < 0.4:
+        if rng.random() < decoding:
             token = rng.randrange(VOCAB)
             slots.last[slot], slots.length[slot] = token, length
             tokens, w = [token], decode(slot, pages=own)
         else:
             tokens = [rng.randrange(VOCAB) for _ in range(n)]
-            sample = rng.random() < 0.5
+            sample = rng.random() < 0.5 or not decoding
             logits = rng.randint(0, len(tokens) - sample)
             w = known(slot, tokens, length, sample=sample, prompt_logits=min(logits, 5), pages=own)
         slots.place(w)
@@ -40,8 +40,9 @@ def _state(rng: random.Random):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_arrays(seed: int):
-    slots, work, expected = _state(random.Random(seed))
+@pytest.mark.parametrize("decoding", [0.4, 1.0, 0.0])  # 0: single rows, told by the host
+def test_arrays(seed: int, decoding: float):
+    slots, work, expected = _state(random.Random(seed), decoding)
     builder = BatchBuilder(
         page_size=PAGE, vocab_size=VOCAB, max_seqs=SEQS, max_tokens=TOKENS, max_context=CONTEXT, max_rows=ROWS
     )

@@ -1,4 +1,4 @@
-"""The sampler: greedy, draws, log probabilities, errors, drafts, and that batch mates change nothing."""
+"""The sampler: greedy, draws, log probabilities, errors, drafts, and that batch mates change nothing. Both ways to compute it."""
 
 import math
 
@@ -6,10 +6,31 @@ import numpy as np
 import pytest
 from naive_sampling import distribution, logprobs, sample
 
+from quire.backends.native.backend import NativeBackend
+from quire.runner import sampler as host
 from quire.runner.params import SamplingParams
-from quire.runner.sampler import Sampler, Stream
+from quire.runner.sampler import Stream
 
 V = 1003  # odd, so that rows of a batch are not aligned alike
+
+
+@pytest.fixture(params=["rules", "compiled"], autouse=True)
+def kind(request: pytest.FixtureRequest, backend: NativeBackend):
+    """Every test twice: rule by rule in numpy, and in C++."""
+    _made["native"] = backend if request.param == "compiled" else None
+
+
+@pytest.fixture(scope="module")
+def backend() -> NativeBackend:
+    return NativeBackend(threads=2)
+
+
+_made: dict[str, NativeBackend | None] = {}
+
+
+def Sampler(vocab_size: int) -> host.Sampler:
+    backend = _made["native"]
+    return host.Sampler(vocab_size, backend and backend.sampler(vocab_size))
 
 
 def _logits(rows: int, seed: int = 0, spread: float = 2.0) -> np.ndarray:
@@ -68,12 +89,12 @@ def test_a_whole_generation_agrees_with_the_naive_sampler(params: SamplingParams
 
 
 def test_draws_follow_the_distribution():
-    """Chi-square of 20,000 draws with fixed seeds, over every token that survives."""
+    """Chi-square of 8,000 draws with fixed seeds, over every token that survives."""
     row = _logits(1, spread=1.0)[0][:40]
     params = SamplingParams(temperature=1.2, top_k=25, min_p=0.02)
     p = distribution(row, params)
     sampler, count = Sampler(40), dict.fromkeys(p, 0)
-    stream, n = Stream(params, 2024, 40), 20000
+    stream, n = Stream(params, 2024, 40), 8000
     for position in range(n):
         count[sampler.sample(row[None], [stream], [position])[0].tokens[0]] += 1
     statistic = sum((count[t] - n * p[t]) ** 2 / (n * p[t]) for t in p)
@@ -124,7 +145,7 @@ def test_logprobs_are_of_the_raw_logits():
 
 def test_logprobs_of_large_logits_do_not_overflow():
     row = np.array([3e38, 2.9e38, -3e38], np.float32)
-    logprob = Sampler(3).logprob(row, 0, 3)
+    (logprob,) = Sampler(3).logprobs(row[None], [0], 3)
     assert logprob.logprob == 0.0 and logprob.rank == 1
     assert [t for t, _ in logprob.top] == [0, 1, 2]
 
@@ -140,7 +161,7 @@ def test_bad_logits_fail_one_row_alone(bad: float):
         assert [chosen[0].tokens[0], chosen[2].tokens[0]] == fine
         assert chosen[0].error is None and chosen[2].error is None
     with pytest.raises(ValueError, match="the model produced"):
-        Sampler(V).logprob(logits[1], 0, 1)
+        Sampler(V).logprobs(logits, [0, 0, 0], 1)
 
 
 def test_nothing_left_is_an_error_not_a_guess():

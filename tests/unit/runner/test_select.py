@@ -1,5 +1,7 @@
 """best and leading against full sorts, with ties, ruled-out values and every size class."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,23 +53,23 @@ def test_leading_is_the_shortest_head_that_holds_the_mass(size: int, spread: flo
         values = np.round(values, 1)
     values[rng.random(size) < 0.1] = -np.inf
     values[0] = values[1:].max(initial=0.0)
-    weights = np.exp(values - values.max())
+    weights = 1 + np.rint(np.exp(values - values.max()) * 2**40).astype(np.int64)
     order = _sorted(values)
     held = np.cumsum(weights[order])
     for share in (1e-9, 0.1, 0.5, 0.9, 0.95, 0.999):
-        # Aim between two partial sums, so that the order of additions cannot matter.
-        cut = int(np.searchsorted(held, share * held[-1]))
-        mass = held[cut] - weights[order[cut]] / 2
-        assert sorted(leading(values, weights, mass).tolist()) == sorted(order[: cut + 1])
+        cut = int(np.searchsorted(held, math.ceil(share * held[-1])))
+        # Just enough, and just more than what comes before it.
+        for mass in (int(held[cut]), int(held[cut]) - int(weights[order[cut]]) + 1):
+            assert sorted(leading(values, weights, mass).tolist()) == sorted(order[: cut + 1])
     assert leading(values, weights, held[-1] * 2).size == len(order)  # out of reach: all of them
 
 
 def test_leading_with_weights_that_do_not_follow_the_values():
     """typical_p orders by something else than probability."""
     rng = np.random.default_rng(0)
-    values, weights = rng.standard_normal(3000), rng.random(3000)
+    values, weights = rng.standard_normal(3000), rng.integers(1, 2**30, 3000)
     order = _sorted(values)
     held = np.cumsum(weights[order])
     for cut in (0, 10, 127, 128, 700, 2999):
-        mass = held[cut] - weights[order[cut]] / 2
+        mass = int(held[cut]) - int(weights[order[cut]]) // 2
         assert sorted(leading(values, weights, mass).tolist()) == sorted(order[: cut + 1])
