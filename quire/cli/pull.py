@@ -11,6 +11,7 @@ from quire.weights.store import Store
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
+    from quire.weights.glimpse import Glimpse
 
 
 def command(
@@ -36,7 +37,7 @@ def command(
         raise SystemExit(1)
 
 
-def supported(checkpoint: Opened) -> None:
+def supported(checkpoint: Opened | Glimpse) -> None:
     """Raises Unsupported for a model whose architecture is not known here."""
     from quire.models import family_of
 
