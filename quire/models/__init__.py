@@ -26,7 +26,7 @@ from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Floats, Layout
 from quire.models.places import Places
 from quire.observe.errors import Unsupported
-from quire.weights.checkpoint import Opened
+from quire.weights.checkpoint import Opened, naming
 from quire.weights.gguf import GGUF
 from quire.weights.glimpse import Glimpse
 
@@ -142,4 +142,5 @@ def family_of(checkpoint: Opened | Glimpse) -> ModuleType:
 def load(checkpoint: Opened) -> Model:
     """The model in that checkpoint. An architecture that is not supported is refused before weights are read."""
     family: Any = family_of(checkpoint).Model
-    return family.from_gguf(checkpoint) if isinstance(checkpoint, GGUF) else family.from_hf(checkpoint)
+    with naming(checkpoint.path):
+        return family.from_gguf(checkpoint) if isinstance(checkpoint, GGUF) else family.from_hf(checkpoint)
