@@ -7,6 +7,7 @@ the caller. Whatever fails, what a later try can use is kept, and an interrupt s
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError
+from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError, Unsupported
 from quire.weights import archive, repository, sources
 from quire.weights.fetch import Transfer, check_room, discard, disk_errors, write_whole
 from quire.weights.glimpse import MAGIC, Glimpse, glimpse
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from quire.weights.home import Home
     from quire.weights.sources.hf import HubTarget
     from quire.weights.web import Http
+
+
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 class Pull:
@@ -80,6 +84,11 @@ class Pull:
             return self._repository(reference)
         if len(reference.parts) > 1:
             return self._joined(reference)
+        if (split := _SPLIT.search(str(reference).partition("@")[0])) and int(split[1]) > 1:
+            raise Unsupported(
+                f"{reference} is one of {int(split[1])} files of a split model: they are not fetched one by one",
+                cure="fetch all of them into one folder with the hub's own tools, and name the first file by its path",
+            )
         remote = self._locate(reference)
         part = self.place.part(reference)
         if remote.member is None:

@@ -268,6 +268,15 @@ def test_a_glimpse_of_too_little_says_nothing(cut: int):
     assert glimpse("x", huge) is None
 
 
+def test_a_file_of_a_split_model_is_not_fetched_alone(store: Store, origin: Origin):
+    for part in ("m-00001-of-00003.gguf", "m-00002-of-00003.gguf"):
+        with pytest.raises(Unsupported, match=r"one of 3 files of a split model.*name the first file by its path"):
+            store.pull(f"{origin.url}/{part}")
+    assert not origin.seen
+    origin.files["/m-00001-of-00001.gguf"] = Body(MODEL)
+    assert store.pull(f"{origin.url}/m-00001-of-00001.gguf").is_file()
+
+
 def test_content_encoding_is_refused(store: Store, name: str, origin: Origin):
     origin.files[PATH] = Body(MODEL, headers={"Content-Encoding": "gzip"})
     with pytest.raises(DownloadFailed, match="Content-Encoding"):
