@@ -22,12 +22,12 @@ from quire.engine.sizes import resolve_sizes
 from quire.engine.types import EngineInfo
 from quire.machine import NO_LIMIT, Memory, look_at_memory
 from quire.models import Encoder, Model
-from quire.models.pooling import Pooling, pooling_of
+from quire.models.pooling import Pooling, ScoreHead, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
 if TYPE_CHECKING:
-    pass
+    from quire.models.judge import Judge
 
 
 def build_pooled(
@@ -40,12 +40,7 @@ def build_pooled(
         raise BadRequest(f"--speculate is for models that write: this one is for {task}", param="speculate")
     model = parts.model
     encoder = model if isinstance(model, Encoder) else None
-    head = None if encoder is None else encoder.head
-    if head is None:
-        pooling = pooling_of(parts.checkpoint, encoder is not None)
-    else:
-        how = "through a sigmoid" if head.sigmoid else "as it is"
-        pooling = Pooling("cls", False, lines=(f"score: of the first token, {how}",))
+    pooling, head, pair = _head(parts, encoder, task)
     context, context_line = _context(config, model, pooling)
     budget = max(config.max_batch_tokens, context) if encoder else config.max_batch_tokens
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
@@ -115,8 +110,25 @@ def build_pooled(
         cuts=pooling.cuts,
         prompts=pooling.prompts,
         separators=encoder.separators if encoder else 1,
+        pair=pair,
     )
     return Engine(scheduler, runner, 0), info
+
+
+def _head(
+    parts: Parts, encoder: Encoder | None, task: str
+) -> tuple[Pooling, ScoreHead | Judge | None, tuple[str, ...]]:
+    """How rows become an embedding, or what makes a score of one; and of a decoder that scores, what is around a pair."""
+    if encoder is None and task == "score":
+        from quire.models.judge import PROMPT, judge_of
+
+        judge = judge_of(parts.checkpoint, parts.model)
+        return Pooling("last", False, lines=(judge.line,)), judge, PROMPT
+    head = None if encoder is None else encoder.head
+    if head is None:
+        return pooling_of(parts.checkpoint, encoder is not None), None, ()
+    how = "through a sigmoid" if head.sigmoid else "as it is"
+    return Pooling("cls", False, lines=(f"score: of the first token, {how}",)), head, ()
 
 
 def _context(config: EngineConfig, model: Model, pooling: Pooling) -> tuple[int, str]:
