@@ -46,7 +46,8 @@ class Real:
 ENGLISH = ("The three primary colours are", "Once upon a time there was a", "Water boils at")
 CODE = ("def fibonacci(n):\n    ", "# Read a file and count its words\nimport ", "SELECT name, count(*) FROM users ")
 MODELS = (
-    Real("smollm2:135m", ENGLISH, 0.25, 4),
+    Real("smollm2:135m", ENGLISH[:1], 0.2, 4),
+    Real("smollm2:135m", ENGLISH, 0.2, 4),
     Real("tinyllama:1.1b", ENGLISH, 0.25, 4),
     Real("qwen2.5-coder:1.5b", CODE, 0.25, 4),
     Real("gemma3:270m", ENGLISH, 0.25, 4),
@@ -205,7 +206,11 @@ def prompts_of(path: Path, real: Real) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "real", [pytest.param(m, id=m.name, marks=[] if m is MODELS[0] else pytest.mark.large) for m in MODELS]
+    "real",
+    [
+        pytest.param(m, id=f"{m.name}, {len(m.prompts)}", marks=[] if m is MODELS[0] else pytest.mark.large)
+        for m in MODELS
+    ],
 )
 def test_greedy_continuations_are_those_of_transformers(real: Real) -> None:
     """Exactly, where products are computed in float32. The native backend rounds what goes into a product to 8 bits: given
