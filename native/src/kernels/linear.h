@@ -6,7 +6,7 @@
 //   dense: one fma chain over k in order.
 // After that: + bias, then residual + result.
 //
-// One row streams the weights through once (gemv, here). More rows: gemm.h.
+// One row streams the weights through once (gemv, here), and a few rows do so together. More rows: gemm.h.
 #pragma once
 
 #include "gemm.h"
@@ -52,9 +52,82 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     return acc;
 }
 
+// Block b against lanes [lane, lane + R) of a panel, straight from the packed codes: unpacking them into memory pays where many
+// rows use them. Only the first `keep` are rows; what is made of the other lanes is dropped.
+template <int BITS, int GROUP, bool BIAS, int R>
+void affine_few(const Matrix& w, int b, const uint8_t* x, const QuantShape& s, int lane, int keep, const Epilogue& e, int column) {
+    constexpr int kParts = 32 / GROUP;
+    const uint8_t* block = w.block(b);
+    const int shift = BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset;
+    const int tiles = w.tiles;
+    const size_t code_bytes = w.code_bytes;
+    const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
+    const float* sx = (const float*)(x + s.sx) + lane;
+    const int32_t* sum = (const int32_t*)(x + s.sum) + lane;
+    F acc[R];
+    QUIRE_UNROLL
+    for (int r = 0; r < R; r++) acc[r] = fzero();
+    for (int t = 0; t < tiles; t++, sx += 16, sum += 32) {
+        const uint8_t* tile = block + (size_t)t * code_bytes;
+        for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
+        prefetch(block + w.scale_at + (size_t)t * w.scale_bytes + ahead);
+        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.scale_bytes + ahead);
+        const int8_t* q = (const int8_t*)x + 512 * (size_t)t + 32 * lane;
+        int32_t total[kParts][R];
+        I d[kParts][R];
+        QUIRE_UNROLL
+        for (int part = 0; part < kParts; part++)
+            for (int r = 0; r < R; r++) {
+                total[part][r] = GROUP == 32 ? sum[r] + sum[16 + r] : sum[16 * part + r];
+                d[part][r] = iset(shift * total[part][r]);
+            }
+        each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
+            const int part = GROUP == 32 ? 0 : j / 4;
+            QUIRE_UNROLL
+            for (int r = 0; r < R; r++) {
+                const int8_t* four = q + 32 * r + 4 * j;
+                d[part][r] = BITS == 8 ? dot4_8(d[part][r], codes, four) : dot4(d[part][r], codes, four);
+            }
+        });
+        QUIRE_UNROLL
+        for (int part = 0; part < kParts; part++) {
+            const F sw = scale_of(w, block, t, part);
+            F bw = sw;
+            if constexpr (BIAS) bw = bias_of(w, block, t, part);
+            QUIRE_UNROLL
+            for (int r = 0; r < R; r++) {
+                acc[r] = ffma(fmul(sw, fset(sx[r])), ffrom(d[part][r]), acc[r]);
+                if constexpr (BIAS) acc[r] = ffma(bw, fset(sx[r] * (float)total[part][r]), acc[r]);
+            }
+        }
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; r++)
+        if (r < keep) finish(e, lane + r, column, acc[r]);
+}
+
+// Rows of a call up to which affine_few is the faster way (one panel at most), and how many it takes along in one pass over a
+// block: their sums must fit the registers.
+constexpr bool kManyRegisters = kWidth == 16 && kDenseRows >= 8;
+constexpr int kFewAffine = kManyRegisters ? 16 : 2;
+
+template <int BITS, int GROUP, bool BIAS>
+void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    for (int b = b0; b < b1; b++) {
+        const int column = 16 * (b - b0);
+        int lane = 0;
+        if constexpr (kManyRegisters) {
+            for (; m - lane > 4; lane += 8) affine_few<BITS, GROUP, BIAS, 8>(w, b, x, s, lane, m - lane, e, column);
+            if (m - lane > 2) affine_few<BITS, GROUP, BIAS, 4>(w, b, x, s, lane, m - lane, e, column), lane += 4;
+        }
+        if (lane < m) affine_few<BITS, GROUP, BIAS, 2>(w, b, x, s, lane, m - lane, e, column);
+    }
+}
+
 template <int BITS, int GROUP, bool BIAS>
 void affine_blocks(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m > 1) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    if (m > 1) return affine_few_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     for (int b = b0; b < b1; b++) finish(e, 0, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, x, s));
 }
 

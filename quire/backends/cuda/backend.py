@@ -26,7 +26,16 @@ from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.softcap import softcap
 from quire.backends.cuda.kernels.tuning import ROWS
-from quire.backends.cuda.products import Place, QuantizedProducts, Rows, Unnormed, count, few_rows, wants_fp8
+from quire.backends.cuda.products import (
+    Place,
+    QuantizedProducts,
+    Rows,
+    Unnormed,
+    count,
+    few_rows,
+    norms_along,
+    wants_fp8,
+)
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.backend import TorchBackend, TorchProgram
@@ -34,7 +43,7 @@ from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.caches import Cache
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
-from quire.backends.torch.quantized import Mixed, Part, Weight
+from quire.backends.torch.quantized import Mixed, Part, Scaled, Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
@@ -70,7 +79,7 @@ class CudaKernels(TorchKernels):
             out = torch.empty(x.shape, dtype=self.dtype, device=self.device)
             head_norm(x, weight, eps, out, heads=heads, pdl=self._chain)
             return out
-        if soon and x.shape[0] == 1 <= self._few and all(isinstance(w, torch.Tensor) for w in soon):
+        if soon and x.shape[0] == 1 <= self._few and all(norms_along(w) for w in soon):
             return Unnormed(x, weight, eps)
         return self._normed(x, weight, eps, soon)
 
@@ -150,7 +159,7 @@ class CudaKernels(TorchKernels):
         *,
         soon: Sequence[Weight] = (),
     ) -> tuple[torch.Tensor, Any]:
-        if count(x) == 1 <= self._few and isinstance(weight, torch.Tensor):
+        if count(x) == 1 <= self._few and isinstance(weight, torch.Tensor | Scaled):
             self._skinny(x, weight, bias, out=residual, residual=residual)
             return residual, self.rms_norm(residual, norm, eps, soon=soon)
         product = self.linear(x, weight, bias, loose=bias is None)
@@ -193,7 +202,7 @@ class CudaKernels(TorchKernels):
     def _skinny(
         self,
         x: torch.Tensor | Unnormed,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Scaled,
         bias: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,

@@ -3,7 +3,8 @@
              one to 16 rows            17 to 64                  more
   half       skinny                    skinny                    cuBLAS (by who calls)
   fp8        skinny, fp8 rows where    skinny, fp8 rows          cuBLASLt, fp8 rows
-             a norm can make them
+             a norm makes them; one
+             row as it is
   int8       skinny                    skinny                    integer product, int8 rows
   int4       four-bit kernel           four-bit kernel           written out in half floats, cuBLAS
 
@@ -24,7 +25,7 @@ from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.int8 import int8_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
-from quire.backends.cuda.kernels.tuning import FEW, ROWS, int4_shape, skinny_shape
+from quire.backends.cuda.kernels.tuning import FEW, ROWS, WIDE, int4_shape, skinny_shape
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, Weight
 
 _SCRATCH = 1 << 27  # numbers of a matrix that are written out at a time
@@ -76,6 +77,12 @@ def count(x: torch.Tensor | Unnormed | Rows) -> int:
     return inner.shape[0]
 
 
+def norms_along(weight: Weight) -> bool:
+    """Whether a product of one row with it takes the norm on its way: it costs less there than in a launch of its own, except
+    where one-byte weights are so many that the tensor cores, which need normed rows, make up for that."""
+    return isinstance(weight, torch.Tensor) or (isinstance(weight, Scaled) and weight.shape[0] <= WIDE)
+
+
 def wants_fp8(weights: Sequence[Weight]) -> bool:
     """Whether products with these (and there are some) would rather have fp8 rows."""
     return bool(weights) and all(isinstance(w, Scaled) and w.codes.dtype == E4M3 for w in weights)
@@ -103,7 +110,7 @@ def few_rows(
     else:
         source = x
     rows, n = source.shape[0], w.shape[0] // (2 if swiglu else 1)
-    fused = rows == 1 and w_scale is None
+    fused = rows == 1 and x_scale is None
     chosen = skinny_shape(
         n, source.shape[1], rows, w.dtype, swiglu=swiglu, fused=fused, eight=x_scale is not None,
         processors=at.processors,
@@ -127,7 +134,7 @@ class QuantizedProducts:
 
     def linear(
         self,
-        x: torch.Tensor | Rows,
+        x: torch.Tensor | Unnormed | Rows,
         weight: Scaled | Int4,
         bias: torch.Tensor | None,
         *,
@@ -147,7 +154,7 @@ class QuantizedProducts:
         return few_rows(self._at, self._suited(x, weight), weight, bias, out=out, loose=loose)
 
     def gated(
-        self, x: torch.Tensor | Rows, weight: Scaled | Int4, soon: Sequence[Weight], *, gelu: bool = False
+        self, x: torch.Tensor | Unnormed | Rows, weight: Scaled | Int4, soon: Sequence[Weight], *, gelu: bool = False
     ) -> torch.Tensor | Rows:
         """swiglu (or geglu) of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
         rows, n = count(x), weight.shape[0] // 2
@@ -169,15 +176,18 @@ class QuantizedProducts:
         swiglu(both, out, gelu=gelu)
         return out
 
-    def _suited(self, x: torch.Tensor | Rows, weight: Scaled) -> torch.Tensor | Rows:
+    def _suited(self, x: torch.Tensor | Unnormed | Rows, weight: Scaled) -> torch.Tensor | Unnormed | Rows:
         """Rows as a skinny product wants them: fp8 beside fp8 weights, where there are enough to pay for the rounding."""
+        if isinstance(x, Unnormed):
+            return x
         if weight.codes.dtype != E4M3:
             return self._plain(x)
         return self._eight(x) if count(x) > FEW else x
 
-    def _eight(self, x: torch.Tensor | Rows) -> Rows:
+    def _eight(self, x: torch.Tensor | Unnormed | Rows) -> Rows:
         if isinstance(x, Rows):
             return x
+        assert not isinstance(x, Unnormed)
         made = Rows.empty(x.shape, x.device)
         fp8.quantize_rows(x, made.codes, made.scale, pdl=self._at.chain)
         return made
@@ -204,7 +214,9 @@ class QuantizedProducts:
         )  # fmt: skip
         return part if leave and part is not None else y
 
-    def _many(self, x: torch.Tensor | Rows, weight: Scaled | Int4, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    def _many(
+        self, x: torch.Tensor | Unnormed | Rows, weight: Scaled | Int4, bias: torch.Tensor | None, y: torch.Tensor
+    ) -> None:
         """More rows than the kernels of our own are for."""
         n, k = weight.shape
         if isinstance(weight, Scaled) and weight.codes.dtype == E4M3 and n % 16 == 0 and k % 16 == 0:
@@ -237,6 +249,7 @@ class QuantizedProducts:
         if bias is not None:
             y += bias
 
-    def _plain(self, x: torch.Tensor | Rows) -> torch.Tensor:
+    def _plain(self, x: torch.Tensor | Unnormed | Rows) -> torch.Tensor:
         """Rows as they were, or nearly: a matrix that no library takes may still have been given fp8 rows."""
+        assert not isinstance(x, Unnormed)  # see norms_along
         return (x.codes.float() * x.scale[:, None]).to(self._at.dtype) if isinstance(x, Rows) else x

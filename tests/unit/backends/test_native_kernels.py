@@ -121,6 +121,16 @@ def test_linear_is_within_the_bound_of_its_rounding(name: str) -> None:
     assert (np.abs(got - x.astype(np.float64) @ exact.T) <= 1.01 * bound + 1e-4).all()
 
 
+@pytest.mark.parametrize("isa", extension().available())
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q2_K"])  # without and with a bias, by 32 and by 16
+def test_a_rows_linear_does_not_depend_on_how_many_ride_along(name: str, isa: str) -> None:
+    """One row, a few and many take different kernels; every number must come out of them bit for bit."""
+    weight, x = affine(name, 40, 768), activations(33, 768)
+    whole = run_linear(NativeBackend(isa=isa), x, weight)
+    for m in (1, 2, 3, 4, 5, 8, 9, 13, 16, 17):
+        np.testing.assert_array_equal(run_linear(NativeBackend(isa=isa), x[33 - m :], weight), whole[33 - m :])
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_dense_linear(dtype: str) -> None:
     weight, bias = dense(dtype, 35, 71), dense("f32", 35)

@@ -12,6 +12,7 @@ from quire.backends.cuda.kernels.skinny import Shape
 
 ROWS = 64  # a skinny product has at most this many; more go to cuBLAS
 FEW = 16  # rows that fit the smallest tile of the tensor cores
+WIDE = 16384  # channels of one-byte weights from which one row, too, is better off on the tensor cores
 
 
 def _splits(n: int, k: int, processors: int) -> int:
@@ -49,6 +50,10 @@ def skinny_shape(
     if rows == 1 and dtype.itemsize == 2 and fused:
         small = 4096 < n < 12288 and not swiglu
         return Shape(8, 512, 4, 1, dot=False, pdl=True) if small else Shape(4, 1024, 4, 1, dot=False, pdl=True)
+    if rows == 1 and dtype.itemsize == 1 and fused:
+        if swiglu or n > WIDE:
+            return Shape(16, 256, 4, 1, dot=False, pdl=True)
+        return Shape(4, 512, 2, 1, dot=False, pdl=True) if n > 4096 else Shape(4, 1024, 4, 1, dot=False, pdl=True)
     whole = swiglu or fused
     if dtype.itemsize == 1 and not eight and rows > FEW:  # rows and weights must fit the processor's own memory
         return Shape(64, 128, 4, 3, 1 if whole or n > 4096 else 2, pdl=True)
