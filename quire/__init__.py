@@ -5,19 +5,21 @@ Importing this package imports nothing heavy; the names below arrive when they a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from quire.config import VERSION as __version__
-
+TYPE_CHECKING = False  # typing would be the heaviest import of all here
 __all__ = ["LLM", "AsyncLLM", "Constraint", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from quire.config import VERSION as __version__
     from quire.engine.types import Constraint
     from quire.llm import LLM, AsyncLLM
     from quire.runner.params import SamplingParams
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from quire.config import VERSION
+
+        return VERSION
     if name in ("LLM", "AsyncLLM"):
         from quire import llm
 

@@ -24,7 +24,7 @@ class Environment:
     """The environment variables that mean something to Quire. There are no others."""
 
     home: Path  # QUIRE_HOME: the model store
-    threads: int | None = None  # QUIRE_THREADS
+    threads: int | str | None = None  # QUIRE_THREADS; a text where it is no number, which asked_threads refuses
     kv_memory: str | None = None  # QUIRE_KV_MEMORY, for instance "2GiB"
     api_key: str | None = None  # QUIRE_API_KEY
     isa: str | None = None  # QUIRE_ISA: force a kernel set (scalar, neon, avx2, avx512)
@@ -40,8 +40,8 @@ class Environment:
         get = os.environ.get
         threads = get("QUIRE_THREADS", "")
         return cls(
-            home=Path(get("QUIRE_HOME") or Path.home() / ".cache" / "quire"),
-            threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
+            home=Path(get("QUIRE_HOME") or "~/.cache/quire").expanduser(),
+            threads=int(threads) if threads.isascii() and threads.isdigit() and int(threads) > 0 else threads or None,
             kv_memory=get("QUIRE_KV_MEMORY") or None,
             api_key=get("QUIRE_API_KEY") or None,
             isa=get("QUIRE_ISA") or None,
@@ -51,6 +51,19 @@ class Environment:
             pypi_index=get("PIP_INDEX_URL") or None,
             npm_registry=get("NPM_CONFIG_REGISTRY") or get("npm_config_registry") or None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """What a terminal may be given beside text, by the words that every program is told it with."""
+
+    colours: bool  # not where NO_COLOR is set
+    moves: bool  # whether a line can be written again: not where TERM is dumb
+
+    @classmethod
+    def read(cls) -> Terminal:
+        dumb = os.environ.get("TERM") == "dumb"
+        return cls(colours=not dumb and not os.environ.get("NO_COLOR"), moves=not dumb)
 
 
 def _hub_cache(get: Callable[[str], str | None]) -> Path:
@@ -138,9 +151,14 @@ def parse_size(text: str) -> int:
 
 
 def asked_threads(asked: int | None, env: Environment, cores: int) -> tuple[int, str] | None:
-    """The thread count that somebody asked for, and the sentence that says who; None when nobody did."""
+    """The thread count that somebody asked for, and the sentence that says who; None when nobody did.
+
+    Raises ValueError where what was asked for is no count.
+    """
     if asked:
         return asked, f"threads: {asked} (asked for; {cores} cores available)"
+    if isinstance(env.threads, str):
+        raise ValueError(f"QUIRE_THREADS is {env.threads!r}: it must be a number, at least 1")
     if env.threads:
         return env.threads, f"threads: {env.threads} (QUIRE_THREADS; {cores} cores available)"
     return None

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "quire"
 ROOMS = (
+    "__main__",
     "cli",
     "llm",
     "fleet",

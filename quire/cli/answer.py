@@ -10,7 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from quire.config import Terminal
 
 if TYPE_CHECKING:
     from quire.engine.types import EngineInfo
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 
 DIM, PLAIN = "\x1b[2m", "\x1b[22m"
+THINKING, ANSWER = "[thinking]\n", "\n[answer]\n"  # in their place, where a terminal shall show nothing but text
 
 
 def show(stream: Iterable[str]) -> float | None:
@@ -28,6 +32,7 @@ def show(stream: Iterable[str]) -> float | None:
     """
     out = sys.stdout
     screen = out.isatty()
+    coloured = screen and Terminal.read().colours
     last, first = "\n", None
     thinking = False
     spinner = Spinner("thinking")
@@ -37,20 +42,21 @@ def show(stream: Iterable[str]) -> float | None:
             spinner.stop()
             first = first or _age()
             if type(piece) is not str:  # a Thought: for people alone, the answer is what goes on in a pipe
-                thinking = thinking or screen
                 if screen:
-                    out.write(f"{DIM}{_tame(piece)}{PLAIN}")
+                    said = _tame(piece)
+                    out.write(f"{DIM}{said}{PLAIN}" if coloured else said if thinking else THINKING + said)
                     out.flush()
+                    thinking = True
                 continue
             if thinking:
-                out.write("\n\n")
+                out.write("\n\n" if coloured else ANSWER)
                 thinking = False
             last = piece
             out.write(_tame(piece) if screen else piece)
             out.flush()
     finally:
         spinner.stop()
-        if not last.endswith("\n"):
+        if thinking or not last.endswith("\n"):
             out.write("\n")
         out.flush()
     return first
@@ -73,13 +79,17 @@ def _tame(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def report(output: Output, info: EngineInfo, params: SamplingParams, stats: bool) -> None:
-    """Say what cut an answer short, and the numbers when asked."""
+def report(output: Output, info: EngineInfo, params: SamplingParams, stats: bool, lift: str = "--max-tokens 0") -> None:
+    """Say what cut an answer short and what lifts that bound, and the numbers when asked."""
     done = output.outputs[0]
     if done.finish_reason == "length":
         full = len(output.prompt_tokens) + len(done.tokens) >= info.context
-        what = f"the context of {info.context} tokens is full" if full else f"--max-tokens {params.max_tokens}"
-        say(f"[the answer was cut: {what}]")
+        bound = f"at {params.max_tokens} tokens; {lift} lets it go on to the end of the context"
+        say(
+            f"[the answer was cut: the context of {info.context} tokens is full]"
+            if full
+            else f"[the answer was cut {bound}]"
+        )
     if stats:
         for line in numbers(done):
             say(line)
@@ -109,8 +119,9 @@ def numbers(done: Completion) -> list[str]:
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """A line on stderr. Where nobody can hear it, the answer goes on all the same."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Spinner:
@@ -122,7 +133,7 @@ class Spinner:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and Terminal.read().moves:
             self._thread = threading.Thread(target=self._turn, daemon=True)
             self._thread.start()
 

@@ -34,15 +34,33 @@ class Verbs(TyperGroup):
         if verb and verb not in VERBS and not verb.startswith("-"):
             import difflib
 
-            near = difflib.get_close_matches(verb, VERBS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(VERBS)}."
+            from quire.cli.neighbours import VERBS as THEIRS
+
+            near = THEIRS.get(verb) or next(iter(difflib.get_close_matches(verb, VERBS, n=1)), None)
+            hint = f" Did you mean {near!r}?" if near else f" There are {', '.join(VERBS)}."
             ctx.fail(f"There is no verb {verb!r}.{hint}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        code = outcome(lambda: super(Verbs, self).invoke(ctx), debug=ctx.params.get("debug", False))
+        words = list(ctx.args)
+        try:
+            code = outcome(lambda: super(Verbs, self).invoke(ctx), debug=ctx.params.get("debug", False))
+        except Exception as e:
+            if hasattr(e, "possibilities"):  # an option that the verb does not have
+                point_out(e, words)
+            raise
         if code:
             raise typer.Exit(code) from None
+
+
+def point_out(error: Any, words: list[str]) -> None:
+    """What an option that is not there is called here, where it is one that other engines have."""
+    from quire.cli.neighbours import hint
+
+    known = [name for p in error.ctx.command.params for name in (*p.opts, *p.secondary_opts)] if error.ctx else []
+    said = hint(error.option_name, words, known)
+    if said is not None:
+        error.message, error.possibilities = f"No such option: {error.option_name}: {said}.", []
 
 
 def load(verb: str) -> Any:

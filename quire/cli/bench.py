@@ -21,11 +21,12 @@ import typer
 from quire.cli import bench_report as report
 from quire.cli import ui
 from quire.cli.engine_options import engine_options
-from quire.config import DEFAULT_MODEL, EngineConfig, Environment
+from quire.cli.pull import here, supported
+from quire.config import DEFAULT_MODEL, EngineConfig, Environment, Terminal
 from quire.engine.engine import Engine
 from quire.engine.measure import Round, Run, Shape, Span, drive, greedy, latency_round, synthetic, token_ids
 from quire.engine.types import EngineInfo, Request
-from quire.observe.errors import BadRequest, NotFound
+from quire.observe.errors import BadRequest
 
 if TYPE_CHECKING:
     from quire.weights.store import Store
@@ -263,7 +264,7 @@ def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) ->
     if config.load_format == "dummy":  # a shape, not a file
         path, facts = Path(model), {"name": model, "file": None, "bytes": None, "digest": None}
     else:
-        path, facts = find(Store(env), model)
+        path, facts = find(Store(env, accepts=supported), model)
     with Line() as line:
         line.show("loading")
         engine, info = build_engine(replace(config, path=str(path), name=facts["name"], task="generate"), env)
@@ -279,12 +280,7 @@ def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) ->
 
 def find(store: Store, model: str) -> tuple[Path, dict[str, Any]]:
     """The model's file or folder, fetched if it is not here, and what a record says of it."""
-    try:
-        path = store.resolve(model)
-    except NotFound as missing:
-        if missing.param != "model":
-            raise
-        path = store.pull(model, ui.progress())
+    path = here(store, model)
     manifest = store.get(model)
     return path, {
         "name": manifest.name if manifest else os.path.basename(os.path.normpath(model)),
@@ -352,7 +348,7 @@ class Line:
     """One line on stderr that says where we are; on a terminal only, and gone afterwards."""
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty()
+        self._on = sys.stderr.isatty() and Terminal.read().moves
         self._spoke = 0.0
 
     def show(self, text: str) -> None:

@@ -6,6 +6,7 @@ of thread counts is kept), and nothing is asked of the network unless `--network
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import socket
@@ -26,7 +27,7 @@ from quire.weights.progress import mb
 from quire.weights.store import Store
 
 Status = Literal["pass", "warn", "fail"]
-COLOURS = {"pass": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+COLOURS: dict[Status, int] = {"pass": ui.GREEN, "warn": ui.YELLOW, "fail": ui.RED}
 # The features that decide which kernels run, of the many that a CPU has.
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "i8mm", "sve")  # fmt: skip
 OLDEST_PYTHON = (3, 11)
@@ -93,9 +94,9 @@ def command(
 
 
 def _print(f: Finding) -> None:
-    typer.echo(f"{typer.style(f.status, fg=COLOURS[f.status])}  {f.check}: {f.detail}")
+    ui.echo(f"{ui.style(f.status, COLOURS[f.status], sys.stdout)}  {f.check}: {f.detail}")
     if f.cure:
-        typer.echo(f"      cure: {f.cure}")
+        ui.echo(f"      cure: {f.cure}")
 
 
 def python() -> Iterator[Finding]:
@@ -127,7 +128,11 @@ def cpu(env: Environment) -> Iterator[Finding]:
     from quire.engine.build import choose_threads
 
     cores = available_cores()
-    threads, _, why = choose_threads(EngineConfig(path="", backend="native"), env)
+    try:
+        threads, _, why = choose_threads(EngineConfig(path="", backend="native"), env)
+    except QuireError as e:
+        yield Finding("cores", "fail", e.message, e.cure)
+        return
     if threads > cores:
         yield Finding("cores", "warn", why, f"QUIRE_THREADS={threads} is more than {cores} cores: decoding slows down")
     else:
@@ -172,7 +177,11 @@ def disk(home: Path) -> Iterator[Finding]:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if free < LITTLE_DISK:
+    if not os.access(folder, os.W_OK):
+        yield Finding(
+            "disk", "fail", f"the store at {home} cannot be written", "set QUIRE_HOME to a folder you can write to"
+        )
+    elif free < LITTLE_DISK:
         cure = "free some (`quire rm NAME`), or set QUIRE_HOME to a larger disk"
         yield Finding("disk", "warn", f"{mb(free)} free for the store at {home}", cure)
     else:
@@ -220,13 +229,18 @@ def reach(store: Store) -> Iterator[Finding]:
     from quire.weights.web import host_of
 
     http = replace(store.http, attempts=1, timeout=10.0)
+    found: list[str] = []
+    failed: list[QuireError] = []
     for reference in look_up(DEFAULT_MODEL).references:
         try:
             where = sources.load(reference.scheme).locate(reference.target, store.env, http)
-            host = host_of(where.url) if isinstance(where, sources.Remote) else "this machine"
-            yield Finding("network", "pass", f"{DEFAULT_MODEL} can be had from {host}")
+            found.append(host_of(where.url) if isinstance(where, sources.Remote) else "this machine")
         except QuireError as e:
-            yield Finding("network", "fail", e.message, e.cure)
+            failed.append(e)
+    for host in found:
+        yield Finding("network", "pass", f"{DEFAULT_MODEL} can be had from {host}")
+    for e in failed:  # one source is enough
+        yield Finding("network", "warn" if found else "fail", e.message, e.cure)
     try:
         http.head(store.env.hf_endpoint)
         yield Finding("network", "pass", f"{host_of(store.env.hf_endpoint)} answers")

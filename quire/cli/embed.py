@@ -55,6 +55,8 @@ def command(
         if stats:
             for line in llm.info.decisions:
                 ui.note(line)
+        elif query is None:
+            _doubt(model, llm.info.decisions)
         if query is not None:
             scores = llm.score(query, texts, truncate=truncate)
             for i in sorted(range(len(texts)), key=lambda i: (-scores[i], i)):
@@ -66,6 +68,13 @@ def command(
         return
     for i, row in enumerate(made):
         _line({"index": i, "embedding": row.tolist()})
+
+
+def _doubt(model: str, decisions: list[str]) -> None:
+    """A model that was not made for embeddings gives numbers too; whoever gets them shall know."""
+    for line in decisions:
+        if line.startswith("pooling: ") and ("the file does not say" in line or "modules.json that says" in line):
+            ui.note(f"{model} says nothing of embeddings, and was perhaps not made for them; {line}")
 
 
 def _texts(given: list[str] | None) -> list[str]:

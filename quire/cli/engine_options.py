@@ -15,7 +15,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from quire.config import EngineConfig, parse_size
-from quire.observe.errors import BadRequest
 
 HIDDEN = frozenset(
     {"path", "name", "task", "max_waiting", "depth", "loras", "runtime_lora", "max_loras", "max_lora_rank"}
@@ -27,7 +26,7 @@ HELP: dict[str, str] = {
     "quantize": "With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).",
     "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
     "deterministic": "Bitwise the same in any batch; the CPU always is, a GPU pays for it.",
-    "threads": "Default: every core available.",
+    "threads": "Default: what was measured to be fastest here.",
     "isa": "Force a kernel set, such as avx2.",
     "kv_memory": "Memory for the KV pool, such as 512MiB.",
     "kv_dtype": "How K and V are kept: f16, int8 (half the memory), or fp8 (the same, on a torch device).",
@@ -39,6 +38,7 @@ HELP: dict[str, str] = {
     "draft_tokens": "With --speculate: guesses for a sequence in a step at most.",
 }
 SIZES = frozenset({"kv_memory"})  # bytes, written with a unit
+LEAST = {"threads": 1, "context": 1, "max_seqs": 0, "max_batch_tokens": 0, "draft_tokens": 1}
 
 
 def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -59,7 +59,7 @@ def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., 
             return function(**given, engine=EngineConfig(path="", **settings))
 
         kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "engine"]
-        gathering.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+        vars(gathering)["__signature__"] = own.replace(parameters=[*kept, *options])
         gathering.__annotations__ = {p.name: p.annotation for p in [*kept, *options]}
         return gathering
 
@@ -69,7 +69,8 @@ def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., 
 def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
     kind = str | None if field.name in SIZES else kind
     words = HELP.get(field.name) or f"The engine's {field.name.replace('_', ' ')}."
-    option = Annotated[kind, typer.Option(help=words)]
+    flag = [f"--{field.name.replace('_', '-')}"] if field.default is False else []  # nothing to take back
+    option = Annotated[kind, typer.Option(*flag, help=words, min=LEAST.get(field.name))]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=option)
 
 
@@ -79,4 +80,4 @@ def _bytes(name: str, text: str | None) -> int | None:
     try:
         return parse_size(text)
     except ValueError as e:
-        raise BadRequest(f"--{name.replace('_', '-')}: {e}", param=name) from None
+        raise typer.BadParameter(str(e), param_hint=f"--{name.replace('_', '-')}") from None

@@ -1,42 +1,76 @@
 """The command `quire`: the way to the verb that is asked for.
 
 A plain command line goes straight to its verb (`options.parse`); help, `--debug`, mistakes and everything else go through
-typer (`app.py`). Imports almost nothing: whatever is imported here, every user of every verb waits for.
+typer (`app.py`). Imports almost nothing: whatever is imported here, every user of every verb waits for, and a Ctrl-C that comes before
+`main` runs is met by Python's own traceback.
 """
 
 from __future__ import annotations
 
-import importlib
+import io
+import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
-from quire.cli.verbs import VERBS, outcome
+TYPE_CHECKING = False  # typing itself is one of the things that take their time
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main() -> None:
     """The console script."""
-    verb, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if verb in VERBS:
+    try:
+        have_streams()
+        sys.exit(do(sys.argv[1:]))
+    except KeyboardInterrupt:  # while modules were imported
+        sys.exit(130)
+
+
+def do(words: list[str]) -> int:
+    """What the words ask for; gives the exit code, or ends the process as typer does."""
+    from quire.cli.verbs import VERBS, outcome
+
+    if words and words[0] in VERBS:
         left = False
 
         def attempt() -> None:
             nonlocal left
-            work = straight(verb, words)
+            work = straight(words[0], words[1:])
             left = work is None
             if work is not None:
                 work()
 
         code = outcome(attempt)
         if not left:
-            sys.exit(code)
+            return code
+    return outcome(through_typer, debug=words[:1] == ["--debug"])
+
+
+def through_typer() -> None:
+    """Everything that is not plain. It ends the process itself, unless something fails on the way."""
     from quire.cli.app import app
 
     app(prog_name="quire")
 
 
-def straight(verb: str, words: list[str]) -> Callable[[], Any] | None:
+def have_streams() -> None:
+    """One in the place of each of the three that somebody closed (`>&-`, a service without them), with the number it had.
+
+    Otherwise the next file that is opened takes the number, and what a library prints lands in it. Writing to such a stdout fails
+    and is told; what is said on such a stderr is for nobody.
+    """
+    for name in ("stdin", "stdout", "stderr"):  # in order: the lowest number that is free is the one that is missing
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            raw = io.FileIO(number, "r" if name == "stdin" else "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without the letters is no reason to fail
+
+
+def straight(verb: str, words: list[str]) -> Callable[[], None] | None:
     """What `words` ask of a verb, where that is plain; None where typer has to look at them, or say what is wrong."""
+    import importlib
+
     from quire.cli.options import parse
 
     command = importlib.import_module(f"quire.cli.{verb}").command

@@ -149,8 +149,7 @@ def for_typer(command: Callable[..., None]) -> Callable[..., None]:
         command(**given)
 
     own = inspect.signature(command)
-    same.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[p.replace(annotation=typed[p.name]) for p in own.parameters.values()]
-    )
+    shown = [p.replace(annotation=typed[p.name]) for p in own.parameters.values()]
+    vars(same)["__signature__"] = own.replace(parameters=shown)
     same.__annotations__ = typed
     return same

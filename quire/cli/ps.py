@@ -23,6 +23,7 @@ from quire.config import Environment
 TIMEOUT = 0.5
 MAX_NOTE = 64 << 10  # bytes
 MAX_ANSWER = 4 << 20
+STAGES = ("loading", "restarting", "failed", "draining")  # what /ready says while it is not
 
 
 class Note(msgspec.Struct):
@@ -48,6 +49,7 @@ class Server:
     running: int | None = None
     waiting: int | None = None
     kv_used: float | None = None  # of 1
+    locked: bool = False  # it tells its numbers only to those who have its key
 
 
 def find(run: Path) -> list[Server]:
@@ -89,8 +91,8 @@ def _seconds(started: float | str) -> float:
     return started
 
 
-def ask(server: Server) -> Server:
-    """Fill in what the server tells about itself, if it does so quickly."""
+def ask(server: Server, key: str | None = None) -> Server:
+    """Fill in what the server tells about itself, if it does so quickly. Numbers may need its key, readiness does not."""
     from http.client import HTTPConnection, HTTPException
 
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
@@ -98,23 +100,33 @@ def ask(server: Server) -> Server:
     def get(path: str) -> tuple[int, str]:
         connection = HTTPConnection(host, server.port, timeout=TIMEOUT)
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
             answer = connection.getresponse()
             return answer.status, answer.read(MAX_ANSWER).decode(errors="replace")
         finally:
             connection.close()
 
     try:
-        status, _ = get("/ready")
-        server.state = "ready" if status == 200 else "not ready"
+        status, text = get("/ready")
+        server.state = "ready" if status == 200 else _stage(text)
         status, text = get("/metrics")
     except (OSError, HTTPException, ValueError):
         return server
+    server.locked = status == 401
     if status == 200:
         server.running = _whole(_metric(text, "vllm:num_requests_running"))
         server.waiting = _whole(_metric(text, "vllm:num_requests_waiting"))
         server.kv_used = _metric(text, "vllm:kv_cache_usage_perc")
     return server
+
+
+def _stage(text: str) -> str:
+    """Why it is not ready, in the server's own word."""
+    with contextlib.suppress(msgspec.DecodeError, TypeError, AttributeError):
+        told = msgspec.json.decode(text).get("status")
+        if told in STAGES:
+            return told
+    return "not ready"
 
 
 def _whole(value: float | None) -> int | None:
@@ -135,10 +147,11 @@ def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) ->
     """The servers running on this machine."""
     from quire.cli import ui
 
-    servers = find(Environment.read().home / "run")
+    env = Environment.read()
+    servers = find(env.home / "run")
     if servers:
         with ThreadPoolExecutor(min(16, len(servers))) as pool:
-            servers = list(pool.map(ask, servers))
+            servers = list(pool.map(lambda server: ask(server, env.api_key), servers))
     if json:
         ui.emit([asdict(s) for s in servers])
         return
@@ -152,6 +165,8 @@ def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) ->
         kv = "-" if s.kv_used is None else f"{s.kv_used:.0%}"
         rows.append((str(s.pid), address, s.model, s.state, running, waiting, kv, _since(s.started)))
     ui.table(("PID", "ADDRESS", "MODEL", "STATE", "RUNNING", "WAITING", "KV", "UP"), rows)
+    if any(s.locked for s in servers):
+        ui.note("A server with a key tells its numbers to those who have it: set QUIRE_API_KEY to its key.")
 
 
 def _since(started: float) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli import ui
 from quire.cli.options import Argument, Option
-from quire.observe.errors import QuireError
+from quire.observe.errors import NotFound, QuireError
 from quire.weights.store import Store
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def command(
     failed = 0
     for name in names:
         try:
-            store.pull(name, ui.progress(), force=force)
+            path = store.pull(name, ui.progress(), force=force)
+            if store.look_up(name).references[0].scheme == "file":
+                ui.note(f"{path} is on this machine: it is used where it lies, and there is nothing to fetch")
         except QuireError as e:
             if len(names) == 1:
                 raise
@@ -35,6 +38,16 @@ def command(
             failed += 1
     if failed:
         raise SystemExit(1)
+
+
+def here(store: Store, model: str) -> Path:
+    """Where a model is, fetched with progress if it is not on this machine."""
+    try:
+        return store.resolve(model)
+    except NotFound as missing:
+        if missing.param != "model":  # a path, which nobody can fetch
+            raise
+    return store.pull(model, ui.progress())
 
 
 def supported(checkpoint: Opened | Glimpse) -> None:

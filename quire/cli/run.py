@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Unpack
 
 from quire.cli.answer import Spinner, decisions, report, say, show
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.runner.params import SamplingParams
 
 SEQUENCES = 4  # one conversation is one sequence; the KV pool is sized for four, so that earlier ones stay cached
+PATIENCE = 1.0  # seconds after which it is said what is being waited for
 MAX_STDIN = 64 << 20  # bytes; far more than any context holds
 MAX_SCHEMA = 1 << 20  # characters; more is refused with its size
 
@@ -39,7 +40,7 @@ def command(
     model: Annotated[
         str, Argument(help="A short name, a path (file or folder), a URL, hf:… or pypi:…")
     ] = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, Argument(help="What to ask; without it, a conversation.")] = None,
+    prompt: Annotated[list[str] | None, Argument(help="What to ask; - is stdin; without it, a conversation.")] = None,
     system: Annotated[str | None, Option(help="The system prompt.")] = None,
     temperature: Annotated[float, Option(help="0 is greedy.")] = TEMPERATURE,
     top_p: Annotated[float, Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
@@ -73,63 +74,95 @@ def command(
 
     A prompt may come as arguments, on standard input, or both (the input is then put after the arguments, as a document).
     With neither, on a terminal, this is a conversation: /help there tells more.
-    """
-    from quire.runner.params import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=None if seed == -1 else seed,
-        max_tokens=max_tokens or None,
-    ).validate()
-    if raw and system is not None:
-        raise BadRequest("--system needs the chat template, which --raw leaves out", param="system")
-    if any(c.isspace() for c in model) and not os.path.exists(model):
-        raise BadRequest(
-            f"{model!r} is not a model's name",
-            cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
-            param="model",
-        )
-    constraint = must_be(json, json_schema)
-    text = ask(prompt or [])
+    \b
+    Examples:
+      quire run
+      quire run smollm2 "Name three rivers." --stats
+      quire run ./model.gguf --system "Answer in one line." < notes.txt
+    """
+    params = sampling(temperature, top_p, top_k, seed, max_tokens)
+    check_words(model, system, raw)
+    constraint, text = must_be(json, json_schema), ask(prompt or [])
     if text is None and constraint is not None:
         raise BadRequest("--json and --json-schema are for one answer: give a prompt", param="prompt")
+    options: Options = {
+        "progress": False,
+        "max_seqs": SEQUENCES,
+        "threads": threads,
+        "context": context,
+        "kv_memory": kv_memory,
+        "kv_dtype": kv_dtype,
+        "backend": backend,
+        "device": device,
+        "dtype": dtype,
+        "quantize": quantize,
+        "deterministic": deterministic,
+        "speculate": speculate,
+        "draft_tokens": draft_tokens,
+    }
+    if lora is not None:
+        options |= {"loras": {"lora": lora}, "lora": "lora"}
     with Spinner("loading"), _no_collections():
-        llm = load(
-            model,
-            progress=False,
-            threads=threads,
-            context=context,
-            kv_memory=kv_memory,
-            kv_dtype=kv_dtype,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            deterministic=deterministic,
-            speculate=speculate,
-            draft_tokens=draft_tokens,
-            max_seqs=SEQUENCES,
-            loras={} if lora is None else {"lora": lora},
-            lora="" if lora is None else "lora",
-        )
-    try:
+        llm = load(model, **options)
+    with closing(llm):
         if stats:
             decisions(llm.info)
-        if not raw and not llm.chats:
-            if system is not None:
-                raise BadRequest("the model has no chat template, which --system needs", param="system")
-            say("this model has no chat template: it continues the text as it is (as with --raw)")
-            raw = True
+        raw = plain_text(llm, raw, system)
         if text is None:
             from quire.cli.talk import Talk
 
             Talk(llm, params, system=system, raw=raw, stats=stats).loop()
         else:
             once(llm, text, params, constraint, system=system, raw=raw, stats=stats)
-    finally:
-        llm.close()
+
+
+def sampling(temperature: float, top_p: float, top_k: int, seed: int, max_tokens: int) -> SamplingParams:
+    """How tokens are chosen, checked."""
+    from quire.runner.params import SamplingParams
+
+    if max_tokens < 0:
+        raise BadRequest(
+            f"--max-tokens is {max_tokens}: it must be at least 1, or 0 for no bound but the context",
+            param="max_tokens",
+        )
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=None if seed == -1 else seed,
+        max_tokens=max_tokens or None,
+    ).validate()
+
+
+def check_words(model: str, system: str | None, raw: bool) -> None:
+    """What can be seen to be wrong before a model is looked for."""
+    if raw and system is not None:
+        raise BadRequest("--system needs the chat template, which --raw leaves out", param="system")
+    if system is not None:
+        _must_be_text("--system", system)
+    if any(c.isspace() for c in model) and not os.path.exists(model):
+        raise BadRequest(
+            f"{model!r} is not a model's name",
+            cure=f'the model comes first: quire run {DEFAULT_MODEL} "…"',
+            param="model",
+        )
+
+
+def plain_text(llm: LLM, raw: bool, system: str | None) -> bool:
+    """Whether text is continued as it is: because that was asked for, or because the model knows nothing else."""
+    if llm.info.task != "generate":
+        raise BadRequest(
+            f"{llm.info.model} does not write: it is made to {llm.info.task} texts",
+            cure=f'quire embed {llm.info.model} "…"',
+            param="model",
+        )
+    if raw or llm.chats:
+        return raw
+    if system is not None:
+        raise BadRequest("the model has no chat template, which --system needs", param="system")
+    say("this model has no chat template: it continues the text as it is (as with --raw)")
+    return True
 
 
 @contextmanager
@@ -150,13 +183,10 @@ def load(model: str, **options: Unpack[Options]) -> LLM:
 
     try:
         Store().resolve(model)
-    except NotFound as missing:
-        if missing.param != "model":
-            raise
-        from quire.cli import ui
-        from quire.cli.pull import supported
+    except NotFound:
+        from quire.cli.pull import here, supported
 
-        Store(accepts=supported).pull(model, ui.progress())
+        here(Store(accepts=supported), model)
     from quire.llm import LLM
 
     return LLM(model, **options)
@@ -164,13 +194,16 @@ def load(model: str, **options: Unpack[Options]) -> LLM:
 
 def ask(words: list[str]) -> str | None:
     """The prompt from the arguments and standard input; None when there is none and a conversation is meant."""
+    explicit = words == ["-"]  # as `quire embed` and most programs have it
+    words = [] if explicit else words
     said = " ".join(words)
     if words and not said.strip():
         raise BadRequest("the prompt is empty", param="prompt")
+    _must_be_text("the prompt", said)
     if sys.stdin is None or sys.stdin.closed:
         piped = False
     elif sys.stdin.isatty():
-        if not words and sys.stdout.isatty():
+        if not words and sys.stdout.isatty() and not explicit:
             return None
         piped = not words  # the answer goes to a file: take the prompt like `cat` would
     else:
@@ -183,6 +216,16 @@ def ask(words: list[str]) -> str | None:
     return said
 
 
+def _must_be_text(what: str, said: str) -> None:
+    """A command line is bytes; those that are no text have no tokens."""
+    try:
+        said.encode()
+    except UnicodeEncodeError as e:
+        raise BadRequest(
+            f"{what} is not UTF-8 at character {e.start}", cure="look at the terminal's encoding"
+        ) from None
+
+
 def _is_document() -> bool:
     """Whether somebody gave us standard input on purpose: a pipe or a file, not /dev/null or a stray device."""
     try:
@@ -193,6 +236,10 @@ def _is_document() -> bool:
 
 
 def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        say("the prompt, please; Ctrl-D ends it")
+    elif not _has_come(PATIENCE):
+        say("waiting for standard input to come to its end (`< /dev/null` leaves it out)")
     data = sys.stdin.buffer.read(MAX_STDIN + 1)
     if len(data) > MAX_STDIN:
         raise BadRequest(f"standard input has more than {MAX_STDIN >> 20} MiB", param="prompt")
@@ -200,6 +247,16 @@ def _read_stdin() -> str:
         return data.decode().rstrip("\n")
     except UnicodeDecodeError as e:
         raise BadRequest(f"standard input is not text: byte {e.start} is not UTF-8", param="prompt") from None
+
+
+def _has_come(seconds: float) -> bool:
+    """Whether something is to be read from standard input, or its end, within so long."""
+    import select
+
+    try:
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
+    except (OSError, ValueError):  # a stand-in without a number: whoever put it there has filled it
+        return True
 
 
 def must_be(json: bool, json_schema: str | None) -> Constraint | None:

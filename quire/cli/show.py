@@ -13,11 +13,17 @@ if TYPE_CHECKING:
     from quire.chat.words import Opened
 
 
+MADE_TO = {"generate": "write text", "embed": "embed texts", "score": "score pairs of texts"}
+
+
 def command(
     name: Annotated[str, Argument(help="A model in the store, or a path.")],
     json: Annotated[bool, Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """What is inside a model: architecture, size, quantization, context, tokenizer, where it came from."""
+    """What is inside a model, and what it takes to run: format, quantization, context, memory, tools, licence, source.
+
+    Reads the header alone. Memory is for one answer of full length on a CPU; `quire serve` keeps several, and says what it took.
+    """
     facts = gather(Store(), name)
     if json:
         ui.emit(facts)
@@ -35,8 +41,12 @@ def gather(store: Store, name: str) -> dict[str, Any]:
     with open_checkpoint(path) as checkpoint:
         told = gguf.describe(checkpoint) if isinstance(checkpoint, gguf.GGUF) else folder.describe(checkpoint)
         facts: dict[str, Any] = {"model": manifest.name if manifest else name, **told}
+        facts["format"] = "gguf" if isinstance(checkpoint, gguf.GGUF) else "safetensors"
         if facts.get("chat_template"):
             facts["answers"] = answers(checkpoint)
+        from quire.cli import show_needs
+
+        facts |= show_needs.gather(checkpoint)
     facts |= {
         "path": str(path),
         "digest": manifest.digest if manifest else None,
@@ -71,7 +81,9 @@ def told(answers: dict[str, Any] | None) -> str | None:
     if answers is None:
         return None
     if answers["format"] is None:
-        return "text only: the template writes neither tool calls nor reasoning" if not answers.get("failed") else None
+        if answers.get("failed"):
+            return f"not looked at: {answers['failed'][0]}"
+        return "text only: the template writes neither tool calls nor reasoning"
     scores = [f"{kind} {s[0]}/{s[1]}" for kind in ("tools", "reasoning") if (s := answers[kind])]
     short = any(s[0] < s[1] for kind in ("tools", "reasoning") if (s := answers[kind]))
     note = "; not everything the template writes could be read back (docs/tools.md)" if short else ""
@@ -80,6 +92,7 @@ def told(answers: dict[str, Any] | None) -> str | None:
 
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The facts for people; what the file does not say is left out."""
+    from quire.cli.show_needs import told as memory
 
     def number(key: str) -> str:
         value = facts.get(key)
@@ -96,10 +109,13 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         shape.append(f"{number('experts')} experts")
     pre = f", pre-tokenizer {facts['pre_tokenizer']}" if facts.get("pre_tokenizer") else ""
     vocabulary = f", {number('vocabulary')} tokens" if facts.get("vocabulary") else ""
+    shards = f" in {facts['shards']} files" if (facts.get("shards") or 0) > 1 else ""
+    form = {"gguf": f"GGUF, version {facts.get('gguf_version')}", "safetensors": f"safetensors{shards}"}
     bits = f" ({facts['bits_per_weight']} bits a weight)" if facts.get("bits_per_weight") else ""
     pairs = [
         ("model", facts["model"]),
-        ("title", facts.get("name")),
+        ("title", None if str(facts.get("name")).startswith("sha256-") else facts.get("name")),  # a folder of the store
+        ("format", form.get(facts.get("format", ""))),
         ("architecture", facts.get("architecture")),
         ("shape", ", ".join(shape)),
         ("parameters", people(facts.get("parameters"))),
@@ -108,7 +124,10 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokenizer", f"{facts['tokenizer']}{pre}{vocabulary}" if facts.get("tokenizer") else None),
         ("chat template", "yes" if facts.get("chat_template") else "no"),
         ("answers", told(facts.get("answers"))),
-        ("licence", facts.get("license")),
+        ("made to", MADE_TO.get(facts.get("task", ""))),
+        ("memory", memory(facts.get("memory"))),
+        ("runs here", f"no: {facts['refused']}" if facts.get("refused") else None),
+        ("licence", facts.get("license") or "not stated here: look where the model came from"),
         ("size", mb(facts["size"]) if facts.get("size") else None),
         ("digest", facts.get("digest")),
         ("source", facts.get("source")),

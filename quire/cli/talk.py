@@ -112,7 +112,7 @@ class Talk:
         except QuireError as e:
             say(f"error: {e.message}{f': {e.cure}' if e.cure else ''}")
         except OSError as e:
-            say(f"error: {e}")
+            say(f"error: {e.filename or 'it'} cannot be written: {e.strerror or e}")
         return True
 
     def say(self, text: str) -> None:
@@ -148,7 +148,7 @@ class Talk:
         if stopped:
             say("[stopped]")
         else:
-            report(output, self.llm.info, self.params, self.stats)
+            report(output, self.llm.info, self.params, self.stats, lift="/set max_tokens none")
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -180,8 +180,10 @@ class Talk:
                 print(f"{name} {getattr(self.params, name)}")
             return
         name, _, value = text.partition(" ")
-        if name not in SETTABLE or not value.strip():
-            raise BadRequest("/set takes a name and a value", cure=f"the names are {', '.join(SETTABLE)}")
+        if name not in SETTABLE:
+            raise BadRequest(f"{name} cannot be set", cure=f"these can: {', '.join(SETTABLE)}")
+        if not value.strip():
+            raise BadRequest(f"/set {name} takes a value as well", cure=f"it is {getattr(self.params, name)} now")
         kind = next(f.type for f in msgspec.structs.fields(SamplingParams) if f.name == name)
         try:
             value = msgspec.convert(None if value.strip() == "none" else value.strip(), kind, strict=False)
@@ -222,7 +224,12 @@ class Talk:
         )
 
     def _multi(self, _: str) -> None:
-        text = _until_quotes("")
+        try:
+            text = _until_quotes("")
+        except (KeyboardInterrupt, EOFError):
+            print()
+            say("[nothing was said]")
+            return
         if text.strip():
             self.say(text)
 

@@ -5,12 +5,15 @@ Answers go to stdout, everything said about them to stderr. rich is imported onl
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
+from quire.config import Terminal
 from quire.observe.errors import QuireError
 from quire.weights.progress import Progress, mb
 
@@ -18,33 +21,53 @@ if TYPE_CHECKING:
     import rich.progress
 
 LINE_EVERY = 5.0  # seconds between lines where there is no terminal
-BOLD, RED = 1, 31  # as terminals number them
+BOLD, RED, GREEN, YELLOW = 1, 31, 32, 33  # as terminals number them
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO, errno.EFBIG)
+CURES = {
+    errno.ENOSPC: "the disk is full; free some of it (`quire rm NAME`), or write elsewhere",
+    errno.EDQUOT: "the disk quota is used up; free some of it, or write elsewhere",
+    errno.EBADF: "standard output is closed; give it somewhere to go",
+    errno.EIO: "the device or terminal behind it is gone or damaged",
+    errno.EFBIG: "`ulimit -f` bounds the size of files",
+    errno.EACCES: "this user may not; choose another place, or change who may",
+    errno.EPERM: "this user may not; choose another place, or change who may",
+    errno.EROFS: "it is on a disk that cannot be written; choose another place",
+    errno.ENOENT: "look at the path",
+    errno.ENOTDIR: "a part of the path is a file and not a folder",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.EMFILE: "`ulimit -n` bounds the files that are open; raise it",
+}
 
 
-def echo(text: str, stream: TextIO | None = None) -> None:
-    """A line on stdout, or on `stream`, at once."""
-    print(text, file=stream or sys.stdout, flush=True)
+def echo(text: str) -> None:
+    """A line on stdout, at once."""
+    print(text, flush=True)
 
 
 def style(text: str, how: int, stream: TextIO) -> str:
-    """`text` so that a terminal shows it that way; plain where `stream` is none."""
-    return f"\x1b[{how}m{text}\x1b[0m" if stream.isatty() else text
+    """`text` so that a terminal shows it that way; plain where `stream` is none, and where NO_COLOR says so."""
+    return f"\x1b[{how}m{text}\x1b[0m" if stream.isatty() and Terminal.read().colours else text
 
 
 def fail(error: BaseException) -> None:
     """An error, as one line with its cure."""
     if isinstance(error, QuireError):
         text = error.message + (f": {error.cure}" if error.cure else "")
+    elif isinstance(error, OSError) and error.strerror and (error.filename or error.errno in UNWRITTEN):
+        # The machine's own refusal, not a mistake of ours. Without a name it is of something that was already open.
+        what = error.filename or "writing what there is to say"
+        text = f"{what}: {error.strerror}: {CURES.get(error.errno or 0, 'nothing more is known here')}"
     else:
         text = f"internal error, {type(error).__name__}: {error}. `quire --debug …` shows where; please report it"
     # A message may quote a file or a server: nothing in it may steer the terminal.
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.splitlines()))
-    echo(style(f"error: {safe}", RED, sys.stderr), sys.stderr)
+    note(style(f"error: {safe}", RED, sys.stderr))
 
 
 def note(text: str) -> None:
-    """A sentence about what is going on."""
-    echo(text, sys.stderr)
+    """A sentence about what is going on. Where nobody can hear it, the work goes on all the same."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def emit(value: Any) -> None:
@@ -87,7 +110,7 @@ def ago(iso: str, now: datetime | None = None) -> str:
 
 def progress() -> Progress:
     """A bar on a terminal, a line now and then elsewhere."""
-    return Bar() if sys.stderr.isatty() else Lines()
+    return Bar() if sys.stderr.isatty() and Terminal.read().moves else Lines()
 
 
 class Bar:

@@ -14,7 +14,7 @@ from typing import Any
 # name -> one line of help. `quire --help` reads this alone, so that it is instant.
 VERBS: dict[str, str] = {
     "run": "Chat with a model, or ask it one thing.",
-    "serve": "Serve a model over HTTP (OpenAI's API).",
+    "serve": "Serve a model over HTTP (OpenAI's, Anthropic's and Ollama's APIs).",
     "embed": "Texts as numbers: embeddings, or how alike they are.",
     "pull": "Fetch models into the store.",
     "list": "The models on this machine.",
@@ -36,8 +36,7 @@ def outcome(work: Callable[[], Any], debug: bool = False) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone: what is still buffered must not fail a second time at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        hush()
         return 141
     except Exception as e:
         if debug or hasattr(e, "exit_code"):  # usage errors, Exit and Abort: typer prints them and picks their codes
@@ -45,4 +44,13 @@ def outcome(work: Callable[[], Any], debug: bool = False) -> int:
         from quire.cli import ui
 
         ui.fail(e)
+        hush()
         return 1
+
+
+def hush() -> None:
+    """What is still buffered for a stdout that does not take it must not fail a second time at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

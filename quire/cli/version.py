@@ -17,7 +17,7 @@ def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) ->
     if json:
         ui.emit(facts)
     else:
-        ui.fields((name, value or "not built") for name, value in facts.items())
+        ui.fields((name, value or f"none: {kernels()[1]}") for name, value in facts.items())
 
 
 def gather() -> dict[str, str | None]:

@@ -150,7 +150,10 @@ def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[i
     the weights are about to be packed with these threads, and a quarter of a second once is less than a wrong choice
     costs every start.
     """
-    asked = asked_threads(config.threads, env, available_cores())
+    try:
+        asked = asked_threads(config.threads, env, available_cores())
+    except ValueError as e:
+        raise BadRequest(str(e), cure="unset it, and what was measured is used", param="threads") from None
     if asked is not None:
         return asked[0], (), asked[1]
     cores = look_at_cores()

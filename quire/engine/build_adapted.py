@@ -45,9 +45,10 @@ class Adapted:
 
     @property
     def room(self) -> int:
-        """Bytes that all its places take on a device, in half precision, when they are full; the head's are left out."""
-        c, sizes = self.config, [site.n + site.k for site in self.sites.by_weight.values() if site.name != HEAD]
-        return 2 * c.max_loras * c.max_lora_rank * sum(sizes)
+        """Bytes that all its places take on a device when they are full. Only the CUDA backend takes the head's at once."""
+        c, whole = self.config, self.config.backend == "cuda"
+        sizes = [site.n + site.k for site in self.sites.by_weight.values() if whole or site.name != HEAD]
+        return (4 if c.dtype == "float32" else 2) * c.max_loras * -(-c.max_lora_rank // 16) * 16 * sum(sizes)
 
     def door(self, program: Program, runner: Ordered) -> Adapters:
         """The adapters of the configuration, loaded."""

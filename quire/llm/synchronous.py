@@ -1,28 +1,61 @@
 """LLM: the library for scripts and notebooks. AsyncLLM's coroutines, on a loop thread of their own.
 
-So it works where a loop already runs, and from several threads. Ctrl-C while waiting aborts what was asked.
+So it works where a loop already runs, and from several threads. Ctrl-C while waiting aborts what was asked. A method that AsyncLLM has
+is declared there once: here it waits.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import queue
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from quire.config import DEFAULT_MODEL
-from quire.engine.types import Constraint, EngineInfo, Stats
+from quire.engine.types import EngineInfo, Stats
 from quire.llm.asynchronous import AsyncLLM, AsyncTextStream, Options
-from quire.llm.outputs import Message, Output, Params, Prompt
-from quire.runner.params import SamplingParams
+from quire.llm.outputs import Output
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from quire.chat.tokenizer import Tokenizer
-    from quire.layouts import Floats
     from quire.llm.loop import LoopThread
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _waits(
+    method: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[LLM, P], T]:
+    """A coroutine of AsyncLLM as a method of LLM that waits for it."""
+
+    @functools.wraps(method)
+    def call(self: LLM, *args: P.args, **named: P.kwargs) -> T:
+        self._async._have()
+        return self._loop.run(method(self._async, *args, **named))
+
+    return call
+
+
+def _streams(
+    method: Callable[Concatenate[AsyncLLM, P], AsyncTextStream],
+) -> Callable[Concatenate[LLM, P], TextStream]:
+    """A stream of AsyncLLM as one that is waited for piece by piece."""
+
+    @functools.wraps(method)
+    def call(self: LLM, *args: P.args, **named: P.kwargs) -> TextStream:
+        self._async._have()
+        return TextStream(method(self._async, *args, **named), self._loop)
+
+    # Else `help` would tell what the wrapped one returns.
+    vars(call)["__signature__"] = inspect.signature(method).replace(return_annotation="TextStream")
+    return call
 
 
 class LLM:
@@ -32,7 +65,7 @@ class LLM:
     ...     print(llm.chat([{"role": "user", "content": "What is a quire?"}])[0].text)
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[Options]):
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[Options]):
         self._async = AsyncLLM(model, **options)
         self._async._load()
         from quire.llm.loop import LoopThread  # asyncio: the engine loads sooner without it
@@ -71,102 +104,13 @@ class LLM:
         """A snapshot of the engine."""
         return self._async.stats()
 
-    def generate(
-        self,
-        prompts: str | Sequence[Prompt] | Sequence[int],
-        params: Params = None,
-        *,
-        constraint: Constraint | None = None,
-        lora: str | Sequence[str] | None = None,
-        progress: bool | None = None,
-    ) -> list[Output]:
-        """Continue each prompt; see AsyncLLM.generate. Ctrl-C aborts all of them."""
-        self._async._have()
-        return self._loop.run(
-            self._async.generate(prompts, params, constraint=constraint, lora=lora, progress=progress)
-        )
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
-        *,
-        constraint: Constraint | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | None = None,
-        parallel_tool_calls: bool = True,
-        lora: str | Sequence[str] | None = None,
-        progress: bool | None = None,
-    ) -> list[Output]:
-        """Answer a conversation, or several; see AsyncLLM.chat."""
-        self._async._have()
-        return self._loop.run(
-            self._async.chat(
-                messages,
-                params,
-                constraint=constraint,
-                tools=tools,
-                tool_choice=tool_choice,
-                parallel_tool_calls=parallel_tool_calls,
-                lora=lora,
-                progress=progress,
-            )
-        )
-
-    def embed(
-        self,
-        inputs: str | Sequence[Prompt] | Sequence[int],
-        *,
-        prompt: str | None = None,
-        truncate: bool = False,
-        dimensions: int | None = None,
-    ) -> Floats:
-        """One row of numbers for each text; see AsyncLLM.embed."""
-        self._async._have()
-        return self._loop.run(self._async.embed(inputs, prompt=prompt, truncate=truncate, dimensions=dimensions))
-
-    def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """How well each document answers the query; see AsyncLLM.score."""
-        self._async._have()
-        return self._loop.run(self._async.score(query, documents, truncate=truncate))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        constraint: Constraint | None = None,
-        lora: str | None = None,
-    ) -> TextStream:
-        """The continuation of one prompt, as it comes."""
-        self._async._have()
-        return TextStream(self._async.stream(prompt, params, constraint=constraint, lora=lora), self._loop)
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        constraint: Constraint | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | None = None,
-        parallel_tool_calls: bool = True,
-        reasoning: bool = False,
-        lora: str | None = None,
-    ) -> TextStream:
-        """The answer to one conversation, as it comes; see AsyncLLM.stream_chat."""
-        self._async._have()
-        source = self._async.stream_chat(
-            messages,
-            params,
-            constraint=constraint,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            reasoning=reasoning,
-            lora=lora,
-        )
-        return TextStream(source, self._loop)
+    # What AsyncLLM has as coroutines, with its parameters and its words. Ctrl-C while one waits aborts what it asked for.
+    generate = _waits(AsyncLLM.generate)
+    chat = _waits(AsyncLLM.chat)
+    embed = _waits(AsyncLLM.embed)
+    score = _waits(AsyncLLM.score)
+    stream = _streams(AsyncLLM.stream)
+    stream_chat = _streams(AsyncLLM.stream_chat)
 
 
 class TextStream:

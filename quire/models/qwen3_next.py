@@ -224,9 +224,10 @@ class Model:
 
     def _attend(self, ops: Ops, h: Tensor, batch: Batch, w: Attention, at: int) -> Tensor:
         c = self.config
+        gate = ops.linear(h, w.gate)  # first: queries, keys and values then follow one another in a merged product
         q = ops.rms_norm(ops.linear(h, w.q), w.q_norm, c.eps, heads=c.heads)
         k = ops.rms_norm(ops.linear(h, w.k), w.k_norm, c.eps, heads=c.kv_heads)
-        gate, v = ops.linear(h, w.gate), ops.linear(h, w.v)
+        v = ops.linear(h, w.v)
         q = ops.rope(q, batch.pos, self.rope, c.heads)
         k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
         y = ops.attention(q, k, v, batch, layer=at, heads=c.heads, scale=c.scale)

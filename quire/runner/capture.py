@@ -4,6 +4,8 @@ A decode step has one row a sequence, all of them sampled. Its inputs lie at fix
 is padded up to the next size of the ladder with rows that read and write a page of their own. The body applies the changes
 of page tables, takes each row's token from the host or from what the device sampled last, runs the program and notes
 the best token of every row. Rows that want something else than the best are chosen by the runner afterwards.
+
+Where a program has adapters there is a second, coarser ladder for steps with some in them: a row more of numbers says whose.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from quire.runner.staging import Staging
 
 SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 SHARED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # where rows share prefixes: a step costs less
+ADAPTED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # with adapters in a step
 CHANGES = 2  # page-table entries that a captured step can change, per row
 MORE = 64  # numbers per row that may travel with a step without a copy of their own
 
@@ -75,14 +78,16 @@ class Decoder:
         self._reach = max_context
         most = self.sizes[-1]
         self._kinds = len(state.tables)  # groups of layers
-        self._staging = Staging(program.device, self._numbers(most, True) + MORE * most, fixed=True)
+        self._staging = Staging(program.device, self._numbers(most, True) + (MORE + 1) * most, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         self._count = torch.arange(most + 1, dtype=torch.int32, device=program.device)
         # Graphs of every size leave their results here: each of its own would add up to gigabytes.
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
         self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs] if program.shares else []
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether prefixes are shared
+        self.adapted_sizes = [size for size in ADAPTED_SIZES if size < max_seqs] + [max_seqs] if program.adapts else []
+        # By size, whether prefixes are shared, and whether rows have adapters; never both.
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
 
     @property
     def captured(self) -> int:
@@ -99,29 +104,36 @@ class Decoder:
         pages: Sequence[I32],
         *,
         sharing: Sharing | None = None,
+        adapters: I32 | None = None,
         more: Sequence[np.ndarray] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """One step: logits [n, V], the best token of each row (int64 [n]), and `more`, sent along for later.
 
-        With `sharing`, rows are in its order.
+        With `sharing`, rows are in its order. `adapters` are the slots of theirs; then nothing is shared.
         """
         n, state = ids.size, self._state
+        if adapters is not None:
+            sharing = None
         sizes = self.sizes if sharing is None else self.shared_sizes
+        sizes = sizes if adapters is None else self.adapted_sizes
         size = sizes[bisect_left(sizes, n)]
         if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
             state.place(*self._spill.send([where, *pages]))
             where, pages = where[:0], [own[:0] for own in pages]
         groups = [] if sharing is None else self._groups(sharing, slots, size)
-        fixed = self._numbers(size, sharing is not None)
+        if adapters is not None:
+            groups = [pad(adapters, size - n, -1)]
+        fixed = self._numbers(size, sharing is not None) + size
         fits = fixed + sum(2 + a.size * (a.itemsize // 4) for a in more) <= self._staging.capacity
         known = self._padded(size, ids, pos, writes, slots, where, pages)
         sent = self._staging.send([*known, *groups, *(more if fits else ())])
         told = sent[len(known) + len(groups) :] if fits else self._spill.send(more)
-        graph = self._graphs.get((size, sharing is not None))
+        kind = size, sharing is not None, adapters is not None
+        graph = self._graphs.get(kind)
         if graph is not None:
             graph.replay()
         else:
-            self._body(size, sharing is not None)
+            self._body(*kind)
         return self._logits[:n], self._tokens[:n], told
 
     def _padded(
@@ -153,7 +165,7 @@ class Decoder:
         return [*(np.array(x, np.int32) for x in whole), own]
 
     @torch.inference_mode()
-    def _body(self, size: int, sharing: bool) -> None:
+    def _body(self, size: int, sharing: bool, adapted: bool) -> None:
         view, state = self._staging.view, self._state
         ids, pos, slots, where = (view(at * size, n * size) for at, n in ((0, 1), (1, 1), (2, 1), (3, CHANGES)))
         ends = [3 + CHANGES + g * (1 + CHANGES) for g in range(self._kinds)]
@@ -178,34 +190,40 @@ class Decoder:
             longest=1,
             reach=self._reach,
             shared=shared,
+            adapters=view(self._numbers(size), size) if adapted else None,
             into=self._logits,
         )
         logits = self._program.launch(batch)
         tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
         state.keep(own, tokens)
 
-    def _blank(self, size: int, sharing: bool) -> None:
+    def _blank(self, size: int, sharing: bool, adapted: bool) -> None:
         """Fill the buffer with padding rows alone."""
         none = np.zeros(0, np.int32)
         blank = self._padded(size, none, none, [none] * self._kinds, none, none, [none] * self._kinds)
+        blank += [pad(none, size, -1)] if adapted else []
         self._staging.send([*blank, *(self._groups(None, none, size) if sharing else [])])
+
+    def _every(self, plain: Sequence[int]) -> list[tuple[int, bool, bool]]:
+        """Kinds of steps, with these sizes of plain ones."""
+        found = [(size, False, False) for size in plain] + [(size, True, False) for size in self.shared_sizes]
+        return found + [(size, False, True) for size in self.adapted_sizes]
 
     def rehearse(self) -> None:
         """One step of every kind that a kernel might be chosen by."""
         few = [size for size in self.sizes if size <= 64 or size == self.sizes[-1] or size % 128 == 0]
-        for size, sharing in [(size, False) for size in few] + [(size, True) for size in self.shared_sizes]:
-            self._blank(size, sharing)
-            self._body(size, sharing)
+        for kind in self._every(few):
+            self._blank(*kind)
+            self._body(*kind)
 
     def capture(self) -> None:
         """Every size, the largest first, so that the others live in its memory."""
         device = self._program.device
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
-        kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
-        for size, sharing in sorted(kinds, reverse=True):
-            self._blank(size, sharing)
-            self._graphs[size, sharing] = graph_of(partial(self._body, size, sharing), device, pool, stream)
+        for kind in sorted(self._every(self.sizes), reverse=True):
+            self._blank(*kind)
+            self._graphs[kind] = graph_of(partial(self._body, *kind), device, pool, stream)
         torch.cuda.synchronize(device)
 
 

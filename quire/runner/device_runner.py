@@ -261,17 +261,19 @@ class DeviceRunner:
         pending.asked = self._wishes.ask(pending.slots, self._slots.position[pending.slots] + pending.ahead)
         where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
-        plain = batch.adapters is None  # what is captured has no adapters
+        plain = batch.adapters is None
+        captured = plain or self._program.adapts
         if plain and self._rows and self._verifier is not None:
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
             pending.logits, pending.best, pending.sent = self._verifier.run(batch, own, where, pages, more)
-        elif plain and decoding and self._decoder is not None:
+        elif captured and decoding and self._decoder is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.asked or pending.shape.wanted else []
-            sharing = self._sharing
-            pending.logits, pending.best, pending.sent = self._decoder.run(*arrays, sharing=sharing, more=more)
-        elif plain and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
+            pending.logits, pending.best, pending.sent = self._decoder.run(
+                *arrays, sharing=self._sharing, adapters=batch.adapters, more=more
+            )
+        elif captured and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
             more = self._more(pending)
             pending.logits, pending.sent = self._prompter.run(size, batch, own, where, pages, more)
         else:

@@ -2,7 +2,8 @@
 
 A step of any mix of prompt rows and decode rows is padded to a number of tokens and of sequences that was captured. The rows
 that are too many belong to one sequence of their own, which reads and writes the spare page; sequences that are too many have no
-rows. Longer steps are launched as they come: the device is busy with one kernel while the host launches the next.
+rows. Longer steps are launched as they come: the device is busy with one kernel while the host launches the next. Where a
+program has adapters, every other size is captured once more for steps with some in them.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ class Prompter:
         self._reach = max_context
         within = {(tokens, min(seqs, max_seqs + 1)) for tokens, seqs in SIZES if tokens <= max_tokens}
         self.sizes = sorted(within)
-        capacity = max((self._numbers(*size) + MORE * size[1] for size in self.sizes), default=0)
+        self.adapted_sizes = self.sizes[::-2][::-1] if program.adapts else []  # the largest among them
+        capacity = max((self._numbers(*size) + size[0] + MORE * size[1] for size in self.sizes), default=0)
         self._staging = Staging(program.device, capacity, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         most = max((seqs for _, seqs in self.sizes), default=0)
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[tuple[int, int], bool], torch.cuda.CUDAGraph] = {}  # by size, and whether adapted
 
     def size_for(self, batch: Batch) -> tuple[int, int] | None:
         """The smallest size that the step fits, if any does."""
         wanted = max(batch.sequences, batch.logit_rows.size)
-        for tokens, seqs in self.sizes:
+        for tokens, seqs in self.sizes if batch.adapters is None else self.adapted_sizes:
             # Rows that are too many need a sequence to belong to.
             if batch.tokens <= tokens and wanted + (batch.tokens < tokens) <= seqs:
                 return tokens, seqs
@@ -75,21 +77,23 @@ class Prompter:
         if where.size > room:  # a long prefix that was found: its pages are placed ahead of the step
             self._state.place(*self._spill.send([where, *pages]))
             where, pages = where[:0], [own[:0] for own in pages]
-        arrays = self._padded(size, batch, slots, where, pages)
-        needed = self._numbers(*size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
+        arrays, adapted = self._padded(size, batch, slots, where, pages), batch.adapters is not None
+        if batch.adapters is not None:
+            arrays.append(_fill(batch.adapters, size[0], -1))
+        needed = self._numbers(*size) + adapted * size[0] + sum(2 + a.size * (a.itemsize // 4) for a in more)
         fits = needed <= self._staging.capacity
         told = self._staging.send([*arrays, *more])[len(arrays) :] if fits else []
         if not fits:
             self._staging.send(arrays)
             told = self._spill.send(more)
-        graph = self._graphs.get(size)
+        graph = self._graphs.get((size, adapted))
         if graph is not None:
             graph.replay()
         else:
             ids, pos, q_start, kv_len, _, rows = arrays[:6]
             blank = np.zeros((size[1], 1), np.int32)
-            first, *others = [Table(blank, write) for write in arrays[7::2]]
-            self._body(size, Batch(ids, pos, q_start, kv_len, blank, first.write, rows, tuple(others)))
+            first, *others = [Table(blank, write) for write in arrays[7 : 7 + 2 * len(pages) : 2]]
+            self._body(size, adapted, Batch(ids, pos, q_start, kv_len, blank, first.write, rows, tuple(others)))
         return self._logits[: batch.logit_rows.size], told
 
     def _changes(self, tokens: int, seqs: int) -> int:
@@ -118,7 +122,7 @@ class Prompter:
         return made
 
     @torch.inference_mode()
-    def _body(self, size: tuple[int, int], host: Batch | None = None) -> None:
+    def _body(self, size: tuple[int, int], adapted: bool, host: Batch | None = None) -> None:
         tokens, seqs = size
         state, room = self._state, self._changes(tokens, seqs)
         views, at = [], 0
@@ -142,30 +146,34 @@ class Prompter:
                 reach=self._reach,
                 host=host,
                 into=self._logits,
+                adapters=self._staging.view(at, tokens) if adapted else None,
             )
         )
 
-    def _blank(self, size: tuple[int, int]) -> None:
+    def _blank(self, size: tuple[int, int], adapted: bool) -> None:
         """Fill the buffer with padding rows alone."""
         none = np.zeros(0, np.int32)
         kinds, rows = len(self._state.tables), np.zeros((0, 1), np.int32)
         others = (Table(rows, none),) * (kinds - 1)
         blank = Batch(none, none, np.zeros(1, np.int32), none, rows, none, none, others)
-        self._staging.send(self._padded(size, blank, none, none, [none] * kinds))
+        self._staging.send(
+            [*self._padded(size, blank, none, none, [none] * kinds), *([_fill(none, size[0], -1)] if adapted else [])]
+        )
 
     def rehearse(self) -> None:
         """One step of every kind that a kernel might be chosen by."""
-        for size in self.sizes[::2]:
-            self._blank(size)
-            self._body(size)
+        for kind in [(size, False) for size in self.sizes[::2]] + [(size, True) for size in self.adapted_sizes]:
+            self._blank(*kind)
+            self._body(*kind)
 
     def capture(self) -> None:
         """Every size, the largest first, so that the others live in its memory."""
         device, pool = self._program.device, torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
-        for size in reversed(self.sizes):
-            self._blank(size)
-            self._graphs[size] = graph_of(partial(self._body, size), device, pool, stream)
+        every = [(size, False) for size in self.sizes] + [(size, True) for size in self.adapted_sizes]
+        for kind in sorted(every, reverse=True):
+            self._blank(*kind)
+            self._graphs[kind] = graph_of(partial(self._body, *kind), device, pool, stream)
         torch.cuda.synchronize(device)
 
 

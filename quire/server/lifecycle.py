@@ -73,7 +73,10 @@ def bind(host: str, port: int) -> socket.socket:
             raise PortTaken(
                 f"port {port} on {host} is in use", cure="`quire ps` lists servers; --port takes another, 0 a free one"
             ) from None
-        raise PortTaken(f"cannot listen on {host} port {port}: {e.strerror}") from None
+        raise PortTaken(
+            f"cannot listen on {host} port {port}: {e.strerror}",
+            cure="--host takes an address of this machine, --port one of 1024 and more unless you are root",
+        ) from None
     sock.setblocking(False)
     return sock
 

@@ -8,6 +8,7 @@ becomes the places to try and what is known of the bytes beforehand.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 
 from quire.observe.errors import NotFound
@@ -98,8 +99,9 @@ ALIASES = {"minilm": "all-minilm"}
 
 
 def find(short: ShortName) -> Entry | None:
-    """The entry that `short` names, or None."""
-    tag, name = short.tag or DEFAULT_TAGS.get(short.name), ALIASES.get(short.name, short.name)
+    """The entry that `short` names, or None. Without a tag, or with Ollama's `latest`, it is the name's default."""
+    tag = short.tag if short.tag not in (None, "latest") else DEFAULT_TAGS.get(short.name)
+    name = ALIASES.get(short.name, short.name)
     full = f"{name}:{tag}" if tag else name
     return next((e for e in ENTRIES if e.name == full), None)
 
@@ -113,6 +115,8 @@ def get(short: ShortName) -> Entry:
     known = [e.name for e in ENTRIES]
     near = difflib.get_close_matches(str(short), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    if os.path.exists(str(short)):
+        hint = f"what lies here is written ./{short}"
     raise NotFound(f"no model is called {str(short)!r}", cure=f"{hint}; {FORMS}", param="model")
 
 

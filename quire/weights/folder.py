@@ -246,7 +246,10 @@ class Folder:
         pickled = [n for n in names if n.endswith(PICKLES)]
         if pickled:
             raise refuse_pickle(folder / pickled[0])
-        raise NotFound(f"{self.path} has a {CONFIG} but no weights: no .safetensors file is there")
+        raise NotFound(
+            f"{self.path} has a {CONFIG} but no weights: no .safetensors file is there",
+            cure="fetch them too, all of them",
+        )
 
 
 def architecture_of(config: Values) -> str:

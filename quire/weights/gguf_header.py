@@ -163,11 +163,15 @@ class _Reader:
         left = self.end - self.pos
         if keys > MAX_KEYS or keys * _MIN_KEY > left:
             most = min(MAX_KEYS, left // _MIN_KEY)
-            self.fail(at + 8, f"the file claims {keys} keys: {left} bytes are left, room for at most {most}")
+            self.fail(
+                at + 8, f"the file claims {keys} keys: {left} bytes are left, room for at most {most}", _TRUNCATED
+            )
         left -= keys * _MIN_KEY
         if tensors > MAX_TENSORS or tensors * _MIN_TENSOR > left:
             most = min(MAX_TENSORS, left // _MIN_TENSOR)
-            self.fail(at, f"the file claims {tensors} tensors: {left} bytes are left, room for at most {most}")
+            self.fail(
+                at, f"the file claims {tensors} tensors: {left} bytes are left, room for at most {most}", _TRUNCATED
+            )
         values, places = self.keys(keys)
         alignment = self.alignment(values, places)
         entries = [self.entry(i) for i in range(tensors)]

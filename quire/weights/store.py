@@ -132,6 +132,8 @@ class Store:
     def problems(self) -> list[Problem]:
         """What is wrong, without reading content whole."""
         found: list[Problem] = []
+        if self.home.exists() and not self.home.is_dir():
+            found.append(Problem(f"the model store {self.home} is no folder", "set QUIRE_HOME to one", True))
         used: set[Path] = set()
         for path, m in self.place.manifests():
             if not isinstance(m, Manifest):

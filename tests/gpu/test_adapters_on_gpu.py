@@ -70,38 +70,94 @@ def test_logits(made: tuple[Path, list[Any]], dtype: str, share: float):
             assert np.linalg.norm(got - want) < share * np.linalg.norm(want)
 
 
-def test_an_engine_with_graphs_mixes_them(made: tuple[Path, list[Any]], tmp_path: Path):
-    """Plain steps are replayed, steps with adapters are not: both continue as transformers does."""
-    path, models = made
-    config = EngineConfig(
-        path=str(path / "m"),
-        backend="cuda",
-        device="cuda",
-        dtype="float32",
-        loras=(("a", str(path / "a")), ("b", str(path / "b"))),
-        max_seqs=8,
-        max_batch_tokens=128,
-        context=256,
-        kv_memory=1 << 26,
-    )
-    engine, _ = build_engine(config, Environment(home=tmp_path))
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    names = ["", "a", "b", "a", "", "b"]
-    for i, adapter in enumerate(names):
-        engine.add(Request(id=str(i), tokens=TOKENS[: 20 + i], sampling=sampling, adapter=adapter))
-    heard: dict[str, list[int]] = {}
+def engine_of(path: Path, loras: tuple[str, ...], **options: Any) -> Any:
+    settings: dict[str, Any] = {
+        "backend": "cuda", "device": "cuda", "dtype": "float32", "max_seqs": 8, "max_batch_tokens": 128, "context": 256,
+        "kv_memory": 1 << 26, "runtime_lora": True, "max_lora_rank": 16,
+    }  # fmt: skip
+    named = tuple((name, str(path / name)) for name in loras)
+    config = EngineConfig(path=str(path / "m"), loras=named, **{**settings, **options})
+    return build_engine(config, Environment(home=path))[0]
+
+
+def serve(engine: Any, requests: list[Request]) -> dict[str, list[Any]]:
+    """The log probabilities of every request's tokens."""
+    heard: dict[str, list[Any]] = {}
+    for request in requests:
+        engine.add(request)
     while engine.busy:
         for event in engine.step():
             assert event.error is None, event.error
-            heard.setdefault(event.id, []).extend(event.tokens)
-    engine.add(Request(id="later", tokens=TOKENS, sampling=sampling))
-    while engine.busy:
-        for event in engine.step():
-            heard.setdefault(event.id, []).extend(event.tokens)
+            heard.setdefault(event.id, []).extend(event.logprobs)
+    return heard
+
+
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+
+
+def asked(names: list[str]) -> list[Request]:
+    return [
+        Request(id=f"{i}:{name}", tokens=TOKENS[: 20 + i], sampling=SAMPLING, adapter=name)
+        for i, name in enumerate(names)
+    ]
+
+
+def check(heard: dict[str, list[Any]], models: dict[str, Any]) -> None:
+    """Every token is the best one of the model that it was asked of, or as good."""
+    for i, told in heard.items():
+        place, name = i.split(":")
+        prompt, said = TOKENS[: 20 + int(place)], [p.token for p in told]
+        logits = exact(models[name], prompt + said)[len(prompt) - 1 : -1]
+        best = logits.max(1) - logits[np.arange(len(logits)), said]
+        assert best.max() < 2e-2 * logits.std(), i
+
+
+def eager(engine: Any) -> list[int]:
+    """Rows of the steps that are launched as they come, from now on."""
+    runner, seen = engine._runner, []
+    launch = runner._eager
+
+    def watched(pending: Any, batch: Any, *more: Any) -> Any:
+        seen.append(batch.tokens)
+        return launch(pending, batch, *more)
+
+    runner._eager = watched
+    return seen
+
+
+def test_an_engine_with_graphs_mixes_them(made: tuple[Path, list[Any]]):
+    """Steps with adapters and without are all replayed, and continue as transformers does."""
+    path, models = made
+    engine = engine_of(path, ("a", "b"))
+    seen = eager(engine)
+    heard = serve(engine, asked(["", "a", "b", "a", "", "b"])) | serve(engine, asked([""]))
     engine.close()
-    for i, adapter in [*enumerate(names), ("later", "")]:
-        model = models[["", "a", "b"].index(adapter)]
-        tokens = TOKENS if i == "later" else TOKENS[: 20 + int(i)]
-        logits = exact(model, tokens + heard[str(i)])[len(tokens) - 1 : -1]
-        best = logits.max(1) - logits[np.arange(len(logits)), heard[str(i)]]
-        assert best.max() < 2e-2 * logits.std(), (i, adapter)
+    check(heard, dict(zip(("", "a", "b"), models, strict=True)))
+    assert seen == []
+
+
+def test_an_adapter_is_loaded_without_capturing_anew(made: tuple[Path, list[Any]]):
+    """Graphs that were captured with empty slots serve what is loaded later, and what takes its place."""
+    path, models = made
+    engine = engine_of(path, ())
+    graphs = dict(engine._runner._decoder._graphs)
+    seen, known = eager(engine), dict(zip(("", "a", "b"), models, strict=True))
+    engine.door.load("x", str(path / "a"))
+    check(serve(engine, asked(["", "x", "x"])), {**known, "x": models[1]})
+    engine.door.unload("x")
+    engine.door.load("x", str(path / "b"))
+    engine.door.load("a", str(path / "a"))
+    check(serve(engine, asked(["x", "a", "", "x"])), {**known, "x": models[2]})
+    assert engine._runner._decoder._graphs == graphs and seen == []
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_bits_are_the_same_in_any_batch(made: tuple[Path, list[Any]], dtype: str):
+    """Alone, eagerly and cold; and all of them together, from graphs."""
+    path, _ = made
+    requests = asked(["", "a", "b", "a", "", "b"])
+    alone = engine_of(path, ("a", "b"), deterministic=True, dtype=dtype, prefix_cache=False, depth=0)
+    alone._runner._decoder = alone._runner._prompter = None
+    want = {name: told for request in requests for name, told in serve(alone, [request]).items()}
+    assert serve(engine_of(path, ("a", "b"), deterministic=True, dtype=dtype), requests) == want

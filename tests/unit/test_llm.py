@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
+import inspect
 import os
+import re
 import signal
 import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +319,67 @@ def _until(check: Any, seconds: float = 5.0) -> None:
     while not check():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+def test_what_waits_is_declared_once() -> None:
+    public = {n for n, f in vars(AsyncLLM).items() if not n.startswith("_") and inspect.isfunction(f)}
+    for name in public - {"start", "close", "stats"}:
+        ours, theirs = inspect.signature(getattr(LLM, name)), inspect.signature(getattr(AsyncLLM, name))
+        assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
+        assert str(ours.return_annotation) == str(theirs.return_annotation).replace("Async", "")
+        assert getattr(LLM, name).__doc__ == getattr(AsyncLLM, name).__doc__
+        assert not inspect.iscoroutinefunction(getattr(LLM, name))
+    with LLM() as llm, pytest.raises(TypeError, match="temprature"):
+        llm.generate("a", temprature=1)  # type: ignore[call-arg]
+
+
+def test_what_is_of_a_wrong_kind_is_named_before_anything_runs() -> None:
+    for options, says in (
+        ({"threads": "2"}, "threads is '2': it must be a whole number"),
+        ({"max_seqs": True}, "max_seqs is True: it must be a whole number"),
+        ({"prefix_cache": 1}, "prefix_cache is 1: it must be True or False"),
+        ({"device": 0}, "device is 0: it must be a text"),
+        ({"default_params": {"temperature": 0}}, r"default_params is a dict \(give SamplingParams"),
+    ):
+        with pytest.raises(BadRequest, match=says):
+            LLM(**options)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="the model is a NoneType"):
+        LLM(None)  # type: ignore[arg-type]
+    assert AsyncLLM(Path("model.gguf")).model == str(Path.cwd() / "model.gguf")  # never a short name
+    hello = {"role": "user", "content": "a"}
+    with LLM() as llm:
+        for call, says in (
+            (lambda: llm.generate(None), "the prompts are a NoneType"),
+            (lambda: llm.generate(b"ab"), "the prompts are a bytes"),
+            (lambda: llm.generate(["a", b"ab"]), "prompt 1 is a bytes"),
+            (lambda: llm.generate("a", {"temperature": 0}), "params is a dict"),
+            (lambda: llm.generate(["a", "b"], [FIVE, 3]), "params is a int"),
+            (
+                lambda: llm.generate("a", constraint={"type": "object"}),
+                r"constraint is a dict \(give Constraint.json_schema",
+            ),
+            (lambda: llm.chat("hello"), "messages is a str"),
+            (lambda: llm.chat(hello), "messages is a dict"),
+            (lambda: llm.chat([[hello], "b"]), "conversation 1: it is a str"),
+            (lambda: llm.chat([hello, {"content": "b"}]), r"messages\[1\] has no role"),
+            (lambda: llm.chat([{**hello, "content": 5}]), r"messages\[0\]: its content is a int"),
+            (lambda: list(llm.stream_chat([[hello], [hello]])), "one conversation: here are 2"),
+            (lambda: list(llm.stream("a", {"n": 1})), "params is a dict"),
+        ):
+            with pytest.raises(BadRequest, match=says):
+                call()  # type: ignore[no-untyped-call]
+        assert llm.stats().steps == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+async def test_the_examples_of_the_pages_run_as_they_are_written(page: str) -> None:
+    text = (Path(__file__).resolve().parents[2] / page).read_text()
+    blocks = [b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "openai" not in b]
+    assert blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        made = eval(compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.iscoroutine(made):
+            await made
+    if isinstance(names["llm"], LLM):
+        names["llm"].close()

@@ -14,13 +14,17 @@ import torch
 import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
-from quire.backends.cuda import library
+from quire.backends.cuda import library, states
+from quire.backends.cuda.adapters import FixedStack, FixedStacks
 from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
 from quire.backends.cuda.kernels.combine import combine
+from quire.backends.cuda.kernels.delta import Heads, Inputs
+from quire.backends.cuda.kernels.gate import gate as gate_by
 from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.launch import rehearsal
+from quire.backends.cuda.kernels.lora import adapt
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
@@ -38,6 +42,7 @@ from quire.backends.cuda.products import (
 )
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
+from quire.backends.torch.adapters import Stack, slots_of
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.caches import Cache
@@ -55,6 +60,7 @@ class CudaKernels(TorchKernels):
     """Hot ops in Triton. Products of up to `skinny_rows` rows too: one row takes its norm along, more leave parts."""
 
     skinny_rows = ROWS
+    chunked = True  # whether long sequences go through recurrent layers a chunk at a time
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         super().__init__(kv, device, dtype)
@@ -94,6 +100,64 @@ class CudaKernels(TorchKernels):
         out = torch.empty_like(x)
         softcap(x, out, cap, pdl=self._chain)
         return out
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return gate_by(
+            up, gate, torch.empty(up.shape, dtype=self.dtype, device=self.device), silu=True, pdl=self._chain
+        )
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate_by(x, gate, torch.empty(x.shape, dtype=self.dtype, device=self.device), pdl=self._chain)
+
+    def adapt(
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        stacks: Sequence[Stack],
+        batch: DeviceBatch,
+        *,
+        taken: bool,
+        alone: bool,
+    ) -> Sequence[torch.Tensor]:
+        """In place, where ys are nobody else's: columns of one product stay neighbours."""
+        if batch.adapters is None:
+            return ys
+        ys = ys if alone else [y.clone() for y in ys]
+        held = [stack for stack in stacks if isinstance(stack, FixedStack)]  # the backend makes no others
+        slots, whole, bundle = slots_of(batch, taken), side_by_side(*ys), held[0].bundle
+        if whole is not None and list(bundle.stacks.values()) == held:
+            adapt(whole, x, bundle.pairs, slots, pdl=self._chain)
+        else:
+            for y, stack in zip(ys, held, strict=True):
+                adapt(y, x, stack.pairs, slots, pdl=self._chain)
+        return ys
+
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
+    ) -> torch.Tensor:
+        where = states.place_of(self.states, batch, layer=layer, group=group, at=at, page_size=self.kv.page_size)
+        return states.conv(x, weight, batch, where, pdl=self._chain)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        decay: torch.Tensor,
+        bias: torch.Tensor,
+        batch: DeviceBatch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int,
+    ) -> torch.Tensor:
+        where = states.place_of(self.states, batch, layer=layer, group=group, at=at, page_size=self.kv.page_size)
+        shape = Heads(key_heads, heads, key_dim, (qkv.shape[1] - 2 * key_heads * key_dim) // heads)
+        inputs = Inputs(qkv, a, b, decay, bias)
+        return states.delta_rule(inputs, batch, where, shape, chunked=self.chunked, pdl=self._chain)
 
     def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
         if not fits(mixture, self.dtype):
@@ -415,9 +479,9 @@ class CudaBackend(TorchBackend):
     """Programs on one NVIDIA GPU."""
 
     name = "cuda"
-    kv_states = False  # they are walked along by the host's copy of a batch, which a graph has none of
     shares = True  # whether its programs read a prefix that rows share once
     kernels = CudaKernels
+    stacks = FixedStacks
 
     def __init__(
         self,
@@ -446,11 +510,13 @@ class CudaBackend(TorchBackend):
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
         program.shares = self.shares
+        program.adapts = program.has_sites
         program.rehearsal = rehearsal
         return program
 
     def implementations(self) -> dict[str, str]:
         own = ("rms_norm", "layer_norm", "swiglu", "geglu", "softcap", "attention", "latent_attention", "encode", "moe")
+        own += ("conv", "delta_rule", "sigmoid_gate", "adapt")
         hot = dict.fromkeys(own, "Triton")
         hot |= {"linear": "cuBLAS", "head_linear": "cuBLAS", "rope": "Triton (with the KV write)"}
         return super().implementations() | hot

@@ -1,9 +1,9 @@
 """The CUDA backend's kernels in the mode whose promise is bits: a row's result does not depend on its batch.
 
 Products are `kernels/product.py` for any number of rows, attention is cut at multiples of SPLIT tokens for prompts and
-decode rows alike, residuals are added and rounded at one place, and every norm is the same compiled kernel. What depends
-on the batch here is only who computes something, never in which order it is summed. Shared prefixes are read by each row
-for itself. The price is measured by `benchmarks.gpu --also-deterministic`.
+decode rows alike, recurrent layers are walked row by row, residuals are added and rounded at one place, and every norm is the
+same compiled kernel. What depends on the batch here is only who computes something, never in which order it is summed. Shared
+prefixes are read by each row for itself. The price is measured by `benchmarks.gpu --also-deterministic`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class DeterministicKernels(CudaKernels):
     """The same bits for the same row: alone, in any batch, in any chunk, from a graph or not."""
 
     skinny_rows = 0  # no product whose kernel depends on how many rows there are
+    invariant = True
+    chunked = False  # every row of a recurrent layer as a decode row
 
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         super().__init__(kv, device, dtype)
@@ -46,9 +48,6 @@ class DeterministicKernels(CudaKernels):
         out = torch.empty(x.shape[0], weight.shape[0], dtype=self.dtype, device=self.device)
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
-
-    def low_rank(self, x: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, half, None)
 
     def logits(self, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=self.device)

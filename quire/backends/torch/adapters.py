@@ -9,7 +9,7 @@ not multiplied by zero, so numbers that are none stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,11 +31,8 @@ class Stack:
 
     def set(self, slot: int, pair: Pair | None) -> None:
         """Put a pair into a slot, or clear it."""
-        if not 0 <= slot < self.site.slots:
-            raise ValueError(f"slot {slot} of {self.site.slots} for adapters")
+        self.check(slot, pair)
         if pair is not None:
-            if (pair.a.shape, pair.b.shape) != ((pair.rank, self.site.k), (self.site.n, pair.rank)):
-                raise ValueError(f"{self.site.name}: a pair of {pair.a.shape} and {pair.b.shape}")
             self._grow(-(-pair.rank // 16) * 16)
         if not self.rank:
             return
@@ -44,8 +41,15 @@ class Stack:
         self.b[:, own] = 0
         if pair is not None:
             used = slice(own.start, own.start + pair.rank)
-            self.a[used] = _numbers(pair.a).to(self.a)
-            self.b[:, used] = (_numbers(pair.b) * pair.scale).to(self.b)
+            self.a[used] = numbers(pair.a).to(self.a)
+            self.b[:, used] = (numbers(pair.b) * pair.scale).to(self.b)
+
+    def check(self, slot: int, pair: Pair | None) -> None:
+        """Raises ValueError where there is no such slot, or the pair is not one of this site."""
+        if not 0 <= slot < self.site.slots:
+            raise ValueError(f"slot {slot} of {self.site.slots} for adapters")
+        if pair is not None and (pair.a.shape, pair.b.shape) != ((pair.rank, self.site.k), (self.site.n, pair.rank)):
+            raise ValueError(f"{self.site.name}: a pair of {pair.a.shape} and {pair.b.shape}")
 
     def _grow(self, rank: int) -> None:
         if rank <= self.rank:
@@ -61,8 +65,7 @@ class Stack:
         """Which columns each row keeps; computed once a step for all sites of that rank."""
 
         def make() -> torch.Tensor:
-            assert batch.adapters is not None
-            rows = batch.adapters[batch.logit_rows.long()] if taken else batch.adapters
+            rows = slots_of(batch, taken)
             owner = torch.arange(self.site.slots, device=rows.device, dtype=rows.dtype).repeat_interleave(self.rank)
             return rows[:, None] == owner
 
@@ -70,10 +73,10 @@ class Stack:
 
 
 class Stacks:
-    """Those of one program, by site."""
+    """Those of one program, by site. `groups` are sites that add to one product."""
 
-    def __init__(self, sites: list[Site], device: torch.device, dtype: torch.dtype):
-        self.by_site = {site: Stack(site, device, dtype) for site in dict.fromkeys(sites)}
+    def __init__(self, groups: Sequence[Sequence[Site]], device: torch.device, dtype: torch.dtype):
+        self.by_site = {site: Stack(site, device, dtype) for sites in groups for site in sites}
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         """See Adapts.place."""
@@ -82,6 +85,13 @@ class Stacks:
             raise ValueError(f"the program has no site {strangers[0]!r}")
         for site, stack in self.by_site.items():
             stack.set(slot, pairs.get(site))
+
+
+def slots_of(batch: DeviceBatch, taken: bool) -> torch.Tensor:
+    """The slot of each row, or of each row that was taken."""
+    own = batch.adapters
+    assert own is not None
+    return batch.once("taken adapters", lambda: own.index_select(0, batch.logit_rows)) if taken else own
 
 
 def without(recording: Recording) -> Recording:
@@ -99,5 +109,6 @@ def without(recording: Recording) -> Recording:
     return replace(recording, instructions=kept, output=same.get(recording.output, recording.output))
 
 
-def _numbers(w: Dense) -> torch.Tensor:
+def numbers(w: Dense) -> torch.Tensor:
+    """A half of a pair, float32."""
     return torch.from_numpy(w.dequantize())

@@ -42,6 +42,7 @@ class DeviceProgram(Protocol):
     kv: KV
     shares: bool  # whether it is worth telling a launch which rows share a prefix
     graphs: bool  # whether a launch may be captured and replayed
+    adapts: bool  # whether a launch may have adapters that a captured one serves: they lie where they lie
     sampler: DeviceSampler  # who chooses from its logits
 
     def launch(self, batch: DeviceBatch) -> torch.Tensor:
@@ -73,6 +74,7 @@ class TorchProgram:
         self.sampler = kernels.sampler()
         self.graphs = False
         self.shares = False
+        self.adapts = False
         self.rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
         self._plain = plain
         self._adapted = adapted  # for steps with adapters in them
@@ -87,6 +89,11 @@ class TorchProgram:
         for step in own.steps:
             step(cells, batch)
         return self._deliver(cells[own.output].float(), batch)
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether adapters may be placed."""
+        return self._adapted is not None
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         self._held.place(slot, pairs)
@@ -112,6 +119,7 @@ class TorchBackend:
     kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
     kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
+    stacks: type[Stacks] = Stacks  # where adapters lie
 
     def __init__(
         self,
@@ -149,13 +157,16 @@ class TorchBackend:
         check_kv(kv, self)
         recording = record(forward, kv, inputs)
         sites = [site for i in recording.instructions for site in i.sites]
-        # Steps without adapters are what they always were: recorded, and fused, without them.
+        # Steps without adapters are what they always were: recorded, and fused, without them. Where bits may not depend on
+        # who else is in a step, they too are those with adapters, which leave alone who has none.
         plain = without(record(forward, kv, inputs)) if sites else recording
         first, second = self._load(plain, packed), self._load(recording, None) if sites else None
         kernels = type(self).kernels(kv, self.device, self.dtype)
-        held = Stacks(sites, self.device, self.dtype)
+        together = [i.sites for i in second or () if i.op == "adapt"]
+        held = type(self).stacks(together, self.device, self.dtype)
         adapted = None if second is None else self._steps(second, recording, kernels, held)
-        made = TorchProgram(kernels, self._steps(first, plain, kernels, held), adapted, held)
+        usual = adapted if adapted is not None and kernels.invariant else self._steps(first, plain, kernels, held)
+        made = TorchProgram(kernels, usual, adapted, held)
         for slot, pairs in by_slot(sites).items():
             made.place(slot, pairs)
         return self.wrap(made)

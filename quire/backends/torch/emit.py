@@ -16,7 +16,7 @@ from quire.backends.recorder import Instruction, Segment, Value
 from quire.backends.torch.adapters import Stacks
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.experts import Mixture
-from quire.backends.torch.fuse import Attention, loose, multiplied, routers, soon, wide
+from quire.backends.torch.fuse import Attention, loose, multiplied, routers, soon, uses, wide
 from quire.backends.torch.kernels import Sight, TorchKernels
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.weights import Weights
@@ -48,6 +48,7 @@ class Emitter:
         self._loose = loose(program, output)
         self._multiplied = multiplied(program, output)
         self._wide = wide(program, output)
+        self._used = uses(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
@@ -191,21 +192,18 @@ class Emitter:
         return run
 
     def _conv(self, i: Instruction) -> Step:
-        states, weight, (x,), (out,) = (
-            self._kernels.states,
-            self._weight(i.weight),
-            self._at(i.inputs),
-            self._at(i.outputs),
-        )
+        kernels, weight, (x,), (out,) = (
+            self._kernels, self._weight(i.weight), self._at(i.inputs), self._at(i.outputs)
+        )  # fmt: skip
         told = {"layer": i.layer, "group": i.group, "at": i.at}
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = states.conv(cells[x], weight, batch, **told)
+            cells[out] = kernels.conv(cells[x], weight, batch, **told)
 
         return run
 
     def _delta_rule(self, i: Instruction) -> Step:
-        states, (qkv, a, b), (out,) = self._kernels.states, self._at(i.inputs), self._at(i.outputs)
+        kernels, (qkv, a, b), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
         decay, bias = self._weight(i.weight), self._weight(i.bias)
         told = {
             "layer": i.layer, "group": i.group, "at": i.at,
@@ -213,7 +211,7 @@ class Emitter:
         }  # fmt: skip
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = states.delta_rule(cells[qkv], cells[a], cells[b], decay, bias, batch, **told)
+            cells[out] = kernels.delta_rule(cells[qkv], cells[a], cells[b], decay, bias, batch, **told)
 
         return run
 
@@ -231,11 +229,15 @@ class Emitter:
         return run
 
     def _adapt(self, i: Instruction) -> Step:
-        k, (y, x), (out,), taken = self._kernels, self._at(i.inputs), self._at(i.outputs), not i.outputs[0].per_token
-        stack = self._stacks.by_site[i.sites[0]]
+        kernels, outs, taken = self._kernels, self._at(i.outputs), not i.outputs[0].per_token
+        *ys, x = self._at(i.inputs)
+        stacks = [self._stacks.by_site[site] for site in i.sites]
+        alone = all(self._used[y] == 1 for y in i.inputs[:-1])
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.adapt(cells[y], cells[x], stack, batch, taken)
+            made = kernels.adapt([cells[y] for y in ys], cells[x], stacks, batch, taken=taken, alone=alone)
+            for at, y in zip(outs, made, strict=True):
+                cells[at] = y
 
         return run
 

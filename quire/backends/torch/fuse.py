@@ -1,6 +1,7 @@
 """Passes over recorded instructions for a device: fewer, larger pieces of work. They change no sum, only who does it.
 
     linear, linear, … of one input    linear with several weights, whose outputs are columns of one tensor
+    adapt of several such columns     adapt with as many sites
     swiglu of two such columns        gated: the product and swiglu over its halves; geglu: gated_gelu
     add, then norm of the sum         add_norm, which gives both; with the product that is added, linear_add_norm
     (norm, rope,) store, attend       attention, with the norms and the rope that its queries and keys still need
@@ -57,6 +58,32 @@ def merge_linears(program: Program, output: Value) -> Program:
                 mate.segments += i.segments
                 continue
         out.append(i)
+    return out
+
+
+def merge_adapts(program: Program, output: Value) -> Program:
+    """Adapters that add to columns of one product become one, at the first one's place: sites in the order of columns.
+
+    Its inputs are those columns, then what was multiplied.
+    """
+    maker = makers(program)
+    first: dict[tuple[int, Value], Instruction] = {}
+    out: Program = []
+    for i in program:
+        if i.op == "adapt" and (linear := maker.get(i.inputs[0])) is not None and linear.op == "linear":
+            mate = first.setdefault((id(linear), i.inputs[1]), i)
+            if mate is not i and i.inputs[0] not in mate.inputs:
+                mate.inputs = [*mate.inputs[:-1], i.inputs[0], i.inputs[1]]
+                mate.outputs += i.outputs
+                mate.sites += i.sites
+                continue
+        out.append(i)
+    for (_, x), i in first.items():
+        linear = maker[i.inputs[0]]
+        place = {s.out: at for at, s in enumerate(linear.segments)}
+        order = sorted(range(len(i.sites)), key=lambda at: place[i.inputs[at]])
+        i.inputs = [*(i.inputs[at] for at in order), x]
+        i.outputs, i.sites = [i.outputs[at] for at in order], [i.sites[at] for at in order]
     return out
 
 
@@ -154,7 +181,7 @@ def _paged(
     return whole
 
 
-PASSES = (merge_linears, gated, add_norm, linear_add_norm, attention)
+PASSES = (merge_linears, merge_adapts, gated, add_norm, linear_add_norm, attention)
 
 
 def fuse(program: Program, output: Value) -> Program:
@@ -231,9 +258,12 @@ def wide(program: Program, output: Value) -> set[Value]:
     while True:
         found.add(at)
         made = maker.get(at)
-        if made is None or made.op not in ("softcap", "scale", "adapt") or used[made.inputs[0]] > 1:
+        if made is None or made.op not in ("softcap", "scale", "adapt"):
             return found
-        at = made.inputs[0]
+        source = made.inputs[made.outputs.index(at)]
+        if used[source] > 1:
+            return found
+        at = source
 
 
 def uses(program: Program, output: Value) -> Counter[Value]:

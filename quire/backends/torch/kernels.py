@@ -44,6 +44,8 @@ PLAIN = Sight()
 class TorchKernels:
     """The ops of one program. `dtype` is what is computed in; `caches` are by group and by layer in it."""
 
+    invariant = False  # whether a row's bits are promised not to depend on its batch
+
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         self.kv = kv
         self.device = device
@@ -108,17 +110,28 @@ class TorchKernels:
         """The last product of a program, as float32."""
         return self.linear(x, weight, bias).float()
 
-    def adapt(self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, taken: bool) -> torch.Tensor:
-        """`taken`: rows are those of batch.logit_rows."""
+    def adapt(
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        stacks: Sequence[Stack],
+        batch: DeviceBatch,
+        *,
+        taken: bool,
+        alone: bool,
+    ) -> Sequence[torch.Tensor]:
+        """What adapters add to products of x, each with its stack.
+
+        `taken`: rows are those of batch.logit_rows. `alone`: nobody else reads ys, so their memory may be used.
+        """
+        return [self._adapted(y, x, stack, batch, taken) for y, stack in zip(ys, stacks, strict=True)]
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor, stack: Stack, batch: DeviceBatch, taken: bool) -> torch.Tensor:
         if batch.adapters is None or not stack.rank:
             return y
-        inner = self.low_rank(x, stack.a)
+        inner = F.linear(x, stack.a)
         mine = torch.where(stack.mine(batch, taken), inner, torch.zeros((), dtype=inner.dtype, device=inner.device))
-        return y + self.low_rank(mine, stack.b).to(y.dtype)
-
-    def low_rank(self, x: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-        """A product with the halves of pairs."""
-        return F.linear(x, half)
+        return y + F.linear(mine, stack.b).to(y.dtype)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
@@ -128,6 +141,30 @@ class TorchKernels:
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x.float() * gate.float().sigmoid()).to(self.dtype)
+
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
+    ) -> torch.Tensor:
+        return self.states.conv(x, weight, batch, layer=layer, group=group, at=at)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        decay: torch.Tensor,
+        bias: torch.Tensor,
+        batch: DeviceBatch,
+        *,
+        layer: int,
+        group: int,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        at: int,
+    ) -> torch.Tensor:
+        sizes = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim}
+        return self.states.delta_rule(qkv, a, b, decay, bias, batch, layer=layer, group=group, at=at, **sizes)
 
     def geglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(self.dtype)

@@ -1,7 +1,7 @@
 """States of layers that carry one from token to token, in plain torch: a step walks along each sequence, row by row.
 
 States are float32 whatever is computed in. The host's copy of the batch says where they lie, so nothing of this can be
-captured in a graph. What a page of such a group is, and when a state is kept: `conv` in backends/ops.py.
+captured in a graph; a device that walks along them itself takes the pools from here. What a page of such a group is, and when a state is kept: `conv` in backends/ops.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ class States:
         self._size = kv.page_size
         self._pools = [torch.zeros((own.pages, own.layers, own.state), device=device) for own in kv.groups]
 
+    def pool(self, group: int, layer: int) -> torch.Tensor:
+        """[pages, state]: those of one layer."""
+        return self._pools[group][:, layer]
+
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
     ) -> torch.Tensor:
         rows, factors = x.float(), weight.float().view(-1, x.shape[1])  # [T, n], [K, n]
         past = factors.shape[0] - 1
-        held = self._pools[group][:, layer, at : at + past * x.shape[1]]
+        held = self.pool(group, layer)[:, at : at + past * x.shape[1]]
         out = torch.empty_like(rows)
         for walk in self._walks(batch, group):
             before = rows.new_zeros(past, x.shape[1]) if walk.load < 0 else held[walk.load].view(past, -1)
@@ -63,7 +67,7 @@ class States:
         slow = torch.exp(decay.float() * F.softplus(a.float() + bias.float()))  # [T, H]
         beta = b.float().sigmoid()
         shape = (heads, key_dim, v.shape[2])
-        held = self._pools[group][:, layer, at : at + math.prod(shape)]
+        held = self.pool(group, layer)[:, at : at + math.prod(shape)]
         out = torch.empty_like(v)
         for walk in self._walks(batch, group):
             state = v.new_zeros(shape) if walk.load < 0 else held[walk.load].reshape(shape).clone()

@@ -69,7 +69,12 @@ def locate(target: FileTarget, env: Environment, http: Http) -> Local:
         raise refuse_pickle(path)
     if path.suffix in (".safetensors", ".json"):
         raise Unsupported(f"{path} is a part of a model", cure=f"name its folder: {path.parent}")
-    raise BadModelFile(f"{path} is not a GGUF file: it starts with {head!r}, not {MAGIC!r}")
+    if not head:
+        raise BadModelFile(f"{path} is empty", cure="fetch it again")
+    raise BadModelFile(
+        f"{path} is not a GGUF file: it starts with {head!r}, not {MAGIC!r}",
+        cure="a model is a .gguf file, or a folder as Hugging Face lays it out",
+    )
 
 
 def _inside(path: Path) -> str:

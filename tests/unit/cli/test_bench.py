@@ -13,6 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from quire.cli import app, bench, bench_report, engine_options
+from quire.cli.pull import supported
 from quire.config import EngineConfig, Environment
 from quire.engine import build
 from quire.engine.engine import Engine
@@ -199,7 +200,21 @@ def test_a_shape_is_no_file(lab: Lab) -> None:
 
 def test_a_size_that_is_none_is_refused(lab: Lab, model: str) -> None:
     done = quire("latency", model, "--kv-memory", "lots")
-    assert done.exit_code == 1 and "--kv-memory: 'lots' is not a size" in done.stderr
+    assert done.exit_code == 2 and "--kv-memory: 'lots' is not a size" in done.stderr
+
+
+def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(
+    lab: Lab, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def here(store: Any, name: str) -> Path:
+        seen.append(store.accepts)
+        return Path(model)
+
+    monkeypatch.setattr(bench, "here", here)
+    assert quire("latency", model, *SMALL, "--rounds", "1").exit_code == 0
+    assert seen == [supported]
 
 
 # ---- the record

@@ -158,3 +158,51 @@ def test_ops_names_every_op_and_backend(home: Path, healthy: None):
     rows = json.loads(run("--ops", "--json").stdout)["ops"]
     assert {r["op"] for r in rows} == {op.name for op in TABLE}
     assert all(r["implementation"] == "numpy" for r in rows if r["backend"] == "reference")
+
+
+def test_a_store_that_is_no_folder_fails(home: Path, healthy: None):
+    home.write_text("a file")
+    result = run()
+    assert result.exit_code == 1 and f"the model store {home} is no folder" in result.stdout
+    listed = CliRunner().invoke(app.app, ["list"])
+    assert "is no folder: set QUIRE_HOME to one" in listed.stderr
+
+
+def test_threads_that_are_no_number_are_refused_and_not_passed_over(
+    home: Path, healthy: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("QUIRE_THREADS", "many")
+    found = findings()["cores"]
+    assert found["status"] == "fail" and "'many'" in found["detail"] and found["cure"]
+
+
+def test_a_home_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("QUIRE_HOME", "~/models")
+    assert Environment.read().home == Path.home() / "models"
+
+
+def test_version_says_why_there_are_no_kernels(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("QUIRE_ISA", "abacus")
+    shown = CliRunner().invoke(app.app, ["version"])
+    assert "none: QUIRE_ISA asks for 'abacus'" in shown.stdout
+
+
+def test_one_source_that_answers_is_enough(home: Path, healthy: None, monkeypatch: pytest.MonkeyPatch):
+    from quire.observe.errors import DownloadFailed
+    from quire.weights import sources
+
+    real = sources.load
+
+    def load(scheme: str) -> types.SimpleNamespace:
+        def locate(*_: object) -> object:
+            if scheme == "hf":
+                raise DownloadFailed("cannot reach the hub")
+            return sources.Local(home)
+
+        return types.SimpleNamespace(parse=real(scheme).parse, locate=locate)
+
+    monkeypatch.setattr(sources, "load", load)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    told = [(f.status, f.detail) for f in doctor.reach(Store())]
+    assert told[0] == ("pass", "smollm2:135m can be had from this machine")
+    assert {status for status, _ in told[1:]} == {"warn"}

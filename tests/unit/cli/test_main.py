@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import __version__
-from quire.cli import app
+from quire.cli import app, main, neighbours
 from quire.observe.errors import NotFound
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +83,38 @@ def test_no_arguments_is_help(tmp_path: Path):
 def test_wrong_usage_is_exit_2(tmp_path: Path, args: list[str], says: str):
     done = quire(*args, home=tmp_path)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("run --temp 1 hi", "--temp: here it is --temperature."),
+        ("serve -ngl 99", "--device cuda or --device cpu."),
+        ("serve --max_model_len 4096", "here it is --context."),
+        ("run -m model.gguf", "the model comes first, without a flag."),
+        ("bench latency --input-len=4", "here it is --prompt-tokens."),
+        ("show --debug x", "quire --debug VERB …."),
+        ("serve -n 5", "No such option: -n"),  # it has no --max-tokens that could be meant
+        ("run -x -p", "No such option: -x"),  # and not what is said of -p
+        ("ls", "Did you mean 'list'?"),
+    ],
+)
+def test_what_other_engines_call_it_is_pointed_out(words: str, says: str):
+    result = CliRunner().invoke(app.app, words.split())
+    assert result.exit_code == 2 and result.output.splitlines()[-1].endswith(says), result.output
+
+
+def test_what_is_pointed_out_is_there():
+    def options(command: object) -> set[str]:
+        own = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
+        return own.union(*(options(c) for c in getattr(command, "commands", {}).values()))
+
+    known = {verb: options(app.load(verb)) for verb in app.VERBS}
+    everywhere = set[str]().union(*known.values())
+    assert set(neighbours.OPTIONS) <= everywhere and set(neighbours.VERBS.values()) <= set(app.VERBS)
+    for theirs in neighbours.OPTIONS.values():
+        assert all(word.startswith("-") for word in theirs.split())
+    assert not set(neighbours.VERBS) & set(app.VERBS)
 
 
 def test_an_error_is_one_line_with_its_cure(tmp_path: Path):
@@ -155,3 +187,17 @@ def test_version(tmp_path: Path):
     assert quire("--version", home=tmp_path).stdout == f"quire {__version__}\n"
     done = quire("version", home=tmp_path)
     assert done.returncode == 0 and __version__ in done.stdout and "kernels" in done.stdout
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet_too(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "do", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 130
+    # And there is little that comes before: what is imported there, nobody guards.
+    code = "import sys, quire.cli.main\nprint([m for m in ('typing', 're', 'pathlib', 'quire.config') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

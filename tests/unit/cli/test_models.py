@@ -192,3 +192,44 @@ def test_bar_survives_restarts_and_odd_labels(capsys: pytest.CaptureFixture[str]
     bar.finish()
     err = capsys.readouterr().err
     assert "before" in err and "[red]during[/oops]" in err
+
+
+def test_what_is_no_model_says_what_it_is_and_what_to_do(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every wrong thing one can name, through `run`, as a person would meet it."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("bare", "config-only", "pickled"):
+        Path(folder).mkdir()
+    for folder in ("config-only", "pickled"):
+        (Path(folder) / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for pickle in ("pickled/pytorch_model.bin", "model.pt"):
+        Path(pickle).write_bytes(b"\x80\x02}q\x00.")
+    Path("notes.gguf").write_text("hello")
+    Path("empty.gguf").touch()
+    Path("cut.gguf").write_bytes(a_model(tmp_path)[:60])
+    for name, says in {
+        "bare": "what lies here is written ./bare",
+        "./bare": "a folder without a config.json",
+        "./config-only": "no .safetensors file is there: fetch them too",
+        "./pickled": "is a pickled checkpoint",  # and not that it has no tokenizer either
+        "./model.pt": "is a pickled checkpoint",
+        "./notes.gguf": "it starts with b'hell', not b'GGUF': a model is",
+        "./empty.gguf": "empty.gguf is empty: fetch it again",
+        "./cut.gguf": "may be cut short: fetch it again",
+        "./none.gguf": "there is no file none.gguf: check the path",
+        "nonsense": "no model is called 'nonsense': known: smollm2:135m",
+    }.items():
+        done = run("run", name, "hi")
+        assert done.exit_code == 1 and done.stdout == "" and says in done.stderr, (name, done.stderr)
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_pulling_a_path_says_that_there_is_nothing_to_fetch(home: Path, tmp_path: Path):
+    a_model(tmp_path)
+    done = run("pull", str(tmp_path / "made.gguf"))
+    assert done.exit_code == 0 and "nothing to fetch" in done.stderr
+    assert run("pull", str(tmp_path / "none.gguf")).exit_code == 1
+
+
+def test_latest_is_the_default_tag(home: Path):
+    assert Store().look_up("smollm2:latest") == Store().look_up("smollm2") == Store().look_up("smollm2:135m")
+    assert run("show", "smollm2:latest").stderr.startswith("error: smollm2:135m is not on this machine")

@@ -40,6 +40,9 @@ def server() -> Iterator[tuple[int, dict[str, tuple[int, str]]]]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, text = answers[self.path]
+            key = answers.get("key")
+            if key and self.path != "/ready" and self.headers["Authorization"] != f"Bearer {key[1]}":
+                status = 401
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -85,6 +88,24 @@ def test_a_server_that_answers(home: Path, server: tuple[int, Any]) -> None:
     answers["/metrics"] = (200, "vllm:num_requests_running nonsense")
     (one,) = json.loads(ps("--json").stdout)
     assert (one["state"], one["running"]) == ("not ready", None)
+    for body, state in (
+        ('{"status": "loading"}', "loading"),
+        ('{"status": "\x1b[2J"}', "not ready"),
+        ("[]", "not ready"),
+    ):
+        answers["/ready"] = (503, body)
+        assert json.loads(ps("--json").stdout)[0]["state"] == state
+
+
+def test_numbers_behind_a_key(home: Path, server: tuple[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    port, answers = server
+    write(home, "a.json", pid=os.getpid(), port=port)
+    answers["key"] = (0, "k")
+    told = ps()
+    assert told.stdout.splitlines()[1].split()[3:7] == ["ready", "-", "-", "-"] and "set QUIRE_API_KEY" in told.stderr
+    monkeypatch.setenv("QUIRE_API_KEY", "k")
+    told = ps()
+    assert "25%" in told.stdout and told.stderr == ""
 
 
 def test_one_that_does_not_answer_is_listed_quickly(home: Path) -> None:

@@ -7,11 +7,13 @@ import json
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from quire.cli import run, talk
@@ -158,7 +160,8 @@ def test_options_reach_the_parameters(parrot: Parrot) -> None:
 
 def test_standard_input_is_the_prompt_or_a_document_after_it(parrot: Parrot) -> None:
     assert invoke("m", stdin="from a pipe\n").stdout == "Hello you\n"
-    assert parrot.asked == [[user("from a pipe")]]
+    assert invoke("m", "-", stdin="from a pipe\n").stdout == "Hello you\n"
+    assert parrot.asked == [[user("from a pipe")]] * 2
     empty = invoke("m", stdin="  \n")
     assert (empty.exit_code, empty.stdout) == (1, "")
     assert "no prompt" in empty.stderr
@@ -179,6 +182,20 @@ def test_a_document_beside_a_prompt(kind: str, tmp_path: Path, monkeypatch: pyte
     with open(name) as source:
         monkeypatch.setattr(sys, "stdin", source)
         assert run.ask(["sum", "up:"]) == ("sum up:" if kind == "null" else "sum up:\n\nthe document")
+
+
+def test_a_pipe_that_nobody_closes_is_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    monkeypatch.setattr(run, "PATIENCE", 0.05)
+    closer = threading.Timer(0.3, os.close, [write])
+    closer.start()
+    with open(read) as source:
+        monkeypatch.setattr(sys, "stdin", source)
+        assert run.ask(["hi"]) == "hi"
+    assert "waiting for standard input" in capsys.readouterr().err
+    closer.join()
 
 
 def test_raw_leaves_the_template_out(parrot: Parrot) -> None:
@@ -209,7 +226,7 @@ def test_stats_and_cuts_go_to_stderr(parrot: Parrot) -> None:
         lines.append(start)
     assert lines == [
         "context: 64 tokens (asked for)",
-        "[the answer was cut: --max-tokens 2]",
+        "[the answer was cut at 2 tokens; --max-tokens 0 lets it go on to the end of the context]",
         "prompt: 10 tokens, 4 of them cached; answer: 2 tokens; ended by length; seed 3",
         "first token: 750 ms (queue 250, prefill 500)",
         "prefill: 12.0 tokens/s",
@@ -227,6 +244,22 @@ def test_errors_are_one_line_and_close_the_model(parrot: Parrot) -> None:
     assert parrot.closed
     assert invoke("m", "hi", "--temperature", "-1").stderr.startswith("error: temperature is -1")
     assert invoke("m", "  ").exit_code == 1
+
+
+def test_a_model_that_embeds_is_refused_with_the_verb_that_takes_it(parrot: Parrot) -> None:
+    parrot.info, parrot.chats = structs.replace(INFO, task="embed"), False
+    done = invoke("m", "hi")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == 'error: parrot does not write: it is made to embed texts: quire embed parrot "…"\n'
+    assert parrot.closed and not parrot.asked
+
+
+def test_what_is_no_text_is_named(parrot: Parrot) -> None:
+    for args in (["caf\udce9"], ["hi", "--system", "caf\udce9"]):
+        done = invoke("m", *args)
+        assert done.exit_code == 1 and "is not UTF-8 at character 3" in done.stderr
+    assert "--max-tokens is -1: it must be at least 1, or 0" in invoke("m", "hi", "--max-tokens", "-1").stderr
+    assert not parrot.asked
 
 
 def test_ctrl_c_ends_the_line_and_says_so_with_its_exit_code(parrot: Parrot) -> None:
@@ -351,6 +384,13 @@ def test_set(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
     assert "temperature 0.5\n" in capsys.readouterr().out
 
 
+def test_a_cut_answer_says_what_lifts_the_bound(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.llm.finish = "length"  # type: ignore[attr-defined]
+    chat.line("/set max_tokens 7")
+    chat.line("hi")
+    assert "cut at 7 tokens; /set max_tokens none lets it go on" in capsys.readouterr().err
+
+
 def test_save(chat: talk.Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat.line("/system Be kind.")
     chat.line("hi")
@@ -392,6 +432,16 @@ def test_the_loop(chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     lines(monkeypatch, "hi", '"""one', "two", 'three"""', "/multi", "four", 'five"""', "/bye", "never")
     chat.loop()
     assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi", "one\ntwo\nthree", "four\nfive"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, EOFError])
+def test_lines_that_are_given_up_are_not_sent(
+    chat: talk.Talk, end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines(monkeypatch, "/multi", "one", end, "hi", "/bye")
+    chat.loop()
+    assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi"]  # type: ignore[attr-defined]
+    assert "[nothing was said]" in capsys.readouterr().err
 
 
 def test_ctrl_c_twice_leaves_and_once_does_not(

@@ -225,9 +225,9 @@ def test_states_are_planned_for() -> None:
 
 
 def test_a_backend_without_states_says_so_by_name() -> None:
-    lacking = cast("Backend", SimpleNamespace(name="cuda", kv_states=False, kv_dtypes=("f16",)))
+    lacking = cast("Backend", SimpleNamespace(name="plain", kv_states=False, kv_dtypes=("f16",)))
     carry = KV(1, 1, PAGE_SIZE, 0, 0, state=8)
-    with pytest.raises(Unsupported, match="the cuda backend keeps no states") as caught:
+    with pytest.raises(Unsupported, match="the plain backend keeps no states") as caught:
         check_kv(KV(1, 1, PAGE_SIZE, 1, 8, more=(carry,)), lacking)
     assert "--backend native" in str(caught.value.cure)
     with pytest.raises(ValueError, match="first group"):

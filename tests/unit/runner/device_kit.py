@@ -22,6 +22,7 @@ class OnDevice:
 
     graphs = False
     shares = True
+    adapts = False
     device = torch.device("cpu")
     sampler: DeviceSampler = TorchSampler()
 

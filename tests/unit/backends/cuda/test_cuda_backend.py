@@ -23,7 +23,7 @@ from tests.unit.models import tiny
 from tests.unit.models.programs import Loaded
 
 GPU = torch.cuda.is_available()
-CASES = [c for c in PLAIN if not any(own.state for own in c.kv.groups)]  # states are the torch backend's alone
+CASES = [c for c in PLAIN if not any(own.state for own in c.kv.groups)]  # states: test_recurrent.py
 CODES = [c for c in ALL if c.name in ("attention-9of3x64-fp8", "attention-14of2x40-int8", "attention-long-8of1x24-fp8")]
 TORCHS = ("linear", "embed", "add", "take", "scale", "join", "gelu", "head_linear")  # ops that are torch's own
 # What the interpreter is too slow for (smaller ones are in test_latent.py, test_experts.py and test_attention.py), and
