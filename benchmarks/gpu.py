@@ -290,7 +290,7 @@ def ceilings(device: str, quantize: str) -> tuple[float, float]:
 
     from benchmarks.gpu_timing import copy_rate, matmul_rate
 
-    kind = torch.float8_e4m3fn if quantize == "fp8" else torch.bfloat16
+    kind = torch.float8_e4m3fn if quantize.startswith("fp8") else torch.bfloat16
     rates = [(copy_rate(), matmul_rate(kind)) for _ in range(2)]  # the first warms the clocks up
     return rates[-1]
 
@@ -331,7 +331,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantize", default="none", help="fp8, int8 or int4")
+    parser.add_argument("--quantize", default="none", help="fp8, fp8-block, int8 or int4")
     parser.add_argument("--kv-dtype", default="auto", help="fp8 or int8")
     parser.add_argument("--context", type=int, default=9216)
     parser.add_argument("--max-seqs", type=int, default=1024)
@@ -385,7 +385,7 @@ def main() -> None:
     for line in bench.info.decisions:
         print(line)
     print(
-        f"copy {bench.copy_rate / 1e12:.2f} TB/s, {'fp8' if args.quantize == 'fp8' else 'bf16'} product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n"
+        f"copy {bench.copy_rate / 1e12:.2f} TB/s, {'fp8' if args.quantize.startswith('fp8') else 'bf16'} product {bench.matmul_rate / 1e12:.0f} TFLOP/s\n"
     )
     compiled = compilations()
     for name in args.rows:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_kernels                 check, time, print
     python -m benchmarks.gpu_kernels --json FILE     and write the record
-    python -m benchmarks.gpu_kernels --sweep KIND…   try configurations instead (skinny fp8 w8a8 int4 decode kv8 prompt)
+    python -m benchmarks.gpu_kernels --sweep KIND…   try configurations instead (skinny fp8 w8a8 int4 tiled tiled8 decode kv8 prompt)
 
 A row gives the relative error against a float32 or float64 computation of the same inputs, the time of one launch in a
 graph of many over rotating buffers, the rate, and the fraction of the ceiling measured on the same machine first.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch
 
 from benchmarks import gpu_sweep
 from benchmarks.gpu_steps import step_seconds
-from benchmarks.gpu_timing import copy_rate, graph_seconds, matmul_rate
+from benchmarks.gpu_tiled import tiled
+from benchmarks.gpu_timing import Row, copy_rate, graph_seconds, matmul_rate, off
 from quire.backends.cuda.deterministic import SPLIT
 from quire.backends.cuda.kernels import candidates, fp8
 from quire.backends.cuda.kernels.attention import PROMPT, attention, choose_splits, decode_tile, workspace
@@ -36,27 +37,6 @@ from quire.backends.cuda.kernels.tuning import int4_shape, skinny_shape
 from quire.backends.torch.batch import Shared
 
 H, HK, DIM, D, INNER = 32, 8, 128, 4096, 14336
-
-
-@dataclass(slots=True)
-class Row:
-    name: str
-    error: float | None  # None: timed only
-    seconds: float
-    work: float  # bytes or FLOP of one launch
-    flops: bool = False
-
-    def line(self, bandwidth: float, matmul: float) -> str:
-        rate = self.work / self.seconds
-        unit, ceiling = ("TFLOP/s", matmul) if self.flops else ("TB/s", bandwidth)
-        shown = "        -" if self.error is None else f"{self.error:9.1e}"
-        return (
-            f"{self.name:44s} {shown} {self.seconds * 1e6:9.1f} us {rate / 1e12:7.2f} {unit:7s} {rate / ceiling:5.0%}"
-        )
-
-
-def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def products() -> Iterator[Row]:
@@ -304,7 +284,7 @@ def steps() -> Iterator[Row]:
 
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "products": products, "attention": attentions, "elementwise": elementwise, "large": large_products,
-    "sampling": sampling, "steps": steps, "invariant": invariant,
+    "tiled": tiled, "sampling": sampling, "steps": steps, "invariant": invariant,
 }  # fmt: skip
 
 
@@ -319,9 +299,10 @@ def main() -> None:
     if options.sweep:
         gpu_sweep.sweep(options.sweep)
         return
-    bandwidth, matmul = copy_rate(), matmul_rate()
+    bandwidth, matmul, eight = copy_rate(), matmul_rate(), matmul_rate(fp8.E4M3)
     print(
-        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {matmul / 1e12:.0f} TFLOP/s",
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {matmul / 1e12:.0f} TFLOP/s, "
+        f"fp8 {eight / 1e12:.0f} TFLOP/s",
         flush=True,
     )
     rows: list[Row] = []
@@ -329,7 +310,7 @@ def main() -> None:
         try:
             for row in SECTIONS[name]():
                 rows.append(row)
-                print(row.line(bandwidth, matmul), flush=True)
+                print(row.line(bandwidth, matmul, eight), flush=True)
         except Exception as e:  # one section that cannot run must not hide the others
             print(f"{name}: {type(e).__name__}: {str(e)[-300:]}", flush=True)
         torch.cuda.empty_cache()
@@ -339,6 +320,7 @@ def main() -> None:
             "torch": torch.__version__,
             "copy": bandwidth,
             "matmul": matmul,
+            "matmul_fp8": eight,
         }
         options.json.write_text(json.dumps(record | {"rows": [asdict(row) for row in rows]}, indent=1))
     bad = [row.name for row in rows if row.error is not None and not row.error < 2e-2]

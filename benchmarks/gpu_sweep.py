@@ -1,6 +1,6 @@
 """Tries launch configurations of the CUDA kernels and prints the best few of each shape: where the static tables come from.
 
-    python -m benchmarks.gpu_kernels --sweep [skinny] [decode] [prompt] [fp8] [int4]
+    python -m benchmarks.gpu_kernels --sweep [skinny] [decode] [prompt] [fp8] [int4] [tiled] [tiled8]
 
 Configurations are compiled first, by many processes at once, on small inputs of the same kind (Triton keeps them on
 disk); then each is timed alone on 8B shapes.
@@ -20,6 +20,9 @@ from quire.backends.cuda.kernels.attention import Tile, attend, workspace
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
+from quire.backends.cuda.kernels.tiled import tiled_product
+from quire.backends.cuda.tiles import GroupedRows
+from quire.backends.torch.quantized import WIDTH, Tiled
 
 # name: n, k, swiglu, norm, residual
 PROJECTIONS = {
@@ -104,6 +107,58 @@ def int4_calls(name: str, shape: Shape, m: int, *, small: bool) -> tuple[list[Ca
         for w in ws
     ]
     return calls * max(1, 16 // copies), rows * k // 2 + 2 * scale.nbytes
+
+
+def tiled_calls(name: str, shape: Shape, m: int, high: int, *, small: bool) -> tuple[list[Callable[[], None]], float]:
+    """fp8 weights with scales for tiles. `high`: rows of a program, which are fp8 then; 0: few rows of bf16.
+
+    Bytes of few rows, operations of many.
+    """
+    n, k, swiglu, _, residual = PROJECTIONS[name]
+    swiglu = swiglu and not high
+    if small:
+        n, k = 256, 128 * 4 * shape.splits
+    elif not swiglu and PROJECTIONS[name][2]:
+        n *= 2
+    if shape.splits > 1 and swiglu:
+        return [], 0
+    rows = 2 * n if swiglu else n
+    copies = 1 if small else max(2, int((1.5e9 if not high else 4e8) / (rows * k)))
+    ws = [Tiled.empty(rows, k, WIDTH, torch.device("cuda")) for _ in range(copies)]
+    for w in ws:
+        w.codes.view(torch.uint8).random_(0, 0x70)  # numbers, all of them
+        w.scale.uniform_(1e-4, 1e-3)
+    x, y = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda").bfloat16()
+    options: dict[str, Any] = {"swiglu": swiglu}
+    if high:
+        made = GroupedRows.of(x)
+        x, options = made.codes, {"x_scale": made.scale, "rows": high}
+    elif residual:
+        options["residual"] = torch.randn(m, n, device="cuda").bfloat16()
+    if shape.splits > 1:
+        options |= {"part": torch.empty(shape.splits, m, n, device="cuda"), "add_parts": False}
+    calls = [lambda w=w: tiled_product(x, w, y, shape, **options) for w in ws]
+    work = 2.0 * m * n * k if high else float(ws[0].codes.nbytes + ws[0].scale.nbytes)
+    return calls * max(1, (16 if not high else 4) // copies), work
+
+
+def tiled_jobs(what: list[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    names = [name for name in PROJECTIONS if not name.startswith("head")]
+    few = [(n, w, st, splits, swap) for n, w, st in ((64, 4, 3), (64, 4, 5), (32, 4, 5), (128, 8, 4)) for splits in (1, 2, 4, 8) for swap in (False, True)]  # fmt: skip
+    many = [
+        (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 8, 4), (128, 128, 8, 3),
+        (128, 128, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4),
+    ]  # fmt: skip
+    for m in (1, 16, 64) if "tiled" in what else ():
+        for name in names:
+            for n, w, st, splits, swap in few:
+                yield f"tiled m={m} {name}", (tiled_calls, name, Shape(n, 0, w, st, splits, swap=swap, pdl=True), m, 0)
+    for m in (64, 256, 2048) if "tiled8" in what else ():
+        for name in names:
+            for high, n, w, st in many:
+                for swap in (False, True):
+                    shape = Shape(n, 0, w, st, swap=swap, pdl=True)
+                    yield f"tiled8 m={m} {name}", (tiled_calls, name, shape, m, high)
 
 
 def decode_calls(
@@ -196,6 +251,7 @@ def jobs(what: list[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
                     (64, 4, 3, 1), (64, 4, 4, 4), (64, 8, 3, 4), (64, 8, 4, 1), (128, 8, 3, 4), (32, 4, 4, 4), (32, 4, 4, 1), (32, 2, 4, 4),
                 ):  # fmt: skip
                     yield f"int4 m={m} {name}", (int4_calls, name, Shape(n, 0, w, st, splits), m)
+    yield from tiled_jobs(what)
     for kind, dtype in (("decode", torch.bfloat16), ("kv8", torch.float8_e4m3fn)):
         if kind in what:
             for batch, context, splits in (
@@ -230,6 +286,14 @@ def _compile(part: int, parts: int, what: list[str]) -> None:
             key = (*PROJECTIONS[name][2:], shape, m > 16, form)
         elif make is int4_calls:
             key = (PROJECTIONS[rest[0]][2], rest[1])
+        elif make is tiled_calls:
+            key = (
+                *PROJECTIONS[rest[0]][2:3],
+                PROJECTIONS[rest[0]][4] and not rest[3],
+                rest[1],
+                rest[2] if not rest[3] else 0,
+                rest[3],
+            )
         elif make is decode_calls:
             key = (rest[2], rest[3] > 1, rest[0] > 1, rest[4])
         else:
@@ -275,6 +339,7 @@ def sweep(what: list[str], best: int = 4) -> None:
                 make, *rest = job
                 text = " ".join(str(r) for r in rest if isinstance(r, Shape | Tile))
                 text += f" splits={rest[3]}" if make is decode_calls else ""
+                text += f" rows={rest[3]}" if make is tiled_calls else ""
                 lines.append((seconds, f"{seconds * 1e6:8.1f} us {work / seconds / 1e12:7.2f} T/s  {text}"))
             del calls
         except Exception as e:

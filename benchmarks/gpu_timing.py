@@ -7,8 +7,31 @@ they do in a step, so that the gaps between kernels are inside the figure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(slots=True)
+class Row:
+    name: str
+    error: float | None  # None: timed only
+    seconds: float
+    work: float  # bytes or FLOP of one launch
+    flops: bool = False
+    eight: bool = False  # operations on fp8, which have a ceiling of their own
+
+    def line(self, bandwidth: float, matmul: float, eight: float) -> str:
+        rate = self.work / self.seconds
+        unit, ceiling = ("TFLOP/s", eight if self.eight else matmul) if self.flops else ("TB/s", bandwidth)
+        shown = "        -" if self.error is None else f"{self.error:9.1e}"
+        return (
+            f"{self.name:44s} {shown} {self.seconds * 1e6:9.1f} us {rate / 1e12:7.2f} {unit:7s} {rate / ceiling:5.0%}"
+        )
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def graph_seconds(calls: Sequence[Callable[[], None]], replays: int = 7) -> float:

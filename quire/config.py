@@ -85,9 +85,7 @@ class EngineConfig:
     backend: str = "auto"  # "native", "cuda", "torch", "reference"; auto: cuda with a GPU, else native
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one that can be used
     dtype: str = "auto"  # of the torch backends: "float32", "bfloat16", "float16"; auto: by device
-    quantize: str = (
-        "none"  # of the torch backends, matrices as they load: "fp8", "int8", "int4"; "keep": a file's 4 bits
-    )
+    quantize: str = "none"  # of the torch backends, matrices as they load: "fp8", "fp8-block", "int8", "int4"; "keep": a file's codes
     load_format: str = "auto"  # "dummy": random weights; path is then shape:NAME or a config.json
     deterministic: bool = False  # bitwise the same in any batch: always so on the CPU, a mode with a price on a GPU
     threads: int | None = None  # None: what was measured to be fastest here

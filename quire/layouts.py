@@ -12,6 +12,7 @@ new format costs one file, and a new backend one reader of these classes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, TypeAlias
@@ -216,6 +217,7 @@ class Float8:
 
     BLOCK: ClassVar[int] = 32
     NBYTES: ClassVar[int] = 36
+    TILE: ClassVar[int] = 128
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -224,6 +226,15 @@ class Float8:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+    @cached_property
+    def tile(self) -> tuple[int, int]:
+        """Rows (128, or a power of two below) and columns (128 or 32) that share a scale, counted from the first ones.
+
+        What puts rows together may know; rows that were cut and copied since are looked at.
+        """
+        rows, columns = getattr(self.data, "tile", None) or _seen(self.parts()[1])
+        return math.gcd(rows, self.TILE), self.TILE if columns % self.TILE == 0 else self.BLOCK
 
     def parts(self, rows: slice = slice(None)) -> tuple[Bytes, Floats]:
         """Codes [n, K] and scales [n, K / 32]."""
@@ -244,6 +255,14 @@ class Float8:
                 numbers = np.take(E4M3, codes).reshape(*scale.shape, self.BLOCK)
                 np.multiply(numbers, scale[..., None], out=out[i : i + step].reshape(numbers.shape))
         return out
+
+
+def _seen(scales: Floats) -> tuple[int, int]:
+    """Rows and columns of the tiles that scales [n, K / 32] are equal in."""
+    across = Float8.TILE // Float8.BLOCK
+    wide = np.array_equal(scales, np.repeat(scales[:, ::across], across, axis=1)[:, : scales.shape[1]])
+    begins = np.flatnonzero((scales[1:] != scales[:-1]).any(1)) + 1
+    return math.gcd(*begins.tolist()) or Float8.TILE, Float8.TILE if wide else Float8.BLOCK
 
 
 @dataclass(frozen=True)

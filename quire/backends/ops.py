@@ -30,7 +30,7 @@ f16 rounds to two bytes: float16 on the CPU, what it computes in on a torch devi
 head's columns and a float32 scale amax / 127, for K and for V; fp8 the nearest e4m3 to x * 448 / amax, and amax / 448.
 """
 
-QUANTIZE = ("none", "fp8", "int8", "int4", "keep")
+QUANTIZE = ("none", "fp8", "fp8-block", "int8", "int4", "keep")
 """What matrices may become as they are loaded; `keep` is four-bit codes of the file as they are."""
 
 

@@ -23,7 +23,7 @@ HELP: dict[str, str] = {
     "backend": "auto, native, cuda, torch, or reference (slow, for checking).",
     "device": "auto (a GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "With cuda and torch: float32, bfloat16 or float16.",
-    "quantize": "With cuda and torch: fp8, int8, int4, or keep (a file's own 4 bits).",
+    "quantize": "With cuda and torch: fp8, fp8-block, int8, int4, or keep (a file's codes).",
     "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
     "deterministic": "Bitwise the same in any batch; the CPU always is, a GPU pays for it.",
     "threads": "Default: what was measured to be fastest here.",

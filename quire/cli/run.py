@@ -60,7 +60,9 @@ def command(
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str, Option(help="With cuda and torch: fp8, int8, int4, keep (a file's 4 bits).")] = "none",
+    quantize: Annotated[
+        str, Option(help="With cuda and torch: fp8, fp8-block, int8, int4, keep (a file's codes).")
+    ] = "none",
     lora: Annotated[str | None, Option(help="A LoRA adapter to answer with: a PEFT folder or a GGUF file.")] = None,
     deterministic: Annotated[
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")

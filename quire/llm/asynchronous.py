@@ -31,7 +31,7 @@ class Options(TypedDict, total=False):
     backend: str  # "auto", "native", "cuda", "torch", or "reference" (slow)
     device: str  # "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1"
     dtype: str  # of the torch backends: "float32", "bfloat16", "float16"
-    quantize: str  # of the torch backends, matrices as they load: "fp8", "int8", "int4", or "keep" (a file's 4 bits)
+    quantize: str  # of the torch backends, matrices as they load: "fp8", "fp8-block", "int8", "int4", or "keep" (a file's codes)
     deterministic: bool  # bitwise the same in any batch: always so on the CPU, a mode with a price on a GPU
     threads: int | None  # what was measured to be fastest
     isa: str | None  # force a kernel set: "scalar", "neon", "avx2", "avx512"

@@ -39,8 +39,10 @@ from quire.backends.cuda.products import (
     few_rows,
     norms_along,
     wants_fp8,
+    wants_groups,
 )
 from quire.backends.cuda.sampler import CudaSampler
+from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack, slots_of
 from quire.backends.torch.backend import TorchBackend, TorchProgram
@@ -171,8 +173,12 @@ class CudaKernels(TorchKernels):
         eps: float,
         soon: Sequence[Weight],
         residual: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rows:
+    ) -> torch.Tensor | Rows | GroupedRows:
         """The norm of x, or of residual += x; in fp8 where only products with such weights read it."""
+        if self.dtype != torch.float32 and wants_groups(soon, x.shape[-2]):
+            groups = GroupedRows.empty(x.shape[-2], x.shape[-1], x.device)
+            rms_norm(x, weight, eps, groups.codes, residual=residual, scales=groups.scale, pdl=self._chain)
+            return groups
         if self.dtype != torch.float32 and wants_fp8(soon):
             made = Rows.empty(x.shape[-2:], x.device)
             rms_norm(x, weight, eps, made.codes, residual=residual, scales=made.scale, pdl=self._chain)
@@ -498,12 +504,13 @@ class CudaBackend(TorchBackend):
             raise Unsupported("the cuda backend needs an NVIDIA GPU", cure="use --backend torch --device cpu")
         if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
             self.kv_dtypes = tuple(name for name in self.kv_dtypes if name != "fp8")
-            if quantize == "fp8":
+            self.weights.float8 = False
+            if quantize in ("fp8", "fp8-block"):
                 raise Unsupported(
                     f"{torch.cuda.get_device_name(self.device)} has no fp8 arithmetic",
                     cure="use --quantize int8, or --backend torch",
                 )
-        if quantize == "fp8":  # asked now, not while a graph is captured
+        if quantize in ("fp8", "keep"):  # asked now, not while a graph is captured
             for kind in (torch.float16, torch.float32):
                 fp8.gives(kind, self.device)
 

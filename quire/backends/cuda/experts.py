@@ -2,6 +2,7 @@
 
     route, place      who goes where, and the pairs of (row, choice) in the order of experts
     grouped, twice    gate and up with their activation, then down; a row of results for each pair
+                      (weights with scales for tiles, and many rows: each after a launch that makes fp8 of its rows)
     add_shares        the pairs of a row, weighted, in the order of experts
 
 Nothing is asked of the device, so a captured step serves any routing, and nothing is added by atomics.
@@ -9,19 +10,22 @@ Nothing is asked of the device, so a captured step serves any routing, and nothi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from quire.backends.cuda.kernels.grouped import add_shares, grouped, tile_of
+from quire.backends.cuda.kernels.grouped import TILED, add_shares, grouped, tile_of
 from quire.backends.cuda.kernels.route import place, route
+from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.experts import Mixture
-from quire.backends.torch.quantized import Int4, Mixed, Scaled
+from quire.backends.torch.quantized import Int4, Mixed, Scaled, Tiled
 
 _SPACE = 1 << 29  # bytes that the results of pairs may take; more rows than fit are done in turns
 
 
 def fits(m: Mixture, dtype: torch.dtype) -> bool:
     """Whether there are kernels for these weights: quantized ones are multiplied with half floats only."""
-    kinds = [isinstance(w, Scaled | Int4) for w in (m.both, m.down)]
+    kinds = [isinstance(w, Scaled | Tiled | Int4) for w in (m.both, m.down)]
     return not any(isinstance(w, Mixed) for w in (m.both, m.down)) and (dtype != torch.float32 or not any(kinds))
 
 
@@ -50,11 +54,25 @@ def _through(
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     starts = torch.empty(m.count + 1, dtype=torch.int32, device=x.device)
     place(experts, order, starts, pdl=pdl)
-    tile = tile_of(x.dtype, pairs, m.count)
     inner = torch.empty(pairs, m.inner, dtype=x.dtype, device=x.device)
-    grouped(
-        x, both, inner, order, starts, top=top, gated=True, limit=m.limit, bias=m.both_bias, tile=tile, pdl=pdl
-    )  # fmt: skip
+    _grouped(x, both, inner, order, starts, pdl, top=top, gated=True, limit=m.limit, bias=m.both_bias)
     results = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    grouped(inner, down, results, order, starts, bias=m.down_bias, tile=tile, pdl=pdl)
+    _grouped(inner, down, results, order, starts, pdl, bias=m.down_bias)
     add_shares(results, shares, out, pdl=pdl)
+
+
+def _grouped(
+    x: torch.Tensor,
+    w: torch.Tensor | Scaled | Tiled | Int4,
+    y: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    pdl: bool,
+    **options: Any,
+) -> None:
+    """A product of pairs, with rows in fp8 where experts have so many that the tensor cores are what takes time."""
+    tile = tile_of(x.dtype, order.shape[0], starts.shape[0] - 1, isinstance(w, Tiled))
+    if isinstance(w, Tiled) and tile == TILED[-1]:
+        made = GroupedRows.of(x, pdl=pdl)
+        x, options["x_scale"] = made.codes, made.scale
+    grouped(x, w, y, order, starts, tile=tile, pdl=pdl, **options)

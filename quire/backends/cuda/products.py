@@ -6,9 +6,11 @@
              a norm makes them; one
              row as it is
   int8       skinny                    skinny                    integer product, int8 rows
+  fp8 tiles  tiled                     tiled                     tiled, fp8 rows
   int4       four-bit kernel           four-bit kernel           written out in half floats, cuBLAS
 
-fp8 and int8 rows have a scale each, from their own largest number. Weights are read as they lie; the sums are float32.
+fp8 and int8 rows have a scale each, from their own largest number; for tiles (tiles.py) they have one for each 128 columns.
+Weights are read as they lie; the sums are float32.
 What float32 rows are multiplied with is dequantized by the torch backend: nothing here is for them.
 """
 
@@ -19,14 +21,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.backends.cuda import tiles
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.expand import expand
 from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.int8 import int8_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
-from quire.backends.cuda.kernels.tuning import FEW, ROWS, WIDE, int4_shape, skinny_shape
-from quire.backends.torch.quantized import E4M3, Int4, Scaled, Weight
+from quire.backends.cuda.kernels.tuning import FEW, ROWS, TILED_ROWS, WIDE, int4_shape, skinny_shape
+from quire.backends.cuda.tiles import GroupedRows
+from quire.backends.torch.quantized import E4M3, Int4, Scaled, Tiled, Weight
 
 _SCRATCH = 1 << 27  # numbers of a matrix that are written out at a time
 
@@ -71,9 +75,9 @@ class Place:
         return torch.empty(splits, rows, n, dtype=torch.float32, device=self.device) if splits > 1 else None
 
 
-def count(x: torch.Tensor | Unnormed | Rows) -> int:
+def count(x: torch.Tensor | Unnormed | Rows | GroupedRows) -> int:
     """How many rows."""
-    inner = x.x if isinstance(x, Unnormed) else x.codes if isinstance(x, Rows) else x
+    inner = x.x if isinstance(x, Unnormed) else x if isinstance(x, torch.Tensor) else x.codes
     return inner.shape[0]
 
 
@@ -86,6 +90,11 @@ def norms_along(weight: Weight) -> bool:
 def wants_fp8(weights: Sequence[Weight]) -> bool:
     """Whether products with these (and there are some) would rather have fp8 rows."""
     return bool(weights) and all(isinstance(w, Scaled) and w.codes.dtype == E4M3 for w in weights)
+
+
+def wants_groups(weights: Sequence[Weight], rows: int) -> bool:
+    """Whether products of so many rows with these (and there are some) would rather have fp8 rows with scales for groups."""
+    return bool(weights) and rows > TILED_ROWS and all(isinstance(w, Tiled) for w in weights)
 
 
 def few_rows(
@@ -127,21 +136,25 @@ def few_rows(
 
 
 class QuantizedProducts:
-    """Products with Scaled and Int4 weights."""
+    """Products with Scaled, Tiled and Int4 weights. Rows in fp8 are given only where `wants_fp8` or `wants_groups` said so."""
 
     def __init__(self, at: Place):
         self._at = at
 
     def linear(
         self,
-        x: torch.Tensor | Unnormed | Rows,
-        weight: Scaled | Int4,
+        x: torch.Tensor | Unnormed | Rows | GroupedRows,
+        weight: Scaled | Tiled | Int4,
         bias: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,
         loose: bool = False,
     ) -> torch.Tensor:
         """x @ weight.T (+ bias), into `out` if given; with `loose` perhaps as parts."""
+        if isinstance(weight, Tiled):
+            assert isinstance(x, torch.Tensor | GroupedRows)  # see norms_along and wants_fp8
+            return tiles.linear(self._at, x, weight, bias, out=out, loose=loose)
+        assert not isinstance(x, GroupedRows)
         rows = count(x)
         if rows > ROWS:
             y = out
@@ -154,20 +167,35 @@ class QuantizedProducts:
         return few_rows(self._at, self._suited(x, weight), weight, bias, out=out, loose=loose)
 
     def gated(
-        self, x: torch.Tensor | Unnormed | Rows, weight: Scaled | Int4, soon: Sequence[Weight], *, gelu: bool = False
-    ) -> torch.Tensor | Rows:
+        self,
+        x: torch.Tensor | Unnormed | Rows | GroupedRows,
+        weight: Scaled | Tiled | Int4,
+        soon: Sequence[Weight],
+        *,
+        gelu: bool = False,
+    ) -> torch.Tensor | Rows | GroupedRows:
         """swiglu (or geglu) of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
         rows, n = count(x), weight.shape[0] // 2
-        if rows <= ROWS:
+        if isinstance(weight, Tiled):
+            if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:
+                return tiles.linear(self._at, x, weight, None, swiglu=True, gelu=gelu)
+        elif rows <= ROWS:
+            assert not isinstance(x, GroupedRows)
             out = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device)
             if isinstance(weight, Int4):
                 return self._int4(self._plain(x), weight, None, out=out, swiglu=True, gelu=gelu)
             return few_rows(self._at, self._suited(x, weight), weight, None, out=out, swiglu=True, gelu=gelu)
         return self.gate(self.linear(x, weight, None), soon, gelu=gelu)
 
-    def gate(self, both: torch.Tensor, soon: Sequence[Weight], *, gelu: bool = False) -> torch.Tensor | Rows:
+    def gate(
+        self, both: torch.Tensor, soon: Sequence[Weight], *, gelu: bool = False
+    ) -> torch.Tensor | Rows | GroupedRows:
         """swiglu (or geglu) of what a product gave."""
         rows, n = both.shape[0], both.shape[1] // 2
+        if wants_groups(soon, rows):
+            groups = GroupedRows.empty(rows, n, both.device)
+            swiglu(both, groups.codes, scales=groups.scale, gelu=gelu, pdl=self._at.chain)
+            return groups
         if wants_fp8(soon) and rows > FEW:
             made = Rows.empty((rows, n), both.device)
             swiglu(both, made.codes, scales=made.scale, gelu=gelu, pdl=self._at.chain)

@@ -24,6 +24,7 @@ from quire.layouts import Dense, Layout
 THREADS = 4
 BUFFERS = 8
 CHUNK = 32 << 20  # bytes
+ROWS = 128  # chunks of more rows are made of whole ones: what is quantized in tiles needs them together
 ELEMENTS = 1 << 24  # of a chunk that is dequantized where it arrives: that takes several times its size
 _TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -123,6 +124,7 @@ def _pieces(layout: Layout, chunk: int) -> Iterator[tuple[Layout, int, int]]:
     step = max(1, chunk // max(1, _row_bytes(layout)))
     if not isinstance(layout, Dense):
         step = max(1, min(step, ELEMENTS // layout.shape[-1]))
+    step = step // ROWS * ROWS or step
     for start in range(0, layout.shape[0], step):
         yield layout, start, min(start + step, layout.shape[0])
 

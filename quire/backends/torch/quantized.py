@@ -1,6 +1,7 @@
 """Quantized matrices on a device: codes with scales, made from float32 rows a part at a time, and read back exactly.
 
   Scaled  w[i, j] = code[i, j] * scale[i]: e4m3 or int8 codes, one float32 scale for each output row
+  Tiled   w[i, j] = code[i, j] * scale[i / height, j / 128]: e4m3 codes, one float32 scale for each tile
   Int4    w[i, j] = code[i, j] * scale[i, group] + zero[i, group]: codes of four bits in pairs of groups, half scales
   Mixed   rows of several kinds, one after another: matrices that are multiplied together but were not kept alike
 
@@ -18,6 +19,7 @@ import torch
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # what the largest magnitude of a row becomes
 GROUPS = (128, 64, 32)  # columns that share a scale of Int4, the first that fits
+WIDTH = 128  # columns of a tile
 TINY = 1e-30  # a row of zeros must have a scale that can divide
 
 
@@ -59,6 +61,68 @@ class Scaled:
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by number, float32."""
         return self.codes.view(torch.uint8)[ids].view(self.codes.dtype).float() * self.scale[ids, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A matrix of e4m3 codes, with a scale for each tile of `height` rows and 128 columns; the last tiles may be cut off."""
+
+    codes: torch.Tensor  # [n, k]
+    scale: torch.Tensor  # [tiles of rows, tiles of columns] float32, its rows 16 bytes apart or a multiple of that
+    height: int
+    skip: int = 0  # rows of the first tile that are not here
+
+    @classmethod
+    def empty(cls, n: int, k: int, height: int, device: torch.device) -> Tiled:
+        across = -(-k // WIDTH)
+        scale = torch.empty(-(-n // height), -(-across // 4) * 4, dtype=torch.float32, device=device)
+        return cls(torch.empty(n, k, dtype=E4M3, device=device), scale[:, :across], height)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scale
+
+    def rows(self, first: int, end: int) -> Tiled:
+        """Some of its rows, in the same memory."""
+        top, skip = divmod(first + self.skip, self.height)
+        own = self.scale[top : -(-(end + self.skip) // self.height)]
+        return Tiled(self.codes[first:end], own, self.height, skip)
+
+    def fill(self, w: torch.Tensor) -> None:
+        """Become float32 w [n, k], as nearly as the codes can. Tiles must begin here."""
+        if self.skip:
+            raise ValueError(f"a tile is filled whole, not from its row {self.skip} on")
+        n, k = w.shape
+        down, across = self.scale.shape
+        padded = torch.nn.functional.pad(w.abs(), (0, across * WIDTH - k, 0, down * self.height - n))
+        peak = padded.view(down, self.height, across, WIDTH).amax((1, 3))
+        self.scale.copy_(torch.where(peak.isfinite(), peak.clamp(min=TINY) / LARGEST[E4M3], float("nan")))
+        self.codes.copy_((w / self._wide(self._of_rows())).to(E4M3))
+
+    def keep(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Become these codes [n, k], of which rows have these scales [n, k / 128]: those of a tile are all one."""
+        self.codes.copy_(codes)
+        first = torch.arange(self.scale.shape[0], device=scale.device) * self.height - self.skip
+        self.scale.copy_(scale[first.clamp(min=0)])
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes.float() * self._wide(self._of_rows())
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by number, float32."""
+        codes = self.codes.view(torch.uint8)[ids].view(E4M3).float()
+        return codes * self._wide(self.scale[(ids + self.skip) // self.height])
+
+    def _of_rows(self) -> torch.Tensor:
+        rows = torch.arange(self.codes.shape[0], device=self.scale.device) + self.skip
+        return self.scale[rows // self.height]
+
+    def _wide(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.repeat_interleave(WIDTH, 1)[:, : self.codes.shape[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +183,7 @@ class Int4:
 class Mixed:
     """Matrices of equal width, one below the other."""
 
-    parts: tuple[torch.Tensor | Scaled | Int4, ...]
+    parts: tuple[torch.Tensor | Scaled | Tiled | Int4, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,7 +195,7 @@ class Mixed:
 
     def rows(self, first: int, end: int) -> Mixed:
         """Some of its rows, in the same memory."""
-        found: list[torch.Tensor | Scaled | Int4] = []
+        found: list[torch.Tensor | Scaled | Tiled | Int4] = []
         for p in self.parts:
             n = p.shape[0]
             a, b = max(first, 0), min(end, n)
@@ -144,8 +208,8 @@ class Mixed:
         return torch.cat([p.float() if isinstance(p, torch.Tensor) else p.dequantize() for p in self.parts])
 
 
-Part: TypeAlias = torch.Tensor | Scaled | Int4
-Quantized: TypeAlias = Scaled | Int4 | Mixed
+Part: TypeAlias = torch.Tensor | Scaled | Tiled | Int4
+Quantized: TypeAlias = Scaled | Tiled | Int4 | Mixed
 Weight: TypeAlias = torch.Tensor | Quantized
 
 

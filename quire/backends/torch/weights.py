@@ -13,10 +13,12 @@ and what else is not is told of. The matrices of a mixture's experts are one sta
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias, TypeGuard
 
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 
 from quire.backends.torch.feed import Feed
-from quire.backends.torch.quantized import E4M3, GROUPS, Int4, Mixed, Part, Scaled, Weight, tensors
+from quire.backends.torch.quantized import E4M3, GROUPS, WIDTH, Int4, Mixed, Part, Scaled, Tiled, Weight, tensors
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Scale
 from quire.observe.errors import Unsupported
 
@@ -34,10 +36,21 @@ _CHUNK = 1 << 24  # elements that are quantized at a time
 _SPREAD = 0.02  # of random weights
 _WORDS = {
     "fp8": "fp8 (e4m3, a float32 scale for each output row)",
+    "fp8-block": f"fp8 (e4m3, a float32 scale for each tile of {WIDTH} by {WIDTH})",
     "int8": "int8 (a float32 scale for each output row)",
     "int4": f"int4 (a float16 scale and zero for every {GROUPS[0]} columns, or fewer where those do not fit)",
-    "keep": "the file's own four-bit codes (float16 scales and zeros), and its FP8 where a row has one scale",
+    "keep": "the file's own four-bit codes (float16 scales and zeros), and its FP8 where a row or a tile has one scale",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What becomes a Tiled: e4m3 codes of which so many rows share their scales."""
+
+    rows: int
+
+
+Kind: TypeAlias = torch.dtype | int | Tiles  # numbers or codes of a type, the group of four-bit codes, or FP8 in tiles
 
 
 class Weights:
@@ -47,6 +60,7 @@ class Weights:
         self.device = device
         self.dtype = dtype
         self.quantize = quantize
+        self.float8 = True  # whether FP8 codes can be multiplied here: else a file's are not kept
         self._random = torch.Generator(device).manual_seed(0) if random else None
         self._tensors: dict[int, tuple[Layout, Weight]] = {}
         self._joined: dict[tuple[int, ...], Weight] = {}
@@ -85,7 +99,7 @@ class Weights:
                     whole, parts = self._join(group, products)
                     self._joined[tuple(map(id, group))] = whole
                 else:
-                    parts = [self._empty(self._kind(w, products), w.shape) for w in new]
+                    parts = [self._empty(self._kind(w, products), [w.shape[0]], w.shape) for w in new]
                 for w, into in zip(new, parts, strict=True):
                     if id(w) not in self._tensors:
                         if isinstance(into, torch.Tensor):
@@ -146,27 +160,31 @@ class Weights:
         why = self._kept_back.get(id(layout))
         return _format(layout) if why is None else f"{_format(layout)} ({why})"
 
-    def _kind(self, layout: Layout, products: Set[int]) -> torch.dtype | int:
-        """What a layout becomes: numbers or codes of a type, or the group of four-bit codes.
-
-        Vectors (norms, biases) are small: they keep float32.
-        """
+    def _kind(self, layout: Layout, products: Set[int]) -> Kind:
+        """What a layout becomes. Vectors (norms, biases) are small: they keep float32."""
         if len(layout.shape) == 1:
             return torch.float32
         if id(layout) in products:
             if self.quantize in ("fp8", "int8"):
                 return E4M3 if self.quantize == "fp8" else torch.int8
+            if self.quantize == "fp8-block":
+                return Tiles(WIDTH)
             if self.quantize == "int4":
                 return next((g for g in GROUPS if layout.shape[1] % (2 * g) == 0), self.dtype)
             if self.quantize == "keep" and _four_bits(layout):
                 return layout.codec.group
-            if self.quantize == "keep" and _by_row(layout):
+            if self.quantize == "keep" and self.float8 and _by_row(layout):
                 return E4M3
+            if self.quantize == "keep" and self.float8 and _in_tiles(layout):
+                return Tiles(layout.tile[0])
         return self.dtype
 
-    def _empty(self, kind: torch.dtype | int, shape: tuple[int, ...]) -> Part:
+    def _empty(self, kind: Kind, heights: Sequence[int], shape: tuple[int, ...]) -> Part:
+        """Space for matrices of these heights, one below the other."""
         if isinstance(kind, int):
             return Int4.empty(shape[0], shape[1], kind, self.device)
+        if isinstance(kind, Tiles):  # a matrix may end within a tile: then tiles are cut until the next begins with one
+            return Tiled.empty(shape[0], shape[1], math.gcd(kind.rows, *heights[:-1]), self.device)
         if kind in (E4M3, torch.int8):
             return Scaled.empty(shape[0], shape[1], kind, self.device)
         return torch.empty(shape, dtype=kind, device=self.device)
@@ -177,14 +195,14 @@ class Weights:
         parts: list[Part] = []
         for kind, run in groupby(group, lambda w: self._kind(w, products)):
             heights = [w.shape[0] for w in run]
-            whole = self._empty(kind, (sum(heights), group[0].shape[1]))
+            whole = self._empty(kind, heights, (sum(heights), group[0].shape[1]))
             wholes.append(whole)
             ends = np.cumsum(heights).tolist()
             for first, end in zip([0, *ends], ends, strict=False):
                 parts.append(whole[first:end] if isinstance(whole, torch.Tensor) else whole.rows(first, end))
         return wholes[0] if len(wholes) == 1 else Mixed(tuple(wholes)), parts
 
-    def _quantize(self, layout: Layout, into: Scaled | Int4 | Mixed, feed: Feed | None) -> None:
+    def _quantize(self, layout: Layout, into: Scaled | Tiled | Int4 | Mixed, feed: Feed | None) -> None:
         """Some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
         assert not isinstance(into, Mixed)  # a layout is of one kind
         if self.quantize == "keep" and isinstance(into, Int4) and _four_bits(layout):
@@ -195,6 +213,11 @@ class Weights:
             for first, end, data in self._stored(layout, feed):
                 codes, scale = float8(data)
                 into.rows(first, end).keep(codes, scale[:, 0])
+            return
+        if self.quantize == "keep" and isinstance(into, Tiled) and _in_tiles(layout):
+            for first, end, data in self._stored(layout, feed):
+                codes, scale = float8(data)
+                into.rows(first, end).keep(codes, scale[:, :: WIDTH // Float8.BLOCK])
             return
         for first, end, floats in self._floats(layout, feed):
             into.rows(first, end).fill(floats)
@@ -237,8 +260,8 @@ class Weights:
 
 
 def _steps(layout: Layout) -> Iterator[tuple[int, int]]:
-    """A few rows at a time."""
-    step = max(1, _CHUNK // layout.shape[-1])
+    """A few rows at a time, whole tiles of them."""
+    step = _CHUNK // layout.shape[-1] // WIDTH * WIDTH or max(1, _CHUNK // layout.shape[-1])
     for first in range(0, layout.shape[0], step):
         yield first, min(first + step, layout.shape[0])
 
@@ -255,8 +278,13 @@ def _four_bits(layout: Layout) -> TypeGuard[Affine]:
 
 
 def _by_row(layout: Layout) -> TypeGuard[Float8]:
-    """Whether a layout's FP8 numbers can be kept as they are."""
+    """Whether a layout's FP8 numbers can be kept as they are, with a scale for each row."""
     return isinstance(layout, Float8) and layout.by_row
+
+
+def _in_tiles(layout: Layout) -> TypeGuard[Float8]:
+    """Whether they can, with a scale for each tile."""
+    return isinstance(layout, Float8) and not layout.by_row and layout.tile[1] % WIDTH == 0
 
 
 def _numbers(rows: torch.Tensor, layout: Layout) -> torch.Tensor:

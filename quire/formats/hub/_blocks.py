@@ -13,6 +13,7 @@ knows their shape, can be cut along rows, and becomes an array only where one is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -33,8 +34,16 @@ Zeros = Callable[[int, int], npt.NDArray[np.integer]]  # first row, end -> [rows
 class Rows:
     """What rows will be, of blocks (bytes) or of plain numbers, as far as an array's users look."""
 
-    def __init__(self, make: Callable[[int, int], npt.NDArray[Any]], rows: range, columns: int, dtype: str = "u1"):
+    def __init__(
+        self,
+        make: Callable[[int, int], npt.NDArray[Any]],
+        rows: range,
+        columns: int,
+        tile: tuple[int, int] | None = None,
+        dtype: str = "u1",
+    ):
         self._make = make  # first row, end -> [rows, columns]
+        self.tile = tile  # rows and columns that share a scale, counted from the first ones
         self._rows = rows
         self.shape = (len(rows), columns)
         self.ndim = 2
@@ -46,7 +55,11 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, at: slice) -> Rows:
-        return Rows(self._make, self._rows[at], self.shape[1], self.dtype.str)
+        rows, tile = self._rows[at], None
+        if self.tile is not None and rows:
+            height = math.gcd(self.tile[0], rows[0] - self._rows[0]) if rows.step == 1 else 1
+            tile = height, self.tile[1]
+        return Rows(self._make, rows, self.shape[1], tile, self.dtype.str)
 
     def reshape(self, *shape: int) -> npt.NDArray[Any]:
         return self._array().reshape(*shape)
@@ -138,7 +151,7 @@ def scattered(
             out[at - first : to - first] = numbers * scales(at, to)[:, order]
         return out
 
-    return Dense(cast(npt.NDArray[Any], Rows(make, range(n), k, dtype)), "f16" if short else "f32")
+    return Dense(cast(npt.NDArray[Any], Rows(make, range(n), k, dtype=dtype)), "f16" if short else "f32")
 
 
 def unpacked(data: Bytes, bits: int) -> Bytes:
@@ -148,9 +161,9 @@ def unpacked(data: Bytes, bits: int) -> Bytes:
     return np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1).reshape(data.shape[0], -1)
 
 
-def float8(numbers: Bytes, scales: Scales, by_row: bool, columns: int) -> Float8:
-    """e4m3 numbers [n, k], and a scale of each row for every so many columns."""
-    n, k = numbers.shape
+def float8(numbers: Bytes, scales: Scales, tile: tuple[int, int]) -> Float8:
+    """e4m3 numbers [n, k], and a scale of each row for every so many columns; `tile`: rows and columns that share one."""
+    (n, k), columns = numbers.shape, tile[1]
     of = np.arange(k // BLOCK) * BLOCK // columns
 
     def make(first: int, end: int) -> Bytes:
@@ -159,7 +172,7 @@ def float8(numbers: Bytes, scales: Scales, by_row: bool, columns: int) -> Float8
         out[..., 4:] = numbers[first:end].reshape(end - first, k // BLOCK, BLOCK)
         return out.reshape(end - first, -1)
 
-    return Float8(cast(Bytes, Rows(make, range(n), k // BLOCK * Float8.NBYTES)), by_row)
+    return Float8(cast(Bytes, Rows(make, range(n), k // BLOCK * Float8.NBYTES, tile)), columns >= k)
 
 
 def _put(out: Bytes, at: int, values: npt.NDArray[Any], of: npt.NDArray[np.integer]) -> None:

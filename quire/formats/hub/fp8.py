@@ -75,7 +75,7 @@ class Fp8:
             table = _floats(stored).reshape(-(-n // rows), -1)
             return table[np.arange(first, end) // rows]
 
-        return float8(parts["weight"].octets(), scales, columns >= k, columns)
+        return float8(parts["weight"].octets(), scales, (rows, columns))
 
 
 def _floats(stored: Stored) -> Floats:

@@ -171,7 +171,7 @@ def test_a_cache_of_codes(tmp_path: Path, kept: str):
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"quantize": "fp5"}, BadRequest, "none, fp8, int8, int4 or keep"),
+        ({"quantize": "fp5"}, BadRequest, "none, fp8, fp8-block, int8, int4 or keep"),
         ({"quantize": "fp8", "backend": "native"}, Unsupported, "native backend keeps weights as the file has them"),
         ({"quantize": "int4", "backend": "reference"}, Unsupported, "reference backend keeps weights"),
         ({"quantize": "keep", "load_format": "dummy", "backend": "torch"}, Unsupported, "no four-bit codes"),

@@ -72,6 +72,17 @@ def _encode(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
+@triton.jit
+def grouped_codes(value, scales, row, width, stride_g, BLOCK: tl.constexpr):
+    """What a row [BLOCK] is to be stored as: divided by the scale of each 128 columns, which is stored at [group, row]."""
+    groups: tl.constexpr = BLOCK // 128
+    parts = tl.reshape(value, [groups, 128])
+    scale = tl.maximum(tl.max(tl.abs(parts), 1), 1e-10) / FP8_MAX
+    group = tl.arange(0, groups)
+    tl.store(scales + group * stride_g + row, scale, mask=group * 128 < width)
+    return tl.reshape(parts / scale[:, None], [BLOCK])  # 448 at most, to within a rounding; a NaN stays one
+
+
 @Launcher
 @triton.jit
 def _quantize_rows(

@@ -23,7 +23,8 @@ import triton.language as tl
 from quire.backends.cuda.kernels.int4 import _pair
 from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import sixteenth
-from quire.backends.torch.quantized import E4M3, Int4, Scaled
+from quire.backends.cuda.kernels.tiled import tiled_sums, uniform
+from quire.backends.torch.quantized import E4M3, WIDTH, Int4, Scaled, Tiled
 
 BLOCK_K = 64
 
@@ -41,12 +42,15 @@ class Tile:
 # By how many rows an expert has on average. One for float32, which has no tensor cores of its own.
 TILES = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 WIDE = Tile(16, 64, 4, 2)
+# Weights with scales for tiles: the last one is for rows of fp8, and keeps three sums at a time.
+TILED = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3))
 
 
-def tile_of(dtype: torch.dtype, pairs: int, count: int) -> Tile:
+def tile_of(dtype: torch.dtype, pairs: int, count: int, tiled: bool = False) -> Tile:
     if dtype == torch.float32:
         return WIDE
-    return next((t for t in TILES if pairs <= t.rows * count), TILES[-1])
+    known = TILED if tiled else TILES
+    return next((t for t in known if pairs <= t.rows * count), known[-1])
 
 
 @triton.jit
@@ -109,11 +113,13 @@ def _four_bits(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["pairs", "count"])
+@triton.jit(do_not_specialize=["pairs", "count", "stride_g"])
 def _grouped(
-    x, w, y, bias, scale, zero, order, starts, pairs, count, n, k, limit, stride_x, stride_w, stride_y, stride_s,
+    x, w, y, bias, scale, zero, own, order, starts, pairs, count, n, k, limit, stride_x, stride_w, stride_y, stride_s,
+    stride_g,
     E_PAD: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    HEIGHT: tl.constexpr, UNIFORM: tl.constexpr, EIGHT: tl.constexpr,
     EVEN: tl.constexpr, IEEE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
@@ -151,6 +157,19 @@ def _grouped(
         acc, up = _four_bits(
             x_row, w_row, up_row, scale + row, zero + row, col, k, n, stride_s, BLOCK_M, BLOCK_N, GROUP, GATED
         )
+    elif HEIGHT > 0:
+        if UNIFORM:
+            s_row = scale + (row + tl.program_id(0) * BLOCK_N) // HEIGHT * stride_s
+            s_up = s_row + n // HEIGHT * stride_s
+        else:
+            s_row = scale + (row + inside) // HEIGHT * stride_s
+            s_up = scale + (row + n + inside) // HEIGHT * stride_s
+        acc, up = tiled_sums(
+            x_row, own + source, w_row, s_row, up_row, s_up, 0, k, stride_g, BLOCK_M, BLOCK_N, True, GATED, EVEN, EIGHT,
+            HALF, UNIFORM,
+        )  # fmt: skip
+        acc = tl.trans(acc)
+        up = tl.trans(up)
     else:
         acc, up = _dense(x_row, w_row, up_row, k, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN, IEEE, HALF)
         acc = tl.trans(acc)
@@ -176,7 +195,7 @@ def _grouped(
 
 def grouped(
     x: torch.Tensor,
-    w: torch.Tensor | Scaled | Int4,
+    w: torch.Tensor | Scaled | Tiled | Int4,
     y: torch.Tensor,
     order: torch.Tensor,
     starts: torch.Tensor,
@@ -185,6 +204,7 @@ def grouped(
     gated: bool = False,
     limit: float | None = None,
     bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> None:
@@ -192,7 +212,8 @@ def grouped(
 
     With `top`, pair p reads row p // top of x, and row i of y is that of pair order[i]; without, the other way round: row
     i of x is that of pair order[i], and row p of y that of pair p. `gated`: an expert has 2n rows, gates first, and y
-    is their swiglu, or with `limit` the clamped one. bias float32 [E, rows of an expert].
+    is their swiglu, or with `limit` the clamped one. bias float32 [E, rows of an expert]. With `x_scale` [k / 128, rows of x]
+    float32, x is fp8, and w has scales for tiles.
     """
     count, pairs, (_, n), k = starts.shape[0] - 1, order.shape[0], y.shape, x.shape[1]
     if tuple(w.shape) != (count * (2 * n if gated else n), k) or y.shape[0] != pairs or x.stride(1) != 1:
@@ -201,9 +222,13 @@ def grouped(
         raise ValueError(f"{x.shape[0]} rows, {top} choices each, are not {pairs} pairs")
     if not isinstance(w, torch.Tensor) and x.dtype == torch.float32:
         raise ValueError("quantized experts are multiplied with half floats")
-    tile = tile_of(x.dtype, pairs, count) if tile is None else tile
-    codes, scale, zero, group = w, x, x, 0
-    if isinstance(w, Scaled):
+    if (x_scale is not None or x.dtype == E4M3) and not (x_scale is not None and isinstance(w, Tiled)):
+        raise ValueError("rows of fp8 have scales, and are multiplied with tiles")
+    tile = tile_of(x.dtype, pairs, count, isinstance(w, Tiled)) if tile is None else tile
+    codes, scale, zero, group, height, step = w, x, x, 0, 0, BLOCK_K
+    if isinstance(w, Tiled):
+        codes, scale, height, step = w.codes, w.scale, w.height, WIDTH
+    elif isinstance(w, Scaled):
         codes, scale = w.codes, w.scale
     elif isinstance(w, Int4):
         codes, scale, zero, group = w.packed, w.scale, w.zero, w.group
@@ -211,10 +236,12 @@ def grouped(
     blocks = min(pairs, pairs // tile.rows + count)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _grouped[(triton.cdiv(n, tile.channels), blocks)](
-        x, codes, y, x if bias is None else bias, scale, zero, order, starts, pairs, count, n, k, limit or 0.0,
-        x.stride(0), codes.stride(0), y.stride(0), scale.stride(0), E_PAD=triton.next_power_of_2(count), TOP=top,
+        x, codes, y, x if bias is None else bias, scale, zero, x if x_scale is None else x_scale, order, starts, pairs,
+        count, n, k, limit or 0.0, x.stride(0), codes.stride(0), y.stride(0), scale.stride(0),
+        0 if x_scale is None else x_scale.stride(0), E_PAD=triton.next_power_of_2(count), TOP=top,
         BLOCK_M=tile.rows, BLOCK_N=tile.channels, BLOCK_K=BLOCK_K, GATED=gated, LIMIT=limit is not None,
-        BIAS=bias is not None, SCALED=isinstance(w, Scaled), GROUP=group, EVEN=k % BLOCK_K == 0,
+        BIAS=bias is not None, SCALED=isinstance(w, Scaled), GROUP=group, HEIGHT=height,
+        UNIFORM=isinstance(w, Tiled) and uniform(w, tile.channels, n), EIGHT=x_scale is not None, EVEN=k % step == 0,
         IEEE=x.dtype == torch.float32, HALF=x.dtype == torch.bfloat16 and codes.dtype == E4M3, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip

@@ -15,15 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.fp8 import grouped_codes
 from quire.backends.cuda.kernels.launch import Launcher
 
 FP8_MAX = tl.constexpr(448.0)  # e4m3
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["stride_g"])
 def _rms_norm(
-    x, residual, weight, out, scales, width, eps, stride_p, stride_x, stride_r, stride_o, BLOCK: tl.constexpr,
+    x, residual, weight, out, scales, width, eps, stride_p, stride_x, stride_r, stride_o, stride_g, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, ADD: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -42,7 +43,9 @@ def _rms_norm(
         tl.store(residual + row * stride_r + lane, rounded, mask=keep)
         value = rounded.to(tl.float32)
     value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)) * gain
-    if QUANT:
+    if QUANT == 2:
+        value = grouped_codes(value, scales, row, width, stride_g, BLOCK)
+    elif QUANT == 1:
         scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / FP8_MAX
         tl.store(scales + row, scale)
         value = value / scale  # 448 at most, to within a rounding that e4m3 does not see; a NaN stays one
@@ -62,14 +65,16 @@ def rms_norm(
     """out = RMSNorm(x) * weight, per row of [T, d]; with `residual`, first residual += x, and that is normalized.
 
     x may be [parts, T, d], the parts of a split product: they are added first, in their order. With `scales` [T]
-    float32, out is fp8 e4m3 and out * scales the value.
+    float32, out is fp8 e4m3 and out * scales the value; with scales [d / 128, T] there is one for each 128 columns.
     """
     tokens, width = x.shape[-2:]
-    block = triton.next_power_of_2(width)
+    grouped = scales is not None and scales.ndim == 2
+    block = triton.next_power_of_2(max(width, 128) if grouped else width)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rms_norm[(tokens,)](
         x, x if residual is None else residual, weight, out, x if scales is None else scales, width, eps,
-        x.stride(0), x.stride(-2), 0 if residual is None else residual.stride(0), out.stride(0), BLOCK=block,
-        PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=scales is not None, PDL=pdl,
+        x.stride(0), x.stride(-2), 0 if residual is None else residual.stride(0), out.stride(0),
+        scales.stride(0) if scales is not None and grouped else 0, BLOCK=block,
+        PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=2 if grouped else int(scales is not None), PDL=pdl,
         num_warps=max(1, min(16, block // 512)), **launch,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.fp8 import grouped_codes
 from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import gate
 
@@ -18,9 +19,9 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["stride_g"])
 def _swiglu(
-    x, out, scales, width, stride_x, stride_o, BLOCK: tl.constexpr, QUANT: tl.constexpr, GELU: tl.constexpr,
+    x, out, scales, width, stride_x, stride_o, stride_g, BLOCK: tl.constexpr, QUANT: tl.constexpr, GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -32,7 +33,10 @@ def _swiglu(
     gates = tl.load(x + row * stride_x + lane, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_x + width + lane, mask=keep, other=0.0).to(tl.float32)
     value = gate(gates, up, 2 if GELU else 1)
-    if QUANT:
+    if QUANT == 2:
+        first = tl.program_id(1) * BLOCK
+        value = grouped_codes(value, scales + first // 128 * stride_g, row, width - first, stride_g, BLOCK)
+    elif QUANT == 1:
         scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / FP8_MAX
         tl.store(scales + row, scale)
         value = value / scale  # 448 at most, to within a rounding that e4m3 does not see; a NaN stays one
@@ -47,17 +51,20 @@ def swiglu(
     gelu: bool = False,
     pdl: bool = False,
 ) -> None:
-    """out [T, d] = silu(x[:, :d]) * x[:, d:]; with `scales` [T] float32, out is fp8 e4m3 and out * scales the value.
+    """out [T, d] = silu(x[:, :d]) * x[:, d:]; with `scales` [T] float32, out is fp8 e4m3 and out * scales the value;
+    with scales [d / 128, T] there is one for each 128 columns.
 
     With `gelu` it is GeGLU, in the tanh form.
     """
     tokens, width = out.shape
     if x.shape != (tokens, 2 * width):
         raise ValueError(f"SwiGLU of {list(x.shape)} into {list(out.shape)}")
-    whole = scales is not None  # the scale needs the row's largest value
-    block = triton.next_power_of_2(width) if whole else min(1024, triton.next_power_of_2(width))
+    grouped = scales is not None and scales.ndim == 2
+    whole = scales is not None and not grouped  # the scale needs the row's largest value
+    block = triton.next_power_of_2(width) if whole else max(128, min(1024, triton.next_power_of_2(width)))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _swiglu[(tokens, 1 if whole else triton.cdiv(width, block))](
-        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), BLOCK=block, QUANT=whole, GELU=gelu,
-        PDL=pdl, num_warps=max(1, min(16, block // 512)) if whole else 4, **launch,
+        x, out, x if scales is None else scales, width, x.stride(0), out.stride(0), scales.stride(0) if scales is not None and grouped else 0,
+        BLOCK=block, QUANT=2 if grouped else int(whole), GELU=gelu, PDL=pdl,
+        num_warps=max(1, min(16, block // 512)) if whole else 4, **launch,
     )  # fmt: skip

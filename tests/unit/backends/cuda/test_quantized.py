@@ -6,6 +6,8 @@ rounding of sums and of the result, and bounds are those of half floats.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -255,7 +257,8 @@ def test_the_device_decides(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "An old one")
     monkeypatch.setattr("quire.backends.torch.backend.pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr("quire.backends.torch.backend.Weights", lambda *_, **__: None)
+    monkeypatch.setattr("quire.backends.torch.backend.Weights", lambda *_, **__: SimpleNamespace())
     with pytest.raises(Unsupported, match="An old one has no fp8"):
         open_backend("cuda", quantize="fp8")
-    assert open_backend("cuda", quantize="int8").kv_dtypes == ("f16", "int8")
+    old = open_backend("cuda", quantize="int8")
+    assert old.kv_dtypes == ("f16", "int8") and not old.weights.float8  # type: ignore[attr-defined]

@@ -1,0 +1,88 @@
+"""Products with fp8 weights whose scales are for tiles (as checkpoints have them), by the number of rows.
+
+    up to TILED_ROWS   rows as they are, weights made fp16 on the way: nothing is rounded but the result, no launch is
+                       spent on rows, and the weights' bytes are the whole cost
+    more               rows in fp8 with a scale for each 128 columns: twice the arithmetic, which is what takes time here
+
+Knows rows and weights; who calls chooses when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire.backends.cuda.kernels.skinny import Shape
+from quire.backends.cuda.kernels.tiled import quantize_groups, tiled_product
+from quire.backends.cuda.kernels.tuning import TILED_ROWS, tiled_many, tiled_shape
+from quire.backends.torch.quantized import E4M3, WIDTH, Tiled
+
+
+class Place(Protocol):
+    """Where products run (products.py)."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def processors(self) -> int: ...
+    @property
+    def chain(self) -> bool: ...
+    def shape(self, chosen: Shape) -> Shape: ...
+    def space(self, splits: int, rows: int, n: int) -> torch.Tensor | None: ...
+
+
+@dataclass(slots=True)
+class GroupedRows:
+    """Rows in fp8: codes times the scale of their 128 columns."""
+
+    codes: torch.Tensor  # [T, d] e4m3
+    scale: torch.Tensor  # [d / 128, T] float32
+
+    @classmethod
+    def empty(cls, rows: int, d: int, device: torch.device) -> GroupedRows:
+        scale = torch.empty(-(-d // WIDTH), rows, dtype=torch.float32, device=device)
+        return cls(torch.empty(rows, d, dtype=E4M3, device=device), scale)
+
+    @classmethod
+    def of(cls, x: torch.Tensor, *, pdl: bool = False) -> GroupedRows:
+        made = cls.empty(x.shape[0], x.shape[1], x.device)
+        quantize_groups(x, made.codes, made.scale, pdl=pdl)
+        return made
+
+    def plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """As they were, or nearly."""
+        wide = self.scale.t().repeat_interleave(WIDTH, 1)[:, : self.codes.shape[1]]
+        return (self.codes.float() * wide).to(dtype)
+
+
+def linear(
+    at: Place,
+    x: torch.Tensor | GroupedRows,
+    weight: Tiled,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+    swiglu: bool = False,
+    gelu: bool = False,
+    loose: bool = False,
+) -> torch.Tensor:
+    """x @ weight.T (+ bias), into `out` if given; with `loose` perhaps as parts. `swiglu` is for few rows."""
+    source = x if isinstance(x, torch.Tensor) else x.codes
+    rows, n = source.shape[0], weight.shape[0] // (2 if swiglu else 1)
+    y = torch.empty(rows, n, dtype=at.dtype, device=at.device) if out is None else out
+    if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:
+        shape = at.shape(tiled_shape(n, weight.shape[1], rows, swiglu=swiglu))
+        part = at.space(shape.splits, rows, n)
+        leave = loose and part is not None and bias is None and out is None
+        tiled_product(
+            x, weight, y, shape, bias=bias, swiglu=swiglu, gelu=gelu, part=part, add_parts=not leave
+        )  # fmt: skip
+        return part if leave and part is not None else y
+    made = x if isinstance(x, GroupedRows) else GroupedRows.of(x, pdl=at.chain)
+    shape, high = tiled_many(n, rows, at.processors)
+    tiled_product(made.codes, weight, y, at.shape(shape), rows=high, x_scale=made.scale, bias=bias)
+    return y
