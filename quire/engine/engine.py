@@ -92,8 +92,9 @@ class Gate(Protocol):
         """Requests that are prepared, or refused. Waits that long for the first."""
         ...
 
-    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str]]]:
-        """What the rows of a plan may sample, by place in plan.work; and requests that cannot go on, with the reason."""
+    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str, str | None]]]:
+        """What the rows of a plan may sample, by place in plan.work; and requests that cannot go on, with the reason and
+        the field of the request that it is about, if it is about one."""
         ...
 
 
@@ -224,7 +225,7 @@ class Engine:
             now = self._clock()
             for request_id in self._scheduler.admitted:
                 self._times[request_id].admitted = now
-        lost: list[tuple[str, str]] = []
+        lost: list[tuple[str, str, str | None]] = []
         try:
             pending, masks = self._runner.forward(plan), None
             if self._gate is not None:  # while the forward runs, where it does so by itself
@@ -237,8 +238,8 @@ class Engine:
             events += self._stamp(self._scheduler.commit(plan, _failed(plan, e)))
             return
         self._flight.append((plan, ticket))
-        for request_id, why in lost:  # their rows were computed with the others; nobody will see them
-            events += self._fail(request_id, why)
+        for request_id, why, param in lost:  # their rows were computed with the others; nobody will see them
+            events += self._fail(request_id, why, param)
 
     def _collect(self) -> list[Event]:
         """Finish the oldest step in flight."""
@@ -257,10 +258,10 @@ class Engine:
             events += self._fail(request_id, "the engine could not make progress with this request")
         return events
 
-    def _fail(self, request_id: str, why: str) -> list[Event]:
+    def _fail(self, request_id: str, why: str, param: str | None = None) -> list[Event]:
         """End a request that the scheduler has, in an error."""
         ended = self._scheduler.abort(request_id)
-        return self._stamp([msgspec.structs.replace(event, finish=FINISH_ERROR, error=why) for event in ended])
+        return self._stamp([msgspec.structs.replace(e, finish=FINISH_ERROR, error=why, param=param) for e in ended])
 
     def _expire(self) -> None:
         """Abort what is past its deadline."""

@@ -9,46 +9,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from quire.engine.gbnf import to_lark
+from quire.engine.schemas import OWN_OPTIONS, prepared
+from quire.engine.tags import written
 from quire.engine.types import Constraint, Vocabulary
 from quire.observe.errors import BadRequest, Unsupported
 from quire.runner.params import SamplingParams
 
 JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE, LARK, GBNF = "json_object", "json_schema", "regex", "choice", "lark", "gbnf"
-COMPOSED = "composed"  # a grammar of ours with others inside: {"grammar": …, "parts": {name: {kind, text, param}}}
+STRUCTURAL_TAG = "structural_tag"  # see tags.py
+COMPOSED = (
+    "composed"  # a grammar of ours with others inside: {"grammar": …, "parts": {name: {kind, text, param, blanks}}}
+)
 MAX_TEXT = {
     JSON_SCHEMA: 1 << 20,
     REGEX: 1 << 14,
     CHOICE: 1 << 18,
     LARK: 1 << 16,
     GBNF: 1 << 16,
+    STRUCTURAL_TAG: 1 << 20,
     COMPOSED: 2 << 20,
 }  # bytes
+_HOLDERS = (COMPOSED, STRUCTURAL_TAG)
 MAX_CHOICES = 4096
+MAX_WRITTEN_OUT = 200_000
 MAX_STATES = 50_000  # of one sequence's lexer, which grows as it runs: one or two kilobytes each
 
-# Between the parts of a JSON text: enough for an indented one, and an end to a model that has nothing but spaces to say.
-SPACES = r"[ \n\t]{0,20}"
-# A schema may carry options for the compiler. These are ours, whatever it says.
-OPTIONS: dict[str, Any] = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "whitespace_flexible": True,
-    "whitespace_pattern": SPACES,
-    "item_separator": ",",
-    "key_separator": ":",
-    # Not u: "\u0061" is another spelling of "a", and the compiler would take it for another name.
-    "json_allowed_escapes": '"\\\\bfnrt',
-    "json_allow_general_unicode_escapes": False,
-}
 DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
-ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples"})  # texts that constrain nothing
-# What could only be written as \u00XX, which is not allowed: see above.
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_CONTROL_ESCAPE = re.compile(r"\\(?:x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{|c|0|v|a|e)")
-OWN_OPTIONS = "x-guidance"  # the keyword by which a schema speaks to the compiler
 
 
 class Matcher(Protocol):
@@ -70,9 +60,7 @@ def check(constraint: Constraint, sampling: SamplingParams, eos_ids: Iterable[in
     if kind != JSON_OBJECT and kind not in MAX_TEXT:
         known = ", ".join((JSON_OBJECT, *MAX_TEXT))
         raise BadRequest(f"{name}: there is no constraint of kind {kind!r}", cure=f"there are {known}", param=name)
-    size = len(constraint.text.encode("utf-8", "replace"))
-    if kind in MAX_TEXT and size > MAX_TEXT[kind]:
-        raise BadRequest(f"{name} has {size} bytes: a {kind} may have {MAX_TEXT[kind]}", param=name)
+    _check_size(constraint)
     if sampling.ignore_eos:
         raise BadRequest(f"ignore_eos and {name} contradict each other: a text that is whole ends", param="ignore_eos")
     if sampling.min_tokens:
@@ -85,32 +73,54 @@ def check(constraint: Constraint, sampling: SamplingParams, eos_ids: Iterable[in
         raise Unsupported(f"{name}: this model has no token that ends an answer, so nothing could end a whole one")
 
 
+def _check_size(constraint: Constraint) -> None:
+    kind, name = constraint.kind, constraint.param
+    size = len(constraint.text.encode("utf-8", "replace"))
+    if kind in MAX_TEXT and size > MAX_TEXT[kind]:
+        raise BadRequest(f"{name} has {size} bytes: a {kind} may have {MAX_TEXT[kind]}", param=name)
+
+
 def to_grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's own words. Raises BadRequest; takes time in proportion to the text."""
     from llguidance import LLMatcher
 
-    if constraint.kind == COMPOSED:
-        grammar, parts = composed(constraint)
-        named = [{"name": name, "lark_grammar": _written(part) + DIRECTIVE} for name, part in parts.items()]
-        return json.dumps({"grammars": [{"name": "main", "lark_grammar": grammar + DIRECTIVE}, *named]})
+    if constraint.kind in _HOLDERS:
+        named = [{"name": name, "lark_grammar": text + DIRECTIVE} for name, text in _named(constraint, "main")]
+        return json.dumps({"grammars": named})
     return LLMatcher.grammar_from_lark(_written(constraint) + DIRECTIVE)
 
 
-def composed(constraint: Constraint) -> tuple[str, dict[str, Constraint]]:
-    """The grammar and the parts of a composed constraint."""
+def composed(constraint: Constraint, prefix: str = "s") -> tuple[str, dict[str, Constraint]]:
+    """The grammar and the parts of a constraint that holds others."""
     try:
+        if constraint.kind == STRUCTURAL_TAG:
+            return written(constraint, prefix)
         whole = json.loads(constraint.text)
         parts = {name: Constraint(**part) for name, part in whole["parts"].items()}
-        if any(part.kind not in _WRITERS for part in parts.values()):
+        if any(part.kind not in _WRITERS and part.kind != STRUCTURAL_TAG for part in parts.values()):
             raise ValueError("a part has no such kind")
         return whole["grammar"], parts
+    except BadRequest as error:
+        raise BadRequest(f"{constraint.param}: {error.message}", cure=error.cure, param=constraint.param) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRequest(f"{constraint.param}: {error}"[:500], param=constraint.param) from None
 
 
+def _named(constraint: Constraint, name: str) -> Iterator[tuple[str, str]]:
+    """Every grammar of a constraint, under the name by which the others know it."""
+    if constraint.kind not in _HOLDERS:
+        _check_size(constraint)
+        yield name, _written(constraint)
+        return
+    grammar, parts = composed(constraint, f"{name}_")
+    yield name, grammar
+    for inner, part in parts.items():
+        yield from _named(part, inner)
+
+
 def _written(constraint: Constraint) -> str:
     try:
-        return _WRITERS[constraint.kind](constraint.text)
+        return _WRITERS[constraint.kind](constraint)
     except BadRequest as error:
         raise BadRequest(f"{constraint.param}: {error.message}", cure=error.cure, param=constraint.param) from None
     except (ValueError, RecursionError) as error:
@@ -134,7 +144,7 @@ def compile_matcher(constraint: Constraint, tokenizer: Any) -> Matcher:
         if warnings := made.get_grammar_warnings():
             raise _refusal(constraint, "; ".join(warnings))
         return made
-    if constraint.kind == COMPOSED:  # say which part it is
+    if constraint.kind in _HOLDERS:  # say which part it is
         for part in composed(constraint)[1].values():
             compile_matcher(part, tokenizer)
     raise _refusal(constraint, made.get_error())
@@ -170,58 +180,16 @@ class _Words:
 # ---- from what was asked to Lark
 
 
-def _json_schema(text: str) -> str:
-    try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    if schema is True:
-        schema = {}
-    if schema is False:
-        raise ValueError("the schema is false: no text satisfies it")
-    if not isinstance(schema, dict):
-        raise ValueError("a schema must be a JSON object")
-    if OWN_OPTIONS in schema:
-        raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
-    _look_through(schema)
-    return "start: %json " + json.dumps({**schema, OWN_OPTIONS: OPTIONS}) + "\n"
+def _json_schema(asked: Constraint) -> str:
+    return "start: %json " + prepared(asked.text, asked.blanks) + "\n"
 
 
-def _look_through(schema: dict[str, Any]) -> None:
-    """Refuse what the compiler would take for something else: a name that is counted twice, a control character."""
-    left: list[Any] = [schema]
-    while left:
-        at = left.pop()
-        if isinstance(at, str):
-            if _CONTROL.search(at):
-                raise BadRequest(f"{at[:40]!r} has a control character, which the answer may not have")
-        elif isinstance(at, list):
-            left += at
-        elif isinstance(at, dict):
-            left += at
-            left += (value for name, value in at.items() if name not in ANNOTATIONS or isinstance(value, dict))
-            named = at.get("patternProperties")
-            for pattern in (at.get("pattern"), *(named if isinstance(named, dict) else ())):
-                if isinstance(pattern, str) and _CONTROL_ESCAPE.search(pattern):
-                    raise BadRequest(f"pattern {pattern[:40]!r} has a control character, which the answer may not have")
-            least = at.get("minProperties")
-            counts = isinstance(least, int | float) and least > 1
-            if counts and (at.get("additionalProperties") is not False or named is not None):
-                raise BadRequest(
-                    "the keyword minProperties cannot be enforced above 1: a name that is not listed could come twice",
-                    cure="use required, or additionalProperties: false",
-                )
+def _json_object(asked: Constraint) -> str:
+    return "start: %json " + prepared('{"type": "object"}', asked.blanks) + "\n"
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"it is not JSON: {name} is no number there")
-
-
-def _json_object(text: str) -> str:
-    return _json_schema('{"type": "object"}')
-
-
-def _regex(text: str) -> str:
+def _regex(asked: Constraint) -> str:
+    text = asked.text
     from llguidance import regex_to_lark
 
     if not text:
@@ -229,8 +197,8 @@ def _regex(text: str) -> str:
     return f"start: /{regex_to_lark(text, '')}/\n"
 
 
-def _choice(text: str) -> str:
-    choices = json.loads(text)
+def _choice(asked: Constraint) -> str:
+    choices = json.loads(asked.text)
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("a choice is a list of strings, none of them empty")
     if len(choices) > MAX_CHOICES:
@@ -238,22 +206,59 @@ def _choice(text: str) -> str:
     return "start: " + " | ".join(json.dumps(c) for c in dict.fromkeys(choices)) + "\n"
 
 
-def _lark(text: str) -> str:
+def _lark(asked: Constraint) -> str:
+    text = asked.text
     if OWN_OPTIONS in text:
         raise ValueError(f"the keyword {OWN_OPTIONS} is not taken: how a schema is enforced is not the schema's to say")
+    if _TEMPERATURE.search(text):
+        raise ValueError("a rule's temperature cannot be honoured: send one for the request")
+    _check_terminals(text)
     return text
 
 
-def _gbnf(text: str) -> str:
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+def _check_terminals(text: str) -> None:
+    """Terminals are written out wherever they are named: two names in each of thirty are a billion."""
+    bodies: dict[str, list[str]] = {}
+    at = ""
+    for word in _LARK_WORD.finditer(text):
+        if word["rule"]:
+            at = word["rule"]
+            bodies[at] = []
+        elif word["name"] and at:
+            bodies[at].append(word["name"])
+    sizes: dict[str, int] = {}
+    left = list(bodies)
+    while left:  # without recursion: chains of names are long
+        name = left[-1]
+        named = [n for n in bodies[name] if n in bodies and n != name] if name.upper() == name else []
+        waiting = [n for n in named if n not in sizes]
+        if name in sizes or not waiting:
+            sizes.setdefault(name, 1 + sum(sizes[n] for n in named))
+            left.pop()
+        elif len(left) > len(bodies) + len(set(left)):
+            raise ValueError("its terminals name each other in a circle")
+        else:
+            left += waiting[:1]
+        if sizes.get(name, 0) > MAX_WRITTEN_OUT:
+            raise ValueError(f"the terminal {name}, written out, has more than {MAX_WRITTEN_OUT} parts")
 
+
+_LARK_WORD = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*'  # texts, patterns and comments, which name nothing
+    r"|^[ \t]*[?!]?(?P<rule>[A-Za-z_][\w-]*)(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:|(?P<name>[A-Za-z_][\w-]*)",
+    re.MULTILINE,
+)
+_TEMPERATURE = re.compile(r"^[^\"/\n]*\[[^\]\"/\n]*\btemperature\s*=", re.MULTILINE)
+
+
+def _gbnf(asked: Constraint) -> str:
     try:
-        return gbnf_to_lark(text)
-    except GbnfToLarkError as error:
+        return to_lark(asked.text)
+    except ValueError as error:
         raise ValueError(f"it is not GBNF: {error}") from None
 
 
-_WRITERS: dict[str, Callable[[str], str]] = {
+_WRITERS: dict[str, Callable[[Constraint], str]] = {
     JSON_OBJECT: _json_object,
     JSON_SCHEMA: _json_schema,
     REGEX: _regex,

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.grammar import Matcher, check, compile_matcher, plain, tokenizer_of
+from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA, Matcher, check, compile_matcher, plain, tokenizer_of
+from quire.engine.numbers import Digits, NumberWatch
 from quire.engine.sequence import FINISHED, Sequence
 from quire.engine.types import Constraint, Request, Vocabulary
 from quire.observe.errors import BadRequest, QuireError, Unavailable, Unsupported
@@ -33,11 +34,12 @@ ENTRIES = 256  # compiled constraints that are kept
 TEXT_BYTES = 8 << 20  # ... and bytes of text behind them; what is compiled is in proportion
 SECONDS = 10.0  # for one compilation; the compiler's own limits end nearly all of them within one
 WORKERS = 2
+STACK = 512 << 20  # bytes, of which what is used counts: the compiler follows references and rules by recursion
 OVERDUE = 4  # compilations past their time: a thread cannot be stopped, so their number is bounded
 
 log = logging.getLogger("quire.engine")
 
-Key = tuple[str, str]  # kind and text
+Key = tuple[str, str, str | None]  # kind, text and blanks
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class _State:
     seq: Sequence
     matcher: Matcher | None  # None is a fault of ours: its request fails
     taken: int = 0  # output tokens that the matcher has seen
+    numbers: NumberWatch | None = None  # of a JSON answer
 
 
 class Guides:
@@ -69,6 +72,7 @@ class Guides:
         self._vocabulary: Vocabulary | None = None
         self._ends: npt.NDArray[np.intp] = np.zeros(0, np.intp)
         self._tokenizer: Any = None
+        self._digits: Digits | None = None
         self._building = threading.Lock()
         self._kept: OrderedDict[Key, Matcher] = OrderedDict()
         self._kept_bytes = 0
@@ -102,7 +106,7 @@ class Guides:
             )
         if set(request.eos_ids) != set(self._vocabulary.eos_ids):
             raise BadRequest(f"{constraint.param} needs the model's own end tokens", param=constraint.param)
-        key = constraint.kind, constraint.text
+        key = constraint.kind, constraint.text, constraint.blanks
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
@@ -143,16 +147,34 @@ class Guides:
             key = self._queue.popleft()
             job = self._jobs[key]
             job.begun = self._clock()
-            threading.Thread(
-                target=self._compile, args=(key, job.constraint), name="quire-grammar", daemon=True
-            ).start()
+            if not self._start(key, job.constraint):
+                self._done.put((key, Unavailable("the grammar compiler has no memory to run in", cure="try again")))
             running += 1
+
+    def _start(self, key: Key, constraint: Constraint) -> bool:
+        """A thread with a deep stack, or one that is still deeper than most where there is no room for that."""
+        usual = threading.stack_size()
+        try:
+            for size in (STACK, STACK >> 3):
+                threading.stack_size(size)
+                thread = threading.Thread(
+                    target=self._compile, args=(key, constraint), name="quire-grammar", daemon=True
+                )
+                try:
+                    thread.start()
+                    return True
+                except RuntimeError:
+                    continue
+            return False
+        finally:
+            threading.stack_size(usual)
 
     def _compile(self, key: Key, constraint: Constraint) -> None:
         """On a thread of its own. llguidance lets go of the interpreter while it works."""
         try:
             with self._building:
                 if self._tokenizer is None and self._vocabulary is not None:
+                    self._digits = Digits(self._vocabulary, self._width)
                     self._tokenizer = tokenizer_of(self._vocabulary, self._width)
             made: Matcher | QuireError = compile_matcher(constraint, self._tokenizer)
         except QuireError as error:
@@ -228,47 +250,51 @@ class Guides:
         if seq.request.constraint is None or seq.key in self._states:  # the latter: it was preempted
             return
         made = self._made.pop(seq.request.id, None)
-        self._states[seq.key] = _State(seq, None if made is None else made.deep_copy())
+        digits = self._digits if seq.request.constraint.kind in (JSON_OBJECT, JSON_SCHEMA) else None
+        numbers = None if digits is None else NumberWatch(digits)
+        self._states[seq.key] = _State(seq, None if made is None else made.deep_copy(), numbers=numbers)
 
     # ---- the gate: between logits and tokens
 
-    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str]]]:
+    def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str, str | None]]]:
         if not self._states:
             return None, []
         masks: dict[int, npt.NDArray[np.bool_]] = {}
-        lost: list[tuple[str, str]] = []
+        lost: list[tuple[str, str, str | None]] = []
         for i, work in enumerate(plan.work):
             state = self._states.get(work.key) if work.sample else None
             if state is None:
                 continue
             mask = self._mask(state)
-            if isinstance(mask, str):
-                lost.append((state.seq.request.id, mask))
+            if isinstance(mask, tuple):
+                lost.append((state.seq.request.id, *mask))
             else:
                 masks[i] = mask
         return masks or None, lost
 
-    def _mask(self, state: _State) -> npt.NDArray[np.bool_] | str:
-        """What may come next, or why nothing may."""
-        seq, matcher = state.seq, state.matcher
+    def _mask(self, state: _State) -> npt.NDArray[np.bool_] | tuple[str, str | None]:
+        """What may come next, or why nothing may, and the field that is to blame: none for a fault of ours."""
+        seq, matcher, asked = state.seq, state.matcher, state.seq.request.constraint
+        param = None if asked is None else asked.param
         if matcher is None:
-            return "the constraint was never compiled"
+            return "the constraint was never compiled", None
         try:
             new = seq.tokens[seq.prompt_len + state.taken :]
             if new:
                 matcher.consume_tokens(new)
                 state.taken += len(new)
+                if state.numbers is not None:
+                    state.numbers.take(new)
             packed = matcher.compute_bitmask()
             if matcher.is_error():
-                return f"the constraint could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"[
-                    :400
-                ]
+                why = f"{param} could not be enforced after {state.taken} tokens: {plain(matcher.get_error())}"
+                return why[:400], param
             mask = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._width, bitorder="little").view(np.bool_)
             if not matcher.is_accepting():
                 mask[self._ends] = False  # a stopped matcher offers the end, whatever stopped it
             if not mask.any():
-                return f"after {state.taken} tokens the constraint allows nothing that this vocabulary can say"
-            return mask
+                return f"after {state.taken} tokens {param} allows nothing that this vocabulary can say", param
+            return mask if state.numbers is None else state.numbers.narrow(mask)
         except Exception as error:  # the others in this step go on
             log.error("a mask could not be computed", exc_info=error)
-            return f"the constraint could not be enforced: {type(error).__name__}"
+            return f"the constraint could not be enforced: {type(error).__name__}", None

@@ -22,9 +22,10 @@ FINISH_ERROR = "error"  # Event.error says why
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an answer must be, whole: enforced on every token, or the request is refused. See `grammar.py`."""
 
-    kind: str  # json_schema, json_object, regex, choice, lark or gbnf
-    text: str = ""  # the schema as JSON, the pattern, a JSON list of strings, or the grammar
+    kind: str  # json_schema, json_object, regex, choice, lark, gbnf or structural_tag
+    text: str = ""  # the schema as JSON, the pattern, a JSON list of strings, the grammar, or the tags as JSON
     param: str = "constraint"  # what the client called it, for messages
+    blanks: str | None = None  # JSON: a pattern of what may stand between two parts; None: see `schemas.BLANKS`
 
     @classmethod
     def json_schema(cls, schema: Any) -> Constraint:
@@ -59,6 +60,11 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def gbnf(cls, grammar: str) -> Constraint:
         """A text of that grammar, in llama.cpp's GBNF."""
         return cls(kind="gbnf", text=grammar)
+
+    @classmethod
+    def structural_tag(cls, tags: Any) -> Constraint:
+        """Text with constrained stretches in it: xgrammar's structural tags, as a dict or as JSON."""
+        return cls(kind="structural_tag", text=tags if isinstance(tags, str) else msgspec.json.encode(tags).decode())
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -54,6 +55,20 @@ def answer(server: Server, model: str | None) -> str:
 
 def change(server: Server, verb: str, **body: str) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/{verb}_lora_adapter", json=body, timeout=30)
+
+
+def test_a_constraint_holds_through_an_adapter(server: Server):
+    body = {"prompt": "The", "max_tokens": 40, "seed": 1, "receipts": True, "guided_regex": "(yes|no), [0-9]{3}"}
+    texts = {}
+    for model in (None, "first"):
+        r = httpx.post(f"{server.url}/v1/completions", json=body | ({"model": model} if model else {}), timeout=30)
+        assert r.status_code == 200, r.text
+        (choice,) = r.json()["choices"]
+        assert choice["finish_reason"] == "stop" and re.fullmatch("(yes|no), [0-9]{3}", choice["text"])
+        receipt = r.json()["quire"]["receipts"][0]
+        assert receipt["enforced"] == "regex" and receipt.get("adapter", "").partition("@")[0] == (model or "")
+        texts[model] = choice["text"]
+    assert texts[None] != texts["first"]
 
 
 def test_a_request_chooses_by_model_name_in_every_dialect(server: Server):

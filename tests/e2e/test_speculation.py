@@ -64,19 +64,31 @@ def test_the_same_to_the_bit(kind: str, plain: LLM, guessing: LLM) -> None:
     assert all(o.receipt.accepted_tokens <= o.receipt.drafted_tokens for o in have)
 
 
-def test_a_schema_is_kept_to_and_nothing_is_guessed_past_it(plain: LLM, guessing: LLM) -> None:
+NAMES: dict[str, Any] = {"type": "array", "items": {"enum": ["Anna", "Ben"]}, "minItems": 4, "maxItems": 4}
+LIST = {"type": "object", "properties": {"names": NAMES}, "required": ["names"], "additionalProperties": False}
+TAGS = {"structures": [{"begin": "<list>", "schema": LIST, "end": "</list>"}], "triggers": ["<"]}
+CONSTRAINTS = {
+    "schema": Constraint.json_schema(LIST),
+    "object": Constraint.json_object(),
+    "regex": Constraint.regex("(Anna, |Ben, ){6}Anna"),
+    "grammar": Constraint.gbnf('root ::= "[" ("Anna, " | "Ben, "){3,9} "]"'),
+    "tags": Constraint.structural_tag(TAGS),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_a_constraint_is_kept_to_and_nothing_is_guessed_past_it(kind: str, plain: LLM, guessing: LLM) -> None:
     """What a constraint allows next depends on every token before: such a sequence is not guessed ahead, and says so."""
-    schema = {
-        "type": "object",
-        "properties": {"names": {"type": "array", "items": {"enum": ["Anna", "Ben"]}, "minItems": 4, "maxItems": 4}},
-        "required": ["names"],
-        "additionalProperties": False,
-    }
-    params, constraint = SamplingParams(temperature=0.0, max_tokens=60), Constraint.json_schema(schema)
     prompt = 'Anna, Ben, Anna, Ben as JSON: {"names": ["Anna", "Ben", '
-    want, have = (llm.generate([prompt], params, constraint=constraint)[0] for llm in (plain, guessing))
-    assert have.text == want.text and have.receipt.enforced == "json_schema"
-    assert have.receipt.drafted_tokens == 0
+    free = "One two three four five. One two three four five. One two three"
+    for drawn in ({"temperature": 0.0}, {"temperature": 1.1, "seed": 4}):
+        params = SamplingParams(max_tokens=32, logprobs=1, **drawn)
+        held = [llm.generate([prompt], params, constraint=CONSTRAINTS[kind])[0] for llm in (plain, guessing)]
+        want, have = (one.outputs[0] for one in held)
+        assert (have.tokens, have.text, have.finish_reason) == (want.tokens, want.text, want.finish_reason)
+        assert have.logprobs == want.logprobs
+        assert held[1].receipt.enforced == CONSTRAINTS[kind].kind and held[1].receipt.drafted_tokens == 0
+    assert guessing.generate([free], SamplingParams(temperature=0.0, max_tokens=20))[0].receipt.drafted_tokens > 0
 
 
 def test_it_is_told(guessing: LLM, plain: LLM) -> None:

@@ -83,7 +83,7 @@ class Lark:
     def build(self, start: str, param: str) -> Constraint:
         """The whole."""
         grammar = "\n".join([f"start: {start}", *self._rules]) + "\n"
-        parts = {name: {"kind": p.kind, "text": p.text, "param": p.param} for name, p in self._parts.items()}
+        parts = {name: msgspec.structs.asdict(part) for name, part in self._parts.items()}
         text = msgspec.json.encode({"grammar": grammar, "parts": parts}).decode()
         return Constraint(kind="composed", text=text, param=param)
 

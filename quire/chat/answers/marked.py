@@ -12,14 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.chat.answers.closed import closed
 from quire.chat.answers.lark import SPACE, Cut, Lark, any_of
 from quire.chat.answers.machine import Machine, Read, Stops, Text
 from quire.chat.answers.types import Parser, Tool, Tools
+from quire.engine.closed import closed
+from quire.engine.schemas import ANNOTATIONS
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+DEFINED = ("$defs", "definitions")
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
@@ -241,6 +243,31 @@ def schema_of(tool: Tool, counts: bool) -> dict[str, Any]:
     if tool.parameters.get("type", "object") != "object":
         raise BadRequest(f"tools: the parameters of {tool.name} are not an object", param="tools")
     return closed({**tool.parameters, "type": "object"})
+
+
+_OF_THE_WHOLE = frozenset({"type", "properties", "required", "additionalProperties", *ANNOTATIONS, "$schema", *DEFINED})
+
+
+def listed(tool: Tool) -> list[tuple[str, Any, bool]]:
+    """A tool's arguments for a format that writes them one by one: name, schema, and whether it must be there.
+
+    What such a format cannot hold to, a keyword about all of them together, is refused by its name.
+    """
+    schema = schema_of(tool, True)
+    named = schema.get("properties") or {}
+    required = schema.get("required") or []
+    unable = sorted(set(schema) - _OF_THE_WHOLE)
+    if unable or not isinstance(named, dict) or not set(required) <= set(named):
+        word = unable[0] if unable else "required"
+        raise BadRequest(
+            f"tools: the keyword {word} of {tool.name}'s parameters cannot be enforced in the way this model writes calls",
+            param="tools",
+        )
+    defined = {word: schema[word] for word in DEFINED if word in schema}
+    return [
+        (key, {**inner, **defined} if isinstance(inner, dict) and defined else inner, key in required)
+        for key, inner in named.items()
+    ]
 
 
 def _dumps(value: Any) -> str:

@@ -14,16 +14,17 @@ from typing import Any
 
 from quire.chat.answers.lark import Lark, any_of
 from quire.chat.answers.machine import Read, Stops, Text
-from quire.chat.answers.marked import schema_of
+from quire.chat.answers.marked import DEFINED, listed
 from quire.chat.answers.named import NAME, marks
 from quire.chat.answers.probe import Seen, common_prefix, common_suffix, from_mark
 from quire.chat.answers.types import Tool, Tools
-from quire.chat.answers.values import Schemas, literal, types_of
+from quire.chat.answers.values import MAX_REFS, Schemas, literal, types_of, value_of
+from quire.engine.schemas import ANNOTATIONS
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
 CDATA, CDATA_END = "<![CDATA[", "]]>"  # around a string, where a template puts it there
-_BARE = frozenset({"type", "title", "description", "default", "examples", "$comment", "enum", "const", "nullable"})
+_BARE = frozenset({"type", "nullable", "anyOf", "oneOf", "$ref", *DEFINED, *ANNOTATIONS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,37 +166,31 @@ class TaggedSection:
             # Any arguments: each a key and a text up to its end.
             one = f"{g.text(self.key_open)} /[\\w.-]{{1,64}}/ {g.text(self.key_end)} {self._bare(g)}"
             return f"{g.text(tool.name + self.name_end)} ({one})* {g.text(self.close)}"
-        schema = schema_of(tool, True)
-        unable = sorted(set(schema) - {"type", "properties", "required", "additionalProperties", *_WORDS})
-        if unable:
-            raise BadRequest(
-                f"tools: the keyword {unable[0]} of {tool.name}'s parameters cannot be enforced in the way this model writes "
-                "calls",
-                param="tools",
-            )
-        required = schema.get("required") or []
         made = [g.text(tool.name + self.name_end)]
-        for key, inner in (schema.get("properties") or {}).items():
-            written = self._write_argument(g, tool, key, inner, schema)
-            made.append(written if key in required else f"({written})?")
+        for key, inner, required in listed(tool):
+            written = self._write_argument(g, tool, key, inner)
+            made.append(written if required else f"({written})?")
         made.append(g.text(self.close))
         return " ".join(made)
 
-    def _write_argument(self, g: Lark, tool: Tool, key: str, inner: Any, whole: dict[str, Any]) -> str:
+    def _write_argument(self, g: Lark, tool: Tool, key: str, inner: Any) -> str:
+        whole = inner if isinstance(inner, dict) else {}
         types = types_of(inner, whole)
         text = types is None or "string" in types
         before = g.text(self.key_open + key + (self.key_end if text else self.other_end))
         if not text:
-            defs = {word: whole[word] for word in ("$defs", "definitions") if word in whole}
-            inner = {**inner, **defs} if isinstance(inner, dict) else inner
             part = g.part(Constraint(kind="json_schema", text=json.dumps(inner), param=f"tools: {tool.name}"))
             return f"{before} {part} {g.text(self.value_end)}"
-        if isinstance(inner, dict) and isinstance(inner.get("enum"), list):
-            options = [v if isinstance(v, str) else json.dumps(v) for v in inner["enum"]]
-            return f"{before} {any_of([g.text(o) for o in options])} {g.text(self.value_end)}"
-        unable = sorted(set(inner) - _BARE) if isinstance(inner, dict) and types == {"string"} else []
-        if unable or (types is None and isinstance(inner, dict) and set(inner) - _BARE):
-            word = unable[0] if unable else min(set(inner) - _BARE)
+        options = _options(inner)
+        if options is not None:
+            texts = [v if isinstance(v, str) else json.dumps(v) for v in options]
+            if any(value_of(text, types) != v for text, v in zip(texts, options, strict=True)):
+                raise BadRequest(
+                    f"tools: {tool.name}'s {key}: bare texts cannot tell these values apart", param="tools"
+                )
+            return f"{before} {any_of([g.text(o) for o in texts])} {g.text(self.value_end)}"
+        word = _unable(inner, whole)
+        if word is not None:
             raise BadRequest(
                 f"tools: the keyword {word} of {tool.name}'s {key} cannot be enforced: this model writes strings bare",
                 param="tools",
@@ -208,7 +203,44 @@ class TaggedSection:
         return f"{g.until(core)} {g.text(self.value_end[self.value_end.index(core) + len(core) :])}"
 
 
-_WORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$defs", "definitions"}
+def _options(inner: Any) -> list[Any] | None:
+    """The values that an argument may have, where its schema lists them."""
+    if not isinstance(inner, dict):
+        return None
+    if isinstance(inner.get("enum"), list):
+        return inner["enum"]
+    if "const" in inner:
+        return [inner["const"]]
+    branches = inner.get("anyOf", inner.get("oneOf"))
+    if isinstance(branches, list) and branches:
+        each = [[None] if b == {"type": "null"} else _options(b) for b in branches]
+        if all(one is not None for one in each):
+            return [value for one in each if one is not None for value in one]
+    return None
+
+
+def _unable(inner: Any, whole: dict[str, Any], depth: int = 0) -> str | None:
+    """A keyword that a bare text could break, if there is one; branches and references are looked into."""
+    if not isinstance(inner, dict):
+        return None
+    word = min(set(inner) - _BARE, default=None)
+    if word is not None or depth > MAX_REFS:
+        return word or "$ref"
+    ref = inner.get("$ref")
+    parts = [*inner.get("anyOf", ()), *inner.get("oneOf", ())]
+    if isinstance(ref, str):
+        target: Any = whole
+        for step in ref.removeprefix("#/").split("/"):
+            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        parts.append(target)
+        if target is None:
+            return "$ref"
+    for part in parts:
+        if _options(part) is not None:
+            return "enum" if "enum" in part else "const"
+        if (found := _unable(part, whole, depth + 1)) is not None:
+            return found
+    return None
 
 
 def _follow(t: Text, texts: list[str]) -> Read[bool]:

@@ -107,12 +107,13 @@ class Absent:
 
 # What is to be said of the sampling fields, which several routes share.
 SAMPLING: dict[str, str] = {
-    "response_format": "enforced: `text`, `json_object` or `json_schema`; `strict` changes nothing",
-    "structured_outputs": "enforced: `json`, `regex`, `choice`, `grammar` or `json_object`",
+    "response_format": "enforced: `text`, `json_object`, `json_schema` or `structural_tag`; `strict` changes nothing",
+    "structured_outputs": "enforced: `json`, `regex`, `choice`, `grammar`, `json_object` or `structural_tag`",
     "guided_json": "enforced",
     "guided_regex": "enforced",
     "guided_choice": "enforced",
     "guided_grammar": "enforced: GBNF or Lark",
+    "guided_whitespace_pattern": "between the parts of a JSON answer; a pattern of blanks alone",
     "json_schema": "enforced; llama.cpp's name",
     "grammar": "enforced: GBNF; llama.cpp's name",
     "model": "the served model, or left out",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.grammar import CHOICE, GBNF, JSON_OBJECT, JSON_SCHEMA, LARK, REGEX
+from quire.engine.grammar import CHOICE, GBNF, JSON_OBJECT, JSON_SCHEMA, LARK, REGEX, STRUCTURAL_TAG
+from quire.engine.schemas import blanks_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
@@ -26,11 +27,14 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """`response_format`; `schema` is llama.cpp's place for one."""
+    """`response_format`; `schema` is llama.cpp's place for one, the last three are vLLM's structural tags."""
 
     type: str
     json_schema: SchemaFormat | None = None
     schema: Raw = NOTHING
+    format: Raw = NOTHING
+    structures: Raw = NOTHING
+    triggers: Raw = NOTHING
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,6 +45,10 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Raw = NOTHING
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None  # objects that list what they have are closed as it is
 
 
 class Structured(msgspec.Struct, kw_only=True):
@@ -52,6 +60,7 @@ class Structured(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     json_schema: Raw = NOTHING  # llama.cpp
     grammar: str | None = None  # llama.cpp: GBNF
 
@@ -64,15 +73,23 @@ class Structured(msgspec.Struct, kw_only=True):
         if len(found) > 1:
             names = " and ".join(c.param for c in found)
             raise BadRequest(f"{names} both say what the answer must be: send one", param=found[1].param)
-        return found[0] if found else None
+        made = found[0] if found else None
+        if self.guided_whitespace_pattern is not None:
+            made = _with_blanks(made, self.guided_whitespace_pattern, "guided_whitespace_pattern")
+        return made
 
 
 def _format(asked: ResponseFormat | None) -> list[Constraint]:
     name = "response_format"
     if asked is None:
         return []
+    if asked.type == "structural_tag":
+        return _tags(asked)
     if asked.type not in ("text", "json_object", "json_schema"):
-        raise BadRequest(f"{name}.type must be text, json_object or json_schema", param=f"{name}.type")
+        raise BadRequest(f"{name}.type must be text, json_object, json_schema or structural_tag", param=f"{name}.type")
+    for field in ("format", "structures", "triggers"):
+        if _given(getattr(asked, field)):
+            raise BadRequest(f"{name}.{field} needs type to be structural_tag", param=f"{name}.{field}")
     if asked.json_schema is not None and asked.type != "json_schema":
         raise BadRequest(f"{name}.json_schema needs type to be json_schema", param=f"{name}.type")
     if asked.type == "text":
@@ -91,6 +108,19 @@ def _format(asked: ResponseFormat | None) -> list[Constraint]:
     return [Constraint(kind=JSON_OBJECT, param=name)]
 
 
+def _tags(asked: ResponseFormat) -> list[Constraint]:
+    """Structural tags: the fields as they came, in one object."""
+    name = "response_format"
+    if asked.json_schema is not None or _given(asked.schema):
+        raise BadRequest(f"{name} of type structural_tag has no schema of its own", param=f"{name}.json_schema")
+    fields = {f: getattr(asked, f) for f in ("format", "structures", "triggers") if _given(getattr(asked, f))}
+    if "format" in fields and len(fields) > 1:
+        raise BadRequest(f"{name} has a format and structures: send one", param=f"{name}.structures")
+    if "format" not in fields and len(fields) < 2:
+        raise BadRequest(f"{name} needs a format, or structures and triggers", param=f"{name}.format")
+    return [Constraint(kind=STRUCTURAL_TAG, text=msgspec.json.encode(fields).decode(), param=name)]
+
+
 def _outputs(asked: StructuredOutputs | None) -> list[Constraint]:
     if asked is None:
         return []
@@ -99,16 +129,32 @@ def _outputs(asked: StructuredOutputs | None) -> list[Constraint]:
     found += _choice(f"{name}.choice", asked.choice) + _grammar(f"{name}.grammar", asked.grammar)
     if asked.json_object:
         found.append(Constraint(kind=JSON_OBJECT, param=f"{name}.json_object"))
+    found += _schema(f"{name}.structural_tag", asked.structural_tag, STRUCTURAL_TAG)
     if not found:
-        raise BadRequest(f"{name} asks for nothing: it needs json, regex, choice, grammar or json_object", param=name)
+        known = "json, regex, choice, grammar, json_object or structural_tag"
+        raise BadRequest(f"{name} asks for nothing: it needs {known}", param=name)
+    if asked.whitespace_pattern is not None and asked.disable_any_whitespace:
+        where = f"{name}.disable_any_whitespace"
+        raise BadRequest(f"{name} has a pattern for blanks and says that there are none", param=where)
+    if asked.whitespace_pattern is not None:
+        found[0] = _with_blanks(found[0], asked.whitespace_pattern, f"{name}.whitespace_pattern")
+    elif asked.disable_any_whitespace:
+        found[0] = _with_blanks(found[0], "", f"{name}.disable_any_whitespace")
     return found
+
+
+def _with_blanks(made: Constraint | None, pattern: str, param: str) -> Constraint:
+    """The constraint with its own blanks between the parts of a JSON text."""
+    if made is None or made.kind not in (JSON_OBJECT, JSON_SCHEMA, STRUCTURAL_TAG):
+        raise BadRequest(f"{param} is about the blanks of a JSON answer, and none is asked for", param=param)
+    return msgspec.structs.replace(made, blanks=blanks_of(pattern, param))
 
 
 def _given(raw: Raw) -> bool:
     return bytes(raw) not in (b"", b"null")
 
 
-def _schema(name: str, raw: Raw) -> list[Constraint]:
+def _schema(name: str, raw: Raw, kind: str = JSON_SCHEMA) -> list[Constraint]:
     """A schema as an object, or, as vLLM takes it too, as a string with one in it."""
     if not _given(raw):
         return []
@@ -117,7 +163,7 @@ def _schema(name: str, raw: Raw) -> list[Constraint]:
         text = msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise BadRequest(f"{name} is not valid JSON", param=name) from None
-    return [Constraint(kind=JSON_SCHEMA, text=text, param=name)]
+    return [Constraint(kind=kind, text=text, param=name)]
 
 
 def _text(name: str, kind: str, text: str | None) -> list[Constraint]:

@@ -57,7 +57,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "documents": (None, []),
     "chat_template": (None,),  # a template from a client is a program
     "guided_decoding_backend": (None,),
-    "guided_whitespace_pattern": (None,),
     "logits_processors": (None, []),
     "return_tokens_as_token_ids": (None, False),
     "kv_transfer_params": (None,),

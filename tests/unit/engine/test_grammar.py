@@ -20,9 +20,8 @@ from tests.unit.engine.guide_kit import WORDS, V, ask, make, run, text_of
 
 TOKENIZER = tokenizer_of(WORDS, V)  # its first 256 tokens are the bytes
 
-# Formats are enforced by their shape. What depends on the calendar or on a registry of characters is not, and is documented.
-SHAPE_ONLY = ("optional/format/date.json", "optional/format/time.json", "optional/format/date-time.json")
-SHAPE_ONLY += ("optional/format/hostname.json", "optional/ecmascript-regex.json")
+# One of its patterns has \S, which is for ECMAScript and not for the compiler all but one more character.
+OTHERWISE = ("optional/ecmascript-regex.json",)
 
 
 def compiled(schema: Any) -> Any:
@@ -35,7 +34,7 @@ def admits(matcher: Any, text: str) -> bool:
 
 
 def test_the_test_suite(shared_data: Path) -> None:
-    """No text that a schema forbids is admitted, and most of what it allows is."""
+    """No text that a schema forbids is admitted, and most of what it allows is: objects that list what they have are closed."""
     folder = shared_data / "json-schema-test-suite" / "tests" / "draft2020-12"
     wrong, groups, refused, admitted, valid = [], 0, 0, 0, 0
     for file in sorted(folder.rglob("*.json")):
@@ -52,11 +51,12 @@ def test_the_test_suite(shared_data: Path) -> None:
                 ok = admits(matcher, text)
                 admitted += ok
                 valid += test["valid"]
-                if ok and not test["valid"] and str(file.relative_to(folder)) not in SHAPE_ONLY:
+                if ok and not test["valid"] and str(file.relative_to(folder)) not in OTHERWISE:
                     wrong.append((file.name, group["description"], test["description"]))
     assert not wrong
     assert groups > 400 and refused < 0.6 * groups
-    assert admitted > 0.9 * valid
+    assert admitted > 0.85 * valid
+    print(f"{groups} schemas, {refused} refused; of {valid} texts that the others allow {admitted} are admitted")
 
 
 @pytest.mark.parametrize(

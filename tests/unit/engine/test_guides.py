@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_the_end_comes_exactly_where_the_grammar_accepts() -> None:
     end = TOKENS[EOS[0]].decode()
     outcome = run(make(), [ask(Constraint.lark(f'start: "a" <{end.strip("<>")}> "b"'))])
     ((tokens, last),) = outcome.values()
-    assert last.finish == "error" and last.error and "allows nothing" in last.error
+    assert last.finish == "error" and last.error and "allows nothing" in last.error and last.param == "constraint"
     assert text_of(tokens) == "a"
 
 
@@ -217,6 +218,7 @@ def test_a_stop_token_ends_it_early() -> None:
         (Constraint.choice([str(i) for i in range(5000)]), "5000 choices"),
         (Constraint.gbnf("root ::= ("), "GBNF"),
         (Constraint.lark("start: frob"), "frob"),
+        (Constraint.lark("start: x\nx[temperature=0.5]: /a/"), "temperature"),
         (Constraint.lark('start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance"),
         (Constraint(kind="xml"), "no constraint of kind 'xml'"),
     ],
@@ -265,6 +267,29 @@ HOSTILE = {
     "subsets": Constraint.regex("(.*a){30}" + "." * 30),
     "counted": Constraint.regex("(x{1,1000}){1,1000}"),
     "suffixes": Constraint.regex(".*(a|b){200}.*c|(.*x){20}.*y(.*z){30}"),
+    "doubled terminals": Constraint.lark(
+        "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(400)) + '\nA400: "a"'
+    ),
+    "doubled rules": Constraint.gbnf(
+        "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(400)) + '\na400 ::= "a"'
+    ),
+    "a chain of lists": Constraint.json_schema(
+        {
+            "$ref": "#/$defs/d0",
+            "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
+            | {"d3000": {"type": "null"}},
+        }
+    ),
+    "a chain of rules": Constraint.lark(
+        "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(3000)) + '\nr3000: "z"'
+    ),
+    "a ring of rules": Constraint.gbnf(
+        "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 1500} "x" | r{i * 7 % 1500} | "y"' for i in range(1500))
+    ),
+    "a large pattern in a tag": Constraint.structural_tag(
+        {"format": {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "a?" * 20000}, "end": ">"}}
+    ),
+    "terminals in a circle": Constraint.lark('start: A\nA: B "a"\nB: A "b"'),
     "left": Constraint.lark("start: start start | start"),
     "parens": Constraint.gbnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
 }
@@ -300,12 +325,25 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch: pytes
     for i in range(5):
         finished(run(engine, [ask(Constraint.regex(f"b{{{i + 1}}}"))]))
     gate: Any = engine._gate
-    assert [text for _, text in gate._kept] == ["b{3}", "b{4}", "b{5}"]
+    assert [text for _, text, _ in gate._kept] == ["b{3}", "b{4}", "b{5}"]
     assert gate._kept_bytes == 12
     monkeypatch.setattr(guides_module, "TEXT_BYTES", 10)
     finished(run(engine, [ask(Constraint.regex("c{1}"))]))
     assert gate._kept_bytes <= 10
     assert not gate._made and not gate._jobs
+
+
+def test_blanks_are_part_of_what_is_kept() -> None:
+    """The same schema with other blanks is another constraint."""
+    engine = make()
+    schema = '{"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}'
+    texts = []
+    for blanks in (" {2}", ""):
+        constraint = Constraint(kind="json_schema", text=schema, blanks=blanks)
+        ((tokens, last),) = run(engine, [ask(constraint)]).values()
+        assert last.finish == "stop"
+        texts.append(text_of(tokens))
+    assert "  " in texts[0] and texts[1] == "[1,1,1]"
 
 
 class Slow:
@@ -337,6 +375,30 @@ def test_others_run_while_one_is_compiled_and_it_can_be_let_go(monkeypatch: pyte
     (last,) = [e for e in engine.step() if e.finish]
     assert (last.id, last.finish) == (held.id, "abort")
     assert finished(run(engine, [ask(Constraint.regex("slow"))])) == ["slow"]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """Where a deep stack cannot be had a smaller one is tried; then the request is told, and nothing hangs."""
+    left = [failures]
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "quire-grammar" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = threading.stack_size()
+    engine = make()
+    ((tokens, last),) = run(engine, [ask(Constraint.choice(["yes"]))]).values()
+    assert threading.stack_size() == before
+    if failures == 1:
+        assert text_of(tokens) == "yes"
+    else:
+        assert last.finish == "error" and "no memory" in str(last.error)
+        assert finished(run(engine, [ask(Constraint.choice(["yes"]))])) == ["yes"]
 
 
 def test_a_deadline_holds_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +443,7 @@ def test_a_fault_in_a_mask_fails_that_request_alone(monkeypatch: pytest.MonkeyPa
             if state.seq.request.id == bad.id and state.taken == 3:
                 state.matcher = object()
     assert ends[bad.id].finish == "error" and "could not be enforced" in ends[bad.id].error
+    assert ends[bad.id].param is None  # a fault of ours
     assert ends[good.id].finish == "stop" and re.fullmatch("[a-z]{20}", text_of(tokens[good.id]))
 
 

@@ -37,18 +37,43 @@ ASKED = [
     ({"guided_grammar": 'root ::= "a"'}, ("gbnf", 'root ::= "a"', "guided_grammar")),
     ({"json_schema": SCHEMA}, ("json_schema", TEXT, "json_schema")),
     ({"grammar": 'root ::= "a"'}, ("gbnf", 'root ::= "a"', "grammar")),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        ("structural_tag", '{"format":{"type":"any_text"}}', "response_format"),
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
+        ("structural_tag", '{"structures":[],"triggers":["<"]}', "response_format"),
+    ),
+    (
+        {"structured_outputs": {"structural_tag": '{"format": {}}'}},
+        ("structural_tag", '{"format": {}}', "structured_outputs.structural_tag"),
+    ),
+    (
+        {"structured_outputs": {"json": TEXT, "whitespace_pattern": r"[\n ]?", "disable_additional_properties": True}},
+        ("json_schema", TEXT, "structured_outputs.json", r"[\n ]?"),
+    ),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        ("json_object", "", "structured_outputs.json_object", ""),
+    ),
+    (
+        {"guided_json": TEXT, "guided_whitespace_pattern": r"\s{0,2}"},
+        ("json_schema", TEXT, "guided_json", r"[ \t\n\r]{0,2}"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "expected"), ASKED)
-async def test_every_spelling(fields: dict[str, Any], expected: tuple[str, str, str] | None) -> None:
+async def test_every_spelling(fields: dict[str, Any], expected: tuple[str, ...] | None) -> None:
     for route, body in ((CHAT, HI), (COMPLETE, {"prompt": "hi"})):
         fake = FakeCompleter()
         async with client_for(fake) as http:
             r = await http.post(route, json=body | fields)
         assert r.status_code == 200, r.text
-        kind, text, param = expected or ("", "", "")
-        asked = Constraint(kind=kind, text=text, param=param) if expected else None
+        asked = (
+            Constraint(**dict(zip(("kind", "text", "param", "blanks"), expected, strict=False))) if expected else None
+        )
         assert fake.seen[0].constraint == asked
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from quire.chat.answers.lark import Cut, Lark, any_of
 from quire.chat.answers.machine import Read, Stops, Text
-from quire.chat.answers.marked import Marked, Think, schema_of
+from quire.chat.answers.marked import DEFINED, Marked, Think, listed
 from quire.chat.answers.probe import Seen
 from quire.chat.answers.types import Tool, Tools
 from quire.chat.answers.values import literal, types_of
+from quire.engine.schemas import ANNOTATIONS
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
@@ -108,19 +109,18 @@ def _arguments(t: Text) -> Read[bool]:
 
 def _written(g: Lark, tool: Tool, counts: bool) -> str:
     head = f'{g.text(CALL + tool.name)} "\\" index=\\"" /[0-9]{{1,3}}/ {g.text(chr(34) + SEP)}'
-    schema = schema_of(tool, counts)
     if not counts:
         one = f'{g.text(ARGUMENT)} /[^"<>]{{1,64}}" type="[a-z]{{4,8}}"/ {g.text(SEP)} {g.until(END_ARGUMENT)}'
         return f"{head} ({one})* {g.text(END_CALL)}"
     made = [head]
-    for key, inner in (schema.get("properties") or {}).items():
-        types = types_of(inner, schema)
+    for key, inner, required in listed(tool):
+        types = types_of(inner, inner)
         if types is None or len(types - {"integer"}) > 1:
             raise BadRequest(f"tools: {tool.name}'s {key} needs one type, which this model writes down", param="tools")
         kind = "number" if types <= {"integer", "number"} else min(types)
         text = f"{g.text(f'{ARGUMENT}{key}{chr(34)} type={chr(34)}{kind}{chr(34)}{SEP}')} "
         if kind == "string":
-            extra = sorted(set(inner) - {"type", "title", "description", "default", "examples", "enum"})
+            extra = sorted(set(inner) - {"type", "enum", *DEFINED, *ANNOTATIONS})
             if extra:
                 raise BadRequest(f"tools: the keyword {extra[0]} of {key} cannot be enforced here", param="tools")
             options = [g.text(v) for v in inner.get("enum", ()) if isinstance(v, str)]
@@ -128,6 +128,6 @@ def _written(g: Lark, tool: Tool, counts: bool) -> str:
         else:
             part = Constraint(kind="json_schema", text=json.dumps(inner), param=f"tools: {tool.name}")
             text += f"{g.part(part)} {g.text(END_ARGUMENT)}"
-        made.append(text if key in (schema.get("required") or ()) else f"({text})?")
+        made.append(text if required else f"({text})?")
     made.append(g.text(END_CALL))
     return " ".join(made)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
+from keyword import iskeyword
+from typing import Any
 
 from quire.chat.answers.find import header_of, think_of
-from quire.chat.answers.lark import Cut, Lark
+from quire.chat.answers.lark import Cut, Lark, any_of
 from quire.chat.answers.machine import Read, Text
-from quire.chat.answers.marked import Marked
+from quire.chat.answers.marked import DEFINED, Marked, listed
 from quire.chat.answers.probe import Seen
 from quire.chat.answers.pythonic import read_call
 from quire.chat.answers.types import Tool, Tools
+from quire.engine.schemas import ANNOTATIONS
+from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
 NAME = "lfm2"
@@ -51,8 +57,40 @@ class PythonSection:
         yield from t.gets(CLOSE)
 
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
-        raise BadRequest(
-            "tools: calls cannot be demanded of this model by a grammar: it writes them as Python",
-            param="tool_choice",
-            cure='use tool_choice "auto" without strict tools',
-        )
+        call = g.rule(any_of([_written(g, tool, counts) for tool, counts in tools]))
+        more = f'(", " {call})*' if many else ""
+        return f'"[" {call} {more} "]" {g.text(CLOSE)}'
+
+
+def _written(g: Lark, tool: Tool, counts: bool) -> str:
+    """A call whose values are JSON, which but for true, false and null is Python; strings may have its other quotes."""
+    if not counts:
+        one = f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}=/ {g.part(Constraint(kind='json_schema', text='{}', param='tools'))}"
+        one = g.rule(one)
+        return f'{g.text(tool.name + "(")} ({one} (", " {one})*)? ")"'
+    first, rest = g.rule('""'), g.rule('""')  # of what is left: where nothing was written yet, and where something was
+    for key, inner, required in reversed(listed(tool)):
+        if not key.isidentifier() or iskeyword(key):
+            raise BadRequest(
+                f"tools: {tool.name}'s {key} is no name in Python, as which this model writes it", param="tools"
+            )
+        item = g.rule(f"{g.text(key + '=')} {any_of(_value(g, tool, inner))}")
+        first = g.rule(f"{item} {rest}" if required else f"{item} {rest} | {first}")
+        rest = g.rule(f'", " {item} {rest}' if required else f'(", " {item})? {rest}')
+    return f'{g.text(tool.name + "(")} {first} ")"'
+
+
+def _value(g: Lark, tool: Tool, inner: Any) -> list[str]:
+    part = Constraint(kind="json_schema", text=json.dumps(inner), param=f"tools: {tool.name}")
+    made = [g.part(part)]
+    if isinstance(inner, dict):
+        values = inner.get("enum")
+        if isinstance(values, list):
+            made += [g.text(f"'{v}'") for v in values if isinstance(v, str) and _PLAIN.fullmatch(v)]
+        elif inner.get("type") == "string" and set(inner) <= {"type", *DEFINED, *ANNOTATIONS}:
+            made.append(_QUOTED)
+    return made
+
+
+_PLAIN = re.compile(r"[^'\\\x00-\x1f\x7f]*")
+_QUOTED = r"/'([^'\\\x00-\x1f\x7f]|\\['\\nrt])*'/"

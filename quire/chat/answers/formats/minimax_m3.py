@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.chat.answers.find import header_of, think_of
-from quire.chat.answers.lark import Cut, Lark
+from quire.chat.answers.lark import Cut, Lark, any_of
 from quire.chat.answers.machine import Read, Stops, Text
-from quire.chat.answers.marked import Marked, Think
+from quire.chat.answers.marked import Marked, Think, listed
 from quire.chat.answers.probe import Seen
 from quire.chat.answers.types import Tool, Tools
 from quire.chat.answers.values import types_of, value_of
+from quire.engine.schemas import ANNOTATIONS
+from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 
 NAME = "minimax-m3"
@@ -63,11 +65,67 @@ class ElementSection:
             t.forget()
 
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
-        raise BadRequest(
-            "tools: calls cannot be demanded of this model by a grammar: it writes arguments as nested elements",
-            param="tool_choice",
-            cure='use tool_choice "auto" without strict tools',
-        )
+        call = g.rule(any_of([_written(g, tool, counts) for tool, counts in tools]))
+        gap = g.text("\n")
+        more = f"({gap} {call})*" if many else ""
+        return f"{gap} {call} {more} {gap} {g.text(CLOSE)}"
+
+
+def _written(g: Lark, tool: Tool, counts: bool) -> str:
+    """One call: its elements in the order of the schema."""
+    head = g.text(f'{INVOKE}{tool.name}">')
+    if not counts:
+        if not g.has("TAG"):
+            g.define("TAG", "/<\\/?[^<>\\/ \\n\\t]{1,64}>/ & ~/<\\/invoke>/")
+        return f"{head} ({g.until(NS)} TAG)* {g.until(NS)} {g.text(END.removeprefix(NS))}"
+    made = [head, *(_optional(_element(g, tool, key, part), must) for key, part, must in listed(tool)), g.text(END)]
+    return " ".join(made)
+
+
+def _optional(text: str, must: bool) -> str:
+    return text if must else f"({text})?"
+
+
+def _element(g: Lark, tool: Tool, key: str, schema: Any, depth: int = 0) -> str:
+    """A value between its marks. What is inside has one type, or nothing could tell what it is."""
+    types = types_of(schema, {})
+    kind = min(types) if types is not None and len(types) == 1 else None
+    unable = sorted(set(schema) - _TAKEN.get(kind or "", frozenset())) if isinstance(schema, dict) else []
+    if not _TAG.fullmatch(f"<{key}>") or depth > MAX_DEPTH or not isinstance(schema, dict) or kind is None or unable:
+        what = f"the keyword {unable[0]} cannot" if kind is not None and unable else "a value without one type cannot"
+        raise BadRequest(f"tools: {tool.name}'s {key}: {what} be enforced in this model's notation", param="tools")
+    start, end = g.text(f"{NS}<{key}>"), g.text(f"{NS}</{key}>")
+    if "enum" in schema or "const" in schema:
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        return f"{start} {any_of([g.text(v if isinstance(v, str) else json.dumps(v)) for v in values])} {end}"
+    if kind == "string":
+        return f"{start} {g.until(NS)} {g.text(f'</{key}>')}"
+    if kind == "array":
+        item = g.rule(_element(g, tool, "item", schema.get("items"), depth + 1))
+        return f"{start} {item}{{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}} {end}"
+    if kind == "object":
+        inner = listed(Tool(tool.name, "", schema))
+        parts = [_optional(_element(g, tool, name, part, depth + 1), must) for name, part, must in inner]
+        return " ".join([start, *parts, end])
+    told = {word: value for word, value in schema.items() if word not in ANNOTATIONS}
+    return f"{start} {g.part(Constraint(kind='json_schema', text=json.dumps(told), param=f'tools: {tool.name}'))} {end}"
+
+
+_NUMBER = frozenset(
+    {"type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+_TAKEN = {  # keywords that can be enforced, by type
+    kind: words | ANNOTATIONS
+    for kind, words in {
+        "string": {"type", "enum", "const"},
+        "integer": _NUMBER,
+        "number": _NUMBER,
+        "boolean": {"type", "enum", "const"},
+        "null": {"type"},
+        "array": {"type", "items", "minItems", "maxItems"},
+        "object": {"type", "properties", "required", "additionalProperties"},
+    }.items()
+}
 
 
 def _value(text: str, schema: Any, whole: dict[str, Any]) -> Any:

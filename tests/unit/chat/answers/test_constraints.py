@@ -85,12 +85,13 @@ class Walk:
                 yield from text[at].encode()
                 at += 1
 
-    def random(self, rng: random.Random, closing: str, most: int = 400) -> str | None:
-        """A text under the grammar; None where it did not end. `closing` is written whenever it may be begun."""
+    def random(self, rng: random.Random, *closings: str, most: int = 400) -> str | None:
+        """A text under the grammar; None where it did not end. What closes is written whenever it may be begun."""
         matcher, out = self.made.deep_copy(), b""
-        hurry = list(self.encode(closing))
         for _ in range(most):
             may = self.mask(matcher)
+            closing = rng.choice(closings)
+            hurry = list(self.encode(closing))
             if self.eos in may and rng.random() < 0.5:
                 return out.decode("utf-8", "replace")
             if hurry[0] in may and rng.random() < 0.2:
@@ -221,7 +222,6 @@ def test_a_schema_that_cannot_be_enforced_names_its_tool() -> None:
         form.constraint(ASSISTANT, Tools([pattern], "required"), None)
 
 
-CANNOT = ("lfm2", "minimax-m3")
 SOME = ["Qwen-Qwen3-0.6B", "Qwen3-Coder", "GLM-4.6", "GLM-4.7-Flash", "MiniMax-M2", "deepseek-ai-DeepSeek-V3.1"]
 SOME += ["deepseek-ai-DeepSeek-V3.2", "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"]
 SOME += ["meta-llama-Llama-3.2-3B-Instruct", "openai-gpt-oss-120b", "moonshotai-Kimi-K2", "Kimi-K3", "muse-glimmer"]
@@ -240,10 +240,6 @@ def test_what_templates_write_is_allowed(shared_data: Path, name: str) -> None:
     for form, special in formats(source):
         if form.name == "kimi-k3" and special:
             continue  # its marks are made of several tokens and text, which this vocabulary cannot tell
-        if form.name in CANNOT:
-            with pytest.raises(BadRequest, match="cannot be demanded"):
-                form.constraint(written.before[-300:], Tools(TOOLS, "required"), None)
-            continue
         for asked_for in (Tools(TOOLS, "required"), Tools(STRICT, "auto"), Tools(TOOLS, "named", "get_weather")):
             constraint = form.constraint(written.before[-300:], asked_for, None)
             assert constraint is not None
@@ -251,6 +247,157 @@ def test_what_templates_write_is_allowed(shared_data: Path, name: str) -> None:
             whole = Walk(constraint, special)
             assert whole.takes(text), (form.name, text)
             assert json.loads(json.dumps(parse(form.reading(written.before[-300:], asked_for), [text])[2]))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_whatever_is_generated_for_a_template_is_a_call_that_validates(shared_data: Path, name: str) -> None:
+    """From chance, not from what the template wrote: required, named, and strict where the model chooses."""
+    source = (shared_data / "templates" / f"{name}.jinja").read_text()
+    written = Scribe(ChatTemplate(source, "<BOS>", "<EOS>"), ENDS).turn(
+        {"role": "assistant", "content": "ok"},
+        [tool("get_weather", SCHEMA["properties"], ["city", "days"]), tool("now", {})],
+    )
+    tail = written.before[-300:]
+    rng = random.Random(name)
+    whole = 0
+    for form, special in formats(source):
+        if form.name == "kimi-k3" and special:
+            continue  # its marks are made of several tokens and text, which this vocabulary cannot tell
+        think = getattr(form, "think", None)
+        closings = (
+            '"}',
+            '"',
+            *([think.close.strip()] if think else []),
+            *(mark for mark in form.markers if "/" in mark or "end" in mark),
+            *CLOSERS,
+        )
+        for asked in (Tools(TOOLS, "required", parallel=False), Tools(TOOLS, "named", "get_weather")):
+            constraint = form.constraint(tail, asked, None)
+            assert constraint is not None
+            walk = Walk(constraint, special)
+            for _ in range(2):
+                text = walk.random(rng, *closings)
+                if text is not None:
+                    whole += 1
+                    _, _, calls = parse(form.reading(tail, asked), [text])
+                    assert validates(calls) and len(calls) == 1, (form.name, text)
+    assert whole, "no walk came to an end"
+
+
+CLOSERS = (
+    "<|close|>argument<|sep|>",
+    "</arg_value>",
+    "</parameter>",
+    "</tool_call>",
+    "<|call|>",
+    "}",
+    '<|"|>',
+    "\n```",
+)
+
+
+ODD: list[tuple[Any, list[str], list[str]]] = [
+    ({"const": "x"}, ["x"], ["y"]),
+    ({"enum": ["a", 5]}, ["a", "5"], ["b"]),
+    ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, ["a", "null"], ["b"]),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["anything", "null"], []),
+    ({"type": "integer", "minimum": 3}, ["3"], ["2", "x"]),
+    ({"$ref": "#/$defs/n"}, ["7"], ["8"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), ODD)
+def test_bare_values_are_held_to_their_schema(schema: Any, good: list[str], bad: list[str]) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"n": {"const": 7}}}
+    for form, special in formats(XML):
+        walk = Walk(form.constraint(ASSISTANT, Tools([Tool("f", "", parameters)], "required"), None), special)  # type: ignore[arg-type]
+        for texts, fine in ((good, True), (bad, False)):
+            for text in texts:
+                call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+                assert walk.takes(call) is fine, (schema, text)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "word"),
+    [
+        ({"properties": {"a": {"type": ["string", "integer"], "minimum": 5}}}, "minimum"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}}, "maxLength"),
+        ({"properties": {"a": {"anyOf": [{"const": "x"}, {"type": "string"}]}}}, "const"),
+        ({"properties": {"a": {"$ref": "#/$defs/s"}}, "$defs": {"s": {"type": "string", "pattern": "x"}}}, "pattern"),
+        ({"properties": {"a": {"type": "string"}}, "required": ["b"]}, "required"),
+        ({"properties": {"a": {"type": "string"}}, "minProperties": 1}, "minProperties"),
+    ],
+)
+def test_what_bare_values_cannot_be_held_to_is_refused_by_name(parameters: dict[str, Any], word: str) -> None:
+    for form, _ in formats(XML):
+        with pytest.raises(BadRequest, match=rf"keyword {word}"):
+            form.constraint(ASSISTANT, Tools([Tool("f", "", {"type": "object", **parameters})], "required"), None)
+
+
+def test_calls_as_python(shared_data: Path) -> None:
+    """Any subset of what is optional, with commas between; values are JSON, read as Python."""
+    source = (shared_data / "templates" / "LFM2.5-8B-A1B.jinja").read_text()
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["boolean", "null"]}}
+    asked = Tools([Tool("f", "", {"type": "object", "properties": properties, "required": ["b"]})], "required")
+    for form, special in formats(source):
+        walk = Walk(form.constraint("<|im_start|>assistant\n", asked, None), special)  # type: ignore[arg-type]
+        for inside, fine in (
+            ('b="x"', {"b": "x"}),
+            ('a=1, b="\\n\\"", c=null', {"a": 1, "b": '\n"', "c": None}),
+            ('b="[(", c=true', {"b": "[(", "c": True}),
+            ("b='x\\n\\''", {"b": "x\n'"}),
+            ("b='x'y'", None),
+            ("", None),
+            ("a=1", None),
+            ('a=1b="x"', None),
+            (', b="x"', None),
+            ('b="x", a=1', None),
+            ('b="x", d=1', None),
+        ):
+            text = f"<|tool_call_start|>[f({inside})]<|tool_call_end|>"
+            assert walk.takes(text) is (fine is not None), text
+            if fine is not None:
+                assert parse(form.reading("<|im_start|>assistant\n", asked), [text])[2] == [("f", fine)]
+    bad = Tool("f", "", {"type": "object", "properties": {"from": {}}})
+    with pytest.raises(BadRequest, match="no name in Python"):
+        form.constraint("<|im_start|>assistant\n", Tools([bad], "required"), None)
+
+
+def test_nested_elements(shared_data: Path) -> None:
+    source = (shared_data / "templates" / "MiniMax-M3.jinja").read_text()
+    point = {"type": "object", "properties": {"x": {"type": "number"}, "s": {"type": "string"}}, "required": ["x"]}
+    properties = {
+        "points": {"type": "array", "items": point, "maxItems": 2},
+        "name": {"type": "string"},
+        "kind": {"enum": ["u", "v"]},
+    }
+    asked = Tools([Tool("f", "", {"type": "object", "properties": properties, "required": ["name"]})], "required")
+    ns = "]<]minimax[>["
+    tail = "]~b]ai\n<mm:think>x</mm:think>"
+    for form, special in formats(source):
+        walk = Walk(form.constraint(tail, asked, None), special)  # type: ignore[arg-type]
+        for inside, fine in (
+            ("@<name>a <b>@</name>", {"name": "a <b>"}),
+            ("@<points>@</points>@<name>n@</name>", {"points": [], "name": "n"}),
+            (
+                "@<points>@<item>@<x>1.5@</x>@<s>t@</s>@</item>@</points>@<name>n@</name>@<kind>v@</kind>",
+                {"points": [{"x": 1.5, "s": "t"}], "name": "n", "kind": "v"},
+            ),
+            ("@<kind>u@</kind>", None),
+            ("@<name>n@</name>@<kind>w@</kind>", None),
+            ("@<points>@<item>@</item>@</points>@<name>n@</name>", None),
+            ("@<name>n@<x>1@</x>@</name>", None),
+        ):
+            text = f'@<tool_call>\n@<invoke name="f">{inside}@</invoke>\n@</tool_call>'.replace("@", ns)
+            assert walk.takes(text) is (fine is not None), text
+            if fine is not None:
+                assert parse(form.reading(tail, asked), [text])[2] == [("f", fine)]
+        loose = form.constraint(tail, Tools(asked.tools, "auto", parallel=False), None)
+        text = '@<tool_call>\n@<invoke name="f">@<any>@<x>1@</x>@</any>@<b>t@</b>@</invoke>\n@</tool_call>'
+        assert loose is not None and Walk(loose, special).takes(text.replace("@", ns))
+    odd = Tool("odd", "", {"type": "object", "properties": {"a": {"type": "string", "minLength": 2}}})
+    with pytest.raises(BadRequest, match=r"odd.*minLength"):
+        form.constraint(tail, Tools([odd], "required"), None)
 
 
 def test_gemmas_notation(shared_data: Path) -> None:

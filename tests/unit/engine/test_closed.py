@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.chat.answers.closed import closed
+from quire.engine.closed import closed
 
 TEXT = {"type": "string"}
 

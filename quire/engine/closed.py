@@ -1,8 +1,8 @@
-"""Schemas of arguments, closed: where one lists its properties and says nothing of others, there are no others.
+"""Schemas, closed: where one lists its properties and says nothing of others, there are no others.
 
-JSON Schema lets an object have any further properties unless it says not to, and most clients' tools do not say. A grammar
-of that leaves a model free to make up arguments for ever, and functions do not take what they do not name. Closing only
-ever narrows: every answer validates against the schema as it was sent. Where that would take a proof (composition,
+JSON Schema lets an object have any further properties unless it says not to, and most clients do not say. A grammar of
+that leaves a model free to make up names for ever, and programs do not take what they do not name. Closing only ever
+narrows: every answer validates against the schema as it was sent. Where that would take a proof (composition,
 exclusion, counting), the schema is left as it is.
 """
 
@@ -18,6 +18,7 @@ _DELICATE = frozenset(
     }
 )
 _SAYS = frozenset({"additionalProperties", "patternProperties"})
+_LITERAL = frozenset({"const", "enum"})  # whole values, which may have more than is listed
 _DEPTH = 32  # deeper parts stay open
 
 
@@ -53,7 +54,8 @@ def _close(schema: Any, depth: int) -> Any:
     for word in ("prefixItems", "anyOf"):
         if isinstance(schema.get(word), list):
             made[word] = [_close(inner, depth + 1) for inner in schema[word]]
-    if isinstance(named, dict) and named and _SAYS.isdisjoint(schema) and _within(schema.get("required", []), named):
+    silent = schema.keys().isdisjoint(_SAYS | _LITERAL)
+    if isinstance(named, dict) and named and silent and _within(schema.get("required", []), named):
         made["additionalProperties"] = False
     return made
 
