@@ -49,7 +49,7 @@ MODELS = (
     Real("smollm2:135m", ENGLISH[:1], 0.2, 4),
     Real("smollm2:135m", ENGLISH, 0.2, 4),
     Real("tinyllama:1.1b", ENGLISH, 0.1, 2),
-    Real("qwen2.5-coder:1.5b", CODE, 0.25, 4),
+    Real("qwen2.5-coder:1.5b", CODE, 0.05, 1),
     Real("gemma3:270m", ENGLISH, 0.05, 2),
 )
 
