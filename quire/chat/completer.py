@@ -51,11 +51,13 @@ class Completer:
         """`looked`: `answers` is what `look` found; otherwise it is looked for when it is first needed."""
         if info.vocab_size > tokenizer.vocab_size:
             raise BadModelFile(
-                f"the model chooses among {info.vocab_size} tokens, but its tokenizer has {tokenizer.vocab_size}"
+                f"{info.model}: the model chooses among {info.vocab_size} tokens, but its tokenizer has "
+                f"{tokenizer.vocab_size}"
             )
         if tokenizer.ordinary_size > info.vocab_size:  # added tokens may lie beyond: a request for one is refused
             raise BadModelFile(
-                f"the tokenizer has {tokenizer.ordinary_size} tokens, but the model has {info.vocab_size} of them"
+                f"{info.model}: the tokenizer has {tokenizer.ordinary_size} tokens, but the model has {info.vocab_size} "
+                "of them"
             )
         self.client = client
         self.tokenizer = tokenizer

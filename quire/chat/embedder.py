@@ -20,7 +20,7 @@ from quire.engine.client import EngineClient
 from quire.engine.pooled import too_long
 from quire.engine.types import EngineInfo, Receipt, Request
 from quire.layouts import Floats
-from quire.observe.errors import BadRequest, QuireError, Unavailable
+from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unavailable
 
 if TYPE_CHECKING:
     from quire.chat.tokenizer import Tokenizer
@@ -60,6 +60,11 @@ class Embedder:
                 cure="load it with task=embed (`quire serve --task embed`), or use an embedding model",
                 param="model",
                 code="unsupported_task",
+            )
+        if tokenizer.ordinary_size > info.vocab_size:
+            raise BadModelFile(
+                f"{info.model}: the tokenizer has {tokenizer.ordinary_size} tokens, but the model has {info.vocab_size} "
+                "of them"
             )
         self.client = client
         self.tokenizer = tokenizer
@@ -160,6 +165,8 @@ class Embedder:
         return _Ids(start + body[:room] + end, max(0, len(body) - room))
 
     def _pair(self, first: str, second: str, truncate: bool, param: str) -> _Ids:
+        if self.info.pair:
+            return self._asked(first, second, truncate, param)
         start, a, end = self._around(first)
         _, b, _ = self._around(second)
         between = end * self.info.separators
@@ -173,6 +180,20 @@ class Embedder:
             a, b = a[:keep], b[: room - keep]
         head = [*start, *a, *between]
         return _Ids([*head, *b, *end], max(0, over), len(head))
+
+    def _asked(self, first: str, second: str, truncate: bool, param: str) -> _Ids:
+        """A pair inside the prompt of a decoder that judges. The texts are words there, whatever they look like: a document
+        cannot end the question. What is too long is cut from the end of the second."""
+        t, (before, asks, shows, after) = self.tokenizer, self.info.pair
+        start = t.encode(before, add_special=False, parse_special=True)
+        end = t.encode(after, add_special=False, parse_special=True)
+        body = t.encode(asks + first + shows + second, add_special=False, parse_special=False)
+        room = self.info.context - len(start) - len(end)
+        if len(body) > room:
+            question = t.encode(asks + first + shows, add_special=False, parse_special=False)
+            if not truncate or len(question) > room:  # a question that is not whole has no answer
+                raise too_long(len(start) + len(body) + len(end), self.info.context, param)
+        return _Ids([*start, *body[:room], *end], max(0, len(body) - room))
 
     def _around(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """The begin tokens that the model wants, the text's own, the end tokens."""

@@ -4,6 +4,7 @@ On top of jinja2's immutable sandbox, everything that can take time or memory is
   - every loop turn, macro call, filter, test and method call is a step, and each looks at the clock;
   - every text or list that is made (`+ * % ~`, slices, filters, methods, output) is paid by size before it is made;
   - only listed filters, tests and methods of text, lists and mappings exist; widths, ranges and powers are capped;
+  - nothing that a template is given can be changed; a list of its own may grow and shrink by texts and numbers;
   - comparing or printing nested values is measured first, since a few references can stand for billions of items.
 So no single step is long, and the clock is looked at between steps: a render stops wherever it runs, in any thread.
 The environment is shared by renders; the budget of one lives in a context variable.
@@ -33,6 +34,7 @@ MAX_RANGE = 100_000
 MAX_BITS = 4096  # of an integer
 _DIGITS = re.compile(r"\d{4,}")
 _LIST_METHODS = frozenset({"index", "count", "copy"})
+_CHANGES = frozenset({"append", "pop"})  # of a list that the template has made itself
 _DICT_METHODS = frozenset({"get", "items", "keys", "values", "copy"})
 _STR_METHODS = frozenset(
     [
@@ -273,6 +275,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.pay(len(result))
         return result
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Some public templates queue texts in a list; `_check_method` says of which list."""
+        return (type(obj) is list and attr in _CHANGES) or super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic, and what the same signs do to text and lists."""
         current().pay(_result_size(operator, left, right))
@@ -327,6 +333,9 @@ def _check_method(method: BuiltinMethodType, args: tuple[Any, ...], kwargs: dict
     owner, name = method.__self__, method.__name__
     if isinstance(owner, str):
         allowed = _STR_METHODS
+    elif type(owner) is list and name in _CHANGES:
+        _check_change(owner, name, args, budget)
+        allowed = _CHANGES
     elif isinstance(owner, list | tuple):
         allowed = _LIST_METHODS
         budget.weigh(owner)
@@ -345,6 +354,15 @@ def _check_method(method: BuiltinMethodType, args: tuple[Any, ...], kwargs: dict
         budget.pay(measure(args[0], budget.value) + len(owner) * (len(args[0]) if hasattr(args[0], "__len__") else 1))
     if name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
         budget.pay(owner.count(args[0]) * len(args[1]))
+
+
+def _check_change(owner: list[Any], name: str, args: tuple[Any, ...], budget: Budget) -> None:
+    """Only flat values go in, so that a list never holds itself, nor more than was paid for."""
+    if not budget.owns(owner):
+        raise SecurityError(f"list.{name} would change what the template was given")
+    if name == "append" and not all(value is None or isinstance(value, str | int | float) for value in args):
+        raise SecurityError("list.append takes texts and numbers in a chat template")
+    budget.pay(len(owner) if name == "pop" else 1)
 
 
 def _metered(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,7 +186,7 @@ class ChatTemplate:
 
     def _run(self, messages: list[Any], add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
         size = measure([messages, tools, kwargs], 1 << 30)
-        budget = Budget(self._seconds, total=32 * SLACK + 64 * size, value=SLACK + 4 * size)
+        budget = Budget(self._seconds, 32 * SLACK + 64 * size, SLACK + 4 * size, given=[messages, tools, kwargs])
         variables = {
             "documents": None,
             **kwargs,

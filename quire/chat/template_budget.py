@@ -21,9 +21,12 @@ class OverBudget(Exception):
 class Budget:
     """Seconds, and characters and items: made or read in all, and in one value."""
 
-    __slots__ = ("_deadline", "_left", "_seconds", "value")
+    __slots__ = ("_deadline", "_given", "_left", "_lists", "_seconds", "value")
 
-    def __init__(self, seconds: float, total: int, value: int):
+    def __init__(self, seconds: float, total: int, value: int, given: Any = None):
+        """given: what the template reads, and may not change."""
+        self._given = given
+        self._lists: frozenset[int] | None = None
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._left = total
@@ -42,6 +45,20 @@ class Budget:
     def weigh(self, *values: Any) -> None:
         """Pay for reading whole values, nested ones with all that they hold."""
         self.pay(sum(measure(value, self.value) for value in values))
+
+    def owns(self, value: list[Any]) -> bool:
+        """Whether a list was made by the template itself. Those that it was given are walked once, and only when asked."""
+        if self._lists is None:
+            found, stack = set[int](), [self._given]
+            while stack:
+                item = stack.pop()
+                if isinstance(item, Mapping):
+                    stack.extend(item.values())
+                elif isinstance(item, list):
+                    found.add(id(item))
+                    stack.extend(item)
+            self._lists = frozenset(found)
+        return id(value) not in self._lists
 
 
 in_force: ContextVar[Budget | None] = ContextVar("budget", default=None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quire.chat.template import MAX_SOURCE, ChatTemplate
 from quire.chat.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, NotFound
+from quire.weights.checkpoint import naming
 from quire.weights.gguf import GGUF
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 def tokenizer_of(checkpoint: Opened) -> Tokenizer:
     """The tokenizer. Raises BadModelFile or Unsupported, naming the file and what is wrong in it."""
     if isinstance(checkpoint, GGUF):
-        return Tokenizer.from_gguf(checkpoint.metadata)
+        with naming(checkpoint.path):
+            return Tokenizer.from_gguf(checkpoint.metadata)
     from quire.chat.hub import read_tokenizer
 
     return read_tokenizer(checkpoint)
@@ -29,11 +31,12 @@ def words_of(checkpoint: Opened, template: str | None = None) -> tuple[Tokenizer
     tokenizer = tokenizer_of(checkpoint)
     if template is not None:
         return tokenizer, template_file(Path(template), tokenizer)
-    if isinstance(checkpoint, GGUF):
-        return tokenizer, ChatTemplate.from_gguf(checkpoint.metadata, tokenizer)
-    from quire.chat.hub import read_template
+    with naming(checkpoint.path):
+        if isinstance(checkpoint, GGUF):
+            return tokenizer, ChatTemplate.from_gguf(checkpoint.metadata, tokenizer)
+        from quire.chat.hub import read_template
 
-    return tokenizer, read_template(checkpoint, tokenizer)
+        return tokenizer, read_template(checkpoint, tokenizer)
 
 
 def template_file(path: Path, tokenizer: Tokenizer) -> ChatTemplate:

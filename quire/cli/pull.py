@@ -12,6 +12,7 @@ from quire.weights.store import Store
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
+    from quire.weights.glimpse import Glimpse
 
 
 def command(
@@ -49,7 +50,7 @@ def here(store: Store, model: str) -> Path:
     return store.pull(model, ui.progress())
 
 
-def supported(checkpoint: Opened) -> None:
+def supported(checkpoint: Opened | Glimpse) -> None:
     """Raises Unsupported for a model whose architecture is not known here."""
     from quire.models import family_of
 

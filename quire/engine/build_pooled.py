@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.backends.ops import KV, Estimator, Program
 from quire.cache.pool import Pool
@@ -25,6 +26,9 @@ from quire.models.pooling import Pooling, ScoreHead, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
+if TYPE_CHECKING:
+    from quire.models.judge import Judge
+
 
 def build_pooled(
     config: EngineConfig, env: Environment, parts: Parts, task: str, lap: Callable[[str], None]
@@ -34,7 +38,7 @@ def build_pooled(
     encoder = model if isinstance(model, Encoder) else None
     kv = model.kv(1, PAGE_SIZE)
     _check(config, model, kv, task)
-    head, pooling = _ending(parts, encoder)
+    head, pooling, pair = _ending(parts, encoder, task)
     context, context_line = _context(config, model, pooling)
     budget = max(config.max_batch_tokens, context) if encoder else config.max_batch_tokens
     rows = budget if pooling.kind == "mean" else min(config.max_seqs, budget)
@@ -76,6 +80,7 @@ def build_pooled(
         cuts=pooling.cuts,
         prompts=pooling.prompts,
         separators=encoder.separators if encoder else 1,
+        pair=pair,
     )
     return Engine(scheduler, runner, 0), info
 
@@ -93,13 +98,21 @@ def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:
         )
 
 
-def _ending(parts: Parts, encoder: Encoder | None) -> tuple[ScoreHead | None, Pooling]:
-    """What becomes of a text's rows: a vector, or the score that a head makes of one."""
+def _ending(
+    parts: Parts, encoder: Encoder | None, task: str
+) -> tuple[ScoreHead | Judge | None, Pooling, tuple[str, ...]]:
+    """What becomes of a text's rows, an embedding or the score that a head makes of one; and of a decoder that scores, what
+    stands around a pair."""
+    if encoder is None and task == "score":
+        from quire.models.judge import PROMPT, judge_of
+
+        judge = judge_of(parts.checkpoint, parts.model)
+        return judge, Pooling("last", False, lines=(judge.line,)), PROMPT
     head = None if encoder is None else encoder.head
     if head is None:
-        return None, pooling_of(parts.checkpoint, encoder is not None)
+        return None, pooling_of(parts.checkpoint, encoder is not None), ()
     how = "through a sigmoid" if head.sigmoid else "as it is"
-    return head, Pooling("cls", False, lines=(f"score: of the first token, {how}",))
+    return head, Pooling("cls", False, lines=(f"score: of the first token, {how}",)), ()
 
 
 def _program(parts: Parts, encoder: Encoder | None, kv: KV, budget: int, rows: int) -> Program:

@@ -62,7 +62,7 @@ def resolve_sizes(config: EngineConfig, env: Environment, model: Model, budget: 
         raise BadRequest(
             f"a context of {config.context} was asked for: the KV pool of {nbytes / 2**20:.0f} MiB holds {held} tokens",
             param="context",
-            cure=f"give it {needed / 2**20:.0f} MiB of KV memory",
+            cure=f"give it {-(-needed // 2**20)} MiB of KV memory",
         )
     most = context if held is None else min(context, held)
     if config.context is not None:

@@ -21,11 +21,14 @@ TASKS = ("auto", "generate", "embed", "score")
 def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
     """generate, embed or score: what was asked, if the model can, else what it is made for."""
     encoder = isinstance(model, Encoder)
-    own = "score" if encoder and model.head is not None else "embed"
+    judge = not encoder and checkpoint is not None and judges(checkpoint)
+    own = "score" if judge or (encoder and model.head is not None) else "embed"
     bare = not encoder and checkpoint is not None and headless(checkpoint)
     if asked == "auto":
         named = checkpoint is not None and (declared(checkpoint) or checkpoint.architecture.endswith("Model"))
-        return own if encoder or bare or named else "generate"
+        return own if encoder or bare or judge or named else "generate"
+    if asked == "score" and not encoder and checkpoint is not None and may_judge(checkpoint):
+        return asked
     if asked == "generate" and bare:
         raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
     if asked == "generate" and encoder:
@@ -51,8 +54,24 @@ def declared(checkpoint: Opened) -> bool:
     return os.path.exists(os.path.join(checkpoint.path, MODULES))
 
 
+def judges(checkpoint: Opened) -> bool:
+    """Whether a decoder is a reranker, by its own word or name."""
+    if not may_judge(checkpoint):
+        return False
+    from quire.models import judge
+
+    return judge.declared(checkpoint) is not None
+
+
+def may_judge(checkpoint: Opened) -> bool:
+    """Whether a decoder scores pairs where it is asked to."""
+    return checkpoint.architecture in ("qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
+
+
 def headless(checkpoint: Opened) -> bool:
     """Whether a decoder was saved without the matrix that makes logits."""
+    if checkpoint.architecture.endswith("ForSequenceClassification"):
+        return True
     if isinstance(checkpoint, GGUF) or "embed_tokens.weight" not in checkpoint.tensors:
         return False
     return "lm_head.weight" not in checkpoint.tensors and not checkpoint.config.flag("tie_word_embeddings", False)

@@ -182,6 +182,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cuts: list[int] | None = None  # how many of them may be kept: none but all, or any (an empty list), or these
     prompts: dict[str, str] = {}  # what goes before a text to embed, by name; "" is the default
     separators: int = 1  # end tokens between the two texts of a pair to score
+    pair: tuple[str, ...] = ()  # of a decoder that scores: what is before all, before each text, and after all
     adapters: list[AdapterInfo] = []  # loaded at start
     max_adapters: int = 0  # that can be loaded at once; 0: none, and none can be loaded later
     decisions: list[str] = []  # human-readable lines, printed at start

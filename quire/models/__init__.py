@@ -26,8 +26,9 @@ from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Floats, Layout
 from quire.models.places import Places
 from quire.observe.errors import Unsupported
-from quire.weights.checkpoint import Opened
+from quire.weights.checkpoint import Opened, naming
 from quire.weights.gguf import GGUF
+from quire.weights.glimpse import Glimpse
 
 if TYPE_CHECKING:
     from quire.models.pooling import ScoreHead
@@ -121,19 +122,17 @@ def supported_hf() -> list[str]:
     return sorted(arch for module in families() for arch in module.HF_ARCHS)
 
 
-def family_of(checkpoint: Opened) -> ModuleType:
+def family_of(checkpoint: Opened | Glimpse) -> ModuleType:
     """The module for a checkpoint's architecture. Raises Unsupported, naming it and what there is instead; reads no
-    weights."""
-    architecture = checkpoint.architecture
+    weights. Of a GGUF that is still on its way, one that may be it."""
+    architecture, file = checkpoint.architecture, isinstance(checkpoint, GGUF | Glimpse)
+    found = [m for m in families(architecture) if architecture in (m.ARCHS if file else m.HF_ARCHS)]
     if isinstance(checkpoint, GGUF):
-        found = [module for module in families(architecture) if architecture in module.ARCHS]
         choosy = [module for module in found if hasattr(module, "owns")]
         found = [m for m in choosy if m.owns(checkpoint)] or [m for m in found if m not in choosy]
-    else:
-        found = [module for module in families(architecture) if architecture in module.HF_ARCHS]
     if found:
         return found[0]
-    names = supported() if isinstance(checkpoint, GGUF) else supported_hf()
+    names = supported() if file else supported_hf()
     raise Unsupported(
         f"the architecture {architecture[:80]!r} is not supported ({checkpoint.path})",
         cure=f"supported: {', '.join(names)}",
@@ -143,4 +142,5 @@ def family_of(checkpoint: Opened) -> ModuleType:
 def load(checkpoint: Opened) -> Model:
     """The model in that checkpoint. An architecture that is not supported is refused before weights are read."""
     family: Any = family_of(checkpoint).Model
-    return family.from_gguf(checkpoint) if isinstance(checkpoint, GGUF) else family.from_hf(checkpoint)
+    with naming(checkpoint.path):
+        return family.from_gguf(checkpoint) if isinstance(checkpoint, GGUF) else family.from_hf(checkpoint)

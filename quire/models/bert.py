@@ -1,4 +1,4 @@
-"""BERT and RoBERTa (MiniLM, E5, BGE, …): encoders. Every token sees the whole text, and nothing is cached.
+"""BERT, RoBERTa and DistilBERT (MiniLM, E5, BGE, …): encoders. Every token sees the whole text, and nothing is cached.
 
 What comes out are rows, which the pooling makes an embedding; with a classifier of one label (a cross-encoder), the row of
 the first token becomes a score, on the host. Position and token type are added to a word as one row of a table that lies on
@@ -17,7 +17,18 @@ from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense, Floats, Layout
 from quire.models import hf, metadata
-from quire.models.parts import MAX_CONTEXT, Attention, Dims, Weights, attention_of, own_code_line, refuse_strangers
+from quire.models.parts import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    Attention,
+    Dims,
+    Weights,
+    attention_of,
+    check_heads,
+    own_code_line,
+    refuse_strangers,
+)
 from quire.models.pooling import ScoreHead, activation_of
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
@@ -27,14 +38,9 @@ if TYPE_CHECKING:
     from quire.weights.folder import Folder
 
 ARCHS = ("bert",)
-_ROBERTA = ("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification")
-HF_ARCHS = (
-    "BertModel",
-    "BertForMaskedLM",
-    "BertForSequenceClassification",
-    *_ROBERTA,
-    *(f"XLM{name}" for name in _ROBERTA),
-)
+_KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+_ROBERTA = ("Roberta", "XLMRoberta", "Camembert")
+HF_ARCHS = tuple(prefix + kind for prefix in ("Bert", *_ROBERTA, "DistilBert") for kind in _KINDS)
 
 _LAYER = "encoder.layer.{}."
 NAMES = {
@@ -50,6 +56,18 @@ NAMES = {
     "up": _LAYER + "intermediate.dense",
     "down": _LAYER + "output.dense",
     "ffn_norm": _LAYER + "output.LayerNorm",
+}
+_DISTIL = "transformer.layer.{}."
+DISTIL_NAMES = {
+    **{role: NAMES[role] for role in ("embedding", "position", "norm")},
+    "q": _DISTIL + "attention.q_lin",
+    "k": _DISTIL + "attention.k_lin",
+    "v": _DISTIL + "attention.v_lin",
+    "o": _DISTIL + "attention.out_lin",
+    "attn_norm": _DISTIL + "sa_layer_norm",
+    "up": _DISTIL + "ffn.lin1",
+    "down": _DISTIL + "ffn.lin2",
+    "ffn_norm": _DISTIL + "output_layer_norm",
 }
 GGUF_NAMES = {
     "embedding": "token_embd",
@@ -106,21 +124,27 @@ class Model:
     @classmethod
     def from_hf(cls, folder: Folder) -> Model:
         config, tensors = folder.config, Tensors(folder)
-        hf.check_activation(config, "hidden_act", ("gelu",))
+        distil = folder.architecture.startswith("DistilBert")
+        hf.check_activation(config, "activation" if distil else "hidden_act", ("gelu",))
         hf.refuse(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-        roberta = "Roberta" in folder.architecture
+        roberta = folder.architecture.startswith(_ROBERTA)
         rows, pad = config.count("max_position_embeddings", most=MAX_CONTEXT), config.raw.get("pad_token_id", 1)
         if roberta and not (type(pad) is int and 0 <= pad < rows - 1):
             raise BadModelFile(f"{config.where}: pad_token_id is {str(pad)[:40]}: that leaves no positions of {rows}")
         skip = pad + 1 if roberta else 0  # RoBERTa's first position is the one after its padding token's number
-        d = hf.dims_of(config, folder.architecture, context=rows - skip, eps=("layer_norm_eps", 1e-12))
-        prefix = next((p for p in ("", "bert.", "roberta.") if tensors.has(f"{p}{NAMES['embedding']}.weight")), "")
-        weights = Weights(tensors, {role: prefix + name for role, name in NAMES.items()})
-        model = cls(d, weights, config.count("type_vocab_size", 2, most=16), skip)
+        if distil:
+            d, names, types = _distil_dims(folder, rows), DISTIL_NAMES, 0
+        else:
+            d = hf.dims_of(config, folder.architecture, context=rows - skip, eps=("layer_norm_eps", 1e-12))
+            names, types = NAMES, config.count("type_vocab_size", 2, most=16)
+        prefixes = ("", "bert.", "roberta.", "distilbert.")
+        prefix = next((p for p in prefixes if tensors.has(f"{p}{NAMES['embedding']}.weight")), "")
+        weights = Weights(tensors, {role: prefix + name for role, name in names.items()})
+        model = cls(d, weights, types, skip)
         if folder.architecture.endswith("ForSequenceClassification"):
-            model.head = _head(folder, tensors, prefix, d, roberta)
-        pooler = ("pooler.", "embeddings.position_ids", "cls.", "lm_head.")
-        model.notes += refuse_strangers(folder, tensors, d, known=lambda n: n.removeprefix(prefix).startswith(pooler))
+            model.head = _head(folder, tensors, prefix, d)
+        idle = ("pooler.", "embeddings.position_ids", "cls.", "lm_head.", "vocab_")
+        model.notes += refuse_strangers(folder, tensors, d, known=lambda n: n.removeprefix(prefix).startswith(idle))
         model.notes += own_code_line(folder, d)
         return model
 
@@ -205,21 +229,40 @@ def _norm(weights: Weights, role: str, n: int, layer: int = 0) -> Norm:
     return Norm(*(weights.tensors.vector(name, n) for name in names))
 
 
-def _head(folder: Folder, tensors: Tensors, prefix: str, d: Dims, roberta: bool) -> ScoreHead:
-    """The classifier of a cross-encoder: BERT's goes through the pooler, RoBERTa's has a layer of its own."""
+def _distil_dims(folder: Folder, context: int) -> Dims:
+    """DistilBERT's configuration has names of its own."""
     config = folder.config
-    labels = config.inside("id2label")
-    count = len(labels.raw) if labels is not None else config.count("num_labels", 2, most=1 << 16)
-    if count != 1:
-        raise Unsupported(
-            f"{config.where}: a classifier of {count} labels is not served",
-            cure="one with a single label is a reranker",
-        )
-    dense, out = ("classifier.dense", "classifier.out_proj") if roberta else (f"{prefix}pooler.dense", "classifier")
+    heads, width = config.count("n_heads", most=MAX_HEADS), config.count("dim")
+    check_heads(config.where, heads, heads, max(1, width // heads))
+    return Dims(
+        architecture=folder.architecture,
+        vocab_size=config.count("vocab_size"),
+        context=context,
+        layers=config.count("n_layers", most=MAX_LAYERS),
+        width=width,
+        ffn=config.count("hidden_dim"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads,
+        eps=1e-12,
+    )
+
+
+def _head(folder: Folder, tensors: Tensors, prefix: str, d: Dims) -> ScoreHead:
+    """The classifier of a cross-encoder: BERT's goes through the pooler, the others' have a layer of their own."""
+    config = folder.config
+    hf.one_label(config)
+    if distil := folder.architecture.startswith("DistilBert"):
+        dense, out = "pre_classifier", "classifier"
+    elif folder.architecture.startswith(_ROBERTA):
+        dense, out = "classifier.dense", "classifier.out_proj"
+    else:
+        dense, out = f"{prefix}pooler.dense", "classifier"
     return ScoreHead(
         dense=tensors.matrix(f"{dense}.weight", d.width, d.width).dequantize(),
         dense_bias=tensors.vector(f"{dense}.bias", d.width).dequantize(),
         weight=tensors.matrix(f"{out}.weight", 1, d.width).dequantize(),
         bias=tensors.vector(f"{out}.bias", 1).dequantize(),
         sigmoid=activation_of(config),
+        relu=distil,
     )

@@ -79,6 +79,17 @@ def refuse(config: Values, **without: object) -> None:
             raise Unsupported(f"{config.where}: {key} is {str(config.get(key))[:40]}: that is not supported here")
 
 
+def one_label(config: Values) -> None:
+    """Raises for a classifier of several labels: what comes out of it is no score."""
+    labels = config.inside("id2label")
+    count = len(labels.raw) if labels is not None else config.count("num_labels", 2, most=1 << 16)
+    if count != 1:
+        raise Unsupported(
+            f"{config.where}: a classifier of {count} labels is not served",
+            cure="one with a single label is a reranker",
+        )
+
+
 def rope_of(
     config: Values, theta: float, *, partial: bool = False, kinds: tuple[str, ...] = KINDS
 ) -> tuple[float, Scaling]:

@@ -46,17 +46,19 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """A cross-encoder's last layers: tanh(dense) of the first token's row, then one number."""
+    """A cross-encoder's last layers: tanh or relu (dense) of the first token's row, then one number."""
 
     dense: Floats  # [d, d]
     dense_bias: Floats
     weight: Floats  # [1, d]
     bias: Floats  # [1]
     sigmoid: bool
+    relu: bool = False
 
     def __call__(self, row: Floats) -> Floats:
         """[d] -> [1]. In float64, so that the order of a sum does not show."""
-        inner = np.tanh(self.dense.astype(np.float64) @ row + self.dense_bias)
+        inner = self.dense.astype(np.float64) @ row + self.dense_bias
+        inner = np.maximum(inner, 0.0) if self.relu else np.tanh(inner)
         score = self.weight @ inner + self.bias
         return (1.0 / (1.0 + np.exp(-score)) if self.sigmoid else score).astype(np.float32)
 
@@ -81,19 +83,14 @@ def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
 def _read(folder: Folder) -> Pooling:
     kind, normalize = None, False
     where = os.path.join(folder.path, MODULES)
-    for module in _modules(folder, where):
+    for module in modules_of(folder):
         name = module["type"].rsplit(".", 1)[-1]
         if name == "Transformer":
             continue
         if name == "Normalize":
             normalize = True
         elif name == "Pooling" and kind is None and not normalize:
-            if not _FOLDER.fullmatch(module["path"]):
-                raise BadModelFile(f"{where}: {module['path'][:80]!r} is no folder here")
-            config = folder.values(os.path.join(module["path"], "config.json"))
-            if config is None:
-                raise BadModelFile(f"{where} names {module['path']}, which has no config.json")
-            kind = _kind(config)
+            kind = _kind(folder_of_module(folder, module))
         else:
             raise Unsupported(f"{where}: a module {name[:60]!r} there is not supported: it would change the numbers")
     if kind is None:
@@ -109,7 +106,20 @@ def _read(folder: Folder) -> Pooling:
     return Pooling(kind, normalize, context, prompts, _cuts(folder.config), tuple(lines))
 
 
-def _modules(folder: Folder, where: str) -> list[dict[str, str]]:
+def folder_of_module(folder: Folder, module: dict[str, str]) -> Values:
+    """The config.json of a module that has a folder of its own."""
+    where = os.path.join(folder.path, MODULES)
+    if not _FOLDER.fullmatch(module["path"]):
+        raise BadModelFile(f"{where}: {module['path'][:80]!r} is no folder here")
+    config = folder.values(os.path.join(module["path"], "config.json"))
+    if config is None:
+        raise BadModelFile(f"{where} names {module['path']}, which has no config.json")
+    return config
+
+
+def modules_of(folder: Folder) -> list[dict[str, str]]:
+    """The modules that sentence-transformers runs, in order: the type and the path of each."""
+    where = os.path.join(folder.path, MODULES)
     text = folder.text(MODULES, 1 << 20) or ""
     try:
         listed: Any = json.loads(text)

@@ -1,6 +1,7 @@
 """Qwen3: the Llama shape with a norm over each head of queries and keys, before they are rotated.
 
 The dense models; mixtures of experts are another family. In a GGUF as in a folder rows lie for rotation of halves.
+A reranker's own rows (a classifier of one label; of yes and no in a GGUF) are kept as `scores`: judge.py makes scores of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from quire.weights.values import Values
 
 ARCHS = ("qwen3",)
-HF_ARCHS = ("Qwen3ForCausalLM", "Qwen3Model")
+HF_ARCHS = ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Model:
         ]
         self.norm = weights.norm("norm", d.width)
         self.head = weights.head(d, self.embedding, tied)
+        self.scores: Layout | None = None  # [1, d] or [2, d]
 
     @classmethod
     def from_gguf(cls, gguf: GGUF) -> Model:
@@ -98,6 +100,8 @@ class Model:
             rotation(keys.number("rope.freq_base", 10000.0), metadata.rope_dim_of(keys, d), scaling, pairs=False),
             windows=seen(metadata.windows_of(keys, d, period=0), d.context),
         )
+        if tensors.has("cls.output.weight"):
+            model.scores = tensors.matrix("cls.output.weight", 2, d.width)
         model.notes += refuse_strangers(gguf, tensors, d)
         return model
 
@@ -111,14 +115,19 @@ class Model:
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 10000.0)
         d = hf.dims_of(config, architecture, context=hf.context_of(config, scaling), head_dim=128)
-        return cls(
+        scores = architecture.endswith("ForSequenceClassification")
+        model = cls(
             d,
             Weights(tensors, HF_NAMES),
             rotation(base, d.head_dim, scaling, pairs=False),
             windows=seen(hf.late_windows_of(config, d.layers), d.context),
             biased=("q", "k", "v", "o") if config.flag("attention_bias", False) else (),
-            tied=config.flag("tie_word_embeddings", False),
+            tied=scores or config.flag("tie_word_embeddings", False),
         )
+        if scores:
+            hf.one_label(config)
+            model.scores = tensors.matrix("score.weight", 1, d.width)
+        return model
 
     def kv(self, pages: int, page_size: int) -> KV:
         return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)

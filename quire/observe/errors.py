@@ -15,14 +15,23 @@ class QuireError(Exception):
 
     def __init__(self, message: str, *, cure: str = "", param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.message = message
-        self.cure = cure
+        self.message = _sendable(message)
+        self.cure = _sendable(cure)
         self.param = param  # the request field at fault, if one is
         if code is not None:
             self.code = code
 
     def __str__(self) -> str:
         return f"{self.message} ({self.cure})" if self.cure else self.message
+
+
+def _sendable(text: str) -> str:
+    """The text as a terminal and a socket take it: what a file or a request put into it may be no Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace").decode()
+    return text
 
 
 class BadRequest(QuireError):

@@ -7,10 +7,12 @@ keys, config.json) is read by those who know the difference: a family's configur
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from quire.layouts import Bytes, Layout
+from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
 
 if TYPE_CHECKING:
@@ -57,6 +59,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 
         return Folder.open(path)
     return GGUF.open(path)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Every complaint about a model names the file: one that was made where only its content is known gets it here."""
+    try:
+        yield
+    except (BadModelFile, Unsupported) as e:
+        if os.fspath(path) in e.message:
+            raise
+        raise type(e)(f"{os.fspath(path)}: {e.message}", cure=e.cure, param=e.param, code=e.code) from None
 
 
 def weight_bytes(checkpoint: Checkpoint) -> int:

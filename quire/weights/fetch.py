@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -21,13 +21,15 @@ from typing import Literal
 
 import msgspec
 
-from quire.observe.errors import DownloadFailed
+from quire.observe.errors import DownloadFailed, QuireError
 from quire.weights.progress import Progress, mb
 from quire.weights.sources import Remote
 from quire.weights.web import Http, Reply, Transient, display, host_of
 
 CHUNK = 256 * 1024
 SPARE_DISK = 16 << 20  # left free beside a download
+LARGER = "QUIRE_HOME (HF_HUB_CACHE for a whole repository of the hub) to a larger disk"
+LOOK = 64 << 10  # bytes of a file's beginning that are looked at while the rest comes
 
 
 class PartState(msgspec.Struct, frozen=True):
@@ -65,10 +67,20 @@ def discard(part: Path) -> None:
 class Transfer:
     """One remote file on its way into `part`. The caller holds the lock on it."""
 
-    def __init__(self, remote: Remote, part: Path, name: str, http: Http, progress: Progress, reserve: int = 0):
+    def __init__(
+        self,
+        remote: Remote,
+        part: Path,
+        name: str,
+        http: Http,
+        progress: Progress,
+        reserve: int = 0,
+        look: Callable[[bytes], object] | None = None,
+    ):
         self.remote, self.part, self.name = remote, part, name
         self.http, self.progress = http, progress
         self.reserve = reserve  # bytes of disk the caller needs besides
+        self.look = look  # is shown the first LOOK bytes once they are here, and raises to refuse the file
         self.have = 0
         self._new_hashes()
         self.state = PartState(name, remote.url, remote.sha256)
@@ -97,6 +109,7 @@ class Transfer:
             except Transient as e:
                 failures = 1 if self.have > before else failures + 1
                 self.http.wait(e, failures)
+        self._show()
         digest = self.hash.hexdigest()
         if self.remote.sha256 and digest != self.remote.sha256:
             return self._mismatch("sha256", digest, self.remote.sha256)
@@ -226,8 +239,23 @@ class Transfer:
                 self._feed(chunk)
                 self.have += len(chunk)
                 self.progress.advance(len(chunk))
+                if self.have >= LOOK:
+                    self._show()
         if bound is not None and self.have < bound:
             raise Transient(f"{host_of(self.remote.url)} closed the connection after {self.have:,} of {bound:,} bytes")
+
+    def _show(self) -> None:
+        """Let somebody look at the beginning, once; what is refused is not kept."""
+        look, self.look = self.look, None
+        if look is None:
+            return
+        with self.part.open("rb") as f:
+            head = f.read(LOOK)
+        try:
+            look(head)
+        except QuireError:
+            discard(self.part)
+            raise
 
     def _mismatch(self, kind: str, digest: str, expected: str) -> str:
         if self.inherited:
@@ -247,7 +275,7 @@ def check_room(folder: Path, need: int) -> None:
     if need and free < need + SPARE_DISK:
         raise DownloadFailed(
             f"not enough disk space under {folder}: {mb(need)} needed, {mb(free)} free",
-            cure="free some (`quire list`, `quire rm NAME`), or set QUIRE_HOME to a larger disk",
+            cure=f"free some (`quire list`, `quire rm NAME`), or set {LARGER}",
             code="disk_full",
         )
 
@@ -261,7 +289,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
         raise DownloadFailed(
             f"cannot write {path}: {e.strerror or e}",
-            cure="free some space, or set QUIRE_HOME to a larger disk" if full else "check the folder's permissions",
+            cure=f"free some space, or set {LARGER}" if full else "check the folder's permissions",
             code="disk_full" if full else None,
         ) from e
 

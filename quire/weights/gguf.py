@@ -2,11 +2,14 @@
 
 `GGUF.open` believes nothing the file says (`gguf_header`): what it returns has tensors that lie in the file, whole and
 apart from each other, in formats that can be read. Whatever is wrong raises BadModelFile with the byte and the name.
+A split model is opened by its first file, which knows the keys; the others lie beside it and hold tensors alone.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,7 +18,7 @@ import numpy as np
 
 from quire import formats
 from quire.layouts import Bytes, Layout
-from quire.observe.errors import BadModelFile
+from quire.observe.errors import BadModelFile, NotFound
 from quire.weights.gguf_header import TensorInfo, parse
 from quire.weights.gguf_metadata import Metadata
 from quire.weights.gguf_strings import Strings
@@ -25,16 +28,14 @@ __all__ = ["GGUF", "Metadata", "Strings", "TensorInfo", "describe", "expanded"]
 
 MAX_ARCHITECTURE = 128  # characters; the name is a part of other keys
 MAX_TEXT = 400  # characters of a text that describe() passes on
+MAX_SPLITS = 1024
+SPLIT = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
-class GGUF(MappedFile):
-    """One open model file. Layouts stay valid after `close()`."""
+class _File(MappedFile):
+    """One mapped file: its keys, and its own tensors."""
 
     wanted = "name a .gguf file"
-    version: int
-    alignment: int
-    metadata: Metadata
-    tensors: Mapping[str, TensorInfo]  # in file order
 
     def __init__(self, path: str, file: mmap.mmap):
         super().__init__(path, file)
@@ -44,8 +45,29 @@ class GGUF(MappedFile):
         self.alignment = header.alignment
         self.data_start = header.data_start
         self.metadata = Metadata(path, header.values)
-        self.tensors = MappingProxyType(header.tensors)
-        self._refuse_splits()
+        self.own: Mapping[str, TensorInfo] = MappingProxyType(header.tensors)
+
+    def bytes_of(self, info: TensorInfo) -> Bytes:
+        """A tensor's bytes: a view of the mapped file."""
+        if self._data is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._data[info.offset : info.offset + info.nbytes]
+
+    def release_tensor(self, info: TensorInfo) -> None:
+        self.release_range(info.offset, info.nbytes)
+
+
+class GGUF(_File):
+    """One open model. Layouts stay valid after `close()`."""
+
+    tensors: Mapping[str, TensorInfo]  # in file order; an offset is in the file that holds the tensor
+
+    def __init__(self, path: str, file: mmap.mmap):
+        super().__init__(path, file)
+        self._others = self._open_others()
+        self._where: dict[str, _File] = {}  # tensors of the others
+        self.tensors = self._merged() if self._others else self.own
+        self.size += sum(other.size for other in self._others)
 
     @property
     def architecture(self) -> str:
@@ -59,12 +81,10 @@ class GGUF(MappedFile):
 
     def tensor(self, name: str) -> Layout:
         """A tensor's bytes as a layout: a view of the mapped file, no copy."""
-        if self._data is None:
-            raise ValueError(f"{self.path} is closed")
         info = self.tensors.get(name)
         if info is None:
             raise BadModelFile(f"{self.path}: there is no tensor {name!r} among its {len(self.tensors)}")
-        return formats.load(info.type).read(self._data[info.offset : info.offset + info.nbytes], info.shape)
+        return formats.load(info.type).read(self._where.get(name, self).bytes_of(info), info.shape)
 
     def octets(self, name: str) -> Bytes:
         """No format of this file has tensors of bytes that mean nothing by themselves."""
@@ -72,24 +92,65 @@ class GGUF(MappedFile):
 
     def release(self, name: str) -> None:
         """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""
-        info = self.tensors[name]
-        self.release_range(info.offset, info.nbytes)
+        self._where.get(name, self).release_tensor(self.tensors[name])
 
     def file_of(self, name: str) -> str:
-        """The file that holds a tensor: this one."""
-        return self.path
+        """The file that holds a tensor."""
+        return self._where.get(name, self).path
+
+    def close(self) -> None:
+        super().close()
+        for other in self._others:
+            other.close()
 
     def __repr__(self) -> str:
         return f"<GGUF {self.path}: {len(self.metadata)} keys, {len(self.tensors)} tensors, {self.size} bytes>"
 
-    def _refuse_splits(self) -> None:
-        parts = self.metadata.get_int("split.count", 1)
-        if parts > 1:
-            number = self.metadata.get_int("split.no", 0) + 1
+    def _open_others(self) -> list[_File]:
+        """The files after the first, each checked to be the one that it should be."""
+        count = self.metadata.get_int("split.count", 1, low=0, high=MAX_SPLITS)
+        if count <= 1:
+            return []
+        number = self.metadata.get_int("split.no", 0)
+        said = f"{self.path} is part {number + 1} of {count} (key 'split.count')"
+        named = SPLIT.fullmatch(os.path.basename(self.path))
+        if number != 0 or named is None or int(named[2]) != count:
             raise BadModelFile(
-                f"{self.path} is part {number} of {parts} (key 'split.count'): split models are not supported",
-                cure="merge the parts into one file",
+                f"{said}: a split model is opened by its first file",
+                cure=f"name the one that ends in -00001-of-{count:05}.gguf",
             )
+        others: list[_File] = []
+        for i in range(1, count):
+            name = f"{named[1]}-{i + 1:05}-of-{count:05}.gguf"
+            try:
+                other = _File.open(os.path.join(os.path.dirname(self.path), name))
+            except NotFound:
+                raise BadModelFile(
+                    f"{said}, and {name} is not beside it", cure="fetch it; all of them lie in one folder"
+                ) from None
+            found = other.metadata.get_int("split.no", -1), other.metadata.get_int("split.count", 1)
+            if found != (i, count):
+                raise BadModelFile(
+                    f"{other.path} says that it is part {found[0] + 1} of {found[1]}, not {i + 1} of {count}"
+                )
+            others.append(other)
+        return others
+
+    def _merged(self) -> Mapping[str, TensorInfo]:
+        """The tensors of all files. Raises where two hold one, or some are not there."""
+        found = dict(self.own)
+        for other in self._others:
+            twice = next((name for name in other.own if name in found), None)
+            if twice is not None:
+                raise BadModelFile(f"{other.path}: tensor {twice!r} is in {self.file_of(twice)} too")
+            found |= other.own
+            self._where |= dict.fromkeys(other.own, other)
+        wanted = self.metadata.get_int("split.tensors.count", len(found))
+        if wanted != len(found):
+            raise BadModelFile(
+                f"{self.path}: key 'split.tensors.count' is {wanted}, but its {len(self._others) + 1} files hold {len(found)} tensors"
+            )
+        return MappingProxyType(found)
 
 
 def expanded(gguf: GGUF) -> list[str]:

@@ -34,6 +34,7 @@ from quire.weights.web import display
 if TYPE_CHECKING:
     from quire.config import Environment
     from quire.weights.checkpoint import Opened
+    from quire.weights.glimpse import Glimpse
     from quire.weights.web import Http
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -79,7 +80,7 @@ class RepositoryPull:
         env: Environment,
         http: Http,
         progress: Progress,
-        accepts: Callable[[Opened], object] | None = None,
+        accepts: Callable[[Opened | Glimpse], object] | None = None,
         sha256: str | None = None,
         force: bool = False,
     ):

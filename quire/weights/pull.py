@@ -7,6 +7,7 @@ the caller. Whatever fails, what a later try can use is kept, and an interrupt s
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError
+from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError, Unsupported
 from quire.weights import archive, repository, sources
 from quire.weights.fetch import Transfer, check_room, discard, disk_errors, write_whole
+from quire.weights.glimpse import MAGIC, Glimpse, glimpse
 from quire.weights.home import hash_file, sync_folder
 from quire.weights.manifest import File, Manifest, digest_of, encode
 from quire.weights.names import Reference
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from quire.weights.sources.hf import HubTarget
     from quire.weights.web import Http
 
-MAGIC = b"GGUF"
+
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 class Pull:
@@ -48,7 +51,7 @@ class Pull:
         wanted: Wanted,
         progress: Progress,
         force: bool,
-        accepts: Callable[[Opened], object] | None = None,
+        accepts: Callable[[Opened | Glimpse], object] | None = None,
     ):
         self.place, self.env, self.accepts = place, env, accepts
         self.wanted, self.progress, self.force = wanted, progress, force
@@ -81,13 +84,19 @@ class Pull:
             return self._repository(reference)
         if len(reference.parts) > 1:
             return self._joined(reference)
+        if (split := _SPLIT.search(str(reference).partition("@")[0])) and int(split[1]) > 1:
+            raise Unsupported(
+                f"{reference} is one of {int(split[1])} files of a split model: they are not fetched one by one",
+                cure="fetch all of them into one folder with the hub's own tools, and name the first file by its path",
+            )
         remote = self._locate(reference)
         part = self.place.part(reference)
         if remote.member is None:
             remote = self._agree(reference, remote)
             if remote.sha256 and self._usable(remote.sha256, remote.size):
                 return self._adopt(reference, remote.sha256)
-            digest = Transfer(remote, part, self.wanted.name, self.http, self.progress).run()
+            look = partial(self._glimpse, reference)
+            digest = Transfer(remote, part, self.wanted.name, self.http, self.progress, look=look).run()
             return self._commit(reference, part, digest, [part])
         room = 0 if reference.folder else self.wanted.size or 0
         Transfer(remote, part, self.wanted.name, self.http.trusting(remote.cafile), self.progress, reserve=room).run()
@@ -103,6 +112,12 @@ class Pull:
                 discard(part)
             raise
         return self._commit(reference, done, digest, [part])
+
+    def _glimpse(self, reference: Reference, head: bytes) -> None:
+        """A file's beginning is enough to refuse it: no GGUF, or an architecture that is not known here."""
+        seen = glimpse(str(reference), head)
+        if self.accepts is not None and seen is not None:
+            self.accepts(seen)
 
     def _locate(self, reference: Reference) -> Remote:
         remote = sources.load(reference.scheme).locate(reference.target, self.env, self.http)

@@ -124,14 +124,15 @@ def _parse(path: str, file: mmap.mmap, size: int) -> dict[str, TensorInfo]:
             raise BadModelFile(
                 f"{path}: tensor {info.name!r} begins at byte {info.offset}, but {before} goes on to {at}: they overlap"
             )
-        if info.offset > at:
-            raise BadModelFile(f"{path}: bytes {at} to {info.offset}, before tensor {info.name!r}, belong to no tensor")
-        at, before = info.offset + info.nbytes, f"tensor {info.name!r}"
-        if at > size:
+        end = info.offset + info.nbytes
+        if end > size:
             raise BadModelFile(
-                f"{path} is cut short: tensor {info.name!r} is bytes {info.offset} to {at}, the file ends at {size}",
+                f"{path} is cut short: tensor {info.name!r} is bytes {info.offset} to {end}, the file ends at {size}",
                 cure="fetch it again",
             )
+        if info.offset > at:
+            raise BadModelFile(f"{path}: bytes {at} to {info.offset}, before tensor {info.name!r}, belong to no tensor")
+        at, before = end, f"tensor {info.name!r}"
     if at != size:
         raise BadModelFile(f"{path}: {before} ends at byte {at}, but the file goes on to {size}")
     return {info.name: info for info in infos}

@@ -27,6 +27,7 @@ from quire.weights.sources import Local
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
+    from quire.weights.glimpse import Glimpse
     from quire.weights.web import Http
 
 __all__ = ["Manifest", "Problem", "Store", "look_up"]
@@ -42,7 +43,7 @@ class Store:
         self,
         env: Environment | None = None,
         http: Http | None = None,
-        accepts: Callable[[Opened], object] | None = None,
+        accepts: Callable[[Opened | Glimpse], object] | None = None,
     ):
         self.env = env or Environment.read()
         self.home = self.env.home

@@ -230,6 +230,8 @@ def _refused(reply: Reply, url: str, cures: Mapping[int, str]) -> Exception:
     status, where = reply.status, display(url)
     meaning = http.client.responses.get(status, "no standard meaning")
     said = f"{where} answered {status} ({meaning})"
+    if words := "".join(c for c in reply.get("X-Error-Message") or "" if c.isprintable())[:200]:
+        said += f": {words}"  # the hub's own word, as for a model whose terms are not accepted yet
     if status in TRANSIENT:
         after = (reply.get("Retry-After") or "").strip()
         return Transient(said, float(after) if after.isdigit() else None)

@@ -40,6 +40,7 @@ OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of file
     "quire.engine.build_pooled",
     "quire.runner.pooled",
     "quire.models.pooling",
+    "quire.models.judge",
     "quire.chat.embedder",
     "quire.chat.answers.find",
     "quire.chat.answers.machine",

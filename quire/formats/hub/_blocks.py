@@ -3,6 +3,7 @@
     integers, one zero for all      scale: f16 or f32, codes            w = scale * (code - zero)
     integers, a zero for each group scale: f32, -scale * zero: f32, codes
     e4m3 numbers                    scale: f32, 32 bytes
+    columns with groups in any order  plain numbers: no run of columns has a scale of its own
 
 Codes of 4 bits lie in pairs: code 2 i in the low half of byte i, code 2 i + 1 in its high one. `Rows` stands in for the bytes: it
 knows their shape, can be cut along rows, and becomes an array only where one is asked for, so a model is never there twice.
@@ -21,37 +22,50 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.formats.hub import Wrong
-from quire.layouts import Affine, Bytes, Codec, Float8, Floats, Ints, Plane, Scale
+from quire.layouts import Affine, Bytes, Codec, Dense, Float8, Floats, Ints, Plane, Scale
 
 BLOCK = 32
+_SOME = 256  # rows whose numbers are computed at a time
 Codes = Callable[[int, int], Bytes]  # first row, end -> [rows, bytes]
 Scales = Callable[[int, int], Floats]  # first row, end -> [rows, groups]
 Zeros = Callable[[int, int], npt.NDArray[np.integer]]  # first row, end -> [rows, groups]
 
 
 class Rows:
-    """What rows of blocks will be, as far as an array's users look."""
+    """What rows will be, of blocks (bytes) or of plain numbers, as far as an array's users look."""
 
-    def __init__(self, make: Codes, rows: range, nbytes: int, tile: tuple[int, int] | None = None):
-        self._make = make  # first row, end -> [rows, bytes of a row]
+    def __init__(
+        self,
+        make: Callable[[int, int], npt.NDArray[Any]],
+        rows: range,
+        columns: int,
+        tile: tuple[int, int] | None = None,
+        dtype: str = "u1",
+    ):
+        self._make = make  # first row, end -> [rows, columns]
         self.tile = tile  # rows and columns that share a scale, counted from the first ones
         self._rows = rows
-        self.shape = (len(rows), nbytes)
+        self.shape = (len(rows), columns)
         self.ndim = 2
-        self.size = self.nbytes = len(rows) * nbytes
+        self.dtype = np.dtype(dtype)
+        self.size = len(rows) * columns
+        self.nbytes = self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, at: slice) -> Rows:
-        rows = self._rows[at]
-        if self.tile is None or not rows:
-            return Rows(self._make, rows, self.shape[1])
-        height = math.gcd(self.tile[0], rows[0] - self._rows[0]) if rows.step == 1 else 1
-        return Rows(self._make, rows, self.shape[1], (height, self.tile[1]))
+        rows, tile = self._rows[at], None
+        if self.tile is not None and rows:
+            height = math.gcd(self.tile[0], rows[0] - self._rows[0]) if rows.step == 1 else 1
+            tile = height, self.tile[1]
+        return Rows(self._make, rows, self.shape[1], tile, self.dtype.str)
 
-    def reshape(self, *shape: int) -> Bytes:
+    def reshape(self, *shape: int) -> npt.NDArray[Any]:
         return self._array().reshape(*shape)
+
+    def astype(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return self._array().astype(dtype, copy=False)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:
@@ -59,10 +73,10 @@ class Rows:
         whole = self._array()
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
-    def _array(self) -> Bytes:
+    def _array(self) -> npt.NDArray[Any]:
         r = self._rows
         if not r:
-            return np.zeros(self.shape, np.uint8)
+            return np.zeros(self.shape, self.dtype)
         first, end = min(r[0], r[-1]), max(r[0], r[-1]) + 1
         made = self._make(first, end)
         return made if r.step == 1 else made[r.start - first :: r.step]
@@ -113,6 +127,40 @@ def affine(
     return Affine(cast(Bytes, Rows(make, range(n), k // BLOCK * codec.nbytes)), codec)
 
 
+def scattered(
+    bits: int,
+    shape: tuple[int, int],
+    codes: Codes,
+    scales: Scales,
+    zeros: Zeros | int,
+    order: npt.NDArray[np.integer],
+) -> Dense:
+    """A matrix whose columns are of groups in any order: `order` says of which. In float16 where its scales are, rounded once,
+    as the kernels for such files have it; else in float32, exact."""
+    n, k = shape
+    whole = scales(0, n)
+    short = _short(whole) and float(np.abs(whole).max(initial=0.0)) * (1 << bits) < 65504
+    dtype = "<f2" if short else "<f4"
+
+    def make(first: int, end: int) -> npt.NDArray[Any]:
+        out = np.empty((end - first, k), dtype)
+        for at in range(first, end, _SOME):
+            to = min(at + _SOME, end)
+            zero = zeros if isinstance(zeros, int) else zeros(at, to)[:, order]
+            numbers = unpacked(codes(at, to), bits).astype(np.int16) - zero
+            out[at - first : to - first] = numbers * scales(at, to)[:, order]
+        return out
+
+    return Dense(cast(npt.NDArray[Any], Rows(make, range(n), k, dtype=dtype)), "f16" if short else "f32")
+
+
+def unpacked(data: Bytes, bits: int) -> Bytes:
+    """Bytes [n, count] as one code in each: the lowest bits first."""
+    if bits == 8:
+        return data
+    return np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1).reshape(data.shape[0], -1)
+
+
 def float8(numbers: Bytes, scales: Scales, tile: tuple[int, int]) -> Float8:
     """e4m3 numbers [n, k], and a scale of each row for every so many columns; `tile`: rows and columns that share one."""
     (n, k), columns = numbers.shape, tile[1]
@@ -157,22 +205,13 @@ def groups_of(part: str, k: int, size: int) -> tuple[int, int]:
     return size, -(-k // size)
 
 
-def check_order(part: str, order: npt.NDArray[np.integer], group: int, groups: int) -> None:
-    """Raises where columns do not lie in the order of their groups."""
-    k = order.size
+def in_order(part: str, order: npt.NDArray[np.integer], group: int, groups: int) -> bool:
+    """Whether columns lie in the order of their groups. Raises where one is of a group that is not there."""
     outside = np.flatnonzero((order < 0) | (order >= groups))
     if outside.size:
         at = int(outside[0])
         raise Wrong(part, f"puts column {at} in group {int(order[at])}: there are {groups} groups")
-    other = np.flatnonzero(order != np.arange(k) // group)
-    if other.size:
-        at = int(other[0])
-        raise Wrong(
-            part,
-            f"puts column {at} in group {int(order[at])}, not {at // group}: columns in the order of their "
-            "activations (desc_act, act-order) are not read",
-            supported=False,
-        )
+    return bool((order == np.arange(order.size) // group).all())
 
 
 def finite(part: str, scales: Floats) -> Floats:

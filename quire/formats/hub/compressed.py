@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.formats.hub import Parts, Settings, Stored, Wrong, need, text
-from quire.formats.hub._blocks import affine, check_order, finite, groups_of
+from quire.formats.hub._blocks import affine, finite, groups_of, in_order, scattered, unpacked
 from quire.formats.hub.fp8 import IDLE, Fp8, tile_of, told
-from quire.formats.hub.gptq import FLOATS, group_size, unpacked
+from quire.formats.hub.gptq import FLOATS, SCATTERED, group_size
 from quire.layouts import Bytes, Floats, Layout
 from quire.observe.errors import BadModelFile, Unsupported
 
@@ -84,8 +84,7 @@ class Ints:
     def read(self, parts: Parts) -> Layout:
         n, k = self.shape(parts)
         group, groups = groups_of(self.parts[0], k, self.group)
-        if "weight_g_idx" in parts:
-            check_order("weight_g_idx", parts["weight_g_idx"].integers(), group, groups)
+        order = parts["weight_g_idx"].integers() if "weight_g_idx" in parts else None
         scale, zero, half = parts["weight_scale"], parts.get("weight_zero_point"), 1 << (self.bits - 1)
         finite("weight_scale", scale.floats())
         data = parts[self.parts[0]].octets()
@@ -107,8 +106,10 @@ class Ints:
             signed = np.broadcast_to(zero.integers().reshape(-1, groups), (n, groups))
             return signed[first:end].astype(np.int16) + half
 
-        name = f"int{self.bits}"
-        return affine(name, self.bits, (n, k), codes, scales, half if zero is None else zeros, group)
+        name, own = f"int{self.bits}", half if zero is None else zeros
+        if order is not None and not in_order("weight_g_idx", order, group, groups):
+            return scattered(self.bits, (n, k), codes, scales, own, order)
+        return affine(name, self.bits, (n, k), codes, scales, own, group)
 
 
 def scheme(settings: Settings) -> Ints | Fp8:
@@ -148,6 +149,8 @@ def _scheme(settings: Settings, group: Settings) -> Ints | Fp8:
         raise Unsupported(f"{weights.where}: the strategy {strategy[:40]!r} is not read for whole numbers")
     size = group_size(weights, "group_size") if strategy == "group" else -1
     words = f"groups of {size}" if size != -1 else "one group a row"
+    if weights.get("actorder") in ("group", True) and size != -1:
+        notes = (*notes, SCATTERED)
     return Ints(bits, size, form == "pack-quantized", f"{form} ({bits} bits, {words})", notes)
 
 

@@ -3,7 +3,7 @@
 qweight [k * bits / 32, n] i32   the lowest bits of a word are the first of its columns
 qzeros  [groups, n * bits / 32]  the zeros, one less than they are in the first version of the format, as they are in gptq_v2
 scales  [groups, n]              f16, bf16 or f32
-g_idx   [k] i32                  each column's group
+g_idx   [k] i32                  each column's group; with desc_act (act-order) in any order, and the matrix becomes plain numbers
 
 A zero that is stored as the highest number is one more than any code: the kernels of the first version compute so.
 """
@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.formats.hub import Parts, Settings, Stored, need
-from quire.formats.hub._blocks import affine, check_order, finite, groups_of
+from quire.formats.hub._blocks import affine, finite, groups_of, in_order, scattered, unpacked
 from quire.layouts import Bytes, Floats, Layout
 from quire.observe.errors import BadModelFile, Unsupported
 
 METHODS = ("gptq",)
 FLOATS = ("F16", "BF16", "F32")
+SCATTERED = (
+    "columns are in the order of their activations (desc_act): such matrices are held as plain numbers, not as codes"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,7 @@ class Gptq:
     def read(self, parts: Parts) -> Layout:
         n, k = self.shape(parts)
         group, groups = groups_of("qweight", k, self.group)
-        if "g_idx" in parts:
-            check_order("g_idx", parts["g_idx"].integers(), group, groups)
+        order = parts["g_idx"].integers() if "g_idx" in parts else None
         finite("scales", parts["scales"].floats())
         words, zeros_of, more = parts["qweight"].integers(), parts["qzeros"].octets(), 0 if self.later else 1
 
@@ -71,14 +73,9 @@ class Gptq:
         def zeros(first: int, end: int) -> npt.NDArray[np.int16]:
             return unpacked(zeros_of, self.bits)[:, first:end].T.astype(np.int16) + more
 
+        if order is not None and not in_order("g_idx", order, group, groups):
+            return scattered(self.bits, (n, k), codes, scales, zeros, order)
         return affine(f"GPTQ-{self.bits}", self.bits, (n, k), codes, scales, zeros, group)
-
-
-def unpacked(data: Bytes, bits: int) -> Bytes:
-    """Bytes [n, count] as one code in each: the lowest bits first."""
-    if bits == 8:
-        return data
-    return np.stack((data & np.uint8(15), data >> np.uint8(4)), axis=-1).reshape(data.shape[0], -1)
 
 
 def scheme(settings: Settings) -> Gptq:
@@ -96,7 +93,8 @@ def scheme(settings: Settings) -> Gptq:
         raise Unsupported(f"{settings.where}: dynamic gives some matrices other bits or groups, which is not read")
     group = group_size(settings, "group_size")
     words = "one group a row" if group == -1 else f"groups of {group}"
-    return Gptq(bits, group, form == "gptq_v2", f"GPTQ ({bits} bits, {words})")
+    moved = settings.flag("desc_act", False) and group != -1 and not settings.flag("static_groups", False)
+    return Gptq(bits, group, form == "gptq_v2", f"GPTQ ({bits} bits, {words})", (SCATTERED,) if moved else ())
 
 
 def group_size(settings: Settings, *keys: str) -> int:

@@ -17,12 +17,13 @@ from quire.weights.sources import Remote
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http
+    from quire.weights.web import Http, Reply
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+RENAMED = 3  # how often a repository may have been
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def locate(target: HubTarget, env: Environment, http: Http) -> Remote:
     def address(revision: str) -> str:
         return f"{endpoint}/{target.org}/{target.repo}/resolve/{quote(revision, safe='')}/{quote(target.file)}"
 
-    first = http.head(address(target.revision), auth=auth, cures=cures(target, env))
+    first = _asked(address(target.revision), auth, target, env, http)
     linked = _unquote(first.get("X-Linked-Etag") or first.get("ETag") or "")
     length = first.get("X-Linked-Size") or (first.get("Content-Length") if first.status == 200 else None) or ""
     commit = first.get("X-Repo-Commit") or ""
@@ -109,6 +110,21 @@ def locate(target: HubTarget, env: Environment, http: Http) -> Remote:
         auth=auth,
         notes=(f"{target.revision} is commit {commit[:12]}",) if pinned != target.revision else (),
     )
+
+
+def _asked(url: str, auth: str | None, target: HubTarget, env: Environment, http: Http) -> Reply:
+    """What the hub says of a file. A repository that was renamed redirects within the hub, and says nothing itself."""
+    from quire.weights.web import REDIRECTS, next_hop, origin_of  # parsing a name needs no network
+
+    reply = http.head(url, auth=auth, cures=cures(target, env))
+    for _ in range(RENAMED):
+        if reply.status not in REDIRECTS or reply.get("X-Repo-Commit") or reply.get("X-Linked-Etag"):
+            break
+        there = next_hop(url, reply)
+        if origin_of(there) != origin_of(url):
+            break
+        url, reply = there, http.head(there, auth=auth, cures=cures(target, env))
+    return reply
 
 
 def _unquote(etag: str) -> str:

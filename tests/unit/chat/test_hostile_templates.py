@@ -68,6 +68,7 @@ STOPPED = {
     "loop without end": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "callers": "{% macro d() %}{{ caller() }}{% endmacro %}{% for i in range(99999) %}{% call d() %}{% for j in range(99999) %}{% endfor %}{% endcall %}{% endfor %}",
 }
+STOPPED["a list that grows as it is read"] = "{% set l = [1] %}{% for x in l %}{{ l.append(x) or '' }}{% endfor %}"
 NO_WAY_OUT = {
     "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "by item": "{{ ''['__class__']['__mro__'] }}",
@@ -87,6 +88,10 @@ NO_WAY_OUT = {
     "macro": "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
     "private namespace": "{% set ns = namespace(__class__=1) %}{{ ns }}",
     "changing messages": "{{ messages.append(1) }}",
+    "changing a list in a message": "{% set f = messages[0].l.pop %}{{ f() }}",
+    "a list in itself": "{% set l = [] %}{{ l.append(l) }}",
+    "a list in a list": "{% set l = [] %}{{ l.append([]) }}",
+    "clearing": "{% set l = [1] %}{{ l.clear() }}",
     "changing a message": "{{ messages[0].update({'role': 'system'}) }}",
     "a method not listed": "{{ 'a'.encode('utf-16') }}",
     "include": "{% include '/etc/passwd' %}",
@@ -110,8 +115,9 @@ BY_CLOCK = {
     "sorting",
     "macro with many ends",
     "callers",
+    "a list that grows as it is read",
 }
-MESSAGES = [{"role": "user", "content": "x"}]
+MESSAGES = [{"role": "user", "content": "x", "l": [1]}]
 
 
 @pytest.mark.parametrize("name", STOPPED)

@@ -89,14 +89,15 @@ REASONING = ("reasoning", "reasoning and tools")
 DIFFERENT |= {("upstage-Solar-Open-100B.jinja", kind): "named reasoning" for kind in REASONING}
 # It knows reasoning as a part of the content.
 DIFFERENT |= {("mistralai-Ministral-3-14B-Reasoning-2512.jinja", kind): "thinking parts" for kind in REASONING}
+# They queue ids in a list, which transformers' sandbox forbids, with calls in the history; see the test of their own.
+QUEUES = ("Kimi-K2-Instruct.jinja", "Kimi-K2-Thinking.jinja")
+DIFFERENT |= {(name, kind): "queues" for name in QUEUES for kind in WITH_TOOLS}
 # It wants its tools under another name, and the date.
 DIFFERENT |= {("fireworks-ai-llama-3-firefunction-v2.jinja", kind): "functions" for kind in CONVERSATIONS}
 
 # Templates that refuse some of these conversations, in transformers and here, and what they say.
 REFUSED = {
     "CohereForAI-c4ai-command-r-plus-tool_use.jinja": "'NoneType' object is not iterable",  # wants tools
-    "Kimi-K2-Instruct.jinja": "'append' of 'list' object is unsafe",  # would change a list: the sandbox forbids it
-    "Kimi-K2-Thinking.jinja": "'append' of 'list' object is unsafe",
     "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja": "'NoneType' object is not iterable",  # wants tools
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja": "'NoneType' object is not iterable",
     "fireworks-ai-llama-3-firefunction-v2.jinja": "'functions' is undefined",  # wants a variable of its own
@@ -168,6 +169,33 @@ def test_public_templates_render_as_transformers_does(shared_data: Path):
     own = {"functions": "[]", "datetime": "today"}  # with which it renders
     want = reference(source, CONVERSATIONS["one"], None, True, **own)
     assert want and ours("", ChatTemplate(source, "<s>", "</s>"), CONVERSATIONS["one"], None, True, **own) == want
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_templates_that_queue_ids_render_as_transformers_would_without_its_ban(
+    name: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from jinja2.sandbox import SandboxedEnvironment
+
+    utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs transformers")
+    source = (shared_data / "templates" / name).read_text(encoding="utf-8")
+    assert reference(source, CONVERSATIONS["tools"], TOOLS, True) is None
+    monkeypatch.setattr(utils, "ImmutableSandboxedEnvironment", SandboxedEnvironment)
+    other = source + "{# another text: compiled templates are remembered #}"
+    template = ChatTemplate(source, "<s>", "</s>")
+    for kind in sorted(WITH_TOOLS):
+        before = json.dumps(CONVERSATIONS[kind])
+        want = reference(other, CONVERSATIONS[kind], TOOLS, True)
+        assert want and "functions.get_weather:0" in want
+        for _ in range(2):  # what it queued is gone with the render
+            assert template.render(CONVERSATIONS[kind], tools=TOOLS) == want, kind
+        assert json.dumps(CONVERSATIONS[kind]) == before
+
+
+def test_a_list_of_its_own_may_grow():
+    source = "{% set l = [] %}{% for m in messages %}{{ l.append(m.content) or '' }}{% endfor %}{{ l.pop(0) }}{{ l }}"
+    assert render(source) == "x[]"
+    assert render("{% set l = messages[:] %}{{ l.pop().content }}{{ messages | length }}") == "x1"
 
 
 def test_a_template_that_wants_arguments_as_text(shared_data: Path):

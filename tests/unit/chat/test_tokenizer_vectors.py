@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 
 from quire.chat.tokenizer import Tokenizer
-from quire.observe.errors import Unsupported
+from quire.observe.errors import QuireError, Unsupported
 from quire.weights.gguf import GGUF
+from quire.weights.store import Store
 
 WITH_VECTORS = ["deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-spm", "mpt", "phi-3", "refact", "starcoder"]
 WITHOUT_VOCABULARY = ["command-r", "gemma-4", "llama-bpe", "qwen2", "qwen35"]
+IN_THE_STORE = {"qwen2": "qwen2.5-coder:1.5b"}  # a model with that vocabulary
 
 
 def metadata(folder: Path, name: str) -> Any:
     path = folder / "tokenizers" / f"ggml-vocab-{name}.gguf"
+    if name in IN_THE_STORE:
+        try:
+            path = Store().resolve(IN_THE_STORE[name])
+        except QuireError:
+            pytest.skip(f"needs the vocabulary of {IN_THE_STORE[name]} in the store: quire pull {IN_THE_STORE[name]}")
     if not path.is_file():
         pytest.skip(f"needs the vocabulary {path.name} in the shared data folder")
     with GGUF.open(path) as file:

@@ -54,9 +54,14 @@ def gptq(
     sym: bool = True,
     v2: bool = False,
     order: bool = True,
+    moved: bool = False,
     dtype: Any = np.float16,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    codes, zeros, scales, means = _quantize(w, bits, group, sym, dtype)
+    """moved: columns are quantized in another order than they lie in, as desc_act does."""
+    at = np.random.default_rng(w.shape[1]).permutation(w.shape[1]) if moved else np.arange(w.shape[1])
+    codes, zeros, scales, means = _quantize(w[:, at], bits, group, sym, dtype)
+    back = np.argsort(at)
+    codes, means = codes[:, back], np.ascontiguousarray(means[:, back])
     size = w.shape[1] if group == -1 else group
     made: dict[str, Any] = {
         "qweight": _pack(codes, bits).T.copy(),
@@ -64,7 +69,7 @@ def gptq(
         "scales": scales.T.copy(),
     }
     if order:
-        made["g_idx"] = (np.arange(w.shape[1]) // size).astype(np.int32)
+        made["g_idx"] = (np.arange(w.shape[1]) // size)[back].astype(np.int32)
     return made, means
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.formats import hub
-from quire.layouts import E4M3, Affine, Float8, Layout
+from quire.layouts import E4M3, Affine, Dense, Float8, Layout
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.packed import Packed, scheme_of
 from quire.weights.safetensors import Safetensors
@@ -127,6 +127,56 @@ def test_numbers_are_exact(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(cut.dequantize(slice(1, None)), means.astype(np.float32)[6:66])
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"bits": 4, "group": 32, "sym": False}, "f16"),
+        ({"bits": 4, "group": 128}, "f16"),
+        ({"bits": 8, "group": 64, "sym": False}, "f16"),
+        ({"bits": 4, "group": 64, "dtype": np.float32}, "f32"),
+    ],
+)
+def test_columns_in_the_order_of_their_activations(settings: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    """desc_act: each column has its group's numbers, wherever it lies; rounded once to float16, as such files' kernels do."""
+    tensors, means = packers.gptq(weights(n=600), moved=True, **settings)
+    assert (np.diff(tensors["g_idx"]) < 0).any()
+    how = config("gptq", bits=settings["bits"], group_size=settings["group"], desc_act=True)
+    folder = packed(write(tmp_path / "m.safetensors", tensors), how)
+    assert any("desc_act" in line for line in folder.notes(True))
+    layout = folder.read("m.weight")
+    assert isinstance(layout, Dense) and layout.dtype == dtype and layout.shape == (600, 384)
+    assert layout.nbytes == 600 * 384 * (2 if dtype == "f16" else 4)
+    want = means.astype(np.float32) if dtype == "f32" else means.astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(layout.dequantize(), want)
+    np.testing.assert_array_equal(layout.dequantize(slice(13, 500, 3)), want[13:500:3])
+    np.testing.assert_array_equal(Dense(layout.data[250:300], dtype).dequantize(slice(1, None)), want[251:300])
+    np.testing.assert_array_equal(np.ascontiguousarray(layout.data).astype(np.float32), want)
+
+
+def test_scales_that_float16_numbers_would_not_hold(tmp_path: Path) -> None:
+    tensors, _ = packers.gptq(weights(), moved=True)
+    tensors["scales"] = np.full_like(tensors["scales"], 60000.0)
+    layout = packed(write(tmp_path / "m.safetensors", tensors), KINDS["gptq"][1]).read("m.weight")
+    assert isinstance(layout, Dense) and layout.dtype == "f32" and np.isfinite(layout.dequantize()).all()
+
+
+def test_compressed_columns_in_any_order(tmp_path: Path) -> None:
+    """compressed-tensors says the same in weight_g_idx."""
+    w = weights()
+    at = np.random.default_rng(1).permutation(384)
+    tensors, means = packers.compressed(w[:, at], sym=False, bfloat=True)
+    codes = tensors["weight_packed"].view(np.uint32)
+    apart = np.stack([(codes >> np.uint32(4 * i)) & 15 for i in range(8)], axis=-1).reshape(72, 384)[:, np.argsort(at)]
+    words = sum(apart[:, i::8].astype(np.uint32) << np.uint32(4 * i) for i in range(8))
+    tensors["weight_packed"] = np.asarray(words, np.uint32).view(np.int32)
+    tensors["weight_g_idx"] = (np.arange(384) // 128)[np.argsort(at)].astype(np.int32)
+    folder = packed(write(tmp_path / "m.safetensors", tensors), ct("pack-quantized", actorder="group", **PACK))
+    layout = folder.read("m.weight")
+    want = means[:, np.argsort(at)].astype(np.float16 if layout.dtype == "f16" else np.float32)  # type: ignore[union-attr]
+    assert isinstance(layout, Dense) and any("desc_act" in line for line in folder.notes(True))
+    np.testing.assert_array_equal(layout.dequantize(), want.astype(np.float32))
+
+
 def test_e4m3_is_torchs() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     np.testing.assert_array_equal(E4M3, codes.float().numpy())
@@ -192,7 +242,6 @@ def refused() -> dict[str, tuple[Callable[[], tuple[dict[str, Any], dict[str, An
         "a short order": (lambda: gptq(g_idx=_order()[:100]), BadModelFile, "m.g_idx' has shape 100, but 384"),
         "a group that is not there": (lambda: gptq(g_idx=_order(_7=3)), BadModelFile, "puts column 7 in group 3: there are 3"),
         "a negative group": (lambda: gptq(g_idx=_order(_9=-1)), BadModelFile, "puts column 9 in group -1"),
-        "act-order": (lambda: gptq(g_idx=_order(_5=2)), Unsupported, "puts column 5 in group 2, not 0: .*desc_act"),
         "endless scales": (lambda: gptq(scales=np.full((3, 72), np.inf, f16)), BadModelFile, "216 scales that are no numbers"),
         "two of one": (
             lambda: ({**gptq()[0], "weight": np.ones((72, 384), f16)}, gptq()[1]),

@@ -24,8 +24,15 @@ CLASSES = {
     "bert-score": ("BertConfig", "BertForSequenceClassification"),
     "roberta": ("RobertaConfig", "RobertaModel"),
     "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaModel"),
+    "camembert": ("CamembertConfig", "CamembertModel"),
+    "distilbert": ("DistilBertConfig", "DistilBertModel"),
+    "distilbert-masked": ("DistilBertConfig", "DistilBertForMaskedLM"),
+    "distilbert-score": ("DistilBertConfig", "DistilBertForSequenceClassification"),
+    "xlm-roberta-score": ("XLMRobertaConfig", "XLMRobertaForSequenceClassification"),
     "roberta-score": ("RobertaConfig", "RobertaForSequenceClassification"),
 }
+DISTIL = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}
+DISTIL |= {"num_attention_heads": "n_heads"}
 GGUF_LAYER = {
     "attention.self.query": "attn_q",
     "attention.self.key": "attn_k",
@@ -52,7 +59,9 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     config, model = (getattr(transformers, name) for name in CLASSES[kind])
     sizes = dict(SIZES)
-    if "roberta" in kind:
+    if "distilbert" in kind:
+        sizes = {DISTIL.get(name, name): n for name, n in sizes.items() if name != "type_vocab_size"}
+    if "roberta" in kind or "camembert" in kind:
         sizes |= {"type_vocab_size": 1, "pad_token_id": 1}
     if kind.endswith("score"):
         sizes["num_labels"] = 1

@@ -62,12 +62,12 @@ POOLED = {"mean": lambda r: r.mean(axis=0), "cls": lambda r: r[0], "last": lambd
 
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "camembert", "distilbert"])
 def test_embeddings_are_those_of_transformers(kind: str, backend: str, tmp_path: Path):
     model = encoders.build(kind)
     engine, info = made(encoders.save(model, tmp_path / "m"), backend)
     assert (info.task, info.dimensions) == ("embed", 64)
-    assert info.context == (80 if kind == "bert" else 78)  # RoBERTa's first two positions are for padding
+    assert info.context == (80 if kind in ("bert", "distilbert") else 78)  # RoBERTa's first two are for padding
     for tokens, vector in zip(TEXTS, vectors(engine), strict=True):
         np.testing.assert_allclose(vector, unit(rows(model, tokens).mean(axis=0)), atol=2e-5)
 
@@ -92,6 +92,14 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(tmp_path: Path):
         assert a.tobytes() == b.tobytes() == c.tobytes()
 
 
+def test_a_distilbert_that_predicts_words(tmp_path: Path):
+    model = encoders.build("distilbert-masked")
+    engine, info = made(encoders.save(model, tmp_path / "m"))
+    assert any("not used" in line and "vocab_" in line for line in info.decisions)
+    want = unit(rows(model.distilbert, TEXTS[1]).mean(axis=0))
+    np.testing.assert_allclose(vectors(engine, [TEXTS[1]])[0], want, atol=2e-5)
+
+
 def test_prefixes_old_names_and_unused_heads(tmp_path: Path):
     """A BertForMaskedLM has `bert.` before its names and a head; the oldest files call a norm's numbers gamma and beta."""
     from safetensors.torch import load_file, save_file
@@ -110,7 +118,7 @@ def test_prefixes_old_names_and_unused_heads(tmp_path: Path):
     np.testing.assert_allclose(vectors(engine, [TEXTS[1]])[0], unit(rows(model.bert, TEXTS[1]).mean(axis=0)), atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert-score", "roberta-score"])
+@pytest.mark.parametrize("kind", ["bert-score", "roberta-score", "xlm-roberta-score", "distilbert-score"])
 @pytest.mark.parametrize("sigmoid", [True, False])
 def test_scores_are_those_of_transformers(kind: str, sigmoid: bool, tmp_path: Path):
     model = encoders.build(kind)
@@ -120,20 +128,22 @@ def test_scores_are_those_of_transformers(kind: str, sigmoid: bool, tmp_path: Pa
         config["sbert_ce_default_activation_function"] = "torch.nn.modules.linear.Identity"
         (path / "config.json").write_text(json.dumps(config))
     engine, info = made(path)
-    assert info.task == "score" and info.separators == (1 if kind == "bert-score" else 2)
+    assert info.task == "score" and info.separators == (2 if "roberta" in kind else 1)
     for tokens in (TEXTS[1], TEXTS[2]):
-        types = torch.tensor([[0] * 3 + [1] * (len(tokens) - 3)]) if kind == "bert-score" else None
+        types = torch.tensor([[0] * 3 + [1] * (len(tokens) - 3)])
         with torch.no_grad():
-            logit = model(torch.tensor([tokens]), token_type_ids=types).logits[0, 0]
+            logit = model(torch.tensor([tokens]), **({"token_type_ids": types} if kind == "bert-score" else {})).logits[
+                0, 0
+            ]
         wanted = float(torch.sigmoid(logit) if sigmoid else logit)
         assert vectors(engine, [tokens], second=3)[0][0] == pytest.approx(wanted, abs=2e-5)
 
 
-@pytest.mark.parametrize("pooling", [None, 1, 2])
-def test_a_gguf_gives_the_same(pooling: int | None, tmp_path: Path):
+@pytest.mark.parametrize(("pooling", "backend"), [(None, "native"), (1, "reference"), (2, "native")])
+def test_a_gguf_gives_the_same(pooling: int | None, backend: str, tmp_path: Path):
     pytest.importorskip("gguf", reason="needs gguf: the test extra")
     model = encoders.build("bert")
-    engine, info = made(encoders.save_gguf(model, tmp_path / "m.gguf", pooling))
+    engine, info = made(encoders.save_gguf(model, tmp_path / "m.gguf", pooling), backend)
     assert info.task == "embed" and any("a GGUF cannot say" in line for line in info.decisions)
     how = "cls" if pooling == 2 else "mean"
     for tokens, vector in zip(TEXTS, vectors(engine), strict=True):
@@ -174,6 +184,24 @@ def test_bad_ids_are_refused_and_the_engine_goes_on(tmp_path: Path):
 )
 def test_what_would_change_the_numbers_is_refused(change: dict[str, Any], what: str, tmp_path: Path):
     path = encoders.save(encoders.build("bert"), tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(QuireError, match=what):
+        made(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"activation": "relu"}, "activation"),
+        ({"n_layers": 2}, "2 layers"),
+        ({"n_heads": 0}, "n_heads is 0"),
+        ({"n_heads": 5}, "heads of 12"),
+        ({"hidden_dim": 97}, "lin1.weight' has shape 96x64.*97x64"),
+    ],
+)
+def test_what_would_change_a_distilbert_is_refused(change: dict[str, Any], what: str, tmp_path: Path):
+    path = encoders.save(encoders.build("distilbert"), tmp_path / "m")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(QuireError, match=what):

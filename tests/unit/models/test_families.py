@@ -54,12 +54,15 @@ def test_float32_logits_equal(told: tuple[str, Path, list[Any]], backend: str):
 
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_of_the_same_weights_gives_the_same_logits(name: str, tmp_path: Path):
-    """What is read differs; what computes is the same, so that one backend is enough."""
+    """On both backends of a CPU, past pages, chunks and windows, and behind a prefix that another sequence has left."""
     family, model = FAMILIES[name], families.build(name, seed=1)
     path = families.write_gguf(name, model, tmp_path / "m.gguf")
-    loaded = Loaded(path, "reference", most=128, context=family.context)
     tokens = np.random.default_rng(3).integers(0, 160, family.lengths[-1][0]).tolist()
-    close(loaded.logits(tokens, 33), exact_logits(model, tokens))
+    want, shared = exact_logits(model, tokens), min(48, (len(tokens) - 1) // 16 * 16)
+    for backend in ("reference", "native"):
+        loaded = Loaded(path, backend, most=256, context=family.context)
+        close(loaded.logits(tokens, 33), want)
+        close(loaded.after_hit(tokens, shared, 23), want[shared:])
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,7 @@ def test_every_family_here_is_tried():
         if module.__name__.rsplit(".", 1)[1] in modules:
             assert set(module.ARCHS) <= tried
             strangers = {"LlamaForCausalLM", "LLaMAForCausalLM", "Gemma3ForConditionalGeneration", "Qwen3Model"}
+            strangers |= {"Qwen3ForSequenceClassification"}  # tests/unit/chat/test_judge.py
             assert {n.removesuffix("ForCausalLM") for n in set(module.HF_ARCHS) - strangers} <= kinds
 
 

@@ -60,7 +60,8 @@ def exact_logits(model: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
-    """Prompts that cross pages and chunks, from one file and from shards; what is left is rounding keys and values."""
+    """Prompts that cross pages and chunks, from one file and from shards, and one behind a prefix that another has left; what
+    remains is rounding keys and values."""
     kind, changes = VARIANTS[name]
     model = folders.build(kind, **changes)
     loaded = Loaded(folders.save(model, tmp_path / "m", shard="60KB" if len(name) % 2 else "5GB"), backend, most=256)
@@ -69,6 +70,7 @@ def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
         tokens = rng.integers(0, 160, length).tolist()
         got, want = loaded.logits(tokens, chunk), exact_logits(model, tokens)
         np.testing.assert_allclose(got, want, atol=5e-3, rtol=2e-3)
+    np.testing.assert_allclose(loaded.after_hit(tokens[:110], 48, 23), want[48:110], atol=5e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -79,6 +79,18 @@ def test_float32_logits_equal(name: str, backend: str, tmp_path: Path):
         np.testing.assert_allclose(loaded.logits(tokens, chunk), exact_logits(model, tokens), atol=2e-2, rtol=2e-3)
 
 
+def test_a_split_file_gives_the_same_logits(tmp_path: Path):
+    """As the gguf package splits them."""
+    model = tiny.build()
+    whole = Loaded(tiny.write_gguf(model, tmp_path / "m.gguf"), "native", most=64)
+    tiny.write_gguf(model, tmp_path / "s.gguf", split=9)
+    first = sorted(tmp_path.glob("s-*.gguf"))
+    assert len(first) == 4
+    parts = Loaded(first[0], "native", most=64)
+    tokens = np.random.default_rng(2).integers(0, 160, 40).tolist()
+    assert parts.logits(tokens, 17).tobytes() == whole.logits(tokens, 17).tobytes()
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
 def test_quantized_files_give_what_their_dequantized_weights_give(name: str, tmp_path: Path):
     """The gguf package quantizes and dequantizes; transformers runs the result; the reference backend must agree."""

@@ -121,10 +121,11 @@ def test_float32_logits_equal(told: tuple[Path, list[Any]], backend: str):
 def test_a_gguf_of_the_same_weights_gives_the_same_logits(name: str, backend: str, tmp_path: Path):
     kind, changes, how = GGUFS[name]
     model = mixtures.build(kind, **changes)
-    loaded = Loaded(mixtures.write_gguf(kind, model, tmp_path / "m.gguf", **how), backend, most=128)
+    loaded = Loaded(mixtures.write_gguf(kind, model, tmp_path / "m.gguf", **how), backend, most=256)
     tokens = np.random.default_rng(3).integers(0, 160, 110).tolist()
     want = exact_logits(model, tokens)
     np.testing.assert_allclose(loaded.logits(tokens, 33), want, atol=1e-3, rtol=1e-3)
+    np.testing.assert_allclose(loaded.after_hit(tokens, 48, 23), want[48:], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -25,10 +25,20 @@ torch = pytest.importorskip("torch", reason="needs the test extra: torch is the 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 192, "num_hidden_layers": 2}
 SMALL = {**PACK, "group_size": 32}
 Pack = Callable[[np.ndarray], tuple[dict[str, Any], np.ndarray]]
+
+
+def _rounded(tensors: dict[str, Any], means: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    return tensors, means.astype(np.float16)
+
+
 WAYS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq": (lambda w: packers.gptq(w), config("gptq", bits=4, group_size=128, desc_act=False, sym=True)),
     "gptq asym": (lambda w: packers.gptq(w, group=32, sym=False), config("gptq", bits=4, group_size=32)),
     "gptq 8": (lambda w: packers.gptq(w, bits=8, group=64, sym=False), config("gptq", bits=8, group_size=64)),
+    "gptq act-order": (
+        lambda w: _rounded(*packers.gptq(w, group=64, sym=False, moved=True)),
+        config("gptq", bits=4, group_size=64, desc_act=True),
+    ),
     "awq": (lambda w: packers.awq(w, group=64), config("awq", bits=4, group_size=64, version="gemm", zero_point=True)),
     "ct": (lambda w: packers.compressed(w, group=32, sym=False, bfloat=True), ct("pack-quantized", **SMALL)),
     "ct int8": (lambda w: packers.int_quantized(w), ct("int-quantized", num_bits=8, type="int", strategy="channel")),

@@ -104,12 +104,14 @@ def from_gguf(path: Path) -> Any:
     return model
 
 
-def write_gguf(model: Any, path: Path, quantize: str | None = None, extra: dict[str, Any] | None = None) -> Path:
-    """The model as a GGUF file; matrices quantized to the named type, or float32."""
+def write_gguf(
+    model: Any, path: Path, quantize: str | None = None, extra: dict[str, Any] | None = None, split: int = 0
+) -> Path:
+    """The model as a GGUF file; matrices quantized to the named type, or float32. split: at most so many tensors in a file."""
     import gguf
 
     c = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), "llama", split_max_tensors=split)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.num_hidden_layers)

@@ -392,3 +392,60 @@ def test_not_a_file(tmp_path: Path) -> None:
         GGUF.open(tmp_path / "pipe")
     with pytest.raises(BadModelFile, match="cannot be opened"):
         GGUF.open("a\0b")
+
+
+def split(folder: Path, *parts: Maker, name: str = "m") -> list[Path]:
+    """Those files as the parts of one model."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{name}-{i:05}-of-{len(parts):05}.gguf" for i in range(1, len(parts) + 1)]
+    for i, (path, part) in enumerate(zip(paths, parts, strict=True)):
+        part.key("split.no", maker.U16, i).key("split.count", maker.U16, len(parts))
+        path.write_bytes(part.key("split.tensors.count", maker.I32, len(parts)).build())
+    return paths
+
+
+def three() -> list[Maker]:
+    first = Maker().key("general.architecture", STRING, "llama")
+    return [first.tensor("a", [32]), Maker().tensor("b", [64]), Maker().tensor("c", [32, 2], "Q8_0")]
+
+
+def test_a_split_model_is_opened_by_its_first_file(tmp_path: Path) -> None:
+    paths = split(tmp_path / "s", *three())
+    with GGUF.open(paths[0]) as whole:
+        assert list(whole.tensors) == ["a", "b", "c"] and whole.architecture == "llama"
+        assert [whole.file_of(n) for n in "abc"] == [str(p) for p in paths]
+        assert whole.size == sum(p.stat().st_size for p in paths)
+        for path, name in zip(paths, "abc", strict=True):
+            [theirs] = oracle.GGUFReader(path).tensors
+            assert whole.tensor(name).data.tobytes() == theirs.data.tobytes()
+            whole.release(name)
+            assert whole.tensor(name).data.tobytes() == theirs.data.tobytes()
+        layout = whole.tensor("c")
+    assert layout.dequantize().shape == (2, 32)  # stays valid after close
+    with pytest.raises(ValueError, match="closed"):
+        whole.tensor("c")
+
+
+def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+    paths = split(tmp_path / "s", *three())
+    for path in paths[1:]:
+        with pytest.raises(
+            BadModelFile, match=rf"{path.name} is part \d of 3.*opened by its first file.*-00001-of-00003"
+        ):
+            GGUF.open(path)
+    kept = paths[1].read_bytes()
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(BadModelFile, match=r"m-00002-of-00003.gguf says that it is part 3 of 3, not 2 of 3"):
+        GGUF.open(paths[0])
+    paths[1].write_bytes(kept[:-1])
+    with pytest.raises(BadModelFile, match=r"m-00002-of-00003.gguf.*tensor 'b'"):
+        GGUF.open(paths[0])
+    paths[1].unlink()
+    with pytest.raises(BadModelFile, match=r"part 1 of 3.*m-00002-of-00003.gguf is not beside it"):
+        GGUF.open(paths[0])
+    twice = [Maker().tensor("a", [32]), Maker().tensor("a", [32])]
+    with pytest.raises(BadModelFile, match=r"n-00002-of-00002.gguf: tensor 'a' is in .*n-00001-of-00002.gguf too"):
+        GGUF.open(split(tmp_path / "s", *twice, name="n")[0])
+    fewer = [Maker().tensor("a", [32]).tensor("b", [32]), Maker().tensor("c", [32])]
+    with pytest.raises(BadModelFile, match=r"'split.tensors.count' is 2, but its 2 files hold 3 tensors"):
+        GGUF.open(split(tmp_path / "s", *fewer, name="o")[0])

@@ -235,7 +235,15 @@ TENSORS: dict[str, Case] = {
     ),
     "a part of a split model": (
         lambda: Maker().key("split.count", U32, 3).key("split.no", U32, 1),
-        ["is part 2 of 3", "'split.count'", "merge"],
+        ["is part 2 of 3", "'split.count'", "opened by its first file", "-00001-of-00003.gguf"],
+    ),
+    "a first part under another name": (
+        lambda: Maker().key("split.count", U32, 3).key("split.no", U32, 0),
+        ["is part 1 of 3", "opened by its first file"],
+    ),
+    "more parts than there can be": (
+        lambda: Maker().key("split.count", U32, 2**31),
+        ["key 'split.count' is 2147483648", "0 to 1024"],
     ),
     "a split count that is no number": (
         lambda: Maker().key("split.count", STRING, "3"),

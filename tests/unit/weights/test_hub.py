@@ -331,6 +331,24 @@ def test_an_answer_that_is_no_repository(store: Store, origin: Origin, body: byt
         store.pull("hf:org/repo")
 
 
+def test_two_who_pull_at_once_make_one_download(store: Store, origin: Origin):
+    """Each from a store of its own, into one cache: as two processes do."""
+    import threading
+
+    hub = Hub(origin, SHARDED)
+    others = [Store(dataclasses.replace(store.env, home=store.env.home / str(i)), store.http) for i in range(3)]
+    made: list[Path] = []
+    threads = [threading.Thread(target=lambda s=s: made.append(s.pull("hf:org/repo"))) for s in others]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert len(made) == 3 and len(set(made)) == 1
+    assert all((made[0] / n).read_bytes() == d for n, d in SHARDED.items())
+    assert all(len(origin.gets(hub.path(name))) == 1 for name in SHARDED)
+    assert not list((folder(store) / "blobs").glob("*.part"))
+
+
 def test_a_mirror_that_tells_no_digests(store: Store, origin: Origin):
     hub = Hub(origin, SHARDED)
     listed = [{"rfilename": name} for name in SHARDED]

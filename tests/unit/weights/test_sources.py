@@ -189,6 +189,27 @@ def test_the_hub_token_does_not_follow_to_the_cdn(hub: Store, origin: Origin):
         cdn.close()
 
 
+def test_a_renamed_repository_is_followed_to_its_digest(hub: Store, origin: Origin, recorder: Recorder):
+    """The hub redirects an old name to the new one, within itself; what is verified is what the new one says."""
+    hub_route(origin, sha="0" * 64)
+    for revision in ("main", "c" * 40):
+        there = f"/org/repo/resolve/{revision}/q/x.gguf"
+        origin.routes[f"/old/name/resolve/{revision}/q/x.gguf"] = lambda s, to=there: (307, {"Location": to}, b"")
+    with pytest.raises(DownloadFailed, match=rf"{SHA}, expected {'0' * 64}"):
+        hub.pull("hf:old/name/q/x.gguf")
+    hub_route(origin)
+    assert hub.pull("hf:old/name/q/x.gguf", recorder).read_bytes() == MODEL
+    assert recorder.said("main is commit cccccccccccc")
+    assert all(s.headers["authorization"] == "Bearer hf_secret" for s in origin.seen)
+
+
+def test_a_hub_that_renames_without_end(hub: Store, origin: Origin):
+    here = "/o/r/resolve/main/x.gguf"
+    origin.routes[here] = lambda s: (307, {"Location": here}, b"")
+    with pytest.raises(DownloadFailed, match="redirects more than"):
+        hub.pull("hf:o/r/x.gguf")
+
+
 def test_hub_bytes_already_here_are_not_fetched(hub: Store, origin: Origin, recorder: Recorder):
     hub_route(origin)
     origin.files["/m.gguf"] = Body(MODEL)
@@ -210,9 +231,12 @@ def test_a_hub_that_promises_other_bytes_than_the_catalogue(
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_gated_file_says_what_to_set(tmp_environment: Environment, origin: Origin, http: Http, status: int):
-    origin.routes["/o/r/resolve/main/x.gguf"] = lambda s: (status, {}, b"")
+    words = {"X-Error-Message": "Access to model o/r is restricted.\x1b[31m"}
+    origin.routes["/o/r/resolve/main/x.gguf"] = lambda s: (status, words, b"")
     anonymous = Store(dataclasses.replace(tmp_environment, hf_endpoint=origin.url), http)
-    with pytest.raises(DownloadFailed, match=f"{status}.*needs a token: set HF_TOKEN"):
+    with pytest.raises(
+        DownloadFailed, match=f"{status}.*: Access to model o/r is restricted.*needs a token: set HF_TOKEN"
+    ):
         anonymous.pull("hf:o/r/x.gguf")
     assert "authorization" not in origin.seen[0].headers
     known = Store(dataclasses.replace(tmp_environment, hf_endpoint=origin.url, hf_token="t"), http)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError
+from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError, Unsupported
 from quire.weights import fetch
 from quire.weights.store import Store
 
@@ -221,6 +221,60 @@ def test_an_html_page_is_not_a_model(store: Store, name: str, origin: Origin):
     with pytest.raises(BadModelFile, match="not a GGUF"):
         store.pull(name)
     assert store.list() == [] and parts(store) == [] and list((store.home / "blobs").iterdir()) == []
+
+
+def test_an_architecture_that_is_not_known_is_refused_by_its_first_bytes(store: Store, name: str, origin: Origin):
+    """A GGUF says what it is at its beginning: the rest does not come."""
+    from quire.cli.pull import supported
+
+    def file(architecture: bytes) -> bytes:
+        def text(data: bytes) -> bytes:
+            return len(data).to_bytes(8, "little") + data
+
+        keys = text(b"general.alignment") + b"\x04\0\0\0" + b"\x20\0\0\0"
+        keys += text(b"general.architecture") + b"\x08\0\0\0" + text(architecture)
+        return b"GGUF\x03\0\0\0" + bytes(8) + b"\x02" + bytes(7) + keys + bytes(8 << 20)
+
+    choosy = Store(store.env, store.http, accepts=supported)
+    origin.files[PATH] = Body(file(b"mamba"))
+    with pytest.raises(Unsupported, match=r"'mamba' is not supported \(http.*supported: .*llama"):
+        choosy.pull(name)
+    assert store.list() == [] and parts(store) == []
+    origin.always = Fault(drop_after=3 << 20)  # it breaks off long after the beginning
+    with pytest.raises(Unsupported, match="'mamba'"):
+        choosy.pull(name)
+    assert len(origin.gets(PATH)) == 2  # not tried again
+    origin.always = None
+    origin.files[PATH] = Body(file(b"llama"))
+    assert choosy.pull(name).is_file()
+
+
+@pytest.mark.parametrize("cut", range(0, 80, 7))
+def test_a_glimpse_of_too_little_says_nothing(cut: int):
+    from quire.weights.glimpse import glimpse
+
+    def text(data: bytes) -> bytes:
+        return len(data).to_bytes(8, "little") + data
+
+    whole = b"GGUF\x03\0\0\0" + bytes(16) + text(b"general.architecture") + b"\x08\0\0\0" + text(b"llama") + bytes(9)
+    seen = glimpse("x", whole)
+    assert seen is not None and seen.architecture == "llama"
+    if cut < 4:
+        with pytest.raises(BadModelFile, match="not a GGUF"):
+            glimpse("x", whole[:cut])
+    elif cut < len(whole) - 9:
+        assert glimpse("x", whole[:cut]) is None
+    huge = whole[:24] + (1 << 63).to_bytes(8, "little") + whole[32:]
+    assert glimpse("x", huge) is None
+
+
+def test_a_file_of_a_split_model_is_not_fetched_alone(store: Store, origin: Origin):
+    for part in ("m-00001-of-00003.gguf", "m-00002-of-00003.gguf"):
+        with pytest.raises(Unsupported, match=r"one of 3 files of a split model.*name the first file by its path"):
+            store.pull(f"{origin.url}/{part}")
+    assert not origin.seen
+    origin.files["/m-00001-of-00001.gguf"] = Body(MODEL)
+    assert store.pull(f"{origin.url}/m-00001-of-00001.gguf").is_file()
 
 
 def test_content_encoding_is_refused(store: Store, name: str, origin: Origin):

@@ -92,8 +92,6 @@ REASONS = {
     "NVIDIA-Nemotron-Nano-v2": "the template writes text beside calls as a turn of its own, which no model would",
     "openai-gpt-oss-120b": "the template writes text beside a call into the reasoning channel",
     "HuggingFaceTB-SmolLM3-3B": "the template writes no calls, and drops reasoning",
-    "Kimi-K2-Instruct": "the template changes a list, which the sandbox forbids (so does that of transformers)",
-    "Kimi-K2-Thinking": "the template changes a list, which the sandbox forbids (so does that of transformers)",
     "LFM2-8B-A1B": "the template shows tools and writes no calls",
     "LFM2.5-Instruct": "the template shows tools and writes no calls",
     "ibm-granite-granite-3.3-2B-Instruct": "the template says in words how to call, and writes no calls",
