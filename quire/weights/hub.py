@@ -233,8 +233,7 @@ class RepositoryPull:
             link = snapshot / path
             with disk_errors(link):
                 link.parent.mkdir(parents=True, exist_ok=True)
-                temp = link.with_name(f".{link.name}.new")
-                temp.unlink(missing_ok=True)
+                temp = link.with_name(f".{link.name}.{os.urandom(4).hex()}.new")  # others may pull the same at once
                 temp.symlink_to(os.path.relpath(blobs[path], link.parent))
                 temp.replace(link)
         sync_folder(snapshot)

@@ -171,7 +171,7 @@ def test_a_folder_in_tiles(kind: str, tmp_path: Path):
             near[quantize, n] = float(np.median(apart))  # a router may choose otherwise for a row or two
         if quantize == "keep":
             assert "FP8 in tiles" not in backend.told()[0], backend.told()
-    assert max(near["none", 5], near["none", 90], near["keep", 5]) < 0.03 and near["keep", 90] < 0.1, near
+    assert max(near["none", 5], near["none", 90], near["keep", 5]) < 0.03 and near["keep", 90] < 0.15, near
 
 
 def test_an_engine_over_tiles(tmp_path: Path):

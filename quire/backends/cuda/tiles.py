@@ -75,7 +75,7 @@ def linear(
     rows, n = source.shape[0], weight.shape[0] // (2 if swiglu else 1)
     y = torch.empty(rows, n, dtype=at.dtype, device=at.device) if out is None else out
     if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:
-        shape = at.shape(tiled_shape(n, weight.shape[1], rows, swiglu=swiglu))
+        shape = at.shape(tiled_shape(n, swiglu=swiglu))
         part = at.space(shape.splits, rows, n)
         leave = loose and part is not None and bias is None and out is None
         tiled_product(

@@ -126,7 +126,9 @@ def test_a_file_with_a_template(tmp_path: Path):
 
 
 def test_serve_says_at_once_that_there_is_no_such_file(tmp_path: Path):
-    from quire.cli.serve import command
+    from typer.testing import CliRunner
 
-    with pytest.raises(NotFound, match=r"nowhere\.jinja"):
-        command(chat_template=tmp_path / "nowhere.jinja")
+    from quire.cli.app import app
+
+    told = CliRunner().invoke(app, ["serve", "--chat-template", str(tmp_path / "nowhere.jinja")])
+    assert told.exit_code == 1 and "nowhere.jinja" in told.output

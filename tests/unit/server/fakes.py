@@ -29,7 +29,7 @@ URL = "http://127.0.0.1"
 class FakeTokenizer:
     """One token per byte."""
 
-    vocab_size = VOCAB
+    vocab_size = ordinary_size = VOCAB
     max_token_bytes = 5
     add_bos = add_eos = False
     bos_id: int | None = None

@@ -31,7 +31,7 @@ def made() -> Affine:
 def float8() -> Layout:
     rng = np.random.default_rng(3)
     codes, scales = rng.integers(0, 120, (N, K), dtype=np.uint8), rng.uniform(0.01, 1, (N, 2)).astype(np.float32)
-    return _blocks.float8(codes, lambda a, b: scales[a:b], False, 32)
+    return _blocks.float8(codes, lambda a, b: scales[a:b], (1, 32))
 
 
 numbers = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)

@@ -12,7 +12,7 @@ from quire.backends.cuda.kernels.skinny import Shape
 
 ROWS = 64  # a skinny product has at most this many; more go to cuBLAS
 FEW = 16  # rows that fit the smallest tile of the tensor cores
-TILED_ROWS = 64  # rows up to which those for fp8 weights with scales for tiles stay half floats
+TILED_ROWS = FEW  # rows up to which those for fp8 weights with scales for tiles stay half floats
 WIDE = 16384  # channels of one-byte weights from which one row, too, is better off on the tensor cores
 
 
@@ -79,10 +79,8 @@ def int4_shape(n: int, k: int, *, swiglu: bool = False) -> Shape:
     return Shape(64, 0, 4, 4, 8, swap=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True)
 
 
-def tiled_shape(n: int, k: int, rows: int, *, swiglu: bool = False) -> Shape:
-    """For fp8 weights with scales for tiles, and up to 64 rows of half floats: a step is 128 columns, so there are more of them."""
-    if rows > FEW:  # the weights as the left operand: converted, they go to the tensor cores from registers
-        return Shape(64, 0, 4, 4, 1 if swiglu or n > 4096 else 2, swap=True, pdl=True)
+def tiled_shape(n: int, *, swiglu: bool = False) -> Shape:
+    """For fp8 weights with scales for tiles, and up to 16 rows of half floats: a step is 128 columns, so there are more of them."""
     if swiglu or n > 32768:
         return Shape(64, 0, 4, 5, pdl=True)
     return Shape(64, 0, 4, 5, 8 if n <= 4096 else 4, pdl=True)
@@ -90,7 +88,6 @@ def tiled_shape(n: int, k: int, rows: int, *, swiglu: bool = False) -> Shape:
 
 # The first that gives every processor a tile, or the last: rows of a program, and its shape.
 TILED_MANY = (
-    (128, Shape(128, 0, 8, 4, pdl=True)),
     (64, Shape(128, 0, 4, 4, pdl=True)),
     (64, Shape(64, 0, 4, 5, pdl=True)),
 )
