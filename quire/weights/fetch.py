@@ -1,6 +1,6 @@
 """Remote bytes into a partial file: resumed, bounded, hashed, retried, and reported as they come.
 
-Owns the transfer. Knows nothing of names, manifests or where a finished file ends up (pull.py), what is inside an archive (archive.py),
+Owns the transfer; a large file comes in several ranges at once (ahead.py), and is written from its beginning all the same. Knows nothing of names, manifests or where a finished file ends up (pull.py), what is inside an archive (archive.py),
 nor how a request is made (web.py).
 Invariants: every byte of a finished file was hashed; a partial file is kept on any failure that a later try could
 continue, and thrown away, saying so, when it cannot be part of what the server now has.
@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from quire.observe.errors import DownloadFailed, QuireError
+from quire.weights import ahead
 from quire.weights.progress import Progress, mb
 from quire.weights.sources import Remote
 from quire.weights.web import Http, Reply, Transient, display, host_of
@@ -76,11 +77,13 @@ class Transfer:
         progress: Progress,
         reserve: int = 0,
         look: Callable[[bytes], object] | None = None,
+        lanes: int = 1,
     ):
         self.remote, self.part, self.name = remote, part, name
         self.http, self.progress = http, progress
         self.reserve = reserve  # bytes of disk the caller needs besides
         self.look = look  # is shown the first LOOK bytes once they are here, and raises to refuse the file
+        self.lanes = lanes  # ranges of it that may come at once, where the server gives ranges
         self.have = 0
         self._new_hashes()
         self.state = PartState(name, remote.url, remote.sha256)
@@ -171,7 +174,14 @@ class Transfer:
             if reply.status == 200:
                 self._from_the_start(reply)
             self._check_room()
-            self._stream(reply)
+            self.progress.start(self.state.total or self.remote.size, self.name, self.have)
+            if not self._in_ranges(reply):
+                self._stream(reply)
+            else:
+                if self.look is not None:
+                    self._stream(reply, LOOK)
+                reply.close()
+                self._side_by_side()
         finally:
             reply.close()
         return True
@@ -223,26 +233,70 @@ class Transfer:
         total = self.state.total or self.remote.size
         check_room(self.part.parent, (total - self.have if total else 0) + self.reserve)
 
-    def _stream(self, reply: Reply) -> None:
+    def _in_ranges(self, reply: Reply) -> bool:
+        """Whether what is missing is worth several requests, and the server can be held to one version of the file."""
+        ranges = reply.status == 206 or (reply.get("Accept-Ranges") or "").strip().lower() == "bytes"
+        known = self.state.validator is not None or self.remote.sha256 is not None
+        missing = (self.state.total or 0) - self.have
+        return self.lanes > 1 and ranges and known and missing > 2 * ahead.SEGMENT
+
+    def _stream(self, reply: Reply, until: int | None = None) -> None:
+        """What the answer holds, up to a byte if that is given."""
         total = self.state.total
         bound = total if total is not None else self.remote.size
-        self.progress.start(total if total is not None else self.remote.size, self.name, self.have)
         with open_raw(self.part, "ab") as out:
-            while total is None or self.have < total:
+            while (total is None or self.have < total) and (until is None or self.have < until):
                 chunk = reply.read(CHUNK if total is None else min(CHUNK, total - self.have))
                 if not chunk:
                     break
                 if bound is not None and self.have + len(chunk) > bound:
                     discard(self.part)
                     raise DownloadFailed(f"{display(self.remote.url)} sends more than {bound:,} bytes; kept nothing")
-                write_all(out, chunk, self.part)
-                self._feed(chunk)
-                self.have += len(chunk)
-                self.progress.advance(len(chunk))
-                if self.have >= LOOK:
-                    self._show()
-        if bound is not None and self.have < bound:
+                self._take(out, chunk)
+        short = bound if until is None else until
+        if short is not None and self.have < short:
             raise Transient(f"{host_of(self.remote.url)} closed the connection after {self.have:,} of {bound:,} bytes")
+
+    def _take(self, out: FileIO, chunk: bytes) -> None:
+        write_all(out, chunk, self.part)
+        self._feed(chunk)
+        self.have += len(chunk)
+        self.progress.advance(len(chunk))
+        if self.have >= LOOK:
+            self._show()
+
+    def _side_by_side(self) -> None:
+        """The rest, several ranges at a time."""
+        assert self.state.total is not None
+        coming = ahead.Ahead(self._range, self.have, self.state.total, lanes=self.lanes, segment=ahead.SEGMENT)
+        try:
+            with open_raw(self.part, "ab") as out:
+                for got in coming:
+                    for at in range(0, len(got), CHUNK):
+                        self._take(out, got[at : at + CHUNK])
+        finally:
+            coming.stop()
+
+    def _range(self, first: int, end: int, going: Callable[[], None]) -> bytes:
+        """Bytes first .. end. Whatever else comes in their place, the rest is asked for in one stream."""
+        headers = {"Range": f"bytes={first}-{end - 1}"}
+        if self.state.validator:
+            headers["If-Range"] = self.state.validator
+        reply = self.http.once(self.remote.url, headers=headers, auth=self.remote.auth)
+        try:
+            span, _, total = (reply.get("Content-Range") or "").removeprefix("bytes ").partition("/")
+            if reply.status != 206 or span != f"{first}-{end - 1}" or total not in ("*", str(self.state.total)):
+                self.lanes = 1
+                raise Transient(f"{host_of(self.remote.url)} does not give the parts of the file that it was asked for")
+            body = bytearray()
+            while len(body) < end - first and (chunk := reply.read(min(CHUNK, end - first - len(body)))):
+                body += chunk
+                going()
+        finally:
+            reply.close()
+        if len(body) < end - first:
+            raise Transient(f"{host_of(self.remote.url)} closed the connection after {len(body):,} bytes of a part")
+        return bytes(body)
 
     def _show(self) -> None:
         """Let somebody look at the beginning, once; what is refused is not kept."""

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from quire.observe.errors import DownloadFailed, QuireError, Unsupported
-from quire.weights import repository
+from quire.weights import ahead, repository
 from quire.weights.fetch import Transfer, check_room, discard, disk_errors
 from quire.weights.home import hash_file, key, sync_folder
 from quire.weights.hub_cache import COMMIT, folder_of
@@ -187,12 +187,16 @@ class RepositoryPull:
             check_room(self.folder, max(0, (total or 0) - done))
             shared = Shared(self.progress, total, str(self.target), done)
             http = replace(self.http, note=shared.note)
-            jobs = [partial(self._transfer, f, b, commit, http, shared, part) for f, b, part in missing]
+            large = sum((size or 0) > 2 * ahead.SEGMENT for size in sizes)
+            lanes = max(1, ahead.LANES // max(1, large))  # many large files are parallel enough
+            jobs = [partial(self._transfer, f, b, commit, http, shared, part, lanes) for f, b, part in missing]
             run_all(jobs, shared.stop)
             self.progress.finish()
         return [b for _, b in wanted]
 
-    def _transfer(self, f: _File, blob: Path, commit: str, http: Http, shared: Shared, counted: int) -> None:
+    def _transfer(
+        self, f: _File, blob: Path, commit: str, http: Http, shared: Shared, counted: int, lanes: int
+    ) -> None:
         t = self.target
         url = f"{self.env.hf_endpoint.rstrip('/')}/{t.org}/{t.repo}/resolve/{commit}/{quote(f.path)}"
         with (self.locks / f"{blob.name}.lock").open("a") as lock:
@@ -201,7 +205,7 @@ class RepositoryPull:
                 return
             part = blob.with_name(f"{blob.name}.part")
             remote = Remote(url, f.sha256, f.size, self.auth)
-            Transfer(remote, part, str(t), http, shared.slice(counted)).run()
+            Transfer(remote, part, str(t), http, shared.slice(counted), lanes=lanes).run()
             if f.git is not None and (found := _git_id(part)) != f.git:
                 discard(part)
                 raise DownloadFailed(

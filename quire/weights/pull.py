@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError, Unsupported
-from quire.weights import archive, repository, sources
+from quire.weights import ahead, archive, repository, sources
 from quire.weights.fetch import Transfer, check_room, discard, disk_errors, write_whole
 from quire.weights.glimpse import MAGIC, Glimpse, glimpse
 from quire.weights.home import hash_file, sync_folder
@@ -96,10 +96,13 @@ class Pull:
             if remote.sha256 and self._usable(remote.sha256, remote.size):
                 return self._adopt(reference, remote.sha256)
             look = partial(self._glimpse, reference)
-            digest = Transfer(remote, part, self.wanted.name, self.http, self.progress, look=look).run()
+            digest = Transfer(
+                remote, part, self.wanted.name, self.http, self.progress, look=look, lanes=ahead.LANES
+            ).run()
             return self._commit(reference, part, digest, [part])
         room = 0 if reference.folder else self.wanted.size or 0
-        Transfer(remote, part, self.wanted.name, self.http.trusting(remote.cafile), self.progress, reserve=room).run()
+        http = self.http.trusting(remote.cafile)
+        Transfer(remote, part, self.wanted.name, http, self.progress, reserve=room, lanes=ahead.LANES).run()
         if reference.folder:
             return self._unpack(reference, remote.member, part)
         done = part.with_suffix(".member")

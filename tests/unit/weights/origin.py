@@ -108,11 +108,12 @@ class Origin:
         wanted = seen.headers.get("range")
         condition = seen.headers.get("if-range")
         if wanted and not fault.ignore_range and (condition is None or condition == tag):
-            start = int(wanted.removeprefix("bytes=").rstrip("-")) + fault.shift_range
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start = int(first) + fault.shift_range
             if start >= total:
                 return 416, {"Content-Range": f"bytes */{total}", "Content-Length": "0"}, b""
-            data = body.data[start:]
-            headers |= {"Content-Range": f"bytes {start}-{total - 1}/{total}"}
+            data = body.data[start : int(last) + 1 + fault.shift_range] if last else body.data[start:]
+            headers |= {"Content-Range": f"bytes {start}-{start + len(data) - 1}/{total}"}
             return 206, headers | {"Content-Length": str(len(data) + fault.extra_length)}, data
         return 200, headers | {"Content-Length": str(total + fault.extra_length)}, body.data
 
