@@ -112,15 +112,16 @@ def _words(checkpoint: Opened) -> tuple[int, int]:
     else:
         where = os.path.join(checkpoint.path, "tokenizer.json")
         ids = _vocabulary(checkpoint, where)
-    found = [ids.get(word) for word in ("yes", "no")]
-    if any(type(i) is not int for i in found):
+    found = [i for i in (ids.get("yes"), ids.get("no")) if type(i) is int]
+    if len(found) < 2:
         raise Unsupported(f"{where}: 'yes' and 'no' are not both tokens there: this is no Qwen3-Reranker")
     rows = checkpoint.tensors[_embedding(checkpoint)].shape[0]
-    if not all(0 <= i < rows for i in found):  # type: ignore[operator]
+    yes, no = found
+    if not (0 <= yes < rows and 0 <= no < rows):
         raise BadModelFile(
-            f"{where}: the ids of 'yes' and 'no' are {found[0]} and {found[1]}: the model has {rows} rows"
+            f"{where}: the ids of 'yes' and 'no' are {yes} and {no}: the model has {rows} rows"
         )
-    return found[0], found[1]  # type: ignore[return-value]
+    return yes, no
 
 
 def _embedding(checkpoint: Opened) -> str:

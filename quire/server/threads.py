@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,21 +18,13 @@ async def in_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
     def body() -> None:
         try:
-            result, error = work(), None
+            settle = partial(done.set_result, work())
         except BaseException as e:
-            result, error = None, e
+            settle = partial(done.set_exception, e)
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(lambda: None if done.cancelled() else settle())
 
     threading.Thread(target=body, daemon=True, name="quire-work").start()
     return await done
