@@ -118,9 +118,7 @@ def _words(checkpoint: Opened) -> tuple[int, int]:
     rows = checkpoint.tensors[_embedding(checkpoint)].shape[0]
     yes, no = found
     if not (0 <= yes < rows and 0 <= no < rows):
-        raise BadModelFile(
-            f"{where}: the ids of 'yes' and 'no' are {yes} and {no}: the model has {rows} rows"
-        )
+        raise BadModelFile(f"{where}: the ids of 'yes' and 'no' are {yes} and {no}: the model has {rows} rows")
     return yes, no
 
 
