@@ -83,7 +83,7 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
     print(f"microseconds a row; {asked.threads} threads, {backend.isa}")
     body: dict[str, Any] = {"isa": backend.isa, "threads": asked.threads, "microseconds": []}
     for vocab in asked.vocabularies:
-        compiled, rules = Sampler(vocab, backend.sampler(vocab)), Sampler(vocab)
+        compiled, rules = Sampler(vocab, backend.host_sampler(vocab)), Sampler(vocab)
         floor = 1e6 * 4 * vocab / FLOOR
         for shape in ("peaked", "flat"):
             print(f"\n{vocab} tokens, {shape} (one pass over the logits: {floor:.0f})")

@@ -1,5 +1,5 @@
 // The sampler: rows of logits become tokens and log probabilities. The definition, to the last bit, is that of
-// quire/runner/rules.py and weights.py; tests compare the two. Nothing here changes a logit.
+// quire/runner/rules.py and masses.py; tests compare the two. Nothing here changes a logit.
 //
 // A weight is 2^y in double, and a mass is a weight as a whole number of small units, so sums are exact: rows, blocks and
 // threads can be taken in any order. Few tokens are ever weighed when a filter leaves few: each block of 64 tokens has a peak,

@@ -391,6 +391,37 @@ class Needs:
     working: int  # what lies between ops, logits among it, and scratch
 
 
+class HostSampler(Protocol):
+    """Chooses tokens from rows of logits in one call, as quire/runner/rules.py and masses.py define it, bit for bit."""
+
+    def wish(self, *params: Any) -> Any:
+        """What a stream asks for, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
+        ...
+
+    def choose(
+        self,
+        logits: Floats,
+        wishes: Sequence[Any],
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        seen: Sequence[tuple[int, Any, Any]],
+        masks: Sequence[tuple[int, Any]],
+    ) -> list[tuple[list[int], list[Any]]]:
+        """Of every stream its tokens, the last of them negative where there is none to choose, and their log probabilities."""
+        ...
+
+    def logprobs(self, logits: Floats, tokens: Sequence[int], top: int) -> list[Any] | None:
+        """Of one token a row; None where a row is not numbers."""
+        ...
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A program that brings a sampler for the host, on the threads that its kernels have."""
+
+    def host_sampler(self, vocab_size: int) -> HostSampler: ...
+
+
 @runtime_checkable
 class Estimator(Protocol):
     """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""

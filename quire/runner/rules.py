@@ -2,7 +2,7 @@
 
 A rule knows the row it is given and the request's parameters, never a batch. Which rules a request needs is decided
 once, when its slot opens; a rule that would change nothing is not called at all. Scores are float64; what they weigh is in
-weights.py. Tokens are ordered by score, which no temperature changes, and of equal scores the smaller id is first.
+masses.py. Tokens are ordered by score, which no temperature changes, and of equal scores the smaller id is first.
 
 `RULES` is the order, and the reasons:
   1. logit_bias, then the penalties: what the caller says about single tokens comes first, on the model's own scale, as
@@ -24,9 +24,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quire.runner.masses import F64, Masses, bits_a_nat, distances, goal, masses, weights
 from quire.runner.params import SamplingParams
 from quire.runner.select import Index, best, leading
-from quire.runner.weights import F64, Masses, bits_a_nat, distances, goal, masses, weights
 
 
 class History:

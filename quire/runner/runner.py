@@ -18,11 +18,10 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 
-from quire.backends.ops import KV, Program
+from quire.backends.ops import KV, Program, Samples
 from quire.layouts import Floats
 from quire.runner.intake import Intake, Pending, reason
 from quire.runner.lora import Loras
@@ -90,7 +89,7 @@ class Runner:
             proposer=proposer,
         )
         self._slots = self._intake.slots
-        self._sampler = Sampler(vocab_size, _sampler_of(program, vocab_size))
+        self._sampler = Sampler(vocab_size, program.host_sampler(vocab_size) if isinstance(program, Samples) else None)
         self._unsampled: Pending | None = None
         self._closed = False
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -242,9 +241,3 @@ class Runner:
             pending.rows[i].logprobs = choice.logprobs
             self._intake.verified(pending, i, choice.tokens)
             slots.position[s] += len(choice.tokens)
-
-
-def _sampler_of(program: Program, vocab_size: int) -> Any:
-    """The sampler that a program brings, on the same threads as its kernels; None: it brings none."""
-    made = getattr(program, "sampler", None)
-    return None if made is None else made(vocab_size)

@@ -2,7 +2,7 @@
 
 It knows rows and streams, never slots, plans or a device. A row's answer depends on that row and its stream alone, so batch
 mates cannot change a bit of it. With the compiled module a call is one call of C++ for all rows; without, rows go through
-rules.py one by one. Both give the same bits (weights.py says why they can).
+rules.py one by one. Both give the same bits (masses.py says why they can).
 
 Sampling and verifying drafts are one call. A token is a pure function of (logits, stream, position), so a draft is right
 exactly when it equals the token that plain sampling gives there: k = 0 drafts is plain sampling, and k > 0 changes how
@@ -19,13 +19,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quire.backends.ops import HostSampler
 from quire.layouts import Floats
+from quire.runner.masses import bits_a_nat, distances, log, masses, unit_bits, weights
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
 from quire.runner.random import draw53
 from quire.runner.rules import RULED_OUT, Choice, History, NoToken, needs_history, rules_for
 from quire.runner.select import best
-from quire.runner.weights import bits_a_nat, distances, log, masses, unit_bits, weights
 
 Masks: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]
 """Which tokens a constraint allows: [V], or [1 + drafts, V], by the sequence's place in the batch."""
@@ -74,7 +75,7 @@ class Chosen:
 class Sampler:
     """Holds scratch memory, and nothing between calls. `native` is a program's own sampler, where it has one."""
 
-    def __init__(self, vocab_size: int, native: Any = None):
+    def __init__(self, vocab_size: int, native: HostSampler | None = None):
         self._vocab_size = vocab_size
         self._native = native
         self._scratch = np.empty(vocab_size if native is None else 0, np.float64)
@@ -96,7 +97,7 @@ class Sampler:
         if logits.shape != (rows, self._vocab_size):
             raise ValueError(f"logits are {list(logits.shape)}: expected {[rows, self._vocab_size]}")
         if self._native is not None:
-            return self._compiled(logits, streams, positions, drafts or (), masks)
+            return self._compiled(self._native, logits, streams, positions, drafts or (), masks)
         if not drafts and not masks and all(stream.plain for stream in streams):
             return self._argmax(logits)
         chosen, first = [], 0
@@ -119,17 +120,18 @@ class Sampler:
 
     def _compiled(
         self,
+        native: HostSampler,
         logits: Floats,
         streams: Sequence[Stream],
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
         masks: Masks | None,
     ) -> list[Chosen]:
-        wishes = [stream.wish or self._wish(stream) for stream in streams]
+        wishes = [stream.wish or _wish(native, stream) for stream in streams]
         seen = [(i, s.history.ids, s.history.counts) for i, s in enumerate(streams) if s.history is not None]
         ruled = [(i, np.atleast_2d(mask)) for i, mask in masks.items()] if masks else ()
         chosen, first = [], 0
-        told = self._native.choose(logits, wishes, positions, drafts, seen, ruled)
+        told = native.choose(logits, wishes, positions, drafts, seen, ruled)
         for i, (stream, (tokens, facts)) in enumerate(zip(streams, told, strict=True)):
             if tokens[-1] < 0:
                 chosen.append(Chosen(error=_broken(logits[first + len(tokens) - 1]) if tokens[-1] == -1 else RULED_OUT))
@@ -142,15 +144,6 @@ class Sampler:
                     stream.history.add(token)
             first += 1 + (len(drafts[i]) if drafts else 0)
         return chosen
-
-    def _wish(self, stream: Stream) -> Any:
-        p = stream.params
-        stream.wish = self._native.wish(
-            p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty,
-            p.presence_penalty, p.min_tokens, stream.seed & (2**64 - 1), -1 if p.logprobs is None else p.logprobs,
-            list(p.logit_bias.items()), stream.stop_ids.tolist(),
-        )  # fmt: skip
-        return stream.wish
 
     def _argmax(self, logits: Floats) -> list[Chosen]:
         """Plain greedy: the best logit, the smallest id among equals. NaN beats every number here, so it is seen."""
@@ -228,3 +221,13 @@ def _broken(row: Floats) -> str:
     counts = (("NaN", np.isnan(row).sum()), ("+inf", np.isposinf(row).sum()), ("-inf", np.isneginf(row).sum()))
     found = ", ".join(f"{int(count)} {name}" for name, count in counts if count)
     return f"the model produced NaN or infinite logits ({found} of {row.size})"
+
+
+def _wish(native: HostSampler, stream: Stream) -> Any:
+    p = stream.params
+    stream.wish = native.wish(
+        p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty,
+        p.presence_penalty, p.min_tokens, stream.seed & (2**64 - 1), -1 if p.logprobs is None else p.logprobs,
+        list(p.logit_bias.items()), stream.stop_ids.tolist(),
+    )  # fmt: skip
+    return stream.wish

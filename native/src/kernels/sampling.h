@@ -10,7 +10,7 @@
 namespace {
 
 // (2^r - 1) / r for r between -1/2 and 1/2, to 2e-17: the highest power first; then the 1 that was taken off. As in
-// quire/runner/weights.py.
+// quire/runner/masses.py.
 constexpr double kPow2[] = {0x1.e9d3fe3952179p-32, 0x1.e6063f7217bc6p-28, 0x1.b524fae627834p-24, 0x1.62bfd47773353p-20,
                             0x1.ffcbfc670dcd4p-17, 0x1.430913096fd9fp-13, 0x1.5d87fe78a5276p-10, 0x1.3b2ab6fba1ddap-7,
                             0x1.c6b08d704a0c2p-5,  0x1.ebfbdff82c598p-3,  0x1.62e42fefa39efp-1,  0x1p0};

@@ -15,7 +15,7 @@ import numpy as np
 from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch
 from quire.backends.native import arena, extension, fuse
-from quire.backends.ops import KV, Forward, Needs, check_kv
+from quire.backends.ops import KV, Forward, HostSampler, Needs, check_kv
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
 from quire.layouts import Affine, Codec, Dense, Float8, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
@@ -36,9 +36,9 @@ _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 class NativeProgram:
     """A compiled forward with its KV pool."""
 
-    def __init__(self, plan: Any, inputs: dict[str, int], sites: Sites, sampler: Callable[[int], Any]):
+    def __init__(self, plan: Any, inputs: dict[str, int], sites: Sites, sampler: Callable[[int], HostSampler]):
         self._plan = plan
-        self.sampler = sampler  # one for a vocabulary of so many tokens; see native/src/sample.h
+        self.host_sampler = sampler
         self._inputs = inputs
         self._sites = sites
 
@@ -142,12 +142,12 @@ class NativeBackend:
         self._drafts.clear()
         self._pack(draft.program, packed)
         plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
-        made = NativeProgram(plan, dict(inputs), Sites(numbers, self._pack_adapters), self.sampler)
+        made = NativeProgram(plan, dict(inputs), Sites(numbers, self._pack_adapters), self.host_sampler)
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
         return made
 
-    def sampler(self, vocab_size: int) -> Any:
+    def host_sampler(self, vocab_size: int) -> HostSampler:
         """Rows of logits become tokens, on this backend's threads and kernels."""
         return self._native.sampler(self._machine, vocab_size)
 

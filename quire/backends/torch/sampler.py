@@ -4,7 +4,7 @@ The rules, their order and the meaning of each are those of runner/rules.py, ove
 row is the same Philox draw, made on the host, where its seed and position are known. `DeviceSampler` is what a program
 offers its runner. Here it is in plain torch, in float64: a token is the one that the host's sampler gives, unless two
 candidates are nearer to a border (the edge of top_p, the drawn number) than the rounding of a float64 sum, or than the unit of
-runner/weights.py; greedy choices are exactly the same: the best score, the smallest id.
+runner/masses.py; greedy choices are exactly the same: the best score, the smallest id.
 
 A row that cannot be sampled gets a negative code in place of a token; the runner makes an error of it.
 """

@@ -118,7 +118,7 @@ def test_the_same_bits_as_the_rules(vocab: int):
     """Tokens, log probabilities, ranks, alternatives, errors and histories, rows of every kind in one call."""
     rng = np.random.default_rng(vocab)
     native = NativeBackend(threads=2)
-    rules, compiled = Sampler(vocab), Sampler(vocab, native.sampler(vocab))
+    rules, compiled = Sampler(vocab), Sampler(vocab, native.host_sampler(vocab))
     drawn = 0
     for _ in range(40 if vocab < 5000 else 6):
         asked = _asked(rng, 12, vocab)
@@ -138,9 +138,9 @@ def test_every_kernel_set_and_any_threads_draw_alike(isa: str):
     asked = _asked(rng, 16, vocab)
     told = []
     for threads in (1, 3):
-        sampler = Sampler(vocab, NativeBackend(threads, isa).sampler(vocab))
+        sampler = Sampler(vocab, NativeBackend(threads, isa).host_sampler(vocab))
         told.append(asked.ask(sampler, vocab))
-    reference = asked.ask(Sampler(vocab, NativeBackend(1, "scalar").sampler(vocab)), vocab)
+    reference = asked.ask(Sampler(vocab, NativeBackend(1, "scalar").host_sampler(vocab)), vocab)
     assert told == [reference, reference]
 
 
@@ -149,7 +149,7 @@ def test_draws_follow_the_distribution():
     vocab, n = 3000, 6000
     row = np.random.default_rng(0).standard_normal(vocab).astype(np.float32)
     row[[5, 700, 2999]] = 5.0, 6.0, 5.5
-    sampler = Sampler(vocab, NativeBackend(2).sampler(vocab))
+    sampler = Sampler(vocab, NativeBackend(2).host_sampler(vocab))
     for params in (
         SamplingParams(temperature=0.8),
         SamplingParams(temperature=0.8, top_p=0.5),
@@ -177,7 +177,7 @@ def test_a_draw_lands_on_the_token_whose_share_it_is():
     """Two tokens of known shares: which one comes is decided by the number that was drawn, at every position."""
     row = np.full(200, -np.inf, np.float32)
     row[70], row[150] = 0.0, np.log(3.0)
-    sampler = Sampler(200, NativeBackend(1).sampler(200))
+    sampler = Sampler(200, NativeBackend(1).host_sampler(200))
     for position in range(64):
         (one,) = sampler.sample(row[None], [Stream(SamplingParams(), 5, 200)], [position])
         assert one.tokens == [70 if draw53(5, position) < 2**53 // 4 else 150]
@@ -190,7 +190,7 @@ def test_what_is_no_number_is_seen_wherever_it_is(bad: float, at: int):
     rows[1, at] = bad
     mask = np.zeros(200, np.bool_)
     mask[100] = True  # hidden behind it, too
-    sampler = Sampler(200, NativeBackend(2).sampler(200))
+    sampler = Sampler(200, NativeBackend(2).host_sampler(200))
     for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=3, logprobs=1)):
         for masks in (None, {1: mask}):
             fine, broken = sampler.sample(rows, [Stream(params, 0, 200)] * 2, [0, 0], masks=masks)
@@ -199,7 +199,7 @@ def test_what_is_no_number_is_seen_wherever_it_is(bad: float, at: int):
 
 
 def test_what_crosses_the_border_is_checked():
-    sampler = NativeBackend(1).sampler(10)
+    sampler = NativeBackend(1).host_sampler(10)
     wish = sampler.wish(1.0, 0, 1.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 0, -1, [], [])
     logits = np.zeros((1, 10), np.float32)
     ids, counts, mask = np.array([3, 9]), np.array([1.0, 0.0]), np.ones((1, 10), np.bool_)
@@ -218,7 +218,7 @@ def test_what_crosses_the_border_is_checked():
         (logits, [wish], [0], [], [], [(2, mask)]),
         (
             logits,
-            [NativeBackend(1).sampler(11).wish(1.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, -1, [], [])],
+            [NativeBackend(1).host_sampler(11).wish(1.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, -1, [], [])],
             [0],
             [],
             [],

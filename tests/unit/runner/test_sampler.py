@@ -30,7 +30,7 @@ _made: dict[str, NativeBackend | None] = {}
 
 def Sampler(vocab_size: int) -> host.Sampler:
     backend = _made["native"]
-    return host.Sampler(vocab_size, backend and backend.sampler(vocab_size))
+    return host.Sampler(vocab_size, backend and backend.host_sampler(vocab_size))
 
 
 def _logits(rows: int, seed: int = 0, spread: float = 2.0) -> np.ndarray:
