@@ -20,7 +20,6 @@ from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import fp8, latent
 from quire.backends.cuda.kernels.combine import combine
-from quire.backends.cuda.kernels.delta import Heads, Inputs
 from quire.backends.cuda.kernels.gate import gate as gate_by
 from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.launch import rehearsal
@@ -52,6 +51,7 @@ from quire.backends.torch.experts import Mixture
 from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Scaled, Weight
 from quire.backends.torch.sampler import DeviceSampler
+from quire.backends.torch.states import Heads, Inputs
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
 
@@ -141,25 +141,10 @@ class CudaKernels(TorchKernels):
         return states.conv(x, weight, batch, where, pdl=self._chain)
 
     def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        decay: torch.Tensor,
-        bias: torch.Tensor,
-        batch: DeviceBatch,
-        *,
-        layer: int,
-        group: int,
-        key_heads: int,
-        heads: int,
-        key_dim: int,
-        at: int,
+        self, inputs: Inputs, batch: DeviceBatch, heads: Heads, *, layer: int, group: int, at: int
     ) -> torch.Tensor:
         where = states.place_of(self.states, batch, layer=layer, group=group, at=at, page_size=self.kv.page_size)
-        shape = Heads(key_heads, heads, key_dim, (qkv.shape[1] - 2 * key_heads * key_dim) // heads)
-        inputs = Inputs(qkv, a, b, decay, bias)
-        return states.delta_rule(inputs, batch, where, shape, chunked=self.chunked, pdl=self._chain)
+        return states.delta_rule(inputs, batch, where, heads, chunked=self.chunked, pdl=self._chain)
 
     def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
         if not fits(mixture, self.dtype):

@@ -12,9 +12,8 @@ import torch
 from quire.backends.cuda.kernels import conv as conv_kernels
 from quire.backends.cuda.kernels import delta, delta_chunk
 from quire.backends.cuda.kernels.conv import Place
-from quire.backends.cuda.kernels.delta import Heads, Inputs
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.states import States
+from quire.backends.torch.states import Heads, Inputs, States
 
 FEW = 8  # rows of a sequence that are walked one by one: a chunk takes about as long
 

@@ -19,6 +19,7 @@ from quire.backends.torch.experts import Mixture
 from quire.backends.torch.fuse import Attention, loose, multiplied, routers, soon, uses, wide
 from quire.backends.torch.kernels import Sight, TorchKernels
 from quire.backends.torch.quantized import Weight
+from quire.backends.torch.states import Heads, Inputs
 from quire.backends.torch.weights import Weights
 from quire.layouts import Experts, Layout
 
@@ -205,13 +206,12 @@ class Emitter:
     def _delta_rule(self, i: Instruction) -> Step:
         kernels, (qkv, a, b), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
         decay, bias = self._weight(i.weight), self._weight(i.bias)
-        told = {
-            "layer": i.layer, "group": i.group, "at": i.at,
-            "heads": i.heads, "key_heads": i.key_heads, "key_dim": i.key_dim,
-        }  # fmt: skip
+        heads = Heads(i.key_heads, i.heads, i.key_dim, i.outputs[0].width // i.heads)
+        told = {"layer": i.layer, "group": i.group, "at": i.at}
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = kernels.delta_rule(cells[qkv], cells[a], cells[b], decay, bias, batch, **told)
+            inputs = Inputs(cells[qkv], cells[a], cells[b], decay, bias)
+            cells[out] = kernels.delta_rule(inputs, batch, heads, **told)
 
         return run
 

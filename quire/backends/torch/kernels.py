@@ -22,7 +22,7 @@ from quire.backends.torch.caches import Cache, caches
 from quire.backends.torch.experts import Mixture, mix
 from quire.backends.torch.quantized import Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
-from quire.backends.torch.states import States
+from quire.backends.torch.states import Heads, Inputs, States
 from quire.layouts import Rope
 
 _SCORES = 1 << 26  # attention scores, or gathered keys, that are in memory at a time
@@ -148,23 +148,9 @@ class TorchKernels:
         return self.states.conv(x, weight, batch, layer=layer, group=group, at=at)
 
     def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        decay: torch.Tensor,
-        bias: torch.Tensor,
-        batch: DeviceBatch,
-        *,
-        layer: int,
-        group: int,
-        key_heads: int,
-        heads: int,
-        key_dim: int,
-        at: int,
+        self, inputs: Inputs, batch: DeviceBatch, heads: Heads, *, layer: int, group: int, at: int
     ) -> torch.Tensor:
-        sizes = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim}
-        return self.states.delta_rule(qkv, a, b, decay, bias, batch, layer=layer, group=group, at=at, **sizes)
+        return self.states.delta_rule(inputs, batch, heads, layer=layer, group=group, at=at)
 
     def geglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(self.dtype)

@@ -1,12 +1,14 @@
 """States of layers that carry one from token to token, in plain torch: a step walks along each sequence, row by row.
 
 States are float32 whatever is computed in. The host's copy of the batch says where they lie, so nothing of this can be
-captured in a graph; a device that walks along them itself takes the pools from here. What a page of such a group is, and when a state is kept: `conv` in backends/ops.py.
+captured in a graph; a device that walks along them itself takes the pools from here. What a page of such a group is, and
+when a state is kept: `conv` in backends/ops.py.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,32 @@ import torch.nn.functional as F
 from quire.backends.ops import KV
 from quire.backends.states import Walk, walks
 from quire.backends.torch.batch import DeviceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of a delta rule."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    dim: int  # of values
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the rows bring to it, and what the heads are."""
+
+    qkv: torch.Tensor  # [T, 2 Hk Dk + H Dv]
+    a: torch.Tensor  # [T, H]
+    b: torch.Tensor  # [T, H]
+    decay: torch.Tensor  # [H]
+    bias: torch.Tensor  # [H]
 
 
 class States:
@@ -44,29 +72,16 @@ class States:
         return out.to(x.dtype)
 
     def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        decay: torch.Tensor,
-        bias: torch.Tensor,
-        batch: DeviceBatch,
-        *,
-        layer: int,
-        group: int,
-        key_heads: int,
-        heads: int,
-        key_dim: int,
-        at: int,
+        self, inputs: Inputs, batch: DeviceBatch, heads: Heads, *, layer: int, group: int, at: int
     ) -> torch.Tensor:
-        keys = key_heads * key_dim
-        q, k, v = qkv.float().split([keys, keys, qkv.shape[1] - 2 * keys], dim=1)
-        v = v.unflatten(1, (heads, -1))  # [T, H, Dv]
-        q, k = (_unit(x.unflatten(1, (key_heads, -1))).repeat_interleave(heads // key_heads, dim=1) for x in (q, k))
-        q = q / math.sqrt(key_dim)
-        slow = torch.exp(decay.float() * F.softplus(a.float() + bias.float()))  # [T, H]
-        beta = b.float().sigmoid()
-        shape = (heads, key_dim, v.shape[2])
+        h, times = heads, heads.heads // heads.key_heads
+        q, k, v = inputs.qkv.float().split([h.keys, h.keys, h.heads * h.dim], dim=1)
+        v = v.unflatten(1, (h.heads, -1))  # [T, H, Dv]
+        q, k = (_unit(x.unflatten(1, (h.key_heads, -1))).repeat_interleave(times, dim=1) for x in (q, k))
+        q = q / math.sqrt(h.key_dim)
+        slow = torch.exp(inputs.decay.float() * F.softplus(inputs.a.float() + inputs.bias.float()))  # [T, H]
+        beta = inputs.b.float().sigmoid()
+        shape = (h.heads, h.key_dim, h.dim)
         held = self.pool(group, layer)[:, at : at + math.prod(shape)]
         out = torch.empty_like(v)
         for walk in self._walks(batch, group):
@@ -79,7 +94,7 @@ class States:
                 out[t] = torch.einsum("hkv,hk->hv", state, q[t])
                 if t + 1 - walk.rows.start in stops:
                     held[stops[t + 1 - walk.rows.start]] = state.reshape(-1)
-        return out.flatten(1).to(qkv.dtype)
+        return out.flatten(1).to(inputs.qkv.dtype)
 
     def _walks(self, batch: DeviceBatch, group: int) -> list[Walk]:
         host = batch.host

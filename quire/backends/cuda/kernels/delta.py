@@ -15,53 +15,27 @@ is faster for many rows, and sums in another order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.conv import Place, state_before
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.torch.states import Heads, Inputs
 
 EVERY = 1 << 30  # rows: no sequence has more
 COLUMNS = 64  # of a state, in one program: measured for 1 to 256 rows
 WARPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of a delta rule."""
-
-    key_heads: int
-    heads: int
-    key_dim: int
-    dim: int  # of values
-
-    @property
-    def keys(self) -> int:
-        """Columns of all keys, and of all queries."""
-        return self.key_heads * self.key_dim
-
-    def check(self, inputs: Inputs, out: torch.Tensor, place: Place) -> None:
-        """Raises where these are not what such heads are given."""
-        tokens = inputs.qkv.shape[0]
-        wanted = (tokens, 2 * self.keys + self.heads * self.dim), (tokens, self.heads), (tokens, self.heads)
-        given = inputs.qkv.shape, inputs.a.shape, inputs.b.shape
-        size = self.heads * self.key_dim * self.dim
-        if given != wanted or out.shape != (tokens, self.heads * self.dim) or place.at + size > place.pool.shape[1]:
-            raise ValueError(f"the delta rule of {self} over {[list(x) for x in given]} into {list(out.shape)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What the rows bring, and what the heads are."""
-
-    qkv: torch.Tensor  # [T, 2 Hk Dk + H Dv]
-    a: torch.Tensor  # [T, H]
-    b: torch.Tensor  # [T, H]
-    decay: torch.Tensor  # [H]
-    bias: torch.Tensor  # [H]
+def check(heads: Heads, inputs: Inputs, out: torch.Tensor, place: Place) -> None:
+    """Raises where these are not what such heads are given."""
+    tokens, h = inputs.qkv.shape[0], heads
+    wanted = (tokens, 2 * h.keys + h.heads * h.dim), (tokens, h.heads), (tokens, h.heads)
+    given = inputs.qkv.shape, inputs.a.shape, inputs.b.shape
+    size = h.heads * h.key_dim * h.dim
+    if given != wanted or out.shape != (tokens, h.heads * h.dim) or place.at + size > place.pool.shape[1]:
+        raise ValueError(f"the delta rule of {heads} over {[list(x) for x in given]} into {list(out.shape)}")
 
 
 @triton.jit
@@ -139,7 +113,7 @@ def delta_rule(
     inputs: Inputs, out: torch.Tensor, place: Place, heads: Heads, *, most: int = EVERY, pdl: bool = False
 ) -> None:
     """out [T, H Dv] of every sequence with up to `most` rows; rows of longer ones are left alone."""
-    heads.check(inputs, out, place)
+    check(heads, inputs, out, place)
     if inputs.qkv.shape[0] == 0:
         return
     pool, table = place.numbers, place.table

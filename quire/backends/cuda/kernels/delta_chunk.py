@@ -28,8 +28,9 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.conv import Place, state_before
-from quire.backends.cuda.kernels.delta import Heads, Inputs, fade_of, sigmoid
+from quire.backends.cuda.kernels.delta import check, fade_of, sigmoid
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.torch.states import Heads, Inputs
 
 COLUMNS = 32  # of a state, in one program
 WARPS = 4, 4  # of _prepare, and of _through
@@ -212,7 +213,7 @@ def delta_rule_of_many(
     pdl: bool = False,
 ) -> None:
     """out [T, H Dv] of every sequence with more than `few` rows; rows of others are left alone. owner [T]: the sequence of each row."""
-    heads.check(inputs, out, place)
+    check(heads, inputs, out, place)
     qkv, chunk, device = inputs.qkv, chunk_of(heads), out.device
     tokens = qkv.shape[0]
     if tokens == 0:

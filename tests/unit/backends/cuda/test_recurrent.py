@@ -18,9 +18,10 @@ from quire.backends.choose import open_backend
 from quire.backends.cuda import states as module
 from quire.backends.cuda.kernels import delta_chunk
 from quire.backends.cuda.kernels.conv import Place, conv
-from quire.backends.cuda.kernels.delta import Heads, Inputs, delta_rule
+from quire.backends.cuda.kernels.delta import delta_rule
 from quire.backends.cuda.states import FEW, owners
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.states import Heads, Inputs
 from tests.unit.backends.test_conformance import PLAIN
 
 GPU = torch.cuda.is_available()
