@@ -6,7 +6,7 @@
              a norm makes them; one
              row as it is
   int8       skinny                    skinny                    integer product, int8 rows
-  fp8 tiles  tiled                     tiled                     tiled, fp8 rows
+  fp8 tiles  tiled                     tiled, fp8 rows           cuBLASLt where it can, else tiled, fp8 rows
   int4       four-bit kernel           four-bit kernel           written out in half floats, cuBLAS
 
 fp8 and int8 rows have a scale each, from their own largest number; for tiles (tiles.py) they have one for each 128 columns.
