@@ -84,8 +84,8 @@ def skinny_shape(
 def int4_shape(n: int, k: int, *, swiglu: bool = False) -> Shape:
     """For 4-bit weights: the unpacking is what takes time, so there are as many programs as fit."""
     if swiglu or n > 32768:
-        return Shape(64, 0, 4, 3, swap=True)
-    return Shape(64, 0, 4, 4, 8, swap=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True)
+        return Shape(64, 0, 4, 3, swap=True, pdl=True)
+    return Shape(64, 0, 4, 4, 8, swap=True, pdl=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True, pdl=True)
 
 
 def tiled_shape(n: int, *, swiglu: bool = False) -> Shape:
