@@ -28,6 +28,7 @@ from quire.server import errors
 from quire.server.dialects import _fields, _logprobs
 from quire.server.dialects._compat import WHY, Endpoint, Fields
 from quire.server.dialects._openai import check_prompt, check_text, encode_text
+from quire.server.dialects._sampling import sampling
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
 from quire.server.service import Service
@@ -179,13 +180,7 @@ def _params(asked: Common, vocab_size: int, limit: int, ends: tuple[int, ...]) -
         "max_tokens": limit,
         "stop_token_ids": () if asked.ignore_eos else ends,
     }
-    try:
-        chosen = DEFAULTS | {k: v for k, v in given.items() if v is not None}
-        return SamplingParams(**chosen).validate(vocab_size)  # type: ignore[arg-type]
-    except BadRequest as error:
-        name = OURS.get(error.param or "", error.param)
-        message = error.message.replace(error.param or "", name or "", 1) if error.param else error.message
-        raise BadRequest(message, param=name, code=error.code) from None
+    return sampling(given, vocab_size, defaults=DEFAULTS, names=OURS)
 
 
 def _bias(given: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:
