@@ -6,7 +6,6 @@ were measured. There are no slots, so `id_slot` is always -1. /infill is for mod
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable
@@ -17,7 +16,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat import infill
 from quire.chat.types import Chunk, Generation, TokenLogprob
 from quire.config import VERSION
 from quire.engine.grammar import GBNF, JSON_SCHEMA
@@ -27,7 +25,8 @@ from quire.runner.params import MAX_LOGPROBS, SamplingParams
 from quire.server import errors
 from quire.server.dialects import _fields, _logprobs
 from quire.server.dialects._compat import WHY, Endpoint, Fields
-from quire.server.dialects._openai import check_prompt, check_text, encode_text
+from quire.server.dialects._infill import gap
+from quire.server.dialects._openai import check_prompt, encode_text
 from quire.server.dialects._sampling import sampling
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
@@ -106,17 +105,8 @@ def register(app: FastAPI, service: Service) -> None:
         arrived = time.monotonic()
         asked = _fields.parse(await read_json(request), InfillRequest, IGNORED, INFILL)
         _begin(service, asked)
-        tokenizer = service.ready().tokenizer
-        if tokenizer.infill is None:
-            raise BadRequest(
-                f"{service.name} has no infill tokens: it cannot write between two texts",
-                param="input_suffix",
-                code="unsupported_parameter",
-            )
-        for name in ("input_prefix", "input_suffix"):
-            check_text(service, getattr(asked, name), name)
-        ids = await asyncio.to_thread(infill.write, tokenizer, tokenizer.infill, asked.input_prefix, asked.input_suffix)
-        return await _answer(service, request, asked, ids, "", "input_prefix", arrived, tokenizer.infill.ends)
+        ids, ends = await gap(service, asked.input_prefix, asked.input_suffix, ("input_prefix", "input_suffix"))
+        return await _answer(service, request, asked, ids, "", "input_prefix", arrived, ends)
 
     async def props(request: Request) -> Response:
         completer, info = service.ready(), service.info
