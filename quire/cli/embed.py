@@ -91,7 +91,7 @@ def _texts(given: list[str] | None) -> list[str]:
     except UnicodeDecodeError as e:
         raise BadRequest(f"stdin is not UTF-8 at byte {e.start}") from None
     if not lines:
-        raise BadRequest("stdin has no text")
+        raise BadRequest("there is no text: stdin is empty", cure="give texts after the model, or lines on stdin")
     return lines
 
 
