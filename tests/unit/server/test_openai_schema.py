@@ -241,7 +241,12 @@ async def test_the_oracle_sees_what_is_missing():
         ("CreateChatCompletionResponse", body, ("choices", 0, "message", "refusal"), "refusal"),
         ("CreateChatCompletionResponse", body, ("choices", 0, "logprobs"), "logprobs"),
         ("Response", response, ("incomplete_details",), "incomplete_details"),
-        ("Response", response, ("output", 0, "content", 0, "annotations"), r"output\.0"),  # a union: no alternative fits
+        (
+            "Response",
+            response,
+            ("output", 0, "content", 0, "annotations"),
+            r"output\.0",
+        ),  # a union: no alternative fits
         ("ErrorResponse", error, ("error", "param"), "param"),
     ):
         conforms(name, whole)
