@@ -72,8 +72,10 @@ def command(
 
 def _doubt(model: str, decisions: list[str]) -> None:
     """A model that was not made for embeddings gives numbers too; whoever gets them shall know."""
+    from quire.models.pooling import UNSAID
+
     for line in decisions:
-        if line.startswith("pooling: ") and ("the file does not say" in line or "modules.json that says" in line):
+        if line.startswith("pooling: ") and any(words in line for words in UNSAID):
             ui.note(f"{model} says nothing of embeddings, and was perhaps not made for them; {line}")
 
 
