@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
@@ -291,11 +290,6 @@ def parse(
 ) -> T:
     """The request as `shape`, every field of it accounted for."""
     return _fields.parse(body, shape, ignored, neutral or {})
-
-
-def answer(value: object) -> Response:
-    """A JSON body."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def now() -> str:

@@ -30,6 +30,7 @@ from quire.server.dialects._openai import check_prompt, encode_text
 from quire.server.dialects._sampling import sampling
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
@@ -111,7 +112,7 @@ def register(app: FastAPI, service: Service) -> None:
     async def props(request: Request) -> Response:
         completer, info = service.ready(), service.info
         settings = {**DEFAULTS, "n_predict": -1, "seed": -1}
-        return _json(
+        return reply(
             {
                 "default_generation_settings": {"id": -1, "n_ctx": info.context, "params": settings},
                 "total_slots": info.max_seqs,
@@ -221,7 +222,7 @@ async def _answer(
         async for items in feed.batches():
             for _, chunk in items:
                 told.take(chunk)
-    return _json(told.last("".join(told.texts), told.entries))
+    return reply(told.last("".join(told.texts), told.entries))
 
 
 class _Told:
@@ -332,10 +333,6 @@ class _Events(EventStream):
     """llama.cpp's events end when the body does."""
 
     done = b""
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 _NOTES = {

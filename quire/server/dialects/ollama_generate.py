@@ -31,6 +31,7 @@ from quire.server.dialects._tools import NO_TOOLS, choose, openai_tools
 from quire.server.dialects._turns import Talk
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import LineStream
 from quire.weights.manifest import Defaults
@@ -151,7 +152,7 @@ def _only_loaded(service: Service, asked: Common, clock: Clock, empty: dict[str,
             cure="stop the server to free its memory",
             param="keep_alive",
         )
-    return _ollama.answer(
+    return reply(
         {
             "model": asked.model,
             "created_at": _ollama.now(),
@@ -245,7 +246,7 @@ async def _answer(
         async for items in feed.batches():
             for _, chunk in items:
                 said.add(lines.take(chunk))
-    return _ollama.answer(lines.whole(said))
+    return reply(lines.whole(said))
 
 
 class _Lines:
