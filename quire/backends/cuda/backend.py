@@ -41,7 +41,7 @@ from quire.backends.cuda.products import (
     wants_groups,
 )
 from quire.backends.cuda.sampler import CudaSampler
-from quire.backends.cuda.tiles import GroupedRows
+from quire.backends.cuda.tiles import GroupedRows, library_takes
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack, slots_of
 from quire.backends.torch.backend import TorchBackend, TorchProgram
@@ -498,6 +498,8 @@ class CudaBackend(TorchBackend):
         if quantize in ("fp8", "keep"):  # asked now, not while a graph is captured
             for kind in (torch.float16, torch.float32):
                 fp8.gives(kind, self.device)
+        if quantize in ("fp8-block", "keep"):
+            library_takes(self.dtype, self.device)
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
