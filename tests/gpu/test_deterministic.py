@@ -28,11 +28,10 @@ from tests.unit.backends.cuda.paged import error, exact, paged  # noqa: E402
 from tests.unit.backends.cuda.test_deterministic import part  # noqa: E402
 
 BF16 = torch.bfloat16
-SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # of an 8B
 ROWS = 300
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.fixture(scope="module", params=kit.MATRICES_8B.values(), ids=lambda s: f"{s[0]}x{s[1]}")
 def operands(request: pytest.FixtureRequest) -> Any:
     n, k = request.param
     g = torch.Generator("cuda").manual_seed(n + k)

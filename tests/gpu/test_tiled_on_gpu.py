@@ -30,6 +30,7 @@ from quire.models import load  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.gpu import kit  # noqa: E402
+from tests.gpu.kit import BF16_BOUND as BOUND  # noqa: E402
 from tests.unit.backends.cuda.paged import error  # noqa: E402
 from tests.unit.backends.cuda.test_tiled import in_groups  # noqa: E402
 from tests.unit.models import folders  # noqa: E402
@@ -38,15 +39,8 @@ from tests.unit.models.test_quantized_folders import save  # noqa: E402
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
-MATRICES = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "kv_a": (576, 7168),
-}
+MATRICES = {**{name: kit.MATRICES_8B[name] for name in ("qkv", "o", "gate_up", "down")}, "kv_a": (576, 7168)}
 ROWS = (1, 3, 16, 17, 64, 65, 200, 256, 1100)
-BOUND = 6e-3  # of ||error||: bf16 results (2^-9 at most, each), and sums on the tensor cores
 
 
 def weight(n: int, k: int, height: int = 128) -> Tiled:
