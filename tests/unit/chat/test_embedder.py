@@ -90,9 +90,9 @@ async def test_two_end_tokens_lie_between_the_texts_of_a_roberta(tmp_path: Path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: i for i, text in enumerate(["<s>", "<pad>", "</s>", "<unk>", *alphabet])}
     bpe = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
     marks = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", **marks)
     model = encoders.build("roberta-score", vocab_size=len(vocab))

@@ -42,8 +42,8 @@ def tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["ye", "yes", "no", *alphabet]
     bpe = Tokenizer(models.BPE({text: i for i, text in enumerate(words)}, [("y", "e"), ("ye", "s"), ("n", "o")]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     bpe.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>")])
     return transformers.PreTrainedTokenizerFast(

@@ -168,7 +168,7 @@ async def test_models():
     for ready in (False, True):
         if ready:
             completer = FakeCompleter()
-            service.attach(completer.client, completer)  # type: ignore[arg-type]
+            service.attach(completer.client, completer)
         async with client_for(service=service) as http:
             conforms("ListModelsResponse", (await http.get("/v1/models")).json())
             conforms("Model", (await http.get(f"/v1/models/{MODEL}")).json())
