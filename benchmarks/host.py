@@ -52,7 +52,7 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
     """A device runner whose graphs do nothing, and whose sampler takes the first token."""
     import torch
 
-    from quire.backends.torch.sampler import Wishes
+    from quire.backends.torch.sampler import DeviceSampler, Wishes
     from quire.runner.device_runner import DeviceRunner
 
     tokens = torch.zeros(max(sequences, BUDGET), dtype=torch.int64)
@@ -73,7 +73,7 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
     class Program:
         device = torch.device("cpu")
         shares, graphs, adapts = True, False, False
-        sampler = Sampler()
+        sampler: DeviceSampler = Sampler()
         _logits = torch.zeros(max(sequences, BUDGET), VOCAB)
 
         def __init__(self) -> None:
