@@ -98,6 +98,7 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         max_rows=max(sequences, 512), padded=True,
     )  # fmt: skip
     runner._decoder._graphs = runner._prompter._graphs = Graphs()
+    runner._decoder._tokens.zero_()  # where a graph would leave them
     return runner
 
 
@@ -162,6 +163,8 @@ def steps(
         start = time.perf_counter()
         events = engine.step()
         took = time.perf_counter() - start
+        if any(event.error for event in events):
+            raise RuntimeError(next(event.error for event in events if event.error))
         start = time.perf_counter()
         told = engine.stats()
         asked, before = told != before, told

@@ -216,13 +216,13 @@ class Scheduler:
         free = not self._drafts and all(limit.passes(len(running)) for limit in self._step_limits)
         for seq in running:  # preemption takes from the end, so this stays in step
             at, same, lease = seq.computed + seq.in_flight, seq.again, seq.lease
-            if free and same is not None and lease is not None and seq.sampling:
-                if at < lease.dirty * size and at < seq.max_len - 1:  # the runner knows its page, and it is not at its end
-                    seq.in_flight += 1
-                    seq.sampling += 1
-                    work.append(same)
-                    again += 1
-                    continue
+            # The device knows its token, and the runner its page; and it does not end here.
+            if free and seq.sampling and same and lease and at < lease.dirty * size and at < seq.max_len - 1:
+                seq.in_flight += 1
+                seq.sampling += 1
+                work.append(same)
+                again += 1
+                continue
             if not budget.left:
                 break
             if seq.sampling or at >= len(seq.tokens) - 1:
@@ -390,8 +390,8 @@ class Scheduler:
                 output += taken
                 if row.drafted:
                     self._count_drafts(seq, row.drafted, min(row.accepted - 1, taken))
-            lease, verified = seq.held, seq.computed
-            if verified >= lease.due:
+            lease, verified = seq.lease, seq.computed
+            if lease and verified >= lease.due:
                 if self._prefix_cache:
                     self.tree.publish(lease, seq.tokens, verified)  # no further than the tokens kept
                 self.tree.forget(lease, verified)

@@ -54,7 +54,9 @@ class Sequence:
     sampled_here: bool = False  # the device sampled the last token in this slot, so it knows it
     slot: int = -1
     lease: Lease | None = None
-    again: Work | None = None  # to compute the one token that the device knows, in this slot: every such step has the same
+    again: Work | None = (
+        None  # to compute the one token that the device knows, in this slot: every such step has the same
+    )
     epoch: int = 0
     prompt_rows: int = 0  # leading positions whose logits are wanted
     prompt_logprobs: list[Logprob] = field(default_factory=list)

@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "publishing unverified tokens",
         "scheduler",
-        "lease, verified = seq.held, seq.computed",
-        "lease, verified = seq.held, seq.computed + work.n - row.accepted",
+        "lease, verified = seq.lease, seq.computed",
+        "lease, verified = seq.lease, seq.computed + work.n - row.accepted",
         seeds=400,
     ),
     Fault(
@@ -195,7 +195,7 @@ FAULTS = [
     Fault(
         "room in the first group taken for room in all",
         "tree",
-        "            if g not in self._sparse and need > self.available(g):\n                return False",
+        "            if need > self.available(g):\n                return False",
         "            if not g and need > self.available(g):\n                return False",
     ),
     Fault(
@@ -246,15 +246,15 @@ FAULTS = [
     Fault(
         "the same work again where a page is new",
         "scheduler",
-        "if at < lease.dirty * size and at < seq.max_len - 1:",
-        "if at < seq.max_len - 1:",
+        "lease and at < lease.dirty * size and at < seq.max_len - 1:",
+        "lease and at < seq.max_len - 1:",
         depths=(1, 2),
     ),
     Fault(
         "the same work again past the longest length",
         "scheduler",
-        "if at < lease.dirty * size and at < seq.max_len - 1:",
-        "if at < lease.dirty * size:",
+        "lease and at < lease.dirty * size and at < seq.max_len - 1:",
+        "lease and at < lease.dirty * size:",
         seeds=600,
         depths=(1, 2),
     ),
