@@ -138,6 +138,11 @@ class Slots:
             raise ValueError(f"slot {slot} is not open")
         return stream
 
+    def streams_of(self, slots: Sequence[int]) -> list[Stream]:
+        """`stream` of each."""
+        found = [stream for slot in slots if (stream := self.streams[slot]) is not None]
+        return found if len(found) == len(slots) else [self.stream(slot) for slot in slots]  # which says what is wrong
+
     def after(self, slot: int, first: int, n: int) -> list[int]:
         """The tokens that follow positions first .. first + n - 1, known since the slot was opened."""
         tokens = self._known[slot][first + 1 : first + 1 + n]
