@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterable, Mapping
@@ -293,8 +294,9 @@ def main() -> None:
         for row in rows:
             for part in ("microseconds", "beside"):
                 row[part] = {n: {"median": median(v), "p99": p99(v)} for n, v in row[part].items() if v}
+        load = os.getloadavg()[0]  # what others kept busy: with more of it than there are cores, times are theirs too
         settings = {name: getattr(args, name) for name in ("prompt", "steps", "depth", "rounds")}
-        print(save("host", {"settings": settings, "rows": rows}))
+        print(save("host", {"settings": settings, "load": load, "rows": rows}))
 
 
 if __name__ == "__main__":

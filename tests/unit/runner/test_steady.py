@@ -1,11 +1,17 @@
 """Which plans are steady, and that what is kept of one is never taken for another's; and pages that are placed together."""
 
+from typing import cast
+
 import msgspec
 import numpy as np
 import pytest
 
+from quire.backends.adapters import Adapts
+from quire.backends.ops import KV
+from quire.runner.intake import Intake, Pending
+from quire.runner.lora import Loras
 from quire.runner.params import SamplingParams
-from quire.runner.plan import Open, Work
+from quire.runner.plan import Open, Plan, Work
 from quire.runner.slots import Slots
 from quire.runner.steady import Steady
 
@@ -98,3 +104,19 @@ def test_a_failed_slot_is_not_live_until_it_is_opened_again():
     slots.close(2)
     slots.open(Open(slot=1, sampling=SamplingParams(), seed=1, tokens=[1], prompt_len=1, stop_ids=[]))
     assert slots.live.tolist() == [True, True, False, True, True, False]
+
+
+def test_a_plan_with_an_adapter_or_a_failed_slot_is_looked_at_row_by_row():
+    intake = Intake(KV(1, 8, 4, 1, 8), vocab_size=9, max_seqs=4, max_tokens=8, max_context=16, max_rows=4)
+    opened = [Open(slot=s, sampling=SamplingParams(), seed=1, tokens=[1], prompt_len=1, stop_ids=[]) for s in range(3)]
+    plan = Plan(step=0, work=[on(s, pages=[s]) for s in range(3)], opened=opened)
+    intake.apply(plan)
+    slot = intake.steady(plan)
+    assert slot is not None and slot.tolist() == [0, 1, 2]
+    intake.loras = Loras(cast(Adapts, None), 1)
+    assert intake.steady(plan) is slot
+    intake.slots.adapter[1] = 0
+    assert intake.steady(plan) is None
+    intake.slots.adapter[1] = -1
+    intake.fail(Pending(plan), [2], "broken")
+    assert intake.steady(plan) is None
