@@ -18,7 +18,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 
 from quire.backends.cases import NO_KV, ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
-from quire.backends.cuda.backend import CudaKernels  # noqa: E402
+from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.products import Rows, Unnormed  # noqa: E402
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, encode  # noqa: E402
 from quire.models.shapes import SHAPES, load_shape  # noqa: E402

@@ -19,8 +19,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 from quire.backends.cases import NO_KV, ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.cuda import experts as mixtures  # noqa: E402
-from quire.backends.cuda.backend import CudaKernels  # noqa: E402
 from quire.backends.cuda.kernels.tuning import TILED_ROWS  # noqa: E402
+from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.tiles import GroupedRows  # noqa: E402
 from quire.backends.torch import experts as plain  # noqa: E402
 from quire.backends.torch.quantized import Tiled  # noqa: E402
