@@ -6,6 +6,7 @@ Needs an NVIDIA GPU with fp8 arithmetic; skipped elsewhere.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.products import Rows, Unnormed  # noqa: E402
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, encode  # noqa: E402
+from quire.engine.types import Request  # noqa: E402
 from quire.models.shapes import SHAPES, load_shape  # noqa: E402
 from tests.gpu.kit import BF16_BOUND as BOUND  # noqa: E402
 from tests.gpu.kit import MATRICES_8B as MATRICES  # noqa: E402
@@ -150,27 +152,37 @@ def test_bf16_engines(shape: str, kind: str, kept: str):
     options = {"dtype": "bfloat16", "quantize": kind, "kv_dtype": kept}
     made = engine(shape, **options)
     assert made[1].weight_bytes < 0.8 * engine(shape, dtype="bfloat16")[1].weight_bytes
-    model: Any = load_shape(shape)[0]
-    oracle = open_backend("torch", device="cuda", dtype="bfloat16", random=True, quantize=kind).compile(
-        model.forward, kv=model.kv(16, 16), max_tokens=256, max_rows=256
-    )
+    seen = oracle(shape, dtype="bfloat16", quantize=kind)
     noise = {"fp8": 0.1, "int8": 0.03, "int4": 0.03}[kind] + (0.0 if kept == "auto" else 0.05)
     for heard in (serve(made, requests), serve(engine(shape, depth=0, **options), requests)):
-        for request in requests:
-            tokens = request.tokens + heard[request.id]
-            batch = ragged([(0, len(tokens), list(range(16)))], np.array(tokens))
-            seen = oracle.run(batch)[len(request.tokens) - 1 : -1]
-            for row, token in zip(seen, heard[request.id], strict=True):
-                assert row.max() - row[token] <= 6 * noise * np.linalg.norm(row) / np.sqrt(row.size)
+        assert_nearly_best(seen, requests, heard, noise)
 
 
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
 def test_caches_of_codes(shape: str, kept: str):
-    """float32 rows over a cache of codes: the torch backend's tokens but for a few near ties."""
-    requests = list(traffic(random.Random(5), 40))
-    want = serve(engine(shape, backend="torch", kv_dtype=kept), requests)
-    have = serve(engine(shape, kv_dtype=kept), requests)
-    assert len(differing(have, want)) <= 8  # queries are rounded to float16 there, and codes on borders fall either way
+    """float32 rows over a cache of codes: greedy tokens, each nearly the best over a cache that keeps all."""
+    requests = list(traffic(random.Random(5), 40, greedy=True))
+    seen = oracle(shape, dtype="float32")
+    assert_nearly_best(seen, requests, serve(engine(shape, kv_dtype=kept), requests), 0.05)
+
+
+def oracle(shape: str, **options: Any) -> Callable[[list[int]], np.ndarray]:
+    """The logits of every token, by the torch backend, of the same random weights."""
+    model: Any = load_shape(shape)[0]
+    program = open_backend("torch", device="cuda", random=True, **options).compile(
+        model.forward, kv=model.kv(16, 16), max_tokens=256, max_rows=256
+    )
+    return lambda tokens: program.run(ragged([(0, len(tokens), list(range(16)))], np.array(tokens)))
+
+
+def assert_nearly_best(
+    seen: Callable[[list[int]], np.ndarray], requests: list[Request], heard: dict[str, list[int]], noise: float
+) -> None:
+    """Each token is as good as the best one, to within six times the noise of its row."""
+    for request in requests:
+        rows = seen(request.tokens + heard[request.id])[len(request.tokens) - 1 : -1]
+        for row, token in zip(rows, heard[request.id], strict=True):
+            assert row.max() - row[token] <= 6 * noise * np.linalg.norm(row) / np.sqrt(row.size)
 
 
 @pytest.mark.parametrize(("kind", "share"), [("fp8", 0.70), ("int8", 0.70), ("int4", 0.45)])
