@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.skinny import Shape
 from quire.backends.cuda.kernels.tiled import quantize_groups, tiled_product
 from quire.backends.cuda.kernels.tuning import ROWS, TILED_ROWS, tiled_many, tiled_shape
@@ -105,20 +106,17 @@ def _through_library(
     at: Place, x: GroupedRows, weight: Tiled, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     rows, room = x.codes.shape[0], x.whole[0].shape[0]
-    direct = out is not None and rows == room and out.is_contiguous()
-    y = out if direct else torch.empty(room, weight.shape[0], dtype=at.dtype, device=at.device)
+    y = torch.empty(room, weight.shape[0], dtype=at.dtype, device=at.device)
     library_product(x, weight, y)
     if bias is not None:
         y += bias
-    if out is None:
-        return y[:rows]
-    return out if direct else out.copy_(y[:rows])
+    return y[:rows] if out is None else out.copy_(y[:rows])
 
 
 def library_product(x: GroupedRows, weight: Tiled, y: torch.Tensor) -> None:
     """y = x @ weight.T, y with as many rows as x has room for."""
     codes, scale = x.whole
-    torch._scaled_mm(codes, weight.codes.t(), scale_a=scale.t(), scale_b=weight.scale.t(), out_dtype=y.dtype, out=y)
+    fp8.tile_product(codes, scale, weight.codes, weight.scale, y)
 
 
 def _fits(weight: Tiled) -> bool:
