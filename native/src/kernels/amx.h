@@ -47,7 +47,7 @@ template <int GROUP, int SUMS> inline void tile_group(const int8_t* x, const uin
 // The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
 // last row is scaled by the zeros that `x` has for them, or not looked at.
 template <int R, int GROUP, bool BIAS>
-inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
+inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride, Ahead& ahead) {
     constexpr int kParts = 32 / GROUP;
     alignas(64) int32_t sums[4][256];  // a tile's store must land before it can be read: drain two groups later
     F a[R];
@@ -55,8 +55,9 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shift
     for (int r = 0; r < R; r++) a[r] = fload(acc + (size_t)r * stride);
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
         const int t = g / kParts, part = g % kParts;
+        ahead.ask();
         if (shifted)  // only for 8-bit codes with an offset that is not 128
-            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset(x.shift[16 * g + r]))));
+            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)x.shift[16 * g + r]))));
         const F sw = fload(chunk.scale[t][part]);
         F bw = sw;
         if constexpr (BIAS) bw = fload(chunk.bias[t][part]);

@@ -114,22 +114,35 @@ struct Chunk {
     alignas(64) float bias[kChunk][2][16];
 };
 
-// What a chunk of a panel needs beside its codes and scales, for all 16 lanes.
-struct Extras {
-    alignas(64) int32_t shift[2 * kChunk][16];  // [group][lane]: what the integer sum starts from
-    alignas(64) float sxs[2 * kChunk][16];      // sx * sum, for the bias
+inline I iload(const int32_t* p) {
+    I lanes;
+    __builtin_memcpy(&lanes, p, sizeof lanes);
+    return lanes;
+}
 
-    template <int GROUP, bool BIAS> void fill(const float* sx, const int32_t* sum, int tiles, int by) {
-        if (!BIAS && !by) return;
-        for (int t = 0; t < tiles; t++, sum += 32, sx += 16)
+// What the rows of a panel bring to every block beside their codes, over up to MOST tiles: made once, so that a product's
+// inner loop has nothing to do in scalar registers. Lanes past the last row are zeros: what a panel has there may be no
+// number, or one that is slow to multiply.
+template <int MOST> struct Extras {
+    alignas(64) float sx[MOST][16];
+    alignas(64) uint32_t shift[2 * MOST][16];  // [group][lane]: what the integer sum starts from, where that is not 0
+    alignas(64) float sxs[2 * MOST][16];      // sx * sum, for the bias
+
+    template <int GROUP, bool BIAS> void fill(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, int by) {
+        const float* scale = (const float*)(panel + s.sx) + 16 * (size_t)t0;
+        const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
+        for (int t = 0; t < tiles; t++, sum += 32, scale += 16) {
+            const F known = fload_n(scale, rows);
+            fstore(sx[t], known);
             for (int part = 0; part < 32 / GROUP; part++) {
                 const int g = 32 / GROUP * t + part;
-                for (int i = 0; i < 16; i++) {
-                    const int32_t total = GROUP == 32 ? sum[i] + sum[16 + i] : sum[16 * part + i];
-                    shift[g][i] = by * total;
-                    if constexpr (BIAS) sxs[g][i] = sx[i] * (float)total;
-                }
+                const I total = GROUP == 32 ? iadd(iload(sum), iload(sum + 16)) : iload(sum + 16 * part);
+                if constexpr (BIAS) fstore(sxs[g], fmul(known, ffrom(total)));
+                if (!by) continue;
+                __builtin_memcpy(shift[g], &total, sizeof total);
+                for (uint32_t& of : shift[g]) of *= (uint32_t)by;
             }
+        }
     }
 };
 
@@ -137,14 +150,53 @@ struct Extras {
 struct Lanes {
     const int8_t* codes;   // + 512 per tile
     const float* sx;       // + 16 per tile
-    const int32_t* shift;  // + 16 per group
+    const uint32_t* shift;  // + 16 per group; unsigned: the lanes past the last row may wrap
     const float* sxs;      // + 16 per group
 
-    Lanes(const uint8_t* panel, const QuantShape& s, const Extras& extras, int t0, int lane)
-        : codes((const int8_t*)panel + 512 * (size_t)t0 + 32 * lane),
-          sx((const float*)(panel + s.sx) + 16 * t0 + lane),
-          shift(extras.shift[0] + lane),
-          sxs(extras.sxs[0] + lane) {}
+    Lanes(const uint8_t* panel, const QuantShape& s, int t0)
+        : codes((const int8_t*)panel + 512 * (size_t)t0), sx((const float*)(panel + s.sx) + 16 * (size_t)t0), shift(nullptr), sxs(nullptr) {}
+
+    template <int MOST> void take(const Extras<MOST>& extras) { sx = extras.sx[0], shift = extras.shift[0], sxs = extras.sxs[0]; }
+
+    Lanes from(int lane) const {
+        Lanes x = *this;
+        x.codes += 32 * lane, x.sx += lane;
+        if (shift) x.shift += lane, x.sxs += lane;
+        return x;
+    }
+};
+
+// The packed weights that will be unpacked next, asked for a few lines at a time while rows pass over the chunk before: all at
+// once they would wait for each other, and the rows for them.
+class Ahead {
+    const uint8_t *at_[3 * kPair], *end_[3 * kPair];
+    int now_ = 0, count_ = 0, each_ = 0;
+
+    size_t add(const uint8_t* from, size_t bytes) {
+        at_[count_] = from, end_[count_++] = from + bytes;
+        return bytes;
+    }
+
+   public:
+    // Tiles [t0, t0 + tiles) of up to kPair blocks from b on, in `calls` calls of ask.
+    Ahead(const Matrix& w, int b, int t0, int tiles, int calls) {
+        size_t bytes = 0;
+        for (int i = b; i < b + kPair && i < w.blocks; i++) {
+            const uint8_t* block = w.block(i);
+            const size_t t = (size_t)t0, n = (size_t)tiles;
+            bytes += add(block + t * w.code_bytes, n * w.code_bytes);
+            bytes += add(block + w.scale_at + t * w.scale_bytes, n * w.scale_bytes);
+            if (w.super_at != w.bias_at) bytes += add(block + w.bias_at + t * w.scale_bytes, n * w.scale_bytes);
+        }
+        each_ = (int)((bytes / 64 + 3 * kPair + (size_t)calls - 1) / (size_t)calls);
+    }
+
+    void ask() {
+        for (int i = 0; i < each_ && now_ < count_; i++) {
+            prefetch(at_[now_]);
+            if ((at_[now_] += 64) >= end_[now_]) now_++;
+        }
+    }
 };
 
 }  // namespace
@@ -195,7 +247,7 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
             W d[R][N];
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                const W start = wset(shifted ? x.shift[16 * g + r] : 0);
+                const W start = wset(shifted ? (int32_t)x.shift[16 * g + r] : 0);
                 for (int n = 0; n < N; n++) d[r][n] = start;
             }
             QUIRE_UNROLL
@@ -231,10 +283,11 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
 
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
 template <int R, int GROUP, bool BIAS, bool WIDE>
-inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s,
-                        const Extras& extras, int t0, int lane, int rows, bool shifted, float* acc, size_t stride) {
+inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const Lanes& lanes, int lane, int rows, bool shifted, float* acc,
+                        size_t stride, Ahead& ahead) {
     for (; rows - lane >= R; lane += R) {
-        const Lanes x(panel, s, extras, t0, lane);
+        ahead.ask();
+        const Lanes x = lanes.from(lane);
         float* at = acc + (size_t)lane * stride;
         int slice = 0;
         for (; slice + kTileColumns <= blocks * kSlices; slice += kTileColumns)
@@ -246,35 +299,26 @@ inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const uint8_t
 }
 
 template <int GROUP, bool BIAS, bool WIDE>
-void affine_panel(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s, const Extras& extras,
-                  int t0, int rows, bool shifted, float* acc, size_t stride) {
+void affine_panel(const Chunk* chunk, int blocks, int tiles, const Lanes& x, int rows, bool shifted, float* acc, size_t stride,
+                  Ahead& ahead) {
     int lane = 0;
-    lane = affine_strip<kTileRows, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+    lane = affine_strip<kTileRows, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
     if constexpr (kTileRows > 4)
-        lane = affine_strip<4, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
+        lane = affine_strip<4, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
     if constexpr (kTileRows > 2)
-        lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
-    affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
-}
-
-// Asks for the chunk at tile t0 of the blocks from b on: it comes from memory while the rows pass over the one before.
-inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
-    const size_t tiles = (size_t)(w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk);
-    for (int i = b; i < b + kPair && i < b1; i++) {
-        const uint8_t *codes = w.block(i) + (size_t)t0 * w.code_bytes, *scales = w.block(i) + w.scale_at + (size_t)t0 * w.scale_bytes;
-        for (size_t at = 0; at < tiles * w.code_bytes; at += 64) prefetch(codes + at);
-        for (size_t at = 0; at < tiles * w.scale_bytes; at += 64) prefetch(scales + at);
-    }
+        lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+    affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
 }
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     alignas(64) float acc[kMaxTall * 16 * kPair];
     Chunk chunk[kPair];
-    Extras extras;
+    Extras<kChunk> extras;
     const bool as_tiles = kTiles && GROUP == 32 && m >= kTilesFrom;
     const int base = !(kSignedCodes || as_tiles) ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
+    const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
 #ifdef QUIRE_AMX
     std::optional<TileScope> scope;
     if (as_tiles) scope.emplace();
@@ -283,32 +327,26 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
         const int blocks = b1 - b < kPair ? b1 - b : kPair;
         const size_t stride = (size_t)(16 * blocks);
         for (size_t i = 0; i < (size_t)tall * stride; i += 16) fstore(acc + i, fzero());
-        for (int t0 = 0; t0 < w.tiles; t0 += kChunk) {
-            const int tiles = w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk;
+        for (int t0 = 0, tiles; t0 < w.tiles; t0 += tiles) {
+            tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
             for (int i = 0; i < blocks; i++) unpack_chunk<BITS, GROUP, BIAS>(w, b + i, t0, tiles, base, chunk[i]);
-            const bool more = t0 + kChunk < w.tiles;
-            ask_ahead(w, more ? b : b + kPair, b1, more ? t0 + kChunk : 0);
+            const int next = t0 + tiles < w.tiles ? t0 + tiles : 0;
+            Ahead ahead(w, next ? b : b + kPair, next, w.tiles - next < most ? w.tiles - next : most,
+                        as_tiles ? tall / 16 * blocks * tiles * (32 / GROUP) : m / kTileRows + 1);
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
                 float* at = acc + (size_t)m0 * stride;
                 const int rows = m - m0 < 16 ? m - m0 : 16;
-                const float* sx = (const float*)(panel + s.sx) + 16 * t0;
-#ifdef QUIRE_AMX
-                alignas(64) float known[kChunk][16];
-                if (as_tiles && rows < 16) {  // what lies in the other lanes may be no number, or one that is slow to multiply
-                    for (int t = 0; t < tiles; t++)
-                        for (int i = 0; i < 16; i++) known[t][i] = i < rows ? sx[16 * t + i] : 0.0f;
-                    sx = known[0];
+                Lanes lanes(panel, s, t0);
+                if (BIAS || shift || (as_tiles && rows < 16)) {
+                    extras.template fill<GROUP, BIAS>(panel, s, t0, tiles, rows, shift);
+                    lanes.take(extras);
                 }
-#endif
-                extras.fill<GROUP, BIAS>(sx, (const int32_t*)(panel + s.sum) + 32 * t0, tiles, shift);
 #ifdef QUIRE_AMX
                 if (as_tiles) {
-                    Lanes lanes(panel, s, extras, t0, 0);
-                    lanes.sx = sx;
                     auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
                         for (int i = 0; i < blocks; i++)
-                            tile_block<decltype(lanes_done)::value, GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride);
+                            tile_block<decltype(lanes_done)::value, GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride, ahead);
                     };
                     if (rows > 12) pass(std::integral_constant<int, 16>{});
                     else if (rows > 8) pass(std::integral_constant<int, 12>{});
@@ -316,7 +354,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
                     continue;
                 }
 #endif
-                affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, panel, s, extras, t0, rows, shift != 0, at, stride);
+                affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
             }
         }
         for (int r = 0; r < m; r++)

@@ -52,35 +52,26 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     return acc;
 }
 
-// Block b against lanes [lane, lane + R) of a panel, straight from the packed codes: unpacking them into memory pays where many
-// rows use them. Only the first `keep` are rows; what is made of the other lanes is dropped.
+constexpr int kFewTiles = 128;  // whose Extras are kept at a time
+
+// `tiles` tiles of block b from t0 on against R lanes of a panel, straight from the packed codes: unpacking them into memory
+// pays where many rows use them.
 template <int BITS, int GROUP, bool BIAS, int R>
-void affine_few(const Matrix& w, int b, const uint8_t* x, const QuantShape& s, int lane, int keep, const Epilogue& e, int column) {
+inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x, bool shifted, F (&acc)[R]) {
     constexpr int kParts = 32 / GROUP;
     const uint8_t* block = w.block(b);
-    const int shift = BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset;
-    const int tiles = w.tiles;
     const size_t code_bytes = w.code_bytes;
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
-    const float* sx = (const float*)(x + s.sx) + lane;
-    const int32_t* sum = (const int32_t*)(x + s.sum) + lane;
-    F acc[R];
-    QUIRE_UNROLL
-    for (int r = 0; r < R; r++) acc[r] = fzero();
-    for (int t = 0; t < tiles; t++, sx += 16, sum += 32) {
-        const uint8_t* tile = block + (size_t)t * code_bytes;
+    for (int t = 0; t < tiles; t++) {
+        const uint8_t* tile = block + (size_t)(t0 + t) * code_bytes;
         for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
-        prefetch(block + w.scale_at + (size_t)t * w.scale_bytes + ahead);
-        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.scale_bytes + ahead);
-        const int8_t* q = (const int8_t*)x + 512 * (size_t)t + 32 * lane;
-        int32_t total[kParts][R];
+        prefetch(block + w.scale_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
+        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
+        const int8_t* q = x.codes + 512 * (size_t)t;
         I d[kParts][R];
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++)
-            for (int r = 0; r < R; r++) {
-                total[part][r] = GROUP == 32 ? sum[r] + sum[16 + r] : sum[16 * part + r];
-                d[part][r] = iset(shift * total[part][r]);
-            }
+            for (int r = 0; r < R; r++) d[part][r] = iset(shifted ? (int32_t)x.shift[16 * (kParts * t + part) + r] : 0);
         each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             const int part = GROUP == 32 ? 0 : j / 4;
             QUIRE_UNROLL
@@ -91,20 +82,49 @@ void affine_few(const Matrix& w, int b, const uint8_t* x, const QuantShape& s, i
         });
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
-            const F sw = scale_of(w, block, t, part);
+            const F sw = scale_of(w, block, t0 + t, part);
             F bw = sw;
-            if constexpr (BIAS) bw = bias_of(w, block, t, part);
+            if constexpr (BIAS) bw = bias_of(w, block, t0 + t, part);
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                acc[r] = ffma(fmul(sw, fset(sx[r])), ffrom(d[part][r]), acc[r]);
-                if constexpr (BIAS) acc[r] = ffma(bw, fset(sx[r] * (float)total[part][r]), acc[r]);
+                acc[r] = ffma(fmul(sw, fset(x.sx[16 * t + r])), ffrom(d[part][r]), acc[r]);
+                if constexpr (BIAS) acc[r] = ffma(bw, fset(x.sxs[16 * (kParts * t + part) + r]), acc[r]);
             }
         }
     }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; r++)
-        if (r < keep) finish(e, lane + r, column, acc[r]);
 }
+
+// The rows of one panel (m of them) against some blocks.
+template <int BITS, int GROUP, bool BIAS> struct Few {
+    const Matrix& w;
+    const uint8_t* x;
+    const QuantShape& s;
+    const int m, shift;
+    Extras<kFewTiles> extras;  // not cleared: a call fills what it reads
+
+    Few(const Matrix& weight, const uint8_t* panel, const QuantShape& shape, int rows)
+        : w(weight), x(panel), s(shape), m(rows), shift(BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset) {}
+
+    void fill(int t0) {
+        extras.template fill<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift);
+    }
+
+    // Block b against lanes [lane, lane + R). Only those below m are rows; what is made of the others is dropped.
+    template <int R> void block(int b, int lane, const Epilogue& e, int column) {
+        F acc[R];
+        QUIRE_UNROLL
+        for (int r = 0; r < R; r++) acc[r] = fzero();
+        for (int t0 = 0; t0 < w.tiles; t0 += kFewTiles) {
+            if (w.tiles > kFewTiles) fill(t0);  // a wide matrix: again for every block
+            Lanes lanes(x, s, t0);
+            lanes.take(extras);
+            affine_few<BITS, GROUP, BIAS, R>(w, b, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, lanes.from(lane), shift != 0, acc);
+        }
+        QUIRE_UNROLL
+        for (int r = 0; r < R; r++)
+            if (lane + r < m) finish(e, lane + r, column, acc[r]);
+    }
+};
 
 // Rows of a call up to which affine_few is the faster way (one panel at most), and how many it takes along in one pass over a
 // block: their sums must fit the registers.
@@ -113,14 +133,16 @@ constexpr int kFewAffine = kManyRegisters ? 16 : 2;
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    Few<BITS, GROUP, BIAS> few(w, x, s, m);
+    if (w.tiles <= kFewTiles) few.fill(0);
     for (int b = b0; b < b1; b++) {
         const int column = 16 * (b - b0);
         int lane = 0;
         if constexpr (kManyRegisters) {
-            for (; m - lane > 4; lane += 8) affine_few<BITS, GROUP, BIAS, 8>(w, b, x, s, lane, m - lane, e, column);
-            if (m - lane > 2) affine_few<BITS, GROUP, BIAS, 4>(w, b, x, s, lane, m - lane, e, column), lane += 4;
+            for (; m - lane > 4; lane += 8) few.template block<8>(b, lane, e, column);
+            if (m - lane > 2) few.template block<4>(b, lane, e, column), lane += 4;
         }
-        if (lane < m) affine_few<BITS, GROUP, BIAS, 2>(w, b, x, s, lane, m - lane, e, column);
+        if (lane < m) few.template block<2>(b, lane, e, column);
     }
 }
 

@@ -105,7 +105,8 @@ inline C cload(const uint8_t* p) { return bload(p); }
 inline X xload(const int8_t* p) { return p; }
 template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
-inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Assembly: gcc takes a function that only prefetches for one without effect, and drops its calls.
+inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" ::"m"(*(const char*)p)); }
 
 // Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
 inline F fscale2(F p, F t) {

@@ -131,6 +131,16 @@ def test_a_rows_linear_does_not_depend_on_how_many_ride_along(name: str, isa: st
         np.testing.assert_array_equal(run_linear(NativeBackend(isa=isa), x[33 - m :], weight), whole[33 - m :])
 
 
+@pytest.mark.parametrize("isa", extension().available())
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_K", "Q2_K"])
+def test_a_few_rows_of_a_wide_matrix_are_what_they_are_alone(name: str, isa: str) -> None:
+    """What a few rows share is kept for 4,096 columns at a time: a wider matrix takes several of them, the last one short."""
+    weight, x = affine(name, 24, 4096 + 512), activations(11, 4096 + 512)
+    alone = np.concatenate([run_linear(NativeBackend(isa=isa), row[None], weight) for row in x])
+    for m in (2, 3, 11):
+        np.testing.assert_array_equal(run_linear(NativeBackend(isa=isa), x[:m], weight), alone[:m])
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_dense_linear(dtype: str) -> None:
     weight, bias = dense(dtype, 35, 71), dense("f32", 35)
