@@ -126,7 +126,7 @@ struct Extras {
                 const int g = 32 / GROUP * t + part;
                 for (int i = 0; i < 16; i++) {
                     const int32_t total = GROUP == 32 ? sum[i] + sum[16 + i] : sum[16 * part + i];
-                    shift[g][i] = by * total;
+                    if (by) shift[g][i] = by * total;
                     if constexpr (BIAS) sxs[g][i] = sx[i] * (float)total;
                 }
             }
@@ -177,6 +177,25 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
     }
 }
 
+// Asks for the chunk at tile t0 of the blocks from b on: it comes from memory while the rows pass over the one before.
+inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
+    const size_t tiles = (size_t)(w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk);
+    for (int i = b; i < b + kPair && i < b1; i++) {
+        const uint8_t *codes = w.block(i) + (size_t)t0 * w.code_bytes, *scales = w.block(i) + w.scale_at + (size_t)t0 * w.scale_bytes;
+        for (size_t at = 0; at < tiles * w.code_bytes; at += 64) prefetch(codes + at);
+        for (size_t at = 0; at < tiles * w.scale_bytes; at += 64) prefetch(scales + at);
+    }
+}
+
+}  // namespace
+
+#ifdef QUIRE_NEON
+#include "neon.h"
+#endif
+
+namespace {
+
+#ifndef QUIRE_NEON  // it has its own
 // R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
 template <int R, int N, int GROUP, bool BIAS, bool WIDE>
 inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
@@ -229,6 +248,8 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
         for (int r = 0; r < R; r++) vstore(acc + r * stride + (size_t)((slice + n) * kWidth), a[r][n]);
 }
 
+#endif
+
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
 template <int R, int GROUP, bool BIAS, bool WIDE>
 inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const uint8_t* panel, const QuantShape& s,
@@ -255,16 +276,6 @@ void affine_panel(const Chunk* chunk, int blocks, int tiles, const uint8_t* pane
     if constexpr (kTileRows > 2)
         lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
     affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, panel, s, extras, t0, lane, rows, shifted, acc, stride);
-}
-
-// Asks for the chunk at tile t0 of the blocks from b on: it comes from memory while the rows pass over the one before.
-inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
-    const size_t tiles = (size_t)(w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk);
-    for (int i = b; i < b + kPair && i < b1; i++) {
-        const uint8_t *codes = w.block(i) + (size_t)t0 * w.code_bytes, *scales = w.block(i) + w.scale_at + (size_t)t0 * w.scale_bytes;
-        for (size_t at = 0; at < tiles * w.code_bytes; at += 64) prefetch(codes + at);
-        for (size_t at = 0; at < tiles * w.scale_bytes; at += 64) prefetch(scales + at);
-    }
 }
 
 template <int BITS, int GROUP, bool BIAS>
