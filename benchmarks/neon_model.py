@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NATIVE = Path(__file__).parent.parent / "native"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-march=armv8.2-a+dotprod")  # as in CMakeLists.txt
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-march=armv8.2-a+dotprod",
+)  # as in CMakeLists.txt
 SOURCES = ("tests/loops.cpp", "src/isa_neondot.cpp", "src/pack.cpp", "src/memory.cpp", "src/thread_pool.cpp")
 KERNELS = "isa_neondot.o"
 MACS = 32  # int8 multiply-adds a cycle: two SDOT of 16, or 160 GOP/s at 2.5 GHz with two operations each
@@ -65,7 +72,9 @@ def scheduler(named: str | None) -> str:
     told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.search(r"version (\d+)", told)
     if not version or int(version[1]) < 17:
-        raise SystemExit(f"{path} is older than LLVM 17 and takes a Neoverse-N1 for a Cortex-A57; name another one with --mca")
+        raise SystemExit(
+            f"{path} is older than LLVM 17 and takes a Neoverse-N1 for a Cortex-A57; name another one with --mca"
+        )
     return path
 
 
@@ -80,14 +89,19 @@ def build(folder: Path) -> tuple[Path, list[tuple[int, int]]]:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(translate, SOURCES, objects))
     program, table = folder / "loops", folder / "map"
-    subprocess.run([compiler, "-static", "-no-pie", *map(str, objects), f"-Wl,-Map={table}", "-o", str(program)], check=True)
+    subprocess.run(
+        [compiler, "-static", "-no-pie", *map(str, objects), f"-Wl,-Map={table}", "-o", str(program)], check=True
+    )
     found = re.findall(rf"\.text\S*\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+) \S*{KERNELS}", table.read_text())
     return program, [(int(at, 16), int(size, 16)) for at, size in found if int(size, 16)]
 
 
 def disassemble(program: Path) -> dict[int, str]:
     text = subprocess.run(
-        [tool("aarch64-linux-gnu-objdump"), "-d", "--no-show-raw-insn", str(program)], capture_output=True, text=True, check=True
+        [tool("aarch64-linux-gnu-objdump"), "-d", "--no-show-raw-insn", str(program)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     code = {}
     for line in text.splitlines():
@@ -100,17 +114,37 @@ def disassemble(program: Path) -> dict[int, str]:
     return code
 
 
-def executed(program: Path, places: Sequence[tuple[int, int]], name: str, folder: Path) -> tuple[Iterator[int], list[float]]:
+def executed(
+    program: Path, places: Sequence[tuple[int, int]], name: str, folder: Path
+) -> tuple[Iterator[int], list[float]]:
     log = folder / (name.replace(" ", "_") + ".log")
     where = ",".join(f"{at:#x}+{size:#x}" for at, size in places)
-    command = [tool("qemu-aarch64"), "-cpu", "max", "-singlestep", "-d", "exec,nochain", "-dfilter", where, "-D", str(log)]
+    command = [
+        tool("qemu-aarch64"),
+        "-cpu",
+        "max",
+        "-singlestep",
+        "-d",
+        "exec,nochain",
+        "-dfilter",
+        where,
+        "-D",
+        str(log),
+    ]
     told = subprocess.run([*command, str(program), name], capture_output=True, text=True, check=True).stdout
     addresses = (int(m[1], 16) for m in re.finditer(r"\[[0-9a-f]+/([0-9a-f]+)/", log.read_text()))
     return addresses, [float(x) for x in told.split()]
 
 
 def schedule(mca: str, name: str, code: Sequence[str], work: Sequence[float]) -> Modelled:
-    command = [mca, "-mtriple=aarch64", "-mcpu=neoverse-n1", "-iterations=1", "-instruction-info=0", "-resource-pressure=1"]
+    command = [
+        mca,
+        "-mtriple=aarch64",
+        "-mcpu=neoverse-n1",
+        "-iterations=1",
+        "-instruction-info=0",
+        "-resource-pressure=1",
+    ]
     text = subprocess.run(command, input="\n".join(code), capture_output=True, text=True, check=True).stdout
     total = re.search(r"Total Cycles:\s+(\d+)", text)
     pipes = re.findall(r"^\[([\d.]+)\]\s+- N1Unit(\S+)", text, re.M)
@@ -125,7 +159,9 @@ def schedule(mca: str, name: str, code: Sequence[str], work: Sequence[float]) ->
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.neon_model", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.neon_model", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("cases", nargs="*", help="words that a case's name begins with (default: all)")
     parser.add_argument("--mca", help="the llvm-mca to use")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the program and the executed instructions")
@@ -136,9 +172,13 @@ def main(arguments: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True, parents=True)
         program, places = build(folder)
         listing = disassemble(program)
-        names = subprocess.run([tool("qemu-aarch64"), "-cpu", "max", str(program)], capture_output=True, text=True, check=True)
+        names = subprocess.run(
+            [tool("qemu-aarch64"), "-cpu", "max", str(program)], capture_output=True, text=True, check=True
+        )
         print("modelled with llvm-mca for neoverse-n1, not measured")
-        print(f"{'case':12} {'instr.':>8} {'cycles':>8} {'IPC':>5} {'op/cyc':>7} {'of peak':>11} {'byte/cyc':>8}  busiest pipe")
+        print(
+            f"{'case':12} {'instr.':>8} {'cycles':>8} {'IPC':>5} {'op/cyc':>7} {'of peak':>11} {'byte/cyc':>8}  busiest pipe"
+        )
         for name in names.stdout.splitlines():
             if chosen.cases and not any(name.startswith(c) for c in chosen.cases):
                 continue
