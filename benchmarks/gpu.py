@@ -48,7 +48,7 @@ class Bench:
 
         self.args = args
         if args.skinny is not None:
-            from quire.backends.cuda.backend import CudaKernels
+            from quire.backends.cuda.ops import CudaKernels
 
             CudaKernels.skinny_rows = args.skinny
         self._random = random.Random(0)

@@ -73,7 +73,7 @@ def product_error(n: int, k: int, m: int, kind: str, glu: bool, norm: bool) -> f
         fp8.quantize_rows(x, x8, options["x_scale"])
         x, exact_x = x8, x8.double() * options["x_scale"].double()[:, None]
     if norm:
-        options |= {"norm": torch.rand(k, device="cuda").to(half), "eps": 1e-5}
+        options |= {"norm": torch.rand(k, device="cuda"), "eps": 1e-5}
         exact_x = exact_x / (exact_x.square().mean(1, keepdim=True) + 1e-5).sqrt() * options["norm"].double()
     shape = skinny_shape(n, k, m, w.dtype, swiglu=glu, fused=norm, eight=kind == "w8a8")
     if shape.splits > 1:

@@ -47,7 +47,7 @@ class Step:
             (torch.randn(shape, device="cuda").to(self.half), torch.randn(shape, device="cuda").to(self.half))
             for _ in range(layers)
         ]
-        self.gain = torch.ones(D, device="cuda", dtype=self.half)
+        self.gain = torch.ones(D, device="cuda")  # float32, as models have it
         self.h, self.x, self.act = torch.randn(rows, D, device="cuda").to(self.half), new(rows, D), new(rows, INNER)
         self.qkv, self.gate_up, self.logits = new(rows, QKV), new(rows, 2 * INNER), new(rows, VOCAB)
         self.q, self.out = new(rows, H, DIM), new(rows, H, DIM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from benchmarks.gpu_timing import Row, graph_seconds, off
 from quire.backends.cuda.kernels.skinny import Shape
 from quire.backends.cuda.kernels.tiled import quantize_groups, tiled_product
 from quire.backends.cuda.kernels.tuning import TILED_MANY, tiled_many, tiled_shape
-from quire.backends.cuda.tiles import GroupedRows
+from quire.backends.cuda.tiles import GroupedRows, library_product, library_takes
 from quire.backends.torch.quantized import WIDTH, Tiled
 
 
@@ -75,15 +76,10 @@ def tiled_library(m: int, n: int, k: int, name: str) -> Iterator[Row]:
     w.fill(torch.randn(n, k, device="cuda") * k**-0.5)
     made, y = GroupedRows.of(x), torch.empty(m, n, device="cuda").bfloat16()
 
-    def call() -> None:
-        torch._scaled_mm(
-            made.codes, w.codes.t(), scale_a=made.scale.t(), scale_b=w.scale.t(), out_dtype=y.dtype, out=y
-        )  # fmt: skip
-
-    try:
-        call()
-    except (RuntimeError, ValueError) as e:
-        print(f"cuBLASLt takes no such scales here: {str(e).splitlines()[0][:200]}", flush=True)
+    if not library_takes(y.dtype, y.device):
+        print("cuBLASLt takes no such scales here", flush=True)
         return
+    call = partial(library_product, made, w, y)
+    call()
     want = made.plain(torch.float32) @ w.dequantize().T
     yield Row(f"cuBLASLt tiles m={m} {name}", off(y, want), graph_seconds([call] * 8), 2.0 * m * n * k, True, True)

@@ -8,6 +8,7 @@ counted, and the head of the table says how much that was. The measuring is `eng
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from quire.cli import bench_report as report
 from quire.cli import ui
@@ -43,8 +45,20 @@ Json = Annotated[
 Seed = Annotated[int, typer.Option(help="Other prompts.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also say what was decided at load.")]
 
+
+class Modes(TyperGroup):
+    """What is measured comes first, and the model after it. Who starts with the model is told so."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word, modes = args[0], list(self.commands)
+        if word not in modes and not difflib.get_close_matches(word, modes):
+            ctx.fail(f"What is measured comes first: quire bench {' or '.join(modes)}, then the model ({word}).")
+        return super().resolve_command(ctx, args)
+
+
 command = typer.Typer(
     name="bench",
+    cls=Modes,
     help="Measure how fast a model runs here, with the engine in this process.",
     rich_markup_mode=None,
     add_completion=False,

@@ -72,8 +72,10 @@ def command(
 
 def _doubt(model: str, decisions: list[str]) -> None:
     """A model that was not made for embeddings gives numbers too; whoever gets them shall know."""
+    from quire.models.pooling import UNSAID
+
     for line in decisions:
-        if line.startswith("pooling: ") and ("the file does not say" in line or "modules.json that says" in line):
+        if line.startswith("pooling: ") and any(words in line for words in UNSAID):
             ui.note(f"{model} says nothing of embeddings, and was perhaps not made for them; {line}")
 
 
@@ -91,7 +93,7 @@ def _texts(given: list[str] | None) -> list[str]:
     except UnicodeDecodeError as e:
         raise BadRequest(f"stdin is not UTF-8 at byte {e.start}") from None
     if not lines:
-        raise BadRequest("stdin has no text")
+        raise BadRequest("there is no text: stdin is empty", cure="give texts after the model, or lines on stdin")
     return lines
 
 

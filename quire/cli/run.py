@@ -272,8 +272,15 @@ def must_be(json: bool, json_schema: str | None) -> Constraint | None:
     try:
         with open(json_schema, encoding="utf-8") as file:
             text = file.read(MAX_SCHEMA + 1)
-    except (OSError, UnicodeDecodeError) as e:
-        raise BadRequest(f"--json-schema {json_schema}: it cannot be read: {e}", param="json_schema") from None
+    except OSError as e:
+        why = e.strerror or str(e)
+        raise BadRequest(
+            f"--json-schema {json_schema}: it cannot be read: {why}",
+            cure="name a file with a schema",
+            param="json_schema",
+        ) from None
+    except UnicodeDecodeError as e:
+        raise BadRequest(f"--json-schema {json_schema} is not UTF-8 at byte {e.start}", param="json_schema") from None
     return Constraint(kind="json_schema", text=text, param="--json-schema")
 
 

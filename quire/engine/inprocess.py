@@ -214,12 +214,19 @@ class InProcessClient:
         build = self._build
         if build is None:
             from quire.engine.build import build_engine as build
-        engine, self._info = build(self._config, self._env or Environment.read(), progress=self._progress)
+        engine, self._info = build(self._config, self._env or Environment.read(), progress=self._went_on)
         self._pending.limit = self._info.max_seqs + self._config.max_waiting
         self._adapters = {own.name: own for own in self._info.adapters}
         self._stats = engine.stats()
         engine.settle()
         return engine
+
+    def _went_on(self, done: int, total: int) -> None:
+        """Weights were taken over. Who ends meanwhile does not wait for all the others."""
+        if self._stopping:
+            raise Unavailable("the engine was closed before it had loaded")
+        if self._progress is not None:
+            self._progress(done, total)
 
     def _serve(self, engine: Engine) -> None:
         """Step while there is work, sleep while there is none; stop when told and idle."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.layouts import Floats, Layout
-from quire.models.pooling import MODULES, activation_of, folder_of_module, modules_of
+from quire.models.pooling import MODULES, activation_of, config_of_module, modules_of
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf import GGUF
 
@@ -159,7 +159,7 @@ def _check_module(folder: Folder, yes: int, no: int) -> None:
     module = _logit_score(folder)
     if module is None:
         return
-    config = folder_of_module(folder, module)
+    config = config_of_module(folder, module)
     said = config.get("true_token_id"), config.get("false_token_id")
     if said != (yes, no):
         raise Unsupported(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MODULES = "modules.json"
 KINDS = ("mean", "cls", "last")
+UNSAID = ("the file does not say", f"there is no {MODULES} that says")  # of a GGUF, and of a folder
 _GGUF_KINDS = {1: "mean", 2: "cls", 3: "last"}
 _MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -70,12 +71,12 @@ def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
         number = checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0)
         if number not in (0, *_GGUF_KINDS):
             raise Unsupported(f"{checkpoint.path}: pooling_type {number} is not supported", cure="1 to 3 are")
-        why = "as the file says" if number else "the file does not say"
+        why = "as the file says" if number else UNSAID[0]
         kind = _GGUF_KINDS.get(number, kind)
         return Pooling(kind, True, lines=(f"pooling: {kind} ({why}), normalized (a GGUF cannot say)",))
     if checkpoint is None or checkpoint.text(MODULES, 1 << 20) is None:
         cuts = None if checkpoint is None else _cuts(checkpoint.config)
-        lines = (f"pooling: {kind}, normalized (there is no {MODULES} that says)",)
+        lines = (f"pooling: {kind}, normalized ({UNSAID[1]})",)
         return Pooling(kind, True, cuts=cuts, lines=lines)
     return _read(checkpoint)
 
@@ -90,7 +91,7 @@ def _read(folder: Folder) -> Pooling:
         if name == "Normalize":
             normalize = True
         elif name == "Pooling" and kind is None and not normalize:
-            kind = _kind(folder_of_module(folder, module))
+            kind = _kind(config_of_module(folder, module))
         else:
             raise Unsupported(f"{where}: a module {name[:60]!r} there is not supported: it would change the numbers")
     if kind is None:
@@ -106,7 +107,7 @@ def _read(folder: Folder) -> Pooling:
     return Pooling(kind, normalize, context, prompts, _cuts(folder.config), tuple(lines))
 
 
-def folder_of_module(folder: Folder, module: dict[str, str]) -> Values:
+def config_of_module(folder: Folder, module: dict[str, str]) -> Values:
     """The config.json of a module that has a folder of its own."""
     where = os.path.join(folder.path, MODULES)
     if not _FOLDER.fullmatch(module["path"]):

@@ -187,6 +187,7 @@ class Decoder:
             write=tables[0].write,
             more=tuple(tables[1:]),
             logit_rows=self._count[:size],
+            all_taken=True,
             longest=1,
             reach=self._reach,
             shared=shared,

@@ -135,6 +135,7 @@ class Verifier:
                 write=tables[0].write,
                 more=tuple(tables[1:]),
                 logit_rows=self._count[:whole],
+                all_taken=True,
                 longest=rows,
                 uniform=True,
                 reach=self._reach,

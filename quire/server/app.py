@@ -13,7 +13,6 @@ import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -30,6 +29,7 @@ from quire.server.access import Access
 from quire.server.errors import ClientGone
 from quire.server.guard import LOOPBACK_NAMES, Cors, HostCheck, KeyCheck, is_loopback
 from quire.server.limits import BodyLimit
+from quire.server.replies import reply
 from quire.server.service import Service
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
 def _probes(app: FastAPI, service: Service) -> None:
     async def health(request: Request) -> Response:
         """The process answers."""
-        return _json({"status": "ok"})
+        return reply({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         """A request sent now would be taken."""
@@ -132,18 +132,14 @@ def _probes(app: FastAPI, service: Service) -> None:
         if detail:
             body["detail"] = errors.clean(detail, "the server's log has the cause")
         if stage == "ready":
-            return _json(body)
-        return _json(body, 503, {} if stage == "failed" else {"retry-after": "2"})  # that one does not come back
+            return reply(body)
+        return reply(body, 503, {} if stage == "failed" else {"retry-after": "2"})  # that one does not come back
 
     async def version(request: Request) -> Response:
-        return _json({"version": VERSION})
+        return reply({"version": VERSION})
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     for path, handler in (("/health", health), ("/ready", ready), ("/version", version), ("/metrics", metrics)):
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

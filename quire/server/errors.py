@@ -169,9 +169,7 @@ async def on_client_gone(request: Request, error: Exception) -> Response:
 
 def engine_error(message: str | None, started: bool, param: str | None = None) -> QuireError:
     """What an error event means: a request that could not start was bad, one that had started failed."""
-    if (
-        message and param
-    ):  # the engine found fault with a field, at once or on the way: its words are about the client's own
+    if message and param:  # the engine found fault with a field, at once or on the way: it speaks of the client's own
         return BadRequest(message, param=param)
     text = clean(message or "the engine gave no reason")
     return QuireError(text, code="engine_error") if started else BadRequest(text, code="engine_refused")

@@ -34,7 +34,7 @@ class Server:
     _news: queue.Queue[str | None] = field(default_factory=queue.Queue)
 
     def client(self, **more: object) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120, **more)  # type: ignore[arg-type]
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120, **more)
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=10)
@@ -130,7 +130,7 @@ def start(model_path: Path) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def make(*options: str, **more: object) -> Server:
-        started.append(launch(*options, **more))  # type: ignore[arg-type]
+        started.append(launch(*options, **more))
         return started[-1]
 
     yield make

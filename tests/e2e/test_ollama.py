@@ -63,7 +63,7 @@ def test_chat_is_what_openais_route_says(llama: ollama.Client, client: openai.Op
     r = llama.chat(DEFAULT_MODEL, messages=ASK, options=GREEDY)
     same = client.chat.completions.create(
         model=DEFAULT_MODEL,
-        messages=ASK,  # type: ignore[arg-type]
+        messages=ASK,
         temperature=0,
         max_tokens=20,
     )
@@ -154,7 +154,7 @@ def test_nothing_to_say_loads(llama: ollama.Client):
 def test_refusals_reach_the_client(llama: ollama.Client, fields: dict[str, object], names: str):
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError) as e:
-            list(llama.generate(DEFAULT_MODEL, "hi", stream=stream, **fields))  # type: ignore[call-overload]
+            list(llama.generate(DEFAULT_MODEL, "hi", stream=stream, **fields))
         assert e.value.status_code == 400
         assert names in e.value.error
 

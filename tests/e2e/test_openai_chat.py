@@ -105,7 +105,7 @@ def test_seeds_reproduce(client: openai.OpenAI):
 
 def test_the_receipt_tells_the_seed_that_was_drawn(client: openai.OpenAI):
     def ask(**more: object) -> tuple[str | None, dict[str, int]]:
-        r = client.chat.completions.create(  # type: ignore[call-overload]
+        r = client.chat.completions.create(
             model=DEFAULT_MODEL, messages=ASK, temperature=1.5, max_tokens=16, extra_body={"receipts": True}, **more
         )
         return r.choices[0].message.content, r.model_extra["quire"]["receipts"][0]

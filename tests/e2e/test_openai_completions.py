@@ -85,5 +85,5 @@ def test_errors(client: openai.OpenAI):
         ({"logprobs": 99}, "logprobs"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(**{"model": DEFAULT_MODEL, "prompt": "hi", **more})  # type: ignore[call-overload]
+            client.completions.create(**{"model": DEFAULT_MODEL, "prompt": "hi", **more})
         assert caught.value.param == param

@@ -222,7 +222,7 @@ def test_greedy_continuations_are_those_of_transformers(real: Real) -> None:
     gc.collect()
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     exact = {"backend": "torch", "dtype": "float32", "device": "cpu"}
-    with LLM(str(path), context=256, kv_memory="256MiB", **exact) as llm:  # type: ignore[arg-type]
+    with LLM(str(path), context=256, kv_memory="256MiB", **exact) as llm:
         answers = llm.generate([c.prompt for c in theirs], greedy)
     assert [list(a.outputs[0].tokens) for a in answers] == [c.tokens for c in theirs]
     gc.collect()

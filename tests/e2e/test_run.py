@@ -21,7 +21,7 @@ PARIS = "What is the capital of France? Answer in one word."
 def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [*QUIRE, "run", *args, "--context", "512"]
     options = {"stdin": subprocess.DEVNULL, **options} if "input" not in options else options
-    return subprocess.run(command, text=True, capture_output=True, timeout=120, **options)  # type: ignore[call-overload]
+    return subprocess.run(command, text=True, capture_output=True, timeout=120, **options)
 
 
 def test_an_answer_on_a_pipe_is_text_and_nothing_else(model_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_an_engine_killed_is_told_and_restarted(start: Callable[..., Server]):
     def stream() -> None:
         for chunk in client.completions.create(
             **{k: v for k, v in LONG.items() if k != "ignore_eos"}, stream=True, extra_body={"ignore_eos": True}
-        ):  # type: ignore[call-overload]
+        ):
             events.append(chunk)  # noqa: PERF402, watched from another thread
 
     streaming, stream_result = in_background(stream)

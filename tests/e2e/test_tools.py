@@ -156,7 +156,7 @@ def test_continuing_the_last_message(forced: Server):
     more = {"continue_final_message": True, "add_generation_prompt": False}
     r = create(forced, messages=said, tools=openai.NOT_GIVEN, temperature=0, max_tokens=8, extra_body=more)
     template = forced.client().post("/../tokenize", cast_to=object, body={"messages": said, **more})
-    text = forced.client().post("/../detokenize", cast_to=object, body={"tokens": template["tokens"]})["prompt"]  # type: ignore[index]
+    text = forced.client().post("/../detokenize", cast_to=object, body={"tokens": template["tokens"]})["prompt"]
     assert text.endswith("assistant\nThe weather in Paris is")
     plain = forced.client().completions.create(model=DEFAULT_MODEL, prompt=text, temperature=0, max_tokens=8)
     assert r.choices[0].message.content == plain.choices[0].text

@@ -1,19 +1,14 @@
 """Mutated GGUF files against the reader: each opens and can be read to the last byte, or raises BadModelFile.
 
-    python -m tests.fuzz.gguf --runs 1000000 --seed 7
-
-A run is decided by (seed, number) alone; one that fails is written to a file and can be run again with --only.
+python -m tests.fuzz.gguf --runs 1000000 --seed 7
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import struct
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +17,7 @@ import numpy as np
 from quire.layouts import Affine
 from quire.observe.errors import BadModelFile
 from quire.weights.gguf import GGUF, Strings, describe
+from tests.fuzz import kit
 from tests.fuzz.maker import SAMPLES
 
 EXTREMES = [0, 1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 32, 33, 64, 255, 256, 257, 4096, 65535, 65536]
@@ -97,9 +93,8 @@ def replace(s: Sample, rng: random.Random) -> bytes:
 MUTATIONS: list[Callable[[Sample, random.Random], bytes]] = [truncate, flip, flip, splice, extreme, extreme, replace]
 
 
-def mutant(seed: int, number: int, of: list[Sample]) -> tuple[str, bytes]:
+def mutant(rng: random.Random, of: list[Sample]) -> tuple[str, bytes]:
     """What it is made of, and the file."""
-    rng = random.Random(f"{seed}:{number}")
     sample = rng.choice(of)
     mutate = rng.choice(MUTATIONS)
     return f"{sample.name}/{mutate.__name__}", mutate(sample, rng)
@@ -120,77 +115,46 @@ def walk(value: object) -> None:
         repr(value)
 
 
-def check(path: Path) -> str:
-    """Open and read everything. "opened", or why not. Anything but BadModelFile escapes."""
+def look(path: Path) -> None:
+    """Open and read everything. A refusal names the byte, or the key whose value is of the wrong kind."""
     try:
         with GGUF.open(path) as gguf:
-            for value in gguf.metadata.values():
-                walk(value)
-            for name, info in gguf.tensors.items():
-                layout = gguf.tensor(name)
-                size = info.nbytes
-                if isinstance(layout, Affine):  # a codebook's is that of its codes
-                    size = info.elements // layout.codec.block * layout.codec.nbytes
-                if layout.dequantize().shape != info.shape or layout.nbytes != size:
-                    raise AssertionError(f"{name}: not the shape or size it was said to have")
-                gguf.release(name)
-            try:
-                describe(gguf)
-            except BadModelFile as e:
-                if "key" not in e.message:
-                    raise AssertionError(f"no key is named: {e}") from e
+            read(gguf)
     except BadModelFile as e:
-        if str(path) not in e.message:
-            raise AssertionError(f"the file is not named: {e}") from e
-        # A header error names its byte; a key with a value of the wrong kind is named itself.
         if ": byte " not in e.message and "key '" not in e.message:
             raise AssertionError(f"neither a byte nor a key is named: {e}") from e
-        return "refused"
-    return "opened"
+        raise
 
 
-def fuzz(runs: range, seed: int, folder: Path, tell: Callable[[str], None] | None = None) -> Counter[str]:
-    """How many mutants of each kind opened and were refused. Raises on the first that does something else."""
-    of = samples()
-    outcomes: Counter[str] = Counter()
-    path = folder / "mutant.gguf"
-    slowest = 0.0
-    for number in runs:
-        kind, data = mutant(seed, number, of)
+def read(gguf: GGUF) -> None:
+    for value in gguf.metadata.values():
+        walk(value)
+    for name, info in gguf.tensors.items():
+        layout = gguf.tensor(name)
+        size = info.nbytes
+        if isinstance(layout, Affine):  # a codebook's is that of its codes
+            size = info.elements // layout.codec.block * layout.codec.nbytes
+        if layout.dequantize().shape != info.shape or layout.nbytes != size:
+            raise AssertionError(f"{name}: not the shape or size it was said to have")
+        gguf.release(name)
+    try:
+        describe(gguf)
+    except BadModelFile as e:
+        if "key" not in e.message:
+            raise AssertionError(f"no key is named: {e}") from e
+
+
+def fuzz(runs: Iterable[int], seed: int, folder: Path, tell: Callable[[str], None] | None = None) -> Counter[str]:
+    of, path = samples(), folder / "mutant.gguf"
+
+    def put(rng: random.Random) -> kit.Mutant:
+        kind, data = mutant(rng, of)
+        path.unlink(missing_ok=True)  # cheaper than cutting the old one to nothing
         path.write_bytes(data)
-        start = time.process_time()
-        try:
-            outcome = check(path)
-        except BaseException:
-            kept = Path(tempfile.gettempdir()) / f"gguf-fuzz-{seed}-{number}.gguf"
-            kept.write_bytes(data)
-            print(f"seed {seed}, run {number} ({kind}) kept in {kept}")
-            raise
-        path.unlink()  # cheaper than cutting the old one to nothing
-        slowest = max(slowest, time.process_time() - start)
-        outcomes[f"{kind} {outcome}"] += 1
-        outcomes[outcome] += 1
-        if tell and number % 10_000 == 9_999:
-            tell(
-                f"{number + 1} runs: {outcomes['opened']} opened, {outcomes['refused']} refused, slowest {slowest:.3f} s"
-            )
-    if slowest > 5:
-        raise AssertionError(f"a file of {max(len(s.data) for s in of)} bytes took {slowest:.1f} s")
-    return outcomes
+        return kit.Mutant(path, kind)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="run this number alone")
-    options = parser.parse_args()
-    runs = range(options.runs) if options.only is None else range(options.only, options.only + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = fuzz(runs, options.seed, Path(folder), tell=lambda line: print(line, flush=True))
-    for what, n in sorted(outcomes.items()):
-        print(f"{n:8} {what}")
+    return kit.drive(runs, seed, put, look, refusal=BadModelFile, seconds=5, tell=tell)
 
 
 if __name__ == "__main__":
-    main()
+    kit.main(__doc__, fuzz, runs=100_000)

@@ -126,9 +126,9 @@ class _Out:
 
     def value(self, kind: int, value: object) -> None:
         if kind == STRING:
-            self.text(value)  # type: ignore[arg-type]
+            self.text(value)
         elif kind == ARRAY:
-            element, items = value  # type: ignore[misc]
+            element, items = value
             self.number("I", element)
             self.number("Q", len(items))
             for item in items:
@@ -136,7 +136,7 @@ class _Out:
         elif kind in SCALARS:
             self.number(SCALARS[kind], value)
         else:
-            self.data += value  # type: ignore[operator]
+            self.data += value
 
 
 def every_type(version: int = 3) -> Maker:

@@ -3,21 +3,15 @@
     python -m tests.fuzz.models --runs 20000 --seed 7
 
 A run changes a few values of a folder's config.json (or of a file beside it), numbers in a GGUF's header, or bytes of an adapter, and loads what is
-there. What loads is compiled for the native backend and runs three tokens. A run is decided by (seed, number) alone. Each must end
-within SECONDS and GROWTH bytes of memory.
+there. What loads is compiled for the native backend and runs three tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import resource
-import shutil
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +22,11 @@ from quire.backends.batch import Table
 from quire.backends.cases import single
 from quire.backends.choose import open_backend
 from quire.models.pooling import pooling_of
-from quire.observe.errors import QuireError
 from quire.weights.adapters import open_adapter
 from quire.weights.checkpoint import open_checkpoint
-from tests.fuzz.safetensors import EXTREMES, stir
-from tests.fuzz.tokenizers import mangled
+from tests.fuzz import kit
 from tests.unit.models import encoders, families, folders, mixtures
 
-SECONDS = 20.0
-GROWTH = 1 << 30
 DENSE = (
     "mistral, window",
     "qwen2, late windows",
@@ -103,19 +93,19 @@ def mutate(path: Path, rng: random.Random) -> str:
         data = bytearray(file.read_bytes())
         for _ in range(rng.choice((1, 1, 2))):
             at, size = rng.randrange(24, 1400), rng.choice((1, 4, 4, 8))
-            data[at : at + size] = (rng.choice(EXTREMES) % 2**64).to_bytes(8, "little")[:size]
+            data[at : at + size] = (rng.choice(kit.EXTREMES) % 2**64).to_bytes(8, "little")[:size]
         file.write_bytes(data)
         return f"{GGUF}, numbers"
     weights = path / "adapter_model.safetensors"
     if weights.exists() and rng.random() < 0.6:
         data = weights.read_bytes()
-        weights.write_bytes(mangled(data[:1200], rng) + data[1200:])
+        weights.write_bytes(kit.mangle(data[:1200], rng) + data[1200:])
         return "adapter_model.safetensors, mangled"
     name = rng.choice([*[n for n in names if n.name in ("config.json", "adapter_config.json")] * 4, *names])
     values = json.loads((path / name).read_text())
     fixed = {k: values.pop(k) for k in LEFT_ALONE if isinstance(values, dict) and k in values}
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        values = stir(values, rng) if isinstance(values, dict | list) else values
+        values = kit.stir(values, rng) if isinstance(values, dict | list) else values
     (path / name).write_text(json.dumps({**fixed, **values} if isinstance(values, dict) else values))
     return f"{name}, stirred"
 
@@ -142,47 +132,21 @@ def look(path: Path) -> None:
         assert program.run(batch, given).shape[0] == batch.logit_rows.size
 
 
-def fuzz(numbers: Iterable[int], seed: int, folder: Path, kinds: Iterable[str] | None = None) -> Counter[str]:
-    outcomes: Counter[str] = Counter()
+def fuzz(
+    numbers: Iterable[int],
+    seed: int,
+    folder: Path,
+    kinds: Iterable[str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Counter[str]:
     made = make(folder, kinds)
-    for number in numbers:
-        rng = random.Random(f"{seed}:{number}")
+
+    def put(rng: random.Random) -> kit.Mutant:
         kind = rng.choice(sorted(made))
-        path = folder / "mutant"
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(made[kind], path)
-        how = mutate(path, rng)
-        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            look(path)
-            outcomes["loaded"] += 1
-            outcomes[f"{kind} loaded"] += 1
-        except QuireError as e:
-            assert str(path) in str(e), f"run {number} ({kind}: {how}): {e} does not name the file"
-            str(e).encode()  # a terminal can show it
-            outcomes["refused"] += 1
-            outcomes[f"{kind} refused"] += 1
-        except BaseException:
-            print(f"run {number} ({kind}: {how}) failed")
-            raise
-        took, grew = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert took < SECONDS, f"run {number} ({kind}: {how}) took {took:.1f} s"
-        assert grew * 1024 < GROWTH, f"run {number} ({kind}: {how}) took {grew} KiB"
-    return outcomes
+        return kit.put_folder(made[kind], folder / "mutant", kind, mutate, rng)
 
-
-def main() -> None:
-    parser: Any = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one run by its number")
-    parser.add_argument("--kind", action="append", help="only this one; several may be given")
-    options = parser.parse_args()
-    numbers = range(options.runs) if options.only is None else [options.only]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, count in sorted(fuzz(numbers, options.seed, Path(folder), options.kind).items()):
-            print(f"{count:8,}  {name}")
+    return kit.drive(numbers, seed, put, look, tell=tell)
 
 
 if __name__ == "__main__":
-    main()
+    kit.main(__doc__, fuzz, runs=2000, kinds=True)

@@ -1,30 +1,24 @@
-"""Mutated safetensors files, configurations and tokenizers against their readers: read whole, or refused with a QuireError.
+"""Mutated safetensors files against their reader: read whole, or refused with a QuireError.
 
-    python -m tests.fuzz.safetensors --runs 100000 --seed 7
-
-A run is decided by (seed, number) alone; one that fails is written to a file and can be run again with --only.
+python -m tests.fuzz.safetensors --runs 100000 --seed 7
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import struct
-import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quire.observe.errors import QuireError
 from quire.weights.safetensors import DENSE, Safetensors
-
-EXTREMES = [0, 1, -1, 2, 7, 8, 9, 63, 255, 256, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64 - 1, 2**64, -(2**63), 10**40]
-STRANGE: list[Any] = [None, True, False, 1.5, 1e308, "", "F32", "x" * 600, [], {}, [[]], [1, 2, 3], {"a": 1}, "\ud800"]
+from tests.fuzz import kit
+from tests.fuzz.kit import EXTREMES, stir
 
 
 def build(entries: dict[str, Any], data: bytes, length: int | None = None) -> bytes:
@@ -53,38 +47,8 @@ def sample() -> tuple[dict[str, Any], bytes]:
     return entries, bytes(range(256))[:at].ljust(at, b"\x07")
 
 
-def stir(value: Any, rng: random.Random) -> Any:
-    """A JSON value with one thing in it changed."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        made = dict(value)
-        key = rng.choice(list(made))
-        how = rng.random()
-        if how < 0.1:
-            del made[key]
-        elif how < 0.2:
-            made[rng.choice(["extra", "", key + "2", "__metadata__"])] = made[key]
-        else:
-            made[key] = stir(made[key], rng)
-        return made
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        made_list = list(value)
-        i = rng.randrange(len(made_list))
-        how = rng.random()
-        if how < 0.15:
-            del made_list[i]
-        elif how < 0.3:
-            made_list.append(made_list[i])
-        else:
-            made_list[i] = stir(made_list[i], rng)
-        return made_list
-    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.7:
-        return rng.choice([value + 1, value - 1, value * 2, -value, value + 8, rng.choice(EXTREMES)])
-    return rng.choice([*STRANGE, *EXTREMES])
-
-
-def mutant(seed: int, number: int) -> tuple[str, bytes]:
+def mutant(rng: random.Random) -> tuple[str, bytes]:
     """What was done, and the file."""
-    rng = random.Random(f"{seed}:{number}")
     entries, data = sample()
     whole = bytearray(build(entries, data))
     how = rng.choice(["truncate", "flip", "splice", "length", "json", "json", "json", "data"])
@@ -125,41 +89,17 @@ def look(path: Path) -> None:
         assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(spans))
 
 
-def fuzz(numbers: Iterable[int], seed: int, folder: Path) -> Counter[str]:
-    outcomes: Counter[str] = Counter()
+def fuzz(numbers: Iterable[int], seed: int, folder: Path, tell: Callable[[str], None] | None = None) -> Counter[str]:
     path = folder / "m.safetensors"
-    for number in numbers:
-        how, data = mutant(seed, number)
+
+    def put(rng: random.Random) -> kit.Mutant:
+        how, data = mutant(rng)
         path.unlink(missing_ok=True)  # an older one may still be mapped
         path.write_bytes(data)
-        try:
-            look(path)
-            outcomes["opened"] += 1
-            outcomes[f"{how} opened"] += 1
-        except QuireError as e:
-            assert str(path) in str(e), f"run {number}: {e} does not name the file"
-            str(e).encode()  # a terminal can show it
-            outcomes["refused"] += 1
-            outcomes[f"{how} refused"] += 1
-        except BaseException:
-            kept = Path(tempfile.gettempdir()) / f"safetensors-{seed}-{number}.bin"
-            kept.write_bytes(data)
-            print(f"run {number} ({how}) failed; the file is {kept}")
-            raise
-    return outcomes
+        return kit.Mutant(path, how)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int)
-    args = parser.parse_args()
-    numbers = range(args.runs) if args.only is None else [args.only]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, count in sorted(fuzz(numbers, args.seed, Path(folder)).items()):
-            print(f"{count:10,}  {name}")
+    return kit.drive(numbers, seed, put, look, tell=tell)
 
 
 if __name__ == "__main__":
-    main()
+    kit.main(__doc__, fuzz, runs=10_000)

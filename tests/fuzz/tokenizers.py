@@ -3,32 +3,24 @@
     python -m tests.fuzz.tokenizers --runs 20000 --seed 7
 
 The kinds: tokenizer.json (byte-level BPE, SentencePiece BPE, unigram, WordPiece) with tokenizer_config.json and config.json,
-tokenizer.model, tekken.json. A run is decided by (seed, number) alone. Each must end within SECONDS and GROWTH bytes of memory.
+tokenizer.model, tekken.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
-import resource
-import shutil
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from quire.chat.hub import read_template, read_tokenizer
-from quire.observe.errors import BadRequest, QuireError
+from quire.observe.errors import BadRequest
 from quire.weights.folder import Folder
-from tests.fuzz.safetensors import stir
+from tests.fuzz import kit
 from tests.unit.chat import hub_kit, test_spm_file, test_tekken
 
-SECONDS = 20.0
-GROWTH = 1 << 30
 TEXTS = [
     "",
     "Hello, world",
@@ -55,25 +47,6 @@ def make(folder: Path) -> dict[str, Path]:
     return found
 
 
-def mangled(data: bytes, rng: random.Random) -> bytes:
-    """Bytes with a few places changed, cut or put in."""
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 6))):
-        at = rng.randrange(max(1, len(out)))
-        how = rng.randrange(5)
-        if how == 0:
-            out[at : at + 1] = bytes([out[at] ^ 1 << rng.randrange(8)]) if out else b"x"
-        elif how == 1:
-            del out[at : at + rng.choice((1, 5, 100))]
-        elif how == 2:
-            out[at:at] = rng.choice((b"\xff" * 10, bytes(8), rng.randbytes(4), b'"', b"{", b"[" * 2000))
-        elif how == 3:
-            del out[at:]
-        else:
-            out[at:at] = out[at : at + 40]
-    return bytes(out)
-
-
 def mutate(path: Path, rng: random.Random) -> str:
     """Change one file of a folder; says which and how."""
     if (path / "tokenizer.model").exists():
@@ -84,9 +57,9 @@ def mutate(path: Path, rng: random.Random) -> str:
         name = rng.choice([n for n in JSON_FILES if (path / n).exists()])
     file = path / name
     if name.endswith(".json") and rng.random() < 0.75:
-        file.write_text(json.dumps(stir(json.loads(file.read_text()), rng)))
+        file.write_text(json.dumps(kit.stir(json.loads(file.read_text()), rng)))
         return f"{name}, stirred"
-    file.write_bytes(mangled(file.read_bytes(), rng))
+    file.write_bytes(kit.mangle(file.read_bytes(), rng))
     return f"{name}, mangled"
 
 
@@ -103,41 +76,15 @@ def look(path: Path) -> None:
         tokenizer.encode_parts(tokenizer.controls(TEXTS[2]))
 
 
-def fuzz(numbers: Iterable[int], seed: int, folder: Path) -> Counter[str]:
-    outcomes: Counter[str] = Counter()
-    kinds = make(folder)
-    for number in numbers:
-        rng = random.Random(f"{seed}:{number}")
-        kind = rng.choice(sorted(kinds))
-        path = folder / "mutant"
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(kinds[kind], path)
-        how = mutate(path, rng)
-        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            look(path)
-            outcomes["made"] += 1
-        except QuireError as e:
-            assert str(path) in str(e), f"run {number} ({kind}: {how}): {e} does not name the file"
-            str(e).encode()  # a terminal can show it
-            outcomes["refused"] += 1
-        took, grew = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert took < SECONDS, f"run {number} ({kind}: {how}) took {took:.1f} s"
-        assert grew * 1024 < GROWTH, f"run {number} ({kind}: {how}) took {grew} KiB"
-        outcomes[kind] += 1
-    return outcomes
+def fuzz(numbers: Iterable[int], seed: int, folder: Path, tell: Callable[[str], None] | None = None) -> Counter[str]:
+    made = make(folder)
 
+    def put(rng: random.Random) -> kit.Mutant:
+        kind = rng.choice(sorted(made))
+        return kit.put_folder(made[kind], folder / "mutant", kind, mutate, rng)
 
-def main() -> None:
-    parser: Any = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one run by its number")
-    options = parser.parse_args()
-    numbers = range(options.runs) if options.only is None else [options.only]
-    with tempfile.TemporaryDirectory() as folder:
-        print(dict(fuzz(numbers, options.seed, Path(folder))))
+    return kit.drive(numbers, seed, put, look, tell=tell)
 
 
 if __name__ == "__main__":
-    main()
+    kit.main(__doc__, fuzz, runs=2000)

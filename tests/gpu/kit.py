@@ -1,4 +1,4 @@
-"""What the tests of engines on a GPU share: a shape for random weights, an engine over it, and traffic through an engine.
+"""What the tests on a GPU share: the matrices of a real model, a shape for random weights, an engine over it, and traffic through it.
 
 Knows no GPU: whoever imports it has looked for one.
 """
@@ -27,6 +27,14 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+MATRICES_8B = {  # rows and columns, of a Llama 3.1 8B
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+BF16_BOUND = 6e-3  # of ||error||: bf16 results (2^-9 at most, each), and sums on the tensor cores
 SETTINGS: dict[str, Any] = {
     "backend": "cuda",
     "device": "cuda",

@@ -15,10 +15,9 @@ pytest.importorskip("triton", reason="needs triton: pip install quire[test]")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
+from tests.gpu import kit  # noqa: E402
 from tests.unit.models import folders, tiny  # noqa: E402
 from tests.unit.models.adapters import EVERY, Adapted  # noqa: E402
 
@@ -71,25 +70,14 @@ def test_logits(made: tuple[Path, list[Any]], dtype: str, share: float):
 
 
 def engine_of(path: Path, loras: tuple[str, ...], **options: Any) -> Any:
-    settings: dict[str, Any] = {
-        "backend": "cuda", "device": "cuda", "dtype": "float32", "max_seqs": 8, "max_batch_tokens": 128, "context": 256,
-        "kv_memory": 1 << 26, "runtime_lora": True, "max_lora_rank": 16,
-    }  # fmt: skip
     named = tuple((name, str(path / name)) for name in loras)
-    config = EngineConfig(path=str(path / "m"), loras=named, **{**settings, **options})
-    return build_engine(config, Environment(home=path))[0]
+    options = {"context": 256, "runtime_lora": True, "max_lora_rank": 16} | options
+    return kit.build(path / "m", loras=named, **options)[0]
 
 
 def serve(engine: Any, requests: list[Request]) -> dict[str, list[Any]]:
     """The log probabilities of every request's tokens."""
-    heard: dict[str, list[Any]] = {}
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        for event in engine.step():
-            assert event.error is None, event.error
-            heard.setdefault(event.id, []).extend(event.logprobs)
-    return heard
+    return kit.serve(engine, requests, lambda event: event.logprobs, together=len(requests))
 
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)

@@ -6,7 +6,6 @@ not has to leave `TILES` (kernels/product.py) or `INVARIANT_TALL` (kernels/atten
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,17 @@ from quire.backends.cuda.kernels.attention import attention, workspace  # noqa: 
 from quire.backends.cuda.kernels.norm import rms_norm  # noqa: E402
 from quire.backends.cuda.kernels.product import TILES, product  # noqa: E402
 from quire.backends.cuda.sampler import CudaSampler  # noqa: E402
-from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
-from quire.engine.types import Request  # noqa: E402
+from quire.engine.types import Event, Request  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
+from tests.gpu import kit  # noqa: E402
 from tests.unit.backends.cuda.paged import error, exact, paged  # noqa: E402
 from tests.unit.backends.cuda.test_deterministic import part  # noqa: E402
 
 BF16 = torch.bfloat16
-SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # of an 8B
 ROWS = 300
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.fixture(scope="module", params=kit.MATRICES_8B.values(), ids=lambda s: f"{s[0]}x{s[1]}")
 def operands(request: pytest.FixtureRequest) -> Any:
     n, k = request.param
     g = torch.Generator("cuda").manual_seed(n + k)
@@ -151,32 +148,23 @@ def requests() -> list[Request]:
 
 
 def answers(folder: Path, asked: list[Request], *, graphs: bool = True, **options: Any) -> dict[str, list[Any]]:
-    path = folder / "config.json"
-    path.write_text(json.dumps(SHAPE))
-    settings: dict[str, Any] = {"max_seqs": 16, "max_batch_tokens": 2048, "context": 2048, "kv_memory": 1 << 30}
-    config = EngineConfig(
-        path=str(path),
-        load_format="dummy",
-        backend="cuda",
-        device="cuda",
-        deterministic=True,
-        **{**settings, **options},
-    )
-    engine, _ = build_engine(config, Environment(home=Path("/nowhere")))
+    settings = {"dtype": "auto", "max_seqs": 16, "max_batch_tokens": 2048, "context": 2048, "kv_memory": 1 << 30}
+    path = kit.write_shape(folder, **SHAPE)
+    engine, _ = kit.build(path, load_format="dummy", deterministic=True, **(settings | options))
     if not graphs:
         engine._runner._decoder = None
-    tokens: dict[str, list[Any]] = {r.id: [] for r in asked}
-    told: dict[str, list[Any]] = {r.id: [] for r in asked}
-    for request in asked:
-        engine.add(request)
-    while engine.busy:
-        for event in engine.step():
-            assert event.error is None, event.error
-            tokens[event.id] += event.tokens
-            told[event.id] += [(p.token, p.logprob, p.rank, p.top) for p in [*event.prompt_logprobs, *event.logprobs]]
+    heard = kit.serve(engine, asked, lambda event: [event], together=len(asked))
     engine.close()
     torch.cuda.empty_cache()
-    return {name: [tokens[name], told[name]] for name in tokens}
+    return {name: [tokens_of(events), told_of(events)] for name, events in heard.items()}
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.tokens]
+
+
+def told_of(events: list[Event]) -> list[Any]:
+    return [(p.token, p.logprob, p.rank, p.top) for e in events for p in [*e.prompt_logprobs, *e.logprobs]]
 
 
 def test_the_engine_keeps_its_promise(tmp_path: Path):

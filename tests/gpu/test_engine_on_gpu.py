@@ -217,7 +217,7 @@ def test_decoding_equals_transformers(shape: str, skinny: int, monkeypatch: pyte
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from quire.backends.cases import ragged
-    from quire.backends.cuda.backend import CudaKernels
+    from quire.backends.cuda.ops import CudaKernels
 
     monkeypatch.setattr(CudaKernels, "skinny_rows", skinny)
     model: Any = load_shape(shape)[0]

@@ -23,6 +23,7 @@ from quire.engine.types import Request  # noqa: E402
 from quire.layouts import Dense  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.gpu import kit  # noqa: E402
 from tests.unit.models import folders  # noqa: E402
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
@@ -52,22 +53,16 @@ def test_greedy_continuations_are_those_of_transformers(kind: str, tmp_path: Pat
     model = folders.build(kind, **SIZES, **more)
     folders.save(model, tmp_path / "m", shard="300KB")
     model = model.cuda()
-    config = EngineConfig(
-        path=str(tmp_path / "m"), dtype="float32", max_seqs=4, max_batch_tokens=64, context=256, kv_memory=64 << 20
-    )
-    engine, info = build_engine(config, Environment(home=tmp_path))
+    auto = {"backend": "auto", "device": "auto"}
+    engine, info = kit.build(tmp_path / "m", max_seqs=4, max_batch_tokens=64, context=256, **auto)
     assert any(line.startswith("device: cuda (") for line in info.decisions)
     rng = np.random.default_rng(4)
     shared = rng.integers(3, 160, 50).tolist()
     prompts = [shared, shared + rng.integers(3, 160, 30).tolist(), rng.integers(3, 160, 5).tolist()]
     try:
         for n, prompt in enumerate([*prompts, *prompts]):
-            engine.add(Request(id=str(n), tokens=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=24)))
-            heard: list[int] = []
-            while engine.busy:
-                for event in engine.step():
-                    assert event.error is None, event.error
-                    heard += event.tokens
+            request = Request(id=str(n), tokens=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=24))
+            heard = kit.serve(engine, [request], lambda event: event.tokens)[request.id]
             with torch.no_grad():
                 want = model.generate(
                     torch.tensor([prompt], device="cuda"),

@@ -10,7 +10,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the cuda extra")
@@ -22,12 +21,19 @@ from quire.config import PAGE_SIZE  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.models.places import Places  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
-from tests.gpu import kit  # noqa: E402
+from tests.gpu.grouped import (  # noqa: E402
+    check_again,
+    check_log_probabilities,
+    engine,
+    serve,
+    tokens,
+    traffic,
+    unexplained,
+)
 from tests.unit.models import families, folders, mixtures  # noqa: E402
 from tests.unit.models.test_families import exact_logits  # noqa: E402
 
 WINDOW = 90  # ends inside a page
-TIE = 0.1  # two tokens whose log probabilities are this near may change places
 
 
 @pytest.fixture(scope="module", params=["gemma3", "gpt-oss"])
@@ -36,48 +42,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind = mixtures if request.param == "gpt-oss" else families
     model = kind.build(request.param, sliding_window=WINDOW)
     return request.param, model, folders.save(model, tmp_path_factory.mktemp("groups") / "model")
-
-
-def engine(path: Path, **options: Any) -> Any:
-    return kit.build(path, **({"context": 480} | options))[0]
-
-
-def serve(running: Any, requests: list[Request]) -> dict[str, list[Any]]:
-    """The log probabilities of every request's tokens."""
-    return kit.serve(running, requests, lambda event: event.logprobs, together=2)
-
-
-def tokens(heard: dict[str, list[Any]]) -> dict[str, list[int]]:
-    return {name: [p.token for p in told] for name, told in heard.items()}
-
-
-def traffic(seed: int, n: int, greedy: bool = False) -> list[Request]:
-    """Prompts on both sides of the window, a third of them behind a common beginning that is longer than it."""
-    rng = random.Random(seed)
-    bases = [[rng.randrange(3, 160) for _ in range(length)] for length in (0, 40, 200)]
-    found = []
-    for i in range(n):
-        kind: dict[str, Any] = {"temperature": 0.0}
-        if not greedy and rng.random() < 0.5:
-            kind = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": rng.choice([1.0, 1.2]), "seed": i}
-        sampling = SamplingParams(max_tokens=rng.randint(4, 50), logprobs=4, ignore_eos=True, **kind)
-        own = [rng.randrange(3, 160) for _ in range(rng.randint(1, 150))]
-        found.append(Request(id=str(i), tokens=rng.choice(bases) + own, sampling=sampling))
-    return found
-
-
-def unexplained(have: dict[str, list[Any]], want: dict[str, list[Any]]) -> list[str]:
-    """Greedy requests whose first token that differs was no tie."""
-    assert have.keys() == want.keys()
-    found = []
-    for name in want:
-        for a, b in zip(have[name], want[name], strict=True):
-            if a.token != b.token:
-                beside = dict(b.top).get(a.token, -np.inf)
-                if b.logprob - beside > TIE:
-                    found.append(name)
-                break
-    return found
 
 
 def test_every_kind_of_layer_has_its_pool(made: tuple[str, Any, Path]):
@@ -117,44 +81,14 @@ def test_graphs_and_depth_change_nothing(made: tuple[str, Any, Path], monkeypatc
 def test_log_probabilities_are_those_of_transformers(made: tuple[str, Any, Path], chunk: int):
     """Prompts longer than the window, in chunks shorter than it and in one step; then tokens from graphs, far past it."""
     name, model, path = made
-    running = engine(path, max_batch_tokens=chunk, max_seqs=4)
-    rng = random.Random(chunk)
-    prompts = [[rng.randrange(3, 160) for _ in range(n)] for n in (5, WINDOW, 300, 301)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=100, logprobs=0, ignore_eos=True)
-    heard = serve(running, [Request(id=str(i), tokens=p, sampling=sampling) for i, p in enumerate(prompts)])
-    running.close()
     exact = mixtures.exact_logits if name == "gpt-oss" else exact_logits
-    for i, prompt in enumerate(prompts):
-        told = heard[str(i)]
-        whole = prompt + [p.token for p in told]
-        logits = np.asarray(exact(model, whole), np.float64)[len(prompt) - 1 : -1]
-        logits -= logits.max(axis=1, keepdims=True)
-        want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        error = np.abs(np.array([p.logprob for p in told]) - want[np.arange(len(told)), whole[len(prompt) :]])
-        assert np.quantile(error, 0.95) < 0.05, f"prompt of {len(prompt)}: {np.sort(error)[-8:]}"
+    check_log_probabilities(path, chunk, (5, WINDOW, 300, 301), lambda tokens: exact(model, tokens))
 
 
 def test_a_prefix_is_found_where_the_window_is_there(made: tuple[str, Any, Path]):
     """The same prompt again: found in both pools, and the tokens are those of the first time."""
-    running = engine(made[2])
-    rng = random.Random(5)
-    prompt = [rng.randrange(3, 160) for _ in range(300)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=60, logprobs=4, ignore_eos=True)
-    heard, cached = [], []
-    for i in range(3):
-        running.add(Request(id=str(i), tokens=prompt, sampling=sampling))
-        told: list[Any] = []
-        while running.busy:
-            for event in running.step():
-                assert event.error is None, event.error
-                told += event.logprobs
-                if event.receipt is not None:
-                    cached.append(event.receipt.cached_tokens)
-        heard.append(told)
+    cached = check_again(made[2])
     assert cached[0] == 0 and cached[1] >= 240 and cached[2] == cached[1]
-    assert [p.token for p in heard[1]] == [p.token for p in heard[2]]
-    assert unexplained({"again": heard[1]}, {"again": heard[0]}) == []
-    running.close()
 
 
 def test_memory_for_a_long_context_is_bounded_by_the_window(made: tuple[str, Any, Path]):

@@ -7,7 +7,6 @@ at one; with --deterministic nothing may differ.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,18 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 pytest.importorskip("transformers", reason="needs transformers, which makes the model: pip install quire[test]")
 
-from quire.config import EngineConfig, Environment  # noqa: E402
 from quire.engine import build_writing  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
 from quire.engine.sizes import resolve_sizes  # noqa: E402
-from quire.engine.types import Request  # noqa: E402
 from quire.observe.errors import Unsupported  # noqa: E402
-from quire.runner.params import SamplingParams  # noqa: E402
-from tests.gpu.test_groups_on_gpu import serve, tokens, traffic, unexplained  # noqa: E402
+from tests.gpu.grouped import (  # noqa: E402
+    check_again,
+    check_log_probabilities,
+    engine,
+    serve,
+    tokens,
+    traffic,
+    unexplained,
+)
 from tests.unit.engine.test_engine_states import Served  # noqa: E402
 from tests.unit.models import folders, mixtures  # noqa: E402
 from tests.unit.models.programs import Loaded  # noqa: E402
@@ -41,14 +44,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The transformers model, and where it lies."""
     model = mixtures.build("qwen3next")
     return model, folders.save(model, tmp_path_factory.mktemp("hybrid") / "m")
-
-
-def engine(path: Path, **options: Any) -> Any:
-    settings: dict[str, Any] = {
-        "backend": "cuda", "device": "cuda", "dtype": "float32", "max_seqs": 8, "max_batch_tokens": 128, "context": 480,
-        "kv_memory": 64 << 20,
-    }  # fmt: skip
-    return build_engine(EngineConfig(path=str(path), **{**settings, **options}), Environment(home=path.parent))[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -100,43 +95,12 @@ def test_graphs_and_depth_change_nothing(made: tuple[Any, Path]):
 def test_log_probabilities_are_those_of_transformers(made: tuple[Any, Path], chunk: int):
     """Prompts in chunks and in one step, then a hundred tokens from graphs."""
     model, path = made
-    running = engine(path, max_batch_tokens=chunk, max_seqs=4)
-    rng = random.Random(chunk)
-    prompts = [[rng.randrange(3, 160) for _ in range(n)] for n in (5, 90, 300, 301)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=100, logprobs=0, ignore_eos=True)
-    heard = serve(running, [Request(id=str(i), tokens=p, sampling=sampling) for i, p in enumerate(prompts)])
-    running.close()
-    for i, prompt in enumerate(prompts):
-        told = heard[str(i)]
-        whole = prompt + [p.token for p in told]
-        logits = np.asarray(mixtures.exact_logits(model, whole), np.float64)[len(prompt) - 1 : -1]
-        logits -= logits.max(axis=1, keepdims=True)
-        want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        error = np.abs(np.array([p.logprob for p in told]) - want[np.arange(len(told)), whole[len(prompt) :]])
-        assert np.quantile(error, 0.95) < 0.05, f"prompt of {len(prompt)}: {np.sort(error)[-8:]}"
+    check_log_probabilities(path, chunk, (5, 90, 300, 301), lambda tokens: mixtures.exact_logits(model, tokens))
 
 
 def test_a_prefix_is_gone_on_from_a_state(made: tuple[Any, Path]):
     """The same prompt again: found up to its last page, and the tokens are those of the first time."""
-    running = engine(made[1])
-    rng = random.Random(5)
-    prompt = [rng.randrange(3, 160) for _ in range(300)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=60, logprobs=4, ignore_eos=True)
-    heard, cached = [], []
-    for i in range(3):
-        running.add(Request(id=str(i), tokens=prompt, sampling=sampling))
-        told: list[Any] = []
-        while running.busy:
-            for event in running.step():
-                assert event.error is None, event.error
-                told += event.logprobs
-                if event.receipt is not None:
-                    cached.append(event.receipt.cached_tokens)
-        heard.append(told)
-    assert cached[0] == 0 and cached[1:] == [288, 288]
-    assert [p.token for p in heard[1]] == [p.token for p in heard[2]]
-    assert unexplained({"again": heard[1]}, {"again": heard[0]}) == []
-    running.close()
+    assert check_again(made[1]) == [0, 288, 288]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

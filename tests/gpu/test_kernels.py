@@ -16,11 +16,12 @@ from quire.backends.cuda.kernels.prefix import shared_attention  # noqa: E402
 from quire.backends.cuda.kernels.sample import choose  # noqa: E402
 from quire.backends.cuda.kernels.skinny import skinny  # noqa: E402
 from quire.backends.cuda.kernels.tuning import skinny_shape  # noqa: E402
+from tests.gpu.kit import MATRICES_8B  # noqa: E402
 from tests.unit.backends.cuda.paged import error, exact, paged  # noqa: E402
 from tests.unit.backends.cuda.test_prefix import groups_of  # noqa: E402
 
 BF16 = torch.bfloat16
-SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (128256, 4096)]
+SHAPES = [size for name, size in MATRICES_8B.items() if name != "gate_up"]
 
 
 @pytest.mark.parametrize("n, k", SHAPES)

@@ -18,26 +18,20 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 
 from quire.backends.cases import NO_KV, ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
-from quire.backends.cuda.backend import CudaKernels  # noqa: E402
+from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.products import Rows, Unnormed  # noqa: E402
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, encode  # noqa: E402
 from quire.models.shapes import SHAPES, load_shape  # noqa: E402
+from tests.gpu.kit import BF16_BOUND as BOUND  # noqa: E402
+from tests.gpu.kit import MATRICES_8B as MATRICES  # noqa: E402
 from tests.gpu.kit import write_shape  # noqa: E402
 from tests.gpu.test_engine_on_gpu import differing, engine, serve, traffic  # noqa: E402
 from tests.unit.backends.cuda.paged import error  # noqa: E402
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
-MATRICES = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "head": (128256, 4096),
-}
 ROWS = (1, 3, 16, 17, 64, 65, 200, 1100)
 KINDS = ("fp8", "int8", "int4")
-BOUND = 6e-3  # of ||error||: bf16 results (2^-9 at most, each), and sums on the tensor cores
 
 
 @pytest.fixture(scope="module")

@@ -19,18 +19,18 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 from quire.backends.cases import NO_KV, ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.cuda import experts as mixtures  # noqa: E402
-from quire.backends.cuda.backend import CudaKernels  # noqa: E402
 from quire.backends.cuda.kernels.tuning import TILED_ROWS  # noqa: E402
+from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.tiles import GroupedRows  # noqa: E402
 from quire.backends.torch import experts as plain  # noqa: E402
 from quire.backends.torch.quantized import Tiled  # noqa: E402
-from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.layouts import Routing  # noqa: E402
 from quire.models import load  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.gpu import kit  # noqa: E402
+from tests.gpu.kit import BF16_BOUND as BOUND  # noqa: E402
 from tests.unit.backends.cuda.paged import error  # noqa: E402
 from tests.unit.backends.cuda.test_tiled import in_groups  # noqa: E402
 from tests.unit.models import folders  # noqa: E402
@@ -39,15 +39,8 @@ from tests.unit.models.test_quantized_folders import save  # noqa: E402
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
-MATRICES = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "kv_a": (576, 7168),
-}
+MATRICES = {**{name: kit.MATRICES_8B[name] for name in ("qkv", "o", "gate_up", "down")}, "kv_a": (576, 7168)}
 ROWS = (1, 3, 16, 17, 64, 65, 200, 256, 1100)
-BOUND = 6e-3  # of ||error||: bf16 results (2^-9 at most, each), and sums on the tensor cores
 
 
 def weight(n: int, k: int, height: int = 128) -> Tiled:
@@ -177,21 +170,13 @@ def test_a_folder_in_tiles(kind: str, tmp_path: Path):
 def test_an_engine_over_tiles(tmp_path: Path):
     """Graphs, chunks and depth: every token nearly the best of the torch backend's logits over the same codes."""
     save(folders.build("llama", **SIZES), tmp_path / "m", "fp8 tiles")
-    config = EngineConfig(
-        path=str(tmp_path / "m"), backend="cuda", device="cuda", dtype="bfloat16", quantize="keep", max_seqs=8,
-        max_batch_tokens=96, context=256, kv_memory=64 << 20,
-    )  # fmt: skip
-    engine, info = build_engine(config, Environment(home=tmp_path))
+    engine, info = kit.build(tmp_path / "m", dtype="bfloat16", quantize="keep", max_batch_tokens=96, context=256)
     assert any("a row or a tile has one scale" in line for line in info.decisions), info.decisions
     rng = np.random.default_rng(7)
     asked = [rng.integers(3, 160, n).tolist() for n in (5, 80, 130, 17, 64, 2)]
-    for at, tokens in enumerate(asked):
-        engine.add(Request(id=str(at), tokens=tokens, sampling=SamplingParams(temperature=0.0, max_tokens=20)))
-    heard: dict[str, list[int]] = {str(at): [] for at in range(len(asked))}
-    while engine.busy:
-        for event in engine.step():
-            assert event.error is None, event.error
-            heard[event.id] += event.tokens
+    sampling = SamplingParams(temperature=0.0, max_tokens=20)
+    requests = [Request(id=str(at), tokens=tokens, sampling=sampling) for at, tokens in enumerate(asked)]
+    heard = kit.serve(engine, requests, lambda event: event.tokens, together=len(requests))
     engine.close()
     model = load(open_checkpoint(tmp_path / "m"))
     oracle = open_backend("torch", device="cuda", dtype="float32", quantize="keep").compile(

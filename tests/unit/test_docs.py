@@ -62,7 +62,7 @@ def options(verb: str) -> frozenset[str]:
     from quire.cli.app import load
 
     def of(command: object) -> set[str]:
-        own = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
+        own = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
         return own.union(*(of(c) for c in getattr(command, "commands", {}).values()))
 
     return frozenset(of(load(verb)) | {"-h", "--help"})

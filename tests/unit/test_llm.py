@@ -77,7 +77,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, slow: float) -> list[EngineConfig]
     def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
         configs.append(config)
         client = InProcessClient(EngineConfig(path=f"slow={slow}", max_seqs=config.max_seqs), build=build)
-        return Loaded(client, client.wait(), "the tokenizer", SpellingCompleter(client))  # type: ignore[arg-type]
+        return Loaded(client, client.wait(), "the tokenizer", SpellingCompleter(client))
 
     monkeypatch.setattr(asynchronous, "load", load)
     return configs
@@ -150,14 +150,14 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
             ([3.5], "prompt 0 is a float"),
         ):
             with pytest.raises(BadRequest, match=text):
-                llm.generate(prompts)  # type: ignore[arg-type]
+                llm.generate(prompts)
         with pytest.raises(BadRequest, match="temperature"):
             llm.generate("a", SamplingParams(temperature=-1))
         assert llm.stats().steps == 0
     with pytest.raises(BadRequest, match="not a size"):
         LLM(kv_memory="lots")
     with pytest.raises(TypeError, match="no such option: thread;"):
-        LLM(thread=3)  # type: ignore[call-arg]
+        LLM(thread=3)
 
 
 def test_options_reach_the_engine(counting: list[EngineConfig]) -> None:
@@ -330,7 +330,7 @@ def test_what_waits_is_declared_once() -> None:
         assert getattr(LLM, name).__doc__ == getattr(AsyncLLM, name).__doc__
         assert not inspect.iscoroutinefunction(getattr(LLM, name))
     with LLM() as llm, pytest.raises(TypeError, match="temprature"):
-        llm.generate("a", temprature=1)  # type: ignore[call-arg]
+        llm.generate("a", temprature=1)
 
 
 def test_what_is_of_a_wrong_kind_is_named_before_anything_runs() -> None:
@@ -342,9 +342,9 @@ def test_what_is_of_a_wrong_kind_is_named_before_anything_runs() -> None:
         ({"default_params": {"temperature": 0}}, r"default_params is a dict \(give SamplingParams"),
     ):
         with pytest.raises(BadRequest, match=says):
-            LLM(**options)  # type: ignore[arg-type]
+            LLM(**options)
     with pytest.raises(BadRequest, match="the model is a NoneType"):
-        LLM(None)  # type: ignore[arg-type]
+        LLM(None)
     assert AsyncLLM(Path("model.gguf")).model == str(Path.cwd() / "model.gguf")  # never a short name
     hello = {"role": "user", "content": "a"}
     with LLM() as llm:
@@ -367,7 +367,7 @@ def test_what_is_of_a_wrong_kind_is_named_before_anything_runs() -> None:
             (lambda: list(llm.stream("a", {"n": 1})), "params is a dict"),
         ):
             with pytest.raises(BadRequest, match=says):
-                call()  # type: ignore[no-untyped-call]
+                call()
         assert llm.stats().steps == 0
 
 

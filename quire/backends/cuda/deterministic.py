@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from quire.backends.cuda.backend import CudaBackend, CudaKernels
+from quire.backends.cuda.backend import CudaBackend
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import latent
 from quire.backends.cuda.kernels.product import product
 from quire.backends.cuda.kernels.swiglu import swiglu
+from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch

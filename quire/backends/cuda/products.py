@@ -6,7 +6,7 @@
              a norm makes them; one
              row as it is
   int8       skinny                    skinny                    integer product, int8 rows
-  fp8 tiles  tiled                     tiled                     tiled, fp8 rows
+  fp8 tiles  tiled                     tiled, fp8 rows           cuBLASLt where it can, else tiled, fp8 rows
   int4       four-bit kernel           four-bit kernel           written out in half floats, cuBLAS
 
 fp8 and int8 rows have a scale each, from their own largest number; for tiles (tiles.py) they have one for each 128 columns.
@@ -232,7 +232,7 @@ class QuantizedProducts:
         loose: bool = False,
     ) -> torch.Tensor:
         rows, n = x.shape[0], weight.shape[0] // (2 if swiglu else 1)
-        shape = int4_shape(n, weight.shape[1], swiglu=swiglu)
+        shape = self._at.shape(int4_shape(n, weight.shape[1], swiglu=swiglu))
         part = self._at.space(shape.splits, rows, n)
         leave = loose and part is not None and bias is None and out is None
         y = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device) if out is None else out

@@ -14,6 +14,7 @@ import numpy as np
 
 from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch
+from quire.backends.early import take_early
 from quire.backends.native import arena, extension, fuse
 from quire.backends.ops import KV, Forward, HostSampler, Needs, check_kv
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
@@ -204,7 +205,7 @@ class NativeBackend:
                 return v.nbytes
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
-        recording = record(forward, kv, inputs)
+        recording = take_early(record(forward, kv, inputs))
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
         for i in program:
             if i.op == "moe":

@@ -18,6 +18,7 @@ import torch
 
 from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
+from quire.backends.early import take_early
 from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
 from quire.backends.recorder import Instruction, Recording, Value, record
 from quire.backends.torch.adapters import Stacks, without
@@ -155,11 +156,11 @@ class TorchBackend:
         packed: Packed | None = None,
     ) -> TorchProgram:
         check_kv(kv, self)
-        recording = record(forward, kv, inputs)
+        recording = take_early(record(forward, kv, inputs))
         sites = [site for i in recording.instructions for site in i.sites]
         # Steps without adapters are what they always were: recorded, and fused, without them. Where bits may not depend on
         # who else is in a step, they too are those with adapters, which leave alone who has none.
-        plain = without(record(forward, kv, inputs)) if sites else recording
+        plain = without(take_early(record(forward, kv, inputs))) if sites else recording
         first, second = self._load(plain, packed), self._load(recording, None) if sites else None
         kernels = type(self).kernels(kv, self.device, self.dtype)
         together = [i.sites for i in second or () if i.op == "adapt"]

@@ -54,6 +54,7 @@ class DeviceBatch:
     derived: dict[Any, Any] = field(default_factory=dict)
     more: tuple[DeviceTable, ...] = ()  # of further groups
     adapters: torch.Tensor | None = None  # [T] the slot of each row's adapter, -1: none; None: no row has one
+    all_taken: bool = False  # logit_rows are all rows, one after another
 
     def table(self, group: int) -> DeviceTable:
         """The pages and the places to write of a group."""

@@ -53,7 +53,7 @@ class Emitter:
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
-        run = getattr(self, f"_{i.op}")(i)
+        run = self._take(i, gone) if i.op == "take" else getattr(self, f"_{i.op}")(i)
         dead = [self._number[v] for v in gone]
 
         def step(cells: Cells, batch: DeviceBatch) -> None:
@@ -286,11 +286,12 @@ class Emitter:
             routing_bias=None if routing.bias is None else self._weight(routing.bias),
         )
 
-    def _take(self, i: Instruction) -> Step:
+    def _take(self, i: Instruction, gone: list[Value]) -> Step:
         k, (x,), (out,) = self._kernels, self._at(i.inputs), self._at(i.outputs)
+        last = i.inputs[0] in gone  # what comes next may then write over it
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
-            cells[out] = k.take(cells[x], batch.logit_rows)
+            cells[out] = cells[x] if last and batch.all_taken else k.take(cells[x], batch.logit_rows)
 
         return run
 

@@ -192,7 +192,7 @@ def fuse(program: Program, output: Value) -> Program:
 
 
 def soon(program: Program, output: Value) -> set[Value]:
-    """Norms that only products read, all of them before what was normalized is overwritten (by linear_add_norm)."""
+    """Norms that only products read, all of them before what was normalized is overwritten (linear_add_norm does, and who takes it)."""
     readers: dict[Value, list[int]] = {}
     products: dict[Value, list[int]] = {}
     overwritten: dict[Value, int] = {}
@@ -202,7 +202,7 @@ def soon(program: Program, output: Value) -> set[Value]:
         if i.op in PRODUCTS:
             for x in {s.x for s in i.segments}:
                 products.setdefault(x, []).extend([at] * len(i.segments))
-        if i.op == "linear_add_norm":
+        if i.op in ("linear_add_norm", "take"):  # what was taken may be the same memory, and be written over
             overwritten[i.inputs[0]] = at
     found: set[Value] = set()
     for i in program:

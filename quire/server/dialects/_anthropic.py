@@ -17,6 +17,7 @@ from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.server.dialects import _fields, _tools, _turns
 from quire.server.dialects._anthropic_turns import Turn, reworded, turns
+from quire.server.dialects._sampling import sampling
 from quire.server.dialects._turns import Talk
 from quire.server.service import Service
 
@@ -126,17 +127,14 @@ class MessagesRequest(Prompt, kw_only=True):
 
     def params(self, vocab_size: int) -> SamplingParams:
         """SamplingParams, range-checked."""
-        asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        try:
-            return SamplingParams(
-                max_tokens=self.max_tokens,
-                stop=tuple(self.stop_sequences or ()),
-                **{k: v for k, v in asked.items() if v is not None},  # type: ignore[arg-type]
-            ).validate(vocab_size)
-        except BadRequest as error:
-            if error.param == "stop":
-                error.param = "stop_sequences"
-            raise
+        given = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": tuple(self.stop_sequences or ()),
+        }
+        return sampling(given, vocab_size, names={"stop": "stop_sequences"})
 
 
 def parse(body: bytes, shape: type[T]) -> T:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
@@ -21,6 +20,7 @@ from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
 from quire.server.dialects import _fields, _turns
+from quire.server.dialects._sampling import sampling
 from quire.server.limits import checked_keys, read_body, read_json
 from quire.server.service import Service
 from quire.weights.catalogue import look_up
@@ -115,13 +115,10 @@ def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -
     top_k = _whole("top_k", options.top_k)
     stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     _check_window(options)
-    wanted: dict[str, Any] = {
+    given: dict[str, Any] = {
         "temperature": options.temperature,
         "top_k": None if top_k is None else max(0, top_k),
         "top_p": options.top_p,
-    }
-    chosen = DEFAULTS | {k: v for k, v in wanted.items() if v is not None}
-    more: dict[str, Any] = {
         "min_p": options.min_p,
         "typical_p": options.typical_p,
         "repetition_penalty": options.repeat_penalty,
@@ -129,15 +126,10 @@ def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -
         "frequency_penalty": options.frequency_penalty,
         "seed": None if seed == -1 else seed,  # any
         "logprobs": logprobs,
+        "stop": stop,
+        "max_tokens": room if asked is None or asked < 0 else min(asked, room),
     }
-    limit = room if asked is None or asked < 0 else min(asked, room)
-    chosen |= {k: v for k, v in more.items() if v is not None}
-    try:
-        return SamplingParams(**chosen, stop=stop, max_tokens=limit).validate(vocab_size)  # type: ignore[arg-type]
-    except BadRequest as error:
-        name = OURS.get(error.param or "", error.param or "")
-        message = error.message.replace(error.param or "", name, 1) if error.param else error.message
-        raise BadRequest(f"options: {message}", param=f"options.{name}", code=error.code) from None
+    return sampling(given, vocab_size, defaults=DEFAULTS, names=OURS, within="options")
 
 
 def _check_window(options: Options) -> None:
@@ -298,11 +290,6 @@ def parse(
 ) -> T:
     """The request as `shape`, every field of it accounted for."""
     return _fields.parse(body, shape, ignored, neutral or {})
-
-
-def answer(value: object) -> Response:
-    """A JSON body."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def now() -> str:

@@ -22,6 +22,7 @@ from quire.runner.params import SamplingParams
 from quire.server import limits
 from quire.server.dialects._answers import Calls, Thoughts
 from quire.server.dialects._constraint import Structured
+from quire.server.dialects._sampling import sampling
 from quire.server.feed import Feed
 from quire.server.service import Service
 
@@ -94,8 +95,7 @@ class Sampling(Structured, kw_only=True):
             "prompt_logprobs": self.prompt_logprobs,
             "skip_special_tokens": self.skip_special_tokens,
         }
-        asked |= more
-        return SamplingParams(**{k: v for k, v in asked.items() if v is not None}).validate(vocab_size)
+        return sampling(asked | more, vocab_size)
 
     def check(self) -> None:
         """Rules between fields, and bounds that SamplingParams does not know."""

@@ -170,17 +170,17 @@ class ResponseRequest(Sampling, kw_only=True):
 
 # Those of its fields that make a prompt, which is all that counting its tokens takes.
 COUNTED = (
-    *(
-        "model",
-        "input",
-        "instructions",
-        "previous_response_id",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "reasoning",
-    ),
-    *("text", "truncation", "chat_template_kwargs"),
+    "model",
+    "input",
+    "instructions",
+    "previous_response_id",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning",
+    "text",
+    "truncation",
+    "chat_template_kwargs",
 )
 _BY_NAME = {field.name: field for field in msgspec.structs.fields(ResponseRequest)}
 CountRequest = msgspec.defstruct(

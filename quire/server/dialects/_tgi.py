@@ -18,6 +18,7 @@ from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.dialects import _fields
 from quire.server.dialects._openai import check_prompt, encode_text
+from quire.server.dialects._sampling import sampling
 from quire.server.service import Service
 
 DEFAULT_NEW_TOKENS = 100
@@ -154,12 +155,7 @@ def params(asked: Parameters, vocab_size: int, wants_tokens: bool) -> SamplingPa
         "logprobs": (asked.top_n_tokens or 0) if wants_tokens or (asked.best_of or 1) > 1 else None,
         "prompt_logprobs": 0 if asked.decoder_input_details else None,
     }
-    try:
-        return SamplingParams(**{k: v for k, v in given.items() if v is not None}).validate(vocab_size)
-    except BadRequest as error:
-        name = OURS.get(error.param or "", error.param or "")
-        message = error.message.replace(error.param or "", name, 1) if error.param else error.message
-        raise BadRequest(f"parameters: {message}", param=f"parameters.{name}", code=error.code) from None
+    return sampling(given, vocab_size, names=OURS, within="parameters")
 
 
 async def generation(

@@ -24,6 +24,7 @@ from quire.server.dialects._anthropic_answers import PING, Answer, Stream
 from quire.server.dialects._anthropic_turns import dotted
 from quire.server.feed import Feed
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
@@ -64,13 +65,13 @@ def register(app: FastAPI, service: Service) -> None:
             async for items in feed.batches():
                 for _ in stream.news(items):
                     pass
-        return _json(stream.whole())
+        return reply(stream.whole())
 
     async def count_tokens(request: Request) -> Response:
         asked = parse(await read_json(request), Prompt)
         service.check_model(asked.model)
         service.generator()
-        return _json({"input_tokens": len(await encode(service, talk(service, asked)))})
+        return reply({"input_tokens": len(await encode(service, talk(service, asked)))})
 
     app.add_api_route(PATH, messages, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/count_tokens", count_tokens, methods=["POST"], response_model=None)
@@ -98,7 +99,3 @@ class _NamedEvents(EventStream):
     frame = staticmethod(frame)
     waiting = frame(PING)
     done = b""
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -28,6 +28,7 @@ from quire.server.dialects._tensors import InferRequest, Value
 from quire.server.errors import UnsupportedMedia
 from quire.server.feed import Feed, News
 from quire.server.limits import checked_keys, read_body, read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
@@ -63,28 +64,28 @@ def register(app: FastAPI, service: Service) -> None:
         errors.SHAPES[path] = shape
 
     async def server(request: Request) -> Response:
-        return _json({"name": "quire", "version": VERSION, "extensions": ["generate", "binary_tensor_data"]})
+        return reply({"name": "quire", "version": VERSION, "extensions": ["generate", "binary_tensor_data"]})
 
     async def live(request: Request) -> Response:
-        return _json({"live": True})
+        return reply({"live": True})
 
     async def ready(request: Request) -> Response:
         up = service.stage == "ready"
-        return _json({"ready": up}, 200 if up else 503)
+        return reply({"ready": up}, 200 if up else 503)
 
     async def model(request: Request) -> Response:
         _check_model(service, request)
-        return _json(_metadata(service))
+        return reply(_metadata(service))
 
     async def model_ready(request: Request) -> Response:
         _check_model(service, request)
         up = service.stage == "ready"
-        return _json({"name": service.answering, "ready": up}, 200 if up else 503)
+        return reply({"name": service.answering, "ready": up}, 200 if up else 503)
 
     async def index(request: Request) -> Response:
         state = "READY" if service.stage == "ready" else "UNAVAILABLE"
         names = (service.name, *service.adapters)
-        return _json([{"name": name, "version": ONE, "state": state, "reason": ""} for name in names])
+        return reply([{"name": name, "version": ONE, "state": state, "reason": ""} for name in names])
 
     async def infer(request: Request) -> Response:
         arrived = time.monotonic()
@@ -96,7 +97,7 @@ def register(app: FastAPI, service: Service) -> None:
         choices, _ = await collect(feed)
         texts = ["".join(choice.text) for _, choice in sorted(choices.items())]
         before = asked.text_input if fields.exclude_input_in_output is False else ""
-        return _json(_head(service, asked.id) | {"text_output": before + texts[0]})
+        return reply(_head(service, asked.id) | {"text_output": before + texts[0]})
 
     async def generate_stream(request: Request) -> Response:
         feed, asked, fields = await _text(service, request, streams=True)
@@ -176,7 +177,7 @@ async def _infer(service: Service, request: Request, arrived: float) -> Response
     told = _head(service, asked.id) | {"outputs": [output] if wants else []}
     if not packed:
         output["data"] = answers
-        return _json(told)
+        return reply(told)
     data = _tensors.pack(answers)
     output["parameters"] = {"binary_data_size": len(data)}
     first = msgspec.json.encode(told)
@@ -300,10 +301,6 @@ class _Events(EventStream):
     """Triton's events end when the body does."""
 
     done = b""
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 _REFUSED = {

@@ -6,7 +6,6 @@ were measured. There are no slots, so `id_slot` is always -1. /infill is for mod
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable
@@ -17,7 +16,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat import infill
 from quire.chat.types import Chunk, Generation, TokenLogprob
 from quire.config import VERSION
 from quire.engine.grammar import GBNF, JSON_SCHEMA
@@ -27,9 +25,12 @@ from quire.runner.params import MAX_LOGPROBS, SamplingParams
 from quire.server import errors
 from quire.server.dialects import _fields, _logprobs
 from quire.server.dialects._compat import WHY, Endpoint, Fields
-from quire.server.dialects._openai import check_prompt, check_text, encode_text
+from quire.server.dialects._infill import gap
+from quire.server.dialects._openai import check_prompt, encode_text
+from quire.server.dialects._sampling import sampling
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
@@ -105,22 +106,13 @@ def register(app: FastAPI, service: Service) -> None:
         arrived = time.monotonic()
         asked = _fields.parse(await read_json(request), InfillRequest, IGNORED, INFILL)
         _begin(service, asked)
-        tokenizer = service.ready().tokenizer
-        if tokenizer.infill is None:
-            raise BadRequest(
-                f"{service.name} has no infill tokens: it cannot write between two texts",
-                param="input_suffix",
-                code="unsupported_parameter",
-            )
-        for name in ("input_prefix", "input_suffix"):
-            check_text(service, getattr(asked, name), name)
-        ids = await asyncio.to_thread(infill.write, tokenizer, tokenizer.infill, asked.input_prefix, asked.input_suffix)
-        return await _answer(service, request, asked, ids, "", "input_prefix", arrived, tokenizer.infill.ends)
+        ids, ends = await gap(service, asked.input_prefix, asked.input_suffix, ("input_prefix", "input_suffix"))
+        return await _answer(service, request, asked, ids, "", "input_prefix", arrived, ends)
 
     async def props(request: Request) -> Response:
         completer, info = service.ready(), service.info
         settings = {**DEFAULTS, "n_predict": -1, "seed": -1}
-        return _json(
+        return reply(
             {
                 "default_generation_settings": {"id": -1, "n_ctx": info.context, "params": settings},
                 "total_slots": info.max_seqs,
@@ -179,13 +171,7 @@ def _params(asked: Common, vocab_size: int, limit: int, ends: tuple[int, ...]) -
         "max_tokens": limit,
         "stop_token_ids": () if asked.ignore_eos else ends,
     }
-    try:
-        chosen = DEFAULTS | {k: v for k, v in given.items() if v is not None}
-        return SamplingParams(**chosen).validate(vocab_size)  # type: ignore[arg-type]
-    except BadRequest as error:
-        name = OURS.get(error.param or "", error.param)
-        message = error.message.replace(error.param or "", name or "", 1) if error.param else error.message
-        raise BadRequest(message, param=name, code=error.code) from None
+    return sampling(given, vocab_size, defaults=DEFAULTS, names=OURS)
 
 
 def _bias(given: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:
@@ -236,7 +222,7 @@ async def _answer(
         async for items in feed.batches():
             for _, chunk in items:
                 told.take(chunk)
-    return _json(told.last("".join(told.texts), told.entries))
+    return reply(told.last("".join(told.texts), told.entries))
 
 
 class _Told:
@@ -347,10 +333,6 @@ class _Events(EventStream):
     """llama.cpp's events end when the body does."""
 
     done = b""
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 _NOTES = {

@@ -19,6 +19,7 @@ from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._fields import parse
 from quire.server.errors import Forbidden
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.tenants import check_administers
 
@@ -58,13 +59,13 @@ def register(app: FastAPI, service: Service) -> None:
         ) as e:  # whoever may name a path may know what is wrong there
             raise BadRequest(e.message, cure=e.cure, param="lora_path", code=e.code) from e
         told = {"id": made.name, "parent": service.name, "rank": made.rank, "bytes": made.nbytes}
-        return _json({"status": "loaded", **told})
+        return reply({"status": "loaded", **told})
 
     async def unload(request: Request) -> Response:
         asked = parse(await read_json(request), UnloadRequest, (), NEUTRAL)
         client = _client(service)
         await client.unload_adapter(asked.lora_name)
-        return _json({"status": "unloaded", "id": asked.lora_name})
+        return reply({"status": "unloaded", "id": asked.lora_name})
 
     app.add_api_route("/v1/load_lora_adapter", load, methods=["POST"], response_model=None)
     app.add_api_route("/v1/unload_lora_adapter", unload, methods=["POST"], response_model=None)
@@ -83,10 +84,6 @@ def _client(service: Service) -> AdapterClient:
     if not isinstance(client, AdapterClient):
         raise Unsupported("this server's engine has no adapters")
     return client
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 COMPAT = tuple(

@@ -24,6 +24,7 @@ from quire.server.dialects import _modelfile, _ollama, _ollama_adapters, _ollama
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects.ollama_store import model_name, writable
 from quire.server.errors import ClientGone
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
 from quire.server.threads import in_thread
@@ -84,7 +85,7 @@ def register(app: FastAPI, service: Service) -> None:
         note = await _ollama_adapters.settle(service, made)
         done = ("using existing layer", "writing manifest", *([note] if note else []), "success")
         if asked.stream is False:
-            return _ollama.answer({"status": "success"} | ({"quire": {"notes": [note]}} if note else {}))
+            return reply({"status": "success"} | ({"quire": {"notes": [note]}} if note else {}))
         body = b"".join(line({"status": status}) for status in done)
         return Response(body, headers=HEADERS, media_type=LineStream.media_type)
 

@@ -19,6 +19,7 @@ from quire.server.attend import attended
 from quire.server.dialects import _ollama
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._embedded import MAX_INPUTS, count, cut
+from quire.server.replies import reply
 from quire.server.service import Service
 
 
@@ -66,16 +67,16 @@ def register(app: FastAPI, service: Service) -> None:
         body["total_duration"] = _ollama.nanoseconds(time.monotonic() - arrived)
         body["load_duration"] = _ollama.nanoseconds(waited)
         body["prompt_eval_count"] = sum(one.tokens for one in made)
-        return _ollama.answer(body | cut(made))
+        return reply(body | cut(made))
 
     async def embeddings(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), EmbeddingsRequest)
         await _begin(service, asked)
         if not asked.prompt:
-            return _ollama.answer({"embedding": []})
+            return reply({"embedding": []})
         made = await attended(service, request, service.embedder().embed([asked.prompt], param="prompt"))
         count(service, made)
-        return _ollama.answer({"embedding": made[0].vector.tolist()})
+        return reply({"embedding": made[0].vector.tolist()})
 
     app.add_api_route("/api/embed", embed, methods=["POST"], response_model=None)
     app.add_api_route("/api/embeddings", embeddings, methods=["POST"], response_model=None)

@@ -6,7 +6,6 @@ engine's own from the receipt, `total_duration` runs from the request's arrival.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable
@@ -18,20 +17,21 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat import infill
 from quire.chat.answers.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.dialects import _logprobs, _ollama, _ollama_created, _turns
 from quire.server.dialects._answers import Calls
+from quire.server.dialects._infill import gap
 from quire.server.dialects._ollama_turns import Message, turns
 from quire.server.dialects._ollama_turns import told as tell_call
-from quire.server.dialects._openai import Partial, check_prompt, check_text, encode_text, receipt_body
+from quire.server.dialects._openai import Partial, check_prompt, encode_text, receipt_body
 from quire.server.dialects._tools import NO_TOOLS, choose, openai_tools
 from quire.server.dialects._turns import Talk
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import LineStream
 from quire.weights.manifest import Defaults
@@ -152,7 +152,7 @@ def _only_loaded(service: Service, asked: Common, clock: Clock, empty: dict[str,
             cure="stop the server to free its memory",
             param="keep_alive",
         )
-    return _ollama.answer(
+    return reply(
         {
             "model": asked.model,
             "created_at": _ollama.now(),
@@ -207,19 +207,7 @@ async def _filling(service: Service, asked: GenerateRequest) -> tuple[list[int],
     for name in ("system", "context", "think"):
         if getattr(asked, name):
             raise BadRequest(f"{name} has no place beside suffix: there is no conversation", param=name)
-    tokenizer = service.ready().tokenizer
-    tokens = tokenizer.infill
-    if tokens is None:
-        raise BadRequest(
-            f"{service.name} has no infill tokens: it continues a text, and cannot write towards a suffix",
-            cure="leave suffix out, or serve a model that was taught to fill in (qwen2.5-coder:1.5b is one)",
-            param="suffix",
-            code="unsupported_parameter",
-        )
-    before, after = asked.prompt or "", asked.suffix or ""
-    for text, name in ((before, "prompt"), (after, "suffix")):
-        check_text(service, text, name)
-    return await asyncio.to_thread(infill.write, tokenizer, tokens, before, after), tokens.ends
+    return await gap(service, asked.prompt or "", asked.suffix or "")
 
 
 async def _answer(
@@ -258,7 +246,7 @@ async def _answer(
         async for items in feed.batches():
             for _, chunk in items:
                 said.add(lines.take(chunk))
-    return _ollama.answer(lines.whole(said))
+    return reply(lines.whole(said))
 
 
 class _Lines:

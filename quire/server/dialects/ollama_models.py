@@ -18,6 +18,7 @@ from quire.config import VERSION
 from quire.observe.errors import BadRequest
 from quire.server.dialects import _modelfile, _ollama, _ollama_cards
 from quire.server.dialects._compat import Endpoint, Fields
+from quire.server.replies import reply
 from quire.server.service import Service
 
 RUNNING = "Ollama is running"
@@ -48,11 +49,11 @@ def register(app: FastAPI, service: Service) -> None:
         return Response(RUNNING, media_type="text/plain")
 
     async def version(request: Request) -> Response:
-        return _ollama.answer({"version": LEVEL, "quire": VERSION})
+        return reply({"version": LEVEL, "quire": VERSION})
 
     async def tags(request: Request) -> Response:
         cards = await asyncio.to_thread(_ollama_cards.all_cards, service)
-        return _ollama.answer({"models": [card.listed() for card in cards]})
+        return reply({"models": [card.listed() for card in cards]})
 
     async def show(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), ShowRequest, neutral=NEUTRAL)
@@ -61,11 +62,11 @@ def register(app: FastAPI, service: Service) -> None:
             raise BadRequest("model is missing", param="model")
         card = await asyncio.to_thread(_ollama_cards.find, service, name)
         able = _abilities(service) if _ollama.is_served(service, name) else []
-        return _ollama.answer(_shown(card, able))
+        return reply(_shown(card, able))
 
     async def ps(request: Request) -> Response:
         card = await asyncio.to_thread(_ollama_cards.served, service)
-        return _ollama.answer({"models": _loaded(service, card)})
+        return reply({"models": _loaded(service, card)})
 
     for path, handler in (("/", root), ("/api/version", version), ("/api/tags", tags)):
         app.add_api_route(path, handler, methods=["GET", "HEAD"], response_model=None)

@@ -26,6 +26,7 @@ from quire.server.dialects import _ollama, _ollama_adapters
 from quire.server.dialects._compat import Absent, Endpoint, Fields
 from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream, line
 from quire.server.tenants import check_administers
@@ -88,7 +89,7 @@ def register(app: FastAPI, service: Service) -> None:
             return PullStream(pulling)
         async for _ in pulling.watched(request.receive):
             pass
-        return _ollama.answer({"status": "success"})
+        return reply({"status": "success"})
 
     async def delete(request: Request) -> Response:
         asked = _ollama.parse(await _ollama.read(request), DeleteRequest)

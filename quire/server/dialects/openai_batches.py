@@ -21,6 +21,7 @@ from quire.server.dialects._fields import parse
 from quire.server.dialects._pages import no_such_after, page, window
 from quire.server.dialects.openai_files import expiry
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.tenants import owner
 
@@ -72,23 +73,23 @@ def register(app: FastAPI, service: Service) -> None:
             owner=owner(),
         )
         at.queue.start()
-        return _json(batch.body())
+        return reply(batch.body())
 
     async def listed(request: Request) -> Response:
         asked = window(request)
         found = await desk().journal.listed(asked.limit, asked.after, owner())
         if found is None:
             raise no_such_after()
-        return _json(page([batch.body() for batch in found[0]], found[1]))
+        return reply(page([batch.body() for batch in found[0]], found[1]))
 
     async def one(request: Request) -> Response:
-        return _json((await desk().journal.get(request.path_params["batch"], owner())).body())
+        return reply((await desk().journal.get(request.path_params["batch"], owner())).body())
 
     async def cancel(request: Request) -> Response:
         at = desk()
         batch = await at.journal.cancel(request.path_params["batch"], owner())
         at.queue.start()
-        return _json(batch.body())
+        return reply(batch.body())
 
     app.add_api_route(PATH, create, methods=["POST"], response_model=None)
     app.add_api_route(PATH, listed, methods=["GET"], response_model=None)
@@ -102,10 +103,6 @@ def _seconds(window: str) -> int:
     if not 1 <= seconds <= LONGEST:
         raise BadRequest("completion_window must be a time up to 7d, for instance 24h", param="completion_window")
     return seconds
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 COMPAT = (

@@ -7,7 +7,6 @@ many and answers with the n of the highest summed log probability, best first; a
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,20 +17,19 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat import infill
 from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.dialects import _fields, _logprobs
 from quire.server.dialects._compat import SAMPLING, Endpoint, Fields
 from quire.server.dialects._fields import parse
+from quire.server.dialects._infill import gap
 from quire.server.dialects._openai import (
     MAX_CHOICES,
     Envelope,
     Sampling,
     Usage,
     check_prompt,
-    check_text,
     encode_text,
     envelope,
     generation,
@@ -136,19 +134,7 @@ def _prompts(asked: CompletionRequest, most: int) -> list[str | list[int]]:
 async def _encoded(service: Service, asked: CompletionRequest, prompt: str | list[int], param: str) -> list[int]:
     """Tokens of one prompt."""
     if asked.suffix:
-        completer = service.ready()
-        tokens = completer.tokenizer.infill
-        if tokens is None:
-            raise BadRequest(
-                f"{service.name} has no infill tokens: it continues a text, and cannot write towards a suffix",
-                cure="leave suffix out, or serve a model that was taught to fill in (qwen2.5-coder:1.5b is one)",
-                param="suffix",
-                code="unsupported_parameter",
-            )
-        for text, name in ((prompt, param), (asked.suffix, "suffix")):
-            if isinstance(text, str):
-                check_text(service, text, name)
-        return await asyncio.to_thread(infill.write, completer.tokenizer, tokens, prompt, asked.suffix)
+        return (await gap(service, prompt, asked.suffix, (param, "suffix")))[0]
     if isinstance(prompt, list):
         return prompt
     return await encode_text(service, prompt, param, asked.add_special_tokens)

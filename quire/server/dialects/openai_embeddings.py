@@ -21,6 +21,7 @@ from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._embedded import MAX_INPUTS, count, cut, usage
 from quire.server.dialects._fields import parse
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 
 FORMATS = ("float", "base64")
@@ -66,7 +67,7 @@ def register(app: FastAPI, service: Service) -> None:
         count(service, made)
         data = [{"object": "embedding", "index": i, "embedding": _written(one, encoding)} for i, one in enumerate(made)]
         body = {"object": "list", "data": data, "model": service.name, "usage": usage(made), **cut(made)}
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return reply(body)
 
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], response_model=None)
 

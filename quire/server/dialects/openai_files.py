@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -17,6 +16,7 @@ from quire.server.batches.desk import Desk, desk_of, needed
 from quire.server.dialects._compat import Endpoint
 from quire.server.dialects._pages import no_such_after, page, window
 from quire.server.files import new_id
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.tenants import owner
 
@@ -53,7 +53,7 @@ def register(app: FastAPI, service: Service) -> None:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        return _json((await files.add(name, came.filename, purpose, came.size, seconds, owner())).body())
+        return reply((await files.add(name, came.filename, purpose, came.size, seconds, owner())).body())
 
     async def listed(request: Request) -> Response:
         asked = window(request, default=10_000, most=10_000)
@@ -61,10 +61,10 @@ def register(app: FastAPI, service: Service) -> None:
         found = await desk().files.listed(asked.limit, asked.after, asked.newest_first, purpose, owner())
         if found is None:
             raise no_such_after()
-        return _json(page([file.body() for file in found[0]], found[1]))
+        return reply(page([file.body() for file in found[0]], found[1]))
 
     async def one(request: Request) -> Response:
-        return _json((await desk().files.get(request.path_params["file"], owner())).body())
+        return reply((await desk().files.get(request.path_params["file"], owner())).body())
 
     async def content(request: Request) -> Response:
         files = desk().files
@@ -78,7 +78,7 @@ def register(app: FastAPI, service: Service) -> None:
         if file.id in await at.journal.used_files():
             raise Conflict("a batch still reads this file", cure="cancel the batch first, or wait for its end")
         await at.files.remove(file.id)
-        return _json({"id": file.id, "object": "file", "deleted": True})
+        return reply({"id": file.id, "object": "file", "deleted": True})
 
     app.add_api_route(PATH, upload, methods=["POST"], response_model=None)
     app.add_api_route(PATH, listed, methods=["GET"], response_model=None)
@@ -113,10 +113,6 @@ def expiry(anchor: Any, seconds: int, name: str) -> int:
     if not EXPIRY[0] <= seconds <= EXPIRY[1]:
         raise BadRequest(f"{name}.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", param=f"{name}.seconds")
     return seconds
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 COMPAT = (

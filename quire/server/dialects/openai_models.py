@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.replies import reply
 from quire.server.service import Service
 
 
@@ -32,11 +32,11 @@ def register(app: FastAPI, service: Service) -> None:
 
     async def models(request: Request) -> Response:
         data = [card(name) for name in (service.name, *service.adapters)]
-        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type="application/json")
+        return reply({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
         service.check_model(request.path_params["model_id"])
-        return Response(msgspec.json.encode(card(service.answering)), media_type="application/json")
+        return reply(card(service.answering))
 
     app.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
     # A model's name may hold slashes.

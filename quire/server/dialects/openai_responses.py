@@ -43,6 +43,7 @@ from quire.server.errors import Unimplemented
 from quire.server.feed import Feed
 from quire.server.kept import LATER, SCHEMA, Kept, Record
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import EventStream, named_event
 from quire.server.tenants import owner
@@ -113,7 +114,7 @@ class _Responses:
             service.ready().check(generation)  # what would be an error status must still be one
             await keep()
             run = self.runs.start(answer, generation, arrived, keep)
-            return Listening(run) if asked.stream else _json(answer.body())
+            return Listening(run) if asked.stream else reply(answer.body())
         feed = Feed(service, [generation], request.receive, arrived)
         if asked.stream:
             return _Events(feed, answer, keep)
@@ -123,14 +124,14 @@ class _Responses:
                 _spend(answer.news(items))
             _spend(answer.closing())
         await keep()
-        return _json(answer.body())
+        return reply(answer.body())
 
     async def count(self, request: Request) -> Response:
         asked = parse_count(await read_json(request))
         self.service.check_model(asked.model)
         self.service.generator()
         ready = await prepare(self.service, self.kept, asked)
-        return _json({"object": "response.input_tokens", "input_tokens": len(ready.prompt)})
+        return reply({"object": "response.input_tokens", "input_tokens": len(ready.prompt)})
 
     async def retrieve(self, request: Request) -> Response:
         response, query = request.path_params["response"], request.query_params
@@ -142,7 +143,7 @@ class _Responses:
         if run is not None and run.ending:  # who hears of the end finds it stored
             await self.runs.settled(run)
             run = None
-        return _json(run.answer.body() if run else (await self._stored(response)).whole)
+        return reply(run.answer.body() if run else (await self._stored(response)).whole)
 
     async def _listen(self, response: str, after: str | None) -> Response:
         if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
@@ -161,7 +162,7 @@ class _Responses:
         self.runs.forget(response)
         if not await self.kept.remove(response, owner()):
             raise _missing(response)
-        return _json({"id": response, "object": "response", "deleted": True})
+        return reply({"id": response, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         response = request.path_params["response"]
@@ -174,13 +175,13 @@ class _Responses:
                 cure="close the connection of one that does not",
                 code="response_not_cancellable",
             )
-        return _json(record.whole)
+        return reply(record.whole)
 
     async def input_items(self, request: Request) -> Response:
         asked = window(request)
         record = await self._stored(request.path_params["response"])
         before = [] if record.previous is None else await self.kept.context(record.previous, owner())
-        return _json(cut([*before, *record.input], asked))
+        return reply(cut([*before, *record.input], asked))
 
     async def _stored(self, response: str) -> Record:
         record = await self.kept.get(response, owner())
@@ -278,10 +279,6 @@ def _spend(events: Any) -> None:
 
 def _missing(response: str) -> NotFound:
     return NotFound(f"there is no response {response[:80]!r}", param="response_id", code="response_not_found")
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 _NOTES = SAMPLING | {

@@ -16,6 +16,7 @@ from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._embedded import check_count, count, cut, usage
 from quire.server.dialects._fields import parse
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 
 IGNORED = {"user": "who asks does not change the answer"}
@@ -53,7 +54,7 @@ def register(app: FastAPI, service: Service) -> None:
             "usage": usage(made),
             **cut(made),
         }
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return reply(body)
 
     for path in ("/score", "/v1/score"):
         app.add_api_route(path, score, methods=["POST"], response_model=None)

@@ -27,6 +27,7 @@ from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._tgi import CompatRequest, GenerateRequest, Parameters
 from quire.server.feed import Feed, News
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import EventStream
 
@@ -42,7 +43,7 @@ def register(app: FastAPI, service: Service) -> None:
     async def generate(request: Request) -> Response:
         arrived = time.monotonic()
         asked = _fields.parse(await read_json(request), GenerateRequest, (), {})
-        return _json(await _whole(service, request, asked, arrived))
+        return reply(await _whole(service, request, asked, arrived))
 
     async def generate_stream(request: Request) -> Response:
         arrived = time.monotonic()
@@ -54,11 +55,11 @@ def register(app: FastAPI, service: Service) -> None:
         asked = _fields.parse(await read_json(request), CompatRequest, (), {})
         if asked.stream:
             return await _stream(service, request, asked, arrived)
-        return _json([await _whole(service, request, asked, arrived)])
+        return reply([await _whole(service, request, asked, arrived)])
 
     async def info(request: Request) -> Response:
         told = service.info
-        return _json(
+        return reply(
             {
                 "model_id": service.name,
                 "model_sha": None,
@@ -250,10 +251,6 @@ class _Events(EventStream):
 
 def _token(token: TokenText, text: str, logprob: float, special: bool) -> dict[str, Any]:
     return {"id": token.id, "text": text, "logprob": _logprobs.finite(logprob), "special": special}
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 _PARAMETERS = Fields(

@@ -23,6 +23,7 @@ from quire.server.dialects._openai import check_text, encode_text
 from quire.server.dialects._tools import Raw, choose, openai_tools
 from quire.server.dialects.openai_chat import template_kwargs
 from quire.server.limits import read_json
+from quire.server.replies import reply
 from quire.server.service import Service
 
 MAX_TOKENS = 1 << 20  # token ids in one detokenize request
@@ -92,10 +93,10 @@ def register(app: FastAPI, service: Service) -> None:
         service.check_model(asked.model)
         form = _form(asked)
         if form == "content":
-            return _json({"tokens": await _llama_cpp(service, asked)})
+            return reply({"tokens": await _llama_cpp(service, asked)})
         if form == "inputs":
             tokens = await encode_text(service, asked.inputs or "", "inputs", asked.add_special_tokens)
-            return _json(_tgi(service, asked.inputs or "", tokens))
+            return reply(_tgi(service, asked.inputs or "", tokens))
         if form == "messages":
             if asked.add_special_tokens:
                 raise BadRequest(
@@ -106,7 +107,7 @@ def register(app: FastAPI, service: Service) -> None:
             tokens = await encode_text(service, asked.prompt or "", "prompt", asked.add_special_tokens)
         completer = service.ready()
         strings = [completer.tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
-        return _json(
+        return reply(
             {
                 "count": len(tokens),
                 "max_model_len": completer.info.context,
@@ -126,7 +127,7 @@ def register(app: FastAPI, service: Service) -> None:
             if not 0 <= token < vocab:
                 raise BadRequest(f"tokens holds {token}: the vocabulary has {vocab}", param="tokens")
         text = await asyncio.to_thread(completer.tokenizer.decode, asked.tokens, skip_special=False)
-        return _json({"prompt": text, "content": text})
+        return reply({"prompt": text, "content": text})
 
     async def apply_template(request: Request) -> Response:
         asked = parse(await read_json(request), ApplyRequest, (), NEUTRAL)
@@ -135,13 +136,13 @@ def register(app: FastAPI, service: Service) -> None:
         tokenizer = service.ready().tokenizer
         if tokenizer.add_bos and ids[:1] == [tokenizer.bos_id]:
             ids = ids[1:]  # whoever sends the text gets it again
-        return _json({"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)})
+        return reply({"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)})
 
     async def tokenizer_info(request: Request) -> Response:
         completer = service.ready()
         tokenizer = completer.tokenizer
         bos, eos = (None if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
-        return _json(
+        return reply(
             {
                 "tokenizer_class": "quire",
                 "bos_token": bos,
@@ -214,10 +215,6 @@ def _tgi(service: Service, text: str, ids: list[int]) -> list[dict[str, Any]]:
         begun += sum(b & 0xC0 != 0x80 for b in piece)
         found.append({"id": token, "text": tokenizer.token_text(token), "start": start, "stop": begun})
     return found
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 _NOTES = {

@@ -54,8 +54,7 @@ def locate(target: FileTarget, env: Environment, http: Http) -> Local:
         if not path.exists():
             raise NotFound(
                 f"there is no file {path}",
-                cure="check the path; `quire list` shows the models in the store, and a Hugging Face file is written "
-                "hf:org/repo/file.gguf",
+                cure=f"check the path; `quire list` shows the models in the store, and one of Hugging Face is written {_hub(path)}",
             )
         with path.open("rb") as f:
             head = f.read(len(MAGIC))
@@ -75,6 +74,15 @@ def locate(target: FileTarget, env: Environment, http: Http) -> Local:
         f"{path} is not a GGUF file: it starts with {head!r}, not {MAGIC!r}",
         cure="a model is a .gguf file, or a folder as Hugging Face lays it out",
     )
+
+
+def _hub(path: Path) -> str:
+    """How a file of the hub is written; the name itself, where it could be one."""
+    parts = path.parts
+    deep_enough = (
+        len(parts) > 2 if path.suffix == ".gguf" else len(parts) == 2
+    )  # a file of a repository, or a repository
+    return f"hf:{path}" if deep_enough and not path.is_absolute() and ".." not in parts else "hf:org/repo/file.gguf"
 
 
 def _inside(path: Path) -> str:

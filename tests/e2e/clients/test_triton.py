@@ -12,7 +12,7 @@ from quire.config import VERSION
 from tests.e2e.clients.conftest import Served
 
 triton: Any = pytest.importorskip("tritonclient.http", reason="needs tritonclient: pip install tritonclient[http]")
-from tritonclient.utils import InferenceServerException  # type: ignore[import-not-found]  # noqa: E402
+from tritonclient.utils import InferenceServerException  # noqa: E402
 
 PROMPT = "The capital of France is"
 

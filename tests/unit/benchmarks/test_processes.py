@@ -57,9 +57,9 @@ def test_memory_of_a_program_that_fails_is_an_error_with_its_words() -> None:
 def test_the_neighbour_computes_and_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    class Spy(subprocess.Popen):  # type: ignore[type-arg]
+    class Spy(subprocess.Popen):
         def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            super().__init__(*args, **kwargs)
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Spy)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,8 @@ import numpy as np
 import pytest
 
 from quire import LLM
-from quire.chat.embedder import Embedder
-from quire.chat.words import tokenizer_of
-from quire.config import EngineConfig, Environment
-from quire.engine.inprocess import InProcessClient
 from quire.observe.errors import BadRequest
-from quire.weights.checkpoint import open_checkpoint
+from tests.unit.chat.embedder_kit import opened
 from tests.unit.models import encoders
 
 torch = pytest.importorskip("torch", reason="needs torch: the test extra")
@@ -35,20 +29,6 @@ def folder(path: Path, kind: str = "bert", **beside: Any) -> tuple[Path, Any, An
     theirs = transformers.BertTokenizerFast(vocab_file=str(path / "vocab.txt"))
     theirs.save_pretrained(path)
     return path, model, theirs
-
-
-@asynccontextmanager
-async def opened(path: Path, **settings: Any) -> AsyncIterator[Embedder]:
-    client = InProcessClient(
-        EngineConfig(path=str(path), name="tiny", backend="native", threads=1, **settings),
-        env=Environment(home=path.parent),
-    )
-    info = await client.start()
-    try:
-        with open_checkpoint(path) as checkpoint:
-            yield Embedder(client, tokenizer_of(checkpoint), info)
-    finally:
-        await client.close()
 
 
 def wanted(model: Any, theirs: Any, text: str, most: int | None = None) -> Any:
@@ -110,9 +90,9 @@ async def test_two_end_tokens_lie_between_the_texts_of_a_roberta(tmp_path: Path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: i for i, text in enumerate(["<s>", "<pad>", "</s>", "<unk>", *alphabet])}
     bpe = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
     marks = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", **marks)
     model = encoders.build("roberta-score", vocab_size=len(vocab))

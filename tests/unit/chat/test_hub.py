@@ -16,7 +16,7 @@ from quire.chat.hub import read_template, read_tokenizer
 from quire.chat.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, BadRequest, NotFound, QuireError, Unsupported
 from quire.weights.folder import Folder
-from tests.fuzz.safetensors import stir
+from tests.fuzz.kit import stir
 from tests.unit.chat import hub_kit
 
 pytest.importorskip("transformers", reason="needs the test extra: transformers is the independent implementation")

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quire.chat.embedder import Embedder
-from quire.chat.words import tokenizer_of
-from quire.config import EngineConfig, Environment
-from quire.engine.inprocess import InProcessClient
 from quire.models.judge import AFTER, BEFORE, INSTRUCTION, PROMPT
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported
 from quire.weights.checkpoint import open_checkpoint
+from tests.unit.chat.embedder_kit import opened
 
 torch = pytest.importorskip("torch", reason="needs torch: the test extra")
 transformers = pytest.importorskip("transformers", reason="needs transformers: the test extra")
@@ -47,8 +42,8 @@ def tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["ye", "yes", "no", *alphabet]
     bpe = Tokenizer(models.BPE({text: i for i, text in enumerate(words)}, [("y", "e"), ("ye", "s"), ("n", "o")]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     bpe.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>")])
     return transformers.PreTrainedTokenizerFast(
@@ -91,21 +86,6 @@ def scores(model: Any, theirs: Any, given: list[list[int]]) -> list[float]:
         both = torch.stack([last[:, false], last[:, true]], dim=1)
         found.append(float(torch.nn.functional.log_softmax(both, dim=1)[:, 1].exp()))
     return found
-
-
-@asynccontextmanager
-async def opened(path: Path, **settings: Any) -> AsyncIterator[Embedder]:
-    how: dict[str, Any] = {"backend": "native", "threads": 1, **settings}
-    client = InProcessClient(
-        EngineConfig(path=str(path), name="tiny", **how),
-        env=Environment(home=path.parent),
-    )
-    info = await client.start()
-    try:
-        with open_checkpoint(path) as checkpoint:
-            yield Embedder(client, tokenizer_of(checkpoint), info)
-    finally:
-        await client.close()
 
 
 async def made(

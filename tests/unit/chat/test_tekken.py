@@ -16,7 +16,7 @@ from quire.chat.hub import read_tokenizer
 from quire.chat.pretokenizers import PRE_TOKENIZERS
 from quire.chat.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, QuireError, Unsupported
-from tests.fuzz.safetensors import stir
+from tests.fuzz.kit import stir
 from tests.unit.chat import hub_kit
 
 PATTERN = PRE_TOKENIZERS["tekken"].splits[0]

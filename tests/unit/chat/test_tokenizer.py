@@ -407,5 +407,5 @@ def test_a_long_text_leaves_other_threads_alone():
 def test_both_calls_into_the_library_agree(length: int):
     tokenizer = Tokenizer.from_gguf(byte_level(("h e", "he l", "l o", "hel lo")))
     text = ("hello, wörld " * length)[:length]
-    pieces = tokenizer._encoder._pieces._tokenizer  # type: ignore[attr-defined]
+    pieces = tokenizer._encoder._pieces._tokenizer
     assert library.ids_of(pieces, text) == pieces.encode(text, add_special_tokens=False).ids

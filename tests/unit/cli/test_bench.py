@@ -290,7 +290,9 @@ def test_impossible_sizes_are_refused_with_the_numbers(lab: Lab, model: str, arg
         (["throughput", "--prompt-tokens", "9:3"], "MIN not over MAX"),
         (["throughput", "--output-tokens", "0:3"], "at least 1"),
         (["throughput", "--requests", "0"], "--requests"),
-        (["kernels"], "No such command"),
+        (["kernels"], "What is measured comes first"),
+        (["./model.gguf", "--rounds", "2"], "latency or throughput, then the model (./model.gguf)"),
+        (["latncy"], "Did you mean 'latency'?"),
     ],
 )
 def test_wrong_usage_is_exit_2(lab: Lab, args: list[str], says: str) -> None:

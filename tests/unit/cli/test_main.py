@@ -106,7 +106,7 @@ def test_what_other_engines_call_it_is_pointed_out(words: str, says: str):
 
 def test_what_is_pointed_out_is_there():
     def options(command: object) -> set[str]:
-        own = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
+        own = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
         return own.union(*(options(c) for c in getattr(command, "commands", {}).values()))
 
     known = {verb: options(app.load(verb)) for verb in app.VERBS}

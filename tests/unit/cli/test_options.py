@@ -29,7 +29,7 @@ def through_typer(function: Any, words: list[str]) -> dict[str, Any] | None:
     def catch(**given: Any) -> None:
         got.update(given)
 
-    catch.__signature__ = function.__signature__  # type: ignore[attr-defined]
+    catch.__signature__ = function.__signature__
     catch.__annotations__ = function.__annotations__
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
     single.command("verb", context_settings=app.SETTINGS)(catch)
@@ -87,7 +87,7 @@ def test_a_verb_declared_with_typer_is_left_to_typer():
     globals()["typer"] = typer
     assert parameters(command) is None and parse(command, []) is None
     assert for_typer(command) is command
-    assert parameters(typer.Typer()) is None  # type: ignore[arg-type]
+    assert parameters(typer.Typer()) is None
 
 
 def test_too_few_or_too_many_arguments_are_left_to_typer():

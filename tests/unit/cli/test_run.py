@@ -315,7 +315,7 @@ def test_spinner_moves_on_a_terminal_only_and_cleans_up(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def chat() -> talk.Talk:
-    return talk.Talk(Parrot(), SamplingParams(max_tokens=9), system=None, raw=False, stats=False)  # type: ignore[arg-type]
+    return talk.Talk(Parrot(), SamplingParams(max_tokens=9), system=None, raw=False, stats=False)
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, *said: str | type[BaseException]) -> None:
@@ -335,26 +335,26 @@ def test_turns_add_up(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> No
     assert chat.line("hi")
     assert chat.line("   ")
     assert chat.line("and?")
-    assert chat.llm.asked == [  # type: ignore[attr-defined]
+    assert chat.llm.asked == [
         [user("hi")],
         [user("hi"), {"role": "assistant", "content": "Hello you"}, user("and?")],
     ]
     chat.line("/system Be kind.")
     chat.line("/reset")
     chat.line("again")
-    assert chat.llm.asked[-1] == [{"role": "system", "content": "Be kind."}, user("again")]  # type: ignore[attr-defined]
+    assert chat.llm.asked[-1] == [{"role": "system", "content": "Be kind."}, user("again")]
     chat.line("/system none")
     assert chat.messages[0]["role"] == "user"
     assert capsys.readouterr().out == "Hello you\n" * 3
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.llm.end = KeyboardInterrupt()  # type: ignore[attr-defined]
+    chat.llm.end = KeyboardInterrupt()
     assert chat.line("hi")
     assert chat.turns == [user("hi"), {"role": "assistant", "content": "Hello you"}]
     out, err = capsys.readouterr()
     assert (out, err) == ("Hello you\n", "[stopped]\n")
-    chat.llm.pieces = []  # type: ignore[attr-defined]
+    chat.llm.pieces = []
     assert chat.line("more")
     assert len(chat.turns) == 2  # stopped before the first token: as if it had not been asked
 
@@ -363,8 +363,8 @@ def test_a_conversation_that_no_longer_fits_is_refused_not_cut(
     chat: talk.Talk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat.line("hi")
-    chat.llm.pieces = []  # type: ignore[attr-defined]
-    chat.llm.end = BadRequest("the prompt has 99 tokens", code="context_length_exceeded")  # type: ignore[attr-defined]
+    chat.llm.pieces = []
+    chat.llm.end = BadRequest("the prompt has 99 tokens", code="context_length_exceeded")
     assert chat.line("more")
     assert len(chat.turns) == 2
     assert "/reset starts afresh" in capsys.readouterr().err
@@ -385,7 +385,7 @@ def test_set(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_cut_answer_says_what_lifts_the_bound(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.llm.finish = "length"  # type: ignore[attr-defined]
+    chat.llm.finish = "length"
     chat.line("/set max_tokens 7")
     chat.line("hi")
     assert "cut at 7 tokens; /set max_tokens none lets it go on" in capsys.readouterr().err
@@ -431,7 +431,7 @@ def test_other_commands(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_loop(chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines(monkeypatch, "hi", '"""one', "two", 'three"""', "/multi", "four", 'five"""', "/bye", "never")
     chat.loop()
-    assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi", "one\ntwo\nthree", "four\nfive"]  # type: ignore[attr-defined]
+    assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi", "one\ntwo\nthree", "four\nfive"]
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, EOFError])
@@ -440,7 +440,7 @@ def test_lines_that_are_given_up_are_not_sent(
 ) -> None:
     lines(monkeypatch, "/multi", "one", end, "hi", "/bye")
     chat.loop()
-    assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi"]  # type: ignore[attr-defined]
+    assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi"]
     assert "[nothing was said]" in capsys.readouterr().err
 
 
@@ -449,15 +449,15 @@ def test_ctrl_c_twice_leaves_and_once_does_not(
 ) -> None:
     lines(monkeypatch, KeyboardInterrupt, "hi", KeyboardInterrupt, KeyboardInterrupt, "never")
     chat.loop()
-    assert len(chat.llm.asked) == 1  # type: ignore[attr-defined]
+    assert len(chat.llm.asked) == 1
     assert capsys.readouterr().err.count("Ctrl-C again") == 2
     lines(monkeypatch, EOFError, "never")
     chat.loop()
-    assert len(chat.llm.asked) == 1  # type: ignore[attr-defined]
+    assert len(chat.llm.asked) == 1
 
 
 def test_raw_conversation_continues_each_line_alone(parrot: Parrot) -> None:
-    t = talk.Talk(parrot, SamplingParams(), system=None, raw=True, stats=False)  # type: ignore[arg-type]
+    t = talk.Talk(parrot, SamplingParams(), system=None, raw=True, stats=False)
     t.line("Once")
     t.line("Twice")
     assert parrot.asked == ["Once", "Twice"]

@@ -59,14 +59,21 @@ def requests(n: int = 6) -> list[Request]:
     ]
 
 
+SIZES: dict[str, Any] = {"max_seqs": 4, "max_batch_tokens": 24, "context": 128}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[int]]]:
+    """A model, and what the reference engine says of it."""
+    path = str(tiny.write_gguf(tiny.build(), tmp_path_factory.mktemp("tiny") / "m.gguf"))
+    return path, answers(EngineConfig(path=path, backend="reference", depth=0, **SIZES), requests())
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_device_runner_gives_the_reference_engines_tokens(tmp_path: Path, depth: int):
-    """The same model, scheduler and cache; another backend, another runner."""
-    path = str(tiny.write_gguf(tiny.build(), tmp_path / "m.gguf"))
-    sizes: dict[str, Any] = {"max_seqs": 4, "max_batch_tokens": 24, "context": 128, "depth": depth}
-    want = answers(EngineConfig(path=path, backend="reference", **sizes), requests())
-    have = answers(EngineConfig(path=path, backend="torch", device="cpu", **sizes), requests())
-    assert have == want
+def test_the_device_runner_gives_the_reference_engines_tokens(told: tuple[str, dict[str, list[int]]], depth: int):
+    """The same model, scheduler and cache; another backend, another runner, any number of steps ahead."""
+    path, want = told
+    assert answers(EngineConfig(path=path, backend="torch", device="cpu", depth=depth, **SIZES), requests()) == want
 
 
 def test_a_shape_runs_with_random_weights(tmp_path: Path):

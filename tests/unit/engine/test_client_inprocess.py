@@ -6,6 +6,7 @@ import asyncio
 import resource
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -194,6 +195,26 @@ async def test_close_drains_when_asked() -> None:
         await collect(c, request("late", 1))
     await closing
     assert tokens(await task) == list(range(2, 22))
+
+
+async def test_closing_while_it_loads_waits_for_the_next_weights_alone() -> None:
+    loading, taken = threading.Event(), 0
+
+    def endless(config: EngineConfig, env: object, progress: Callable[[int, int], None]):  # type: ignore[no-untyped-def]
+        nonlocal taken
+        for taken in range(1000):
+            progress(taken, 1000)
+            loading.set()
+            time.sleep(0.01)
+        return build(config, env)  # type: ignore[arg-type]
+
+    c = InProcessClient(EngineConfig(path=""), build=endless)
+    start = asyncio.create_task(c.start())
+    await asyncio.to_thread(loading.wait)
+    await c.close()
+    assert taken < 500
+    with pytest.raises(Unavailable, match="before it had loaded"):
+        await start
 
 
 async def test_a_fault_in_the_loop_fails_the_requests_and_the_client() -> None:

@@ -178,7 +178,7 @@ def test_shapes_rows_and_odd_addresses(name: str) -> None:
 @pytest.mark.parametrize("name", list(SCALE_BYTES))
 def test_codec_tables_stay_inside_the_block(name: str) -> None:
     """A backend compiles these tables without asking again."""
-    codec = formats.load(name).read(np.zeros(formats.load(name).NBYTES, np.uint8), (formats.load(name).BLOCK,)).codec  # type: ignore[union-attr]
+    codec = formats.load(name).read(np.zeros(formats.load(name).NBYTES, np.uint8), (formats.load(name).BLOCK,)).codec
     assert codec.name == name
     tables = [(codec.codes, codec.block, codec.bits)]
     for scale in (codec.scale, codec.bias):
@@ -219,7 +219,7 @@ def test_a_codebook_is_expanded_when_it_is_read_and_not_before(name: str, monkey
     f = formats.load(name)
     raw = np.random.default_rng(13).integers(0, 256, 3 * 4 * 2 * f.NBYTES, np.uint8)
     made: list[int] = []
-    real = f.expand  # type: ignore[attr-defined]
+    real = f.expand
     monkeypatch.setattr(f, "expand", lambda blocks: made.append(len(blocks)) or real(blocks))
     stack = f.read(raw, (3, 4, 2 * f.BLOCK))
     assert isinstance(stack, Affine)

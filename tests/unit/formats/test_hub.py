@@ -172,7 +172,7 @@ def test_compressed_columns_in_any_order(tmp_path: Path) -> None:
     tensors["weight_g_idx"] = (np.arange(384) // 128)[np.argsort(at)].astype(np.int32)
     folder = packed(write(tmp_path / "m.safetensors", tensors), ct("pack-quantized", actorder="group", **PACK))
     layout = folder.read("m.weight")
-    want = means[:, np.argsort(at)].astype(np.float16 if layout.dtype == "f16" else np.float32)  # type: ignore[union-attr]
+    want = means[:, np.argsort(at)].astype(np.float16 if layout.dtype == "f16" else np.float32)
     assert isinstance(layout, Dense) and any("desc_act" in line for line in folder.notes(True))
     np.testing.assert_array_equal(layout.dequantize(), want.astype(np.float32))
 

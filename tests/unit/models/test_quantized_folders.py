@@ -155,9 +155,9 @@ def test_what_is_shown_and_told(tmp_path: Path) -> None:
     save(model, tmp_path / "m", "fp8 tiles")
     folder = open_checkpoint(tmp_path / "m")
     assert not hasattr(folder, "metadata")
-    shown = describe(folder)  # type: ignore[arg-type]
+    shown = describe(folder)
     assert shown["parameters"] == sum(p.numel() for p in model.parameters())
-    assert "FP8 (e4m3, tiles of 128x128)" in shown["types"]  # type: ignore[operator]
+    assert "FP8 (e4m3, tiles of 128x128)" in shown["types"]
     assert weight_bytes(folder) < 2 * sum(p.numel() for p in model.parameters())
     env = Environment(home=tmp_path)
     for backend, words in (("native", "held as bfloat16, which rounds"), ("torch", "--quantize keep")):

@@ -206,7 +206,7 @@ CALLER = SimpleNamespace(name="fake", reasons=True, calls=True, markers=())  # a
 def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -> Service:
     """A ready service."""
     service = Service(config or ServerConfig(), MODEL)
-    service.attach(completer.client, completer)  # type: ignore[arg-type]
+    service.attach(completer.client, completer)
     return service
 
 

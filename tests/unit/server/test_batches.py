@@ -141,7 +141,7 @@ async def test_embeddings_stay_behind_too(config):
         asked.append(request)
         yield Event(id=request.id, finish="stop", vector=b"\0\0\x80?" * 2, receipt=Receipt())
 
-    completer.client.generate = generate  # type: ignore[attr-defined]
+    completer.client.generate = generate
     text = json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": {"input": [[1, 2]]}})
     async with server(config, completer) as http:
         done = await until(http, await begin(http, text, "/v1/embeddings"))
@@ -329,7 +329,7 @@ async def test_a_death_between_any_two_steps(config, at, monkeypatch):
     """The process dies just after a step of the journal, or just before the next."""
 
     async with server(config) as http:
-        journal = http._transport.app.state.desk.journal  # type: ignore[attr-defined]
+        journal = http._transport.app.state.desk.journal
         step = getattr(journal, at)
         dead = asyncio.Event()
 
@@ -357,7 +357,7 @@ async def test_a_death_between_any_two_steps(config, at, monkeypatch):
 async def test_a_result_is_told_once_and_files_keep_their_ids(config):
     """The journal itself: what is written twice is written once."""
     async with server(config) as http:
-        app = http._transport.app  # type: ignore[attr-defined]
+        app = http._transport.app
         book = app.state.desk.journal
         await app.state.service.jobs[0].stop()
         app.state.service.jobs[0].start = lambda: None
@@ -386,7 +386,7 @@ async def test_a_result_is_told_once_and_files_keep_their_ids(config):
 
 async def test_cancelled_and_expired_while_the_server_was_down(config):
     async with server(config) as http:
-        service = http._transport.app.state.service  # type: ignore[attr-defined]
+        service = http._transport.app.state.service
         for job in service.jobs:
             await job.stop()
         service.jobs[0].start = lambda: None  # nothing runs: the server dies before it can
@@ -394,7 +394,7 @@ async def test_cancelled_and_expired_while_the_server_was_down(config):
         expired = await begin(http, line(0))
         await http.post(f"/v1/batches/{cancelled}/cancel")
         past = "UPDATE batches SET expires = created WHERE id = ?"
-        book = http._transport.app.state.desk.journal  # type: ignore[attr-defined]
+        book = http._transport.app.state.desk.journal
         await book._run(lambda link: link.execute(past, (expired,)))
     async with server(config) as http:
         assert (await until(http, cancelled))["status"] == "cancelled"
@@ -441,7 +441,7 @@ async def test_a_drain_stops_the_queue_at_once(config):
     completer = FakeCompleter()
     completer.delay = 1.0
     async with server(config, completer) as http:
-        service = http._transport.app.state.service  # type: ignore[attr-defined]
+        service = http._transport.app.state.service
         batch = await begin(http, line(0))
         await until(http, batch, "in_progress")
         while not completer.running:
@@ -455,7 +455,7 @@ async def test_a_drain_stops_the_queue_at_once(config):
 async def test_a_batch_waits_for_its_model(config):
     """Another model in the same folder does not run it."""
     async with server(config) as http:
-        service = http._transport.app.state.service  # type: ignore[attr-defined]
+        service = http._transport.app.state.service
         service.name = "other"
         theirs = await begin(http, line(0, model="other"))
         service.name = MODEL

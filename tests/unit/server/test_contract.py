@@ -78,7 +78,7 @@ def struct(draw: st.DrawFn, fields: Any) -> dict[str, Any]:
 
 def bodies(endpoint: Endpoint) -> st.SearchStrategy[dict[str, Any]]:
     """Bodies whose fields have the right types, around the smallest that is answered."""
-    parts = [(part.inside, struct(msgspec.inspect.type_info(part.shape).fields)) for part in endpoint.fields]  # type: ignore[attr-defined]
+    parts = [(part.inside, struct(msgspec.inspect.type_info(part.shape).fields)) for part in endpoint.fields]
     example = {k: (v or MODEL if k == "model" else v) for k, v in endpoint.example.items()}
 
     def whole(pieces: list[dict[str, Any]], keep: bool) -> dict[str, Any]:

@@ -232,11 +232,11 @@ async def test_bytes_of_a_dead_upload_are_swept(config):
     folder.mkdir(parents=True)
     async with client_for(config=config) as http:
         kept = (await upload(http)).json()["id"]
-        http._transport.app.state.service.close()  # type: ignore[attr-defined]
+        http._transport.app.state.service.close()
     (folder / "file-dead.part").write_bytes(b"half")
     service = service_over(FakeCompleter(), config)
     async with client_for(config=config, service=service) as http:
-        app = http._transport.app  # type: ignore[attr-defined]
+        app = http._transport.app
         fresh = (await upload(http)).json()["id"]
         files: Files = app.state.desk.files
         await files.sweep()

@@ -79,7 +79,7 @@ async def test_the_engines_own_numbers():
         prefix_hits=5, preemptions=2, steps=99,
     )  # fmt: skip
     service.restarted = 6
-    completer.client.hangs = 2  # type: ignore[attr-defined]
+    completer.client.hangs = 2
     async with client_for(service=service) as http:
         scrape = Scrape((await http.get("/metrics")).text)
     assert scrape.value("vllm:num_requests_running") == 3

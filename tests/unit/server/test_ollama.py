@@ -212,7 +212,7 @@ async def test_system_raw_and_context():
         await http.post(GENERATE, json=HI | {"system": "be brief"})
         r = await http.post(GENERATE, json=HI | {"raw": True, "stream": False})
         await http.post(GENERATE, json=HI | {"context": [1, 2, 3]})
-        completer.template = None  # type: ignore[assignment]
+        completer.template = None
         await http.post(GENERATE, json=HI)
         refused = await http.post(GENERATE, json=HI | {"system": "s"})
     assert completer.rendered[0][0] == [
@@ -272,7 +272,7 @@ async def test_a_request_waits_for_a_model_that_loads():
         waiting = asyncio.create_task(http.post(GENERATE, json=HI | {"stream": False}))
         await asyncio.sleep(0.15)
         assert not waiting.done()
-        service.attach(completer.client, completer)  # type: ignore[arg-type]
+        service.attach(completer.client, completer)
         body = (await waiting).json()
     assert body["response"] == ANSWER
     assert 0.1e9 < body["load_duration"] <= body["total_duration"]
@@ -299,7 +299,7 @@ async def test_names_of_the_served_model(name: str):
 async def test_names_are_completed_as_the_catalogue_does(name: str):
     completer = FakeCompleter()
     service = Service(ServerConfig(), "smollm2:135m")
-    service.attach(completer.client, completer)  # type: ignore[arg-type]
+    service.attach(completer.client, completer)
     async with client_for(service=service) as http:
         r = await http.post(CHAT, json=TALK | {"model": name, "stream": False})
     assert r.status_code == 200, r.text
@@ -397,7 +397,7 @@ async def test_a_client_that_leaves_stops_its_request():
         "query_string": b"",
         "headers": [(b"host", b"localhost")],
     }
-    await asyncio.wait_for(app(scope, receive, send), 5)  # type: ignore[arg-type]
+    await asyncio.wait_for(app(scope, receive, send), 5)
     assert (completer.aborted, completer.running) == (1, 0)
 
 

@@ -64,7 +64,7 @@ def service(tmp_store: Store, tmp_path: Path) -> Service:
     """A ready service whose model is in the store, beside another one."""
     completer = FakeCompleter()
     service = Service(ServerConfig(), MODEL)
-    service.attach(completer.client, completer)  # type: ignore[arg-type]
+    service.attach(completer.client, completer)
     service.store = tmp_store
     manifest = put(tmp_store, MODEL, model_file(tmp_path / "a.gguf", "a"))
     put(tmp_store, "other:7b", model_file(tmp_path / "b.gguf", "b"), "2026-08-04T05:06:07+00:00")
@@ -135,7 +135,7 @@ async def test_a_served_file_outside_the_store(tmp_path: Path):
         assert (await http.get("/api/ps")).json() == {"models": []}
         data = model_file(tmp_path / "mine.gguf", "a")
         service.path = str(tmp_path / "mine.gguf")
-        service.attach(completer.client, completer)  # type: ignore[arg-type]
+        service.attach(completer.client, completer)
         (one,) = (await http.get("/api/tags")).json()["models"]
         assert (one["name"], one["size"], one["digest"]) == (MODEL, len(data), "")
         assert str(tmp_path) not in (await http.post("/api/show", json={"model": MODEL})).text
@@ -153,7 +153,7 @@ async def test_show(service: Service):
     assert body["template"] == "{{ messages }}"
     assert body["capabilities"] == ["completion"]
     assert service.completer is not None
-    service.completer.answers = CALLER  # type: ignore[misc, assignment]
+    service.completer.answers = CALLER
     async with client_for(service=service) as http:
         able = (await http.post("/api/show", json={"model": MODEL})).json()
         idle = (await http.post("/api/show", json={"name": "other:7b"})).json()
@@ -179,10 +179,10 @@ async def test_ps_says_what_is_loaded_and_that_it_stays(service: Service):
         assert one["digest"] and one["details"]["family"] == "llama"
         assert datetime.fromisoformat(one["expires_at"]).year > 2200
         info = service.info
-        service.completer.info = msgspec.structs.replace(info, backend="cuda (NVIDIA H200, bfloat16)")  # type: ignore[union-attr]
+        service.completer.info = msgspec.structs.replace(info, backend="cuda (NVIDIA H200, bfloat16)")
         (one,) = (await http.get("/api/ps")).json()["models"]
         assert one["size_vram"] == 2000
-        service.client.alive = False  # type: ignore[union-attr]
+        service.client.alive = False
         assert (await http.get("/api/ps")).json() == {"models": []}
 
 
@@ -248,7 +248,7 @@ async def test_a_pull_ends_with_its_client_and_keeps_what_came(service: Service,
         "query_string": b"",
         "headers": [(b"host", b"localhost")],
     }
-    pulling = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+    pulling = asyncio.create_task(app(scope, receive, send))
     while not origin.seen:
         await asyncio.sleep(0.01)
     assert not pulling.done()

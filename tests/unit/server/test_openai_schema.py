@@ -168,7 +168,7 @@ async def test_models():
     for ready in (False, True):
         if ready:
             completer = FakeCompleter()
-            service.attach(completer.client, completer)  # type: ignore[arg-type]
+            service.attach(completer.client, completer)
         async with client_for(service=service) as http:
             conforms("ListModelsResponse", (await http.get("/v1/models")).json())
             conforms("Model", (await http.get(f"/v1/models/{MODEL}")).json())
@@ -236,12 +236,18 @@ async def test_the_oracle_sees_what_is_missing():
     async with client_for() as http:
         body = (await good(http, CHAT, **SAYS)).json()
         response = (await good(http, RESPONSES, input="hi")).json()
-    for name, whole, path in (
-        ("CreateChatCompletionResponse", body, ("choices", 0, "message", "refusal")),
-        ("CreateChatCompletionResponse", body, ("choices", 0, "logprobs")),
-        ("Response", response, ("incomplete_details",)),
-        ("Response", response, ("output", 0, "content", 0, "annotations")),
-        ("ErrorResponse", {"error": {"message": "m", "type": "t", "code": None, "param": None}}, ("error", "param")),
+    error = {"error": {"message": "m", "type": "t", "code": None, "param": None}}
+    for name, whole, path, told in (
+        ("CreateChatCompletionResponse", body, ("choices", 0, "message", "refusal"), "refusal"),
+        ("CreateChatCompletionResponse", body, ("choices", 0, "logprobs"), "logprobs"),
+        ("Response", response, ("incomplete_details",), "incomplete_details"),
+        (
+            "Response",
+            response,
+            ("output", 0, "content", 0, "annotations"),
+            r"output\.0",
+        ),  # a union: no alternative fits
+        ("ErrorResponse", error, ("error", "param"), "param"),
     ):
         conforms(name, whole)
         less = copy.deepcopy(whole)
@@ -249,7 +255,7 @@ async def test_the_oracle_sees_what_is_missing():
         for key in path[:-1]:
             inside = inside[key]
         del inside[path[-1]]
-        with pytest.raises(AssertionError, match=str(path[-1]) if "annotations" not in path else ""):
+        with pytest.raises(AssertionError, match=told):
             conforms(name, less)
 
 

@@ -37,7 +37,7 @@ async def test_stages():
         assert await stage() == (503, "loading")
         r = await http.post("/tokenize", json={"prompt": "x"})
         assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
-        service.attach(completer.client, completer)  # type: ignore[arg-type]
+        service.attach(completer.client, completer)
         assert await stage() == (200, "ready")
         completer.client.alive = False
         assert await stage() == (503, "restarting")
@@ -60,7 +60,7 @@ async def test_an_engine_that_stays_down_is_told_with_the_reason():
     completer = FakeCompleter()
     client: Any = completer.client
     service = Service(ServerConfig(), MODEL)
-    service.attach(client, completer)  # type: ignore[arg-type]
+    service.attach(client, completer)
     async with client_for(service=service) as http:
         client.alive, client.why = False, "the engine process was killed by SIGKILL; it is being restarted"
         r = await http.get("/ready")
@@ -127,7 +127,7 @@ async def test_log_lines_cannot_be_forged(caplog: pytest.LogCaptureFixture):
 
 async def test_an_app_over_a_ready_completer():
     completer = FakeCompleter()
-    app = create_app(ServerConfig(), completer)  # type: ignore[arg-type]
+    app = create_app(ServerConfig(), completer)
     assert app.state.service.stage == "ready"
     assert app.state.service.name == MODEL
 
@@ -152,7 +152,7 @@ def test_the_fingerprint_ignores_threads_but_nothing_else():
             "weight_bytes": 5,
             "kv_bytes": 1,
         }
-        return EngineInfo(**(base | changes))  # type: ignore[arg-type]
+        return EngineInfo(**(base | changes))
 
     one = fingerprint(info())
     assert fingerprint(info(backend="native (avx512, 16 threads)")) == one

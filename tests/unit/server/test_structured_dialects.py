@@ -298,7 +298,7 @@ async def both(http: httpx.AsyncClient, to: Dialect, fields: dict[str, Any], see
 @pytest.mark.parametrize("name", DIALECTS)
 async def test_every_kind_holds(completer: Completer, name: str) -> None:
     to = DIALECTS[name]
-    async with client_for(completer) as http:  # type: ignore[arg-type]
+    async with client_for(completer) as http:
         for fields, check in ASKED[name]:
             for seed in range(SEEDS):
                 said = await both(http, to, fields, seed, 250)
@@ -313,7 +313,7 @@ async def test_every_kind_holds(completer: Completer, name: str) -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 async def test_an_answer_that_was_cut_says_so(completer: Completer, name: str) -> None:
     """In the dialect's own word, and what there is of it is a beginning."""
-    async with client_for(completer) as http:  # type: ignore[arg-type]
+    async with client_for(completer) as http:
         said = await both(http, DIALECTS[name], ASKED[name][0][0], 0, 6)
     assert said.end == DIALECTS[name].cut
     with pytest.raises(ValueError):
@@ -324,7 +324,7 @@ async def test_reasoning_is_free_and_the_answer_is_not(completer: Completer) -> 
     """Streamed and not; the schema holds after the marks, and the marks are in neither."""
     to = DIALECTS["chat"]
     reasoned = 0
-    async with client_for(completer) as http:  # type: ignore[arg-type]
+    async with client_for(completer) as http:
         for seed in range(SEEDS):
             said = await both(http, to, OPENAI[0][0], seed, 400)
             reasoned += bool(said.reasoning)
@@ -337,7 +337,7 @@ async def test_beside_tools_an_answer_is_a_call_or_what_was_asked_for(completer:
     tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
     unlikely = {str(TOKENIZER.token_id("<tool_call>")): -3.5}
     kinds = set()
-    async with client_for(completer) as http:  # type: ignore[arg-type]
+    async with client_for(completer) as http:
         for seed in range(SEEDS):
             asked = chat(OPENAI[0][0] | {"tools": [tool], "logit_bias": unlikely}, seed, 400)
             r = await http.post("/v1/chat/completions", json=asked)
@@ -352,7 +352,7 @@ async def test_beside_tools_an_answer_is_a_call_or_what_was_asked_for(completer:
 
 
 async def test_several_choices_and_a_stop_string(completer: Completer) -> None:
-    async with client_for(completer) as http:  # type: ignore[arg-type]
+    async with client_for(completer) as http:
         r = await http.post("/v1/completions", json=complete({"guided_json": SCHEMA, "n": 6}, 3, 250))
         choices = r.json()["choices"]
         assert len(choices) == 6 and len({c["text"] for c in choices}) > 1
@@ -367,7 +367,7 @@ async def test_several_choices_and_a_stop_string(completer: Completer) -> None:
 async def test_lines_of_a_batch(completer: Completer, tmp_path: Path) -> None:
     lines = [batches.line(i, seed=i, max_tokens=400, **OPENAI[0][0]) for i in range(6)]
     bad = {"response_format": {"type": "json_object", "schema": {"not": {}}}}
-    async with batches.server(ServerConfig(state_dir=tmp_path, batch_lines=3), completer) as http:  # type: ignore[arg-type]
+    async with batches.server(ServerConfig(state_dir=tmp_path, batch_lines=3), completer) as http:
         done = await batches.until(http, await batches.begin(http, "\n".join([*lines, batches.line(9, **bad)])))
         output, faults = [await batches.read(http, done[name]) for name in ("output_file_id", "error_file_id")]
     ended = [c for one in output for c in one["response"]["body"]["choices"] if c["finish_reason"] == "stop"]
@@ -385,7 +385,7 @@ RING = "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 1500} "x" | r{i * 7 % 
 async def test_a_constraint_that_grows_too_complex_is_the_clients_fault(completer: Completer, name: str) -> None:
     """Seen only once tokens were written: a 400 that names the field, and in a stream an error in its place."""
     to = DIALECTS[name]
-    async with client_for(completer) as http:  # type: ignore[arg-type]
+    async with client_for(completer) as http:
         body = to.body({"grammar": RING, "temperature": 0}, 0, 400)
         r = await http.post(to.path, json=body)
         assert r.status_code == 400 and "grammar could not be enforced after" in r.text, r.text

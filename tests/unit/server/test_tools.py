@@ -117,9 +117,9 @@ def assembled(found: list[Any]) -> tuple[dict[str, Any], str]:
             assert len(indices) == len(set(indices))  # clients go by it
             message = accumulate_delta(message, choice["delta"])
             finish = choice["finish_reason"] or finish
-    for one in message.get("tool_calls", []):  # type: ignore[union-attr]
+    for one in message.get("tool_calls", []):
         del one["index"]
-    return message, finish  # type: ignore[return-value]
+    return message, finish
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from quire import models
 from quire.observe.errors import BadModelFile, NotFound, QuireError, Unsupported
 from quire.weights.checkpoint import open_checkpoint, weight_bytes
 from quire.weights.folder import INDEX, Folder, describe
-from tests.fuzz.safetensors import build, stir
+from tests.fuzz.kit import stir
+from tests.fuzz.safetensors import build
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 4, "hidden_size": 8, "num_attention_heads": 1}
 

@@ -148,7 +148,7 @@ def test_the_default_model(model_path: Path) -> None:
         told = describe(ours)
         assert told["parameters"] == 134_515_008
         assert (told["layers"], told["heads"], told["kv_heads"], told["vocabulary"]) == (30, 9, 3, 49152)
-        assert list(told["types"]) == ["Q4_1", "Q8_0", "F32"]  # type: ignore[call-overload]
+        assert list(told["types"]) == ["Q4_1", "Q8_0", "F32"]
 
 
 def test_the_default_model_opens_fast(model_path: Path) -> None:

@@ -35,7 +35,7 @@ def nested(depth: int) -> object:
 def one(**how: object) -> Maker:
     """A file with one tensor `t`, wrong in one way."""
     arguments: dict[str, object] = {"name": "t", "dims": [32, 2], "kind": "F32", **how}
-    return Maker().tensor(**arguments)  # type: ignore[arg-type]
+    return Maker().tensor(**arguments)
 
 
 PREAMBLE: dict[str, Case] = {

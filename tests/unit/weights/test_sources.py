@@ -138,6 +138,25 @@ def test_a_folder_without_a_configuration_is_no_model(store: Store, tmp_path: Pa
         store.resolve(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("org/repo", "hf:org/repo"),
+        ("org/repo/q/x.gguf", "hf:org/repo/q/x.gguf"),
+        ("folder/x.gguf", "hf:org/repo/file.gguf"),
+        ("../org/repo", "hf:org/repo/file.gguf"),
+        ("./x.gguf", "hf:org/repo/file.gguf"),
+    ],
+)
+def test_a_missing_file_that_may_be_on_the_hub(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, written: str
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFound) as caught:
+        store.resolve(name)
+    assert caught.value.cure.endswith(f"is written {written}")
+
+
 def test_a_missing_file_and_a_wrong_one(store: Store, tmp_path: Path):
     with pytest.raises(NotFound, match="no file"):
         store.resolve(str(tmp_path / "no.gguf"))

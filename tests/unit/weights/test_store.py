@@ -97,7 +97,7 @@ def test_kill_9_in_the_middle_then_resume(store: Store, origin: Origin, name: st
     # half of the body, then silence: the client is killed while it waits for more
     original = origin.send
 
-    def stall(h, status, headers, data, drop):  # type: ignore[no-untyped-def]
+    def stall(h, status, headers, data, drop):
         if origin.seen[-1].headers.get("range") is None and not gate.is_set():
             original(h, status, headers, data, half)
             h.wfile.flush()
@@ -105,7 +105,7 @@ def test_kill_9_in_the_middle_then_resume(store: Store, origin: Origin, name: st
         else:
             original(h, status, headers, data, drop)
 
-    origin.send = stall  # type: ignore[method-assign]
+    origin.send = stall
     child = start_pull(store, name)
     got = 0
     while got < half and child.stdout:

@@ -297,7 +297,7 @@ def test_a_full_disk_keeps_what_came(store: Store, name: str, origin: Origin, mo
     real = fetch.write_all
     calls = []
 
-    def full(out, data, path):  # type: ignore[no-untyped-def]
+    def full(out, data, path):
         calls.append(len(data))
         if len(calls) > 1:
             with fetch.disk_errors(path):

@@ -130,6 +130,13 @@ def scaled_product(
     )
 
 
+def tile_product(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    """The same with x_scale [k / 128, T] and w_scale [n / 128, k / 128]. T must be a multiple of 4, and not every version takes it."""
+    torch._scaled_mm(x, w.t(), scale_a=x_scale.t(), scale_b=w_scale.t(), out_dtype=out.dtype, out=out)
+
+
 @cache
 def gives(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the library can round such a product to that type here: tried, for the rules change between versions."""

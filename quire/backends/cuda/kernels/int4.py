@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts, gate
+from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _prefetch, _sum_parts, gate
 from quire.backends.torch.quantized import pack as pack
 from quire.backends.torch.quantized import unpack as unpack
 
@@ -75,8 +75,7 @@ def _pair(
 def _int4(
     x, w, y, residual, bias, scale, zero, part, m, n, k, stride_s, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
-    SWAP: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SWAP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,6 +84,11 @@ def _int4(
     first = tl.program_id(1) * share
     last = tl.minimum(k, first + share)
     w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES:
+            _prefetch(w_row + first // 2, n, stride_w, BLOCK_N, LINES, SWIGLU)
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     x_row = x + row[:, None] * stride_x
@@ -139,11 +143,14 @@ def int4_product(
     single = shape.splits == 1
     ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     res, b = x if residual is None else residual, x if bias is None else bias
+    launch: dict[str, object] = {"num_warps": shape.warps, "num_stages": shape.stages}
+    if shape.pdl:
+        launch["launch_pdl"] = True
     _int4[(triton.cdiv(n, shape.block_n), shape.splits)](
         x, packed, y, res, b, scale, zero, y if part is None else part, m, n, k, scale.stride(0), x.stride(0), packed.stride(0),
         y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, GROUP=group,
-        SPLITS=shape.splits, SWIGLU=2 if swiglu and gelu else swiglu, SWAP=shape.swap, **(ends if single else {"BIAS": False, "RESIDUAL": False}),
-        num_warps=shape.warps, num_stages=shape.stages,
+        SPLITS=shape.splits, SWIGLU=2 if swiglu and gelu else swiglu, SWAP=shape.swap, PDL=shape.pdl, LINES=shape.lines,
+        **(ends if single else {"BIAS": False, "RESIDUAL": False}), **launch,
     )  # fmt: skip
     if not single and add_parts:
         _sum_parts[(triton.cdiv(n, 512), m)](

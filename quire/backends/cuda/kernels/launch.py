@@ -55,6 +55,8 @@ class Launcher:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        if 0 in grid:  # no rows: a step whose prompts all go on in the next one
+            return
         if not self._sorted:
             self._sort(args)
         key = (

@@ -41,6 +41,7 @@ class Shape:
     swap: bool = False  # weights as the left operand: needs block_n of 64 or more to be worth it
     pdl: bool = False  # start while the previous kernel drains; every kernel of such a chain must wait as this one does
     lines: int = 0  # with pdl: how many 128-byte lines of each weight row to ask for before waiting
+    ahead: bool = False  # one row: the first weights are loaded before waiting, the next while these are multiplied
 
 
 @triton.jit
@@ -98,6 +99,29 @@ def _tile(w, inner, last, EVEN: tl.constexpr):
     return tl.load(w[:, None] + inner[None, :], mask=(inner < last)[None, :], other=0.0)
 
 
+@triton.jit
+def _rows(x, row, inner, m, last, stride_x, EVEN: tl.constexpr, HALF: tl.constexpr):
+    """Columns `inner` of the rows there are, zeros for the others."""
+    inside = (row < m)[:, None]
+    if not EVEN:
+        inside = inside & (inner < last)[None, :]
+    values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
+    if HALF:
+        values = sixteenth(values)
+    return values
+
+
+@triton.jit
+def _multiply(acc, tile, values, EIGHT: tl.constexpr, SWAP: tl.constexpr):
+    if not EIGHT:
+        tile = tile.to(values.dtype)
+    if SWAP:
+        acc = tl.dot(tile, tl.trans(values), acc)
+    else:
+        acc = tl.dot(values, tl.trans(tile), acc)
+    return acc
+
+
 @Launcher
 @triton.jit(do_not_specialize=["m"])
 def _dot(
@@ -122,28 +146,10 @@ def _dot(
     up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for at in range(first, last, BLOCK_K):
         inner = at + lane
-        if EVEN:
-            values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=(row < m)[:, None], other=0.0)
-        else:
-            inside = (row < m)[:, None] & (inner < last)[None, :]
-            values = tl.load(x + row[:, None] * stride_x + inner[None, :], mask=inside, other=0.0)
-        if HALF:
-            values = sixteenth(values)
-        tile = _tile(w_row, inner, last, EVEN)
-        if not EIGHT:
-            tile = tile.to(values.dtype)
-        if SWAP:
-            acc = tl.dot(tile, tl.trans(values), acc)
-        else:
-            acc = tl.dot(values, tl.trans(tile), acc)
+        values = _rows(x, row, inner, m, last, stride_x, EVEN, HALF)
+        acc = _multiply(acc, _tile(w_row, inner, last, EVEN), values, EIGHT, SWAP)
         if SWIGLU:
-            tile = _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN)
-            if not EIGHT:
-                tile = tile.to(values.dtype)
-            if SWAP:
-                up = tl.dot(tile, tl.trans(values), up)
-            else:
-                up = tl.dot(values, tl.trans(tile), up)
+            up = _multiply(up, _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN), values, EIGHT, SWAP)
     if SWAP:
         acc = tl.trans(acc)
         up = tl.trans(up)
@@ -181,14 +187,25 @@ def _sum_parts(
     _epilogue(acc, y, residual, bias, row, col, col < n, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
+@triton.jit
+def _one_row(x, norm, inner, k, squares, NORM: tl.constexpr):
+    """Columns `inner` of the row, times the norm's gain; its squares are added up on the way."""
+    values = tl.load(x + inner, mask=inner < k, other=0.0).to(tl.float32)
+    if NORM:
+        squares += values * values
+        gain = tl.load(norm + inner, mask=inner < k, other=0.0).to(tl.float32)
+        values = (values * gain).to(x.dtype.element_ty).to(tl.float32)
+    return values, squares
+
+
 @Launcher
 @triton.jit
 def _vector(
     x, w, y, residual, bias, w_scale, norm, n, k, eps, stride_w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One row: products are summed where they are loaded, across threads once at the end."""
+    """One row: products are summed where they are loaded, across threads once at the end. AHEAD: k, and the loop is unrolled."""
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w
@@ -196,23 +213,32 @@ def _vector(
         tl.extra.cuda.gdc_launch_dependents()
         if LINES:
             _prefetch(w_row, n, stride_w, BLOCK_N, LINES, SWIGLU)
+    if AHEAD:
+        tile = _tile(w_row, lane, k, EVEN)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    for at in range(0, k, BLOCK_K):
-        inner = at + lane
-        tile = _tile(w_row, inner, k, EVEN)
-        if SWIGLU:
-            other = _tile(w_row + n.to(tl.int64) * stride_w, inner, k, EVEN)
-        values = tl.load(x + inner, mask=inner < k, other=0.0).to(tl.float32)
-        if NORM:
-            squares += values * values
-            gain = tl.load(norm + inner, mask=inner < k, other=0.0).to(tl.float32)
-            values = (values * gain).to(x.dtype.element_ty).to(tl.float32)
-        acc += tile.to(tl.float32) * values[None, :]
-        if SWIGLU:
-            up += other.to(tl.float32) * values[None, :]
+    if AHEAD:
+        for at in tl.static_range(0, AHEAD, BLOCK_K):
+            inner = at + lane
+            if at + BLOCK_K < AHEAD:
+                after = _tile(w_row, inner + BLOCK_K, k, EVEN)
+            values, squares = _one_row(x, norm, inner, k, squares, NORM)
+            acc += tile.to(tl.float32) * values[None, :]
+            if at + BLOCK_K < AHEAD:
+                tile = after
+    else:
+        for at in range(0, k, BLOCK_K):
+            inner = at + lane
+            tile = _tile(w_row, inner, k, EVEN)
+            if SWIGLU:
+                other = _tile(w_row + n.to(tl.int64) * stride_w, inner, k, EVEN)
+            values, squares = _one_row(x, norm, inner, k, squares, NORM)
+            acc += tile.to(tl.float32) * values[None, :]
+            if SWIGLU:
+                up += other.to(tl.float32) * values[None, :]
     total = tl.sum(acc, 1)
     if SCALED:
         total *= tl.load(w_scale + col, mask=col < n, other=0.0)
@@ -262,6 +288,8 @@ def skinny(
         raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU or single row")
     if x_scale is not None and not shape.dot:
         raise ValueError("rows of fp8 need the tensor cores: a shape with dot")
+    if shape.ahead and (shape.dot or swiglu):
+        raise ValueError("weights are loaded ahead for one row, and one product of it")
     if norm is not None and shape.dot:
         raise ValueError("the norm on the way in is for one row: normalize first")
     flags = {
@@ -281,7 +309,7 @@ def skinny(
             raise ValueError(f"the plain kernel takes one row, not {m}")
         _vector[(triton.cdiv(n, shape.block_n),)](
             x, w, y, res, b, scales, gains, n, k, eps, w.stride(0), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-            NORM=norm is not None, EVEN=k % shape.block_k == 0, **flags, **ends, **launch,
+            NORM=norm is not None, EVEN=k % shape.block_k == 0, AHEAD=k if shape.ahead else 0, **flags, **ends, **launch,
         )  # fmt: skip
         return
     single = shape.splits == 1

@@ -48,13 +48,20 @@ def skinny_shape(
     `fused`: the norm on the way in (one row), or a result without parts: all of k in one program. `eight`: x has one
     byte too.
     """
+    # Small products are over before the memory is busy: their weights are asked for while the kernel before them ends.
+    small = n < 12288 and k <= 8192 and not swiglu
     if rows == 1 and dtype.itemsize == 2 and fused:
-        small = 4096 < n < 12288 and not swiglu
-        return Shape(8, 512, 4, 1, dot=False, pdl=True) if small else Shape(4, 1024, 4, 1, dot=False, pdl=True)
+        if not small:
+            return Shape(4, 1024, 4, 1, dot=False, pdl=True)
+        if n > 4096:
+            return Shape(8, 512, 4, 1, dot=False, pdl=True, lines=2)
+        return Shape(4, 1024, 2, 1, dot=False, pdl=True, ahead=True)
     if rows == 1 and dtype.itemsize == 1 and fused:
         if swiglu or n > WIDE:
             return Shape(16, 256, 4, 1, dot=False, pdl=True)
-        return Shape(4, 512, 2, 1, dot=False, pdl=True) if n > 4096 else Shape(4, 1024, 4, 1, dot=False, pdl=True)
+        if n > 4096:
+            return Shape(8, 512, 4, 1, dot=False, pdl=True, lines=1)
+        return Shape(8 if small else 4, 1024, 4, 1, dot=False, pdl=True, ahead=small)
     whole = swiglu or fused
     if dtype.itemsize == 1 and not eight and rows > FEW:  # rows and weights must fit the processor's own memory
         return Shape(64, 128, 4, 3, 1 if whole or n > 4096 else 2, pdl=True)
@@ -69,14 +76,16 @@ def skinny_shape(
         splits = 1 if whole or n > 66 * 64 else 2
         return Shape(64, step, 4, 5 if splits == 2 else 4, splits, swap=True, pdl=True)
     splits = 1 if whole else _splits(n, k, processors)
-    return Shape(64, step, 4, {1: 4, 2: 6, 4: 3}.get(splits, 4), splits, swap=True, pdl=True)
+    stages = {1: 3 if eight and swiglu else 4, 2: 6, 4: 3}.get(splits, 4)
+    lines = 4 if splits == 2 and small else 2 if swiglu or small else 0
+    return Shape(64, step, 4, stages, splits, swap=True, pdl=True, lines=0 if eight else lines)
 
 
 def int4_shape(n: int, k: int, *, swiglu: bool = False) -> Shape:
     """For 4-bit weights: the unpacking is what takes time, so there are as many programs as fit."""
     if swiglu or n > 32768:
-        return Shape(64, 0, 4, 3, swap=True)
-    return Shape(64, 0, 4, 4, 8, swap=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True)
+        return Shape(64, 0, 4, 3, swap=True, pdl=True)
+    return Shape(64, 0, 4, 4, 8, swap=True, pdl=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True, pdl=True)
 
 
 def tiled_shape(n: int, *, swiglu: bool = False) -> Shape:

@@ -15,7 +15,7 @@ import torch
 from quire.backends import cases
 from quire.backends.choose import open_backend
 from quire.backends.cuda import products as module
-from quire.backends.cuda.backend import CudaKernels, side_by_side
+from quire.backends.cuda.ops import CudaKernels, side_by_side
 from quire.layouts import Dense, Rope
 from tests.unit.backends.test_conformance import CASES as ALL
 from tests.unit.backends.test_conformance import PLAIN

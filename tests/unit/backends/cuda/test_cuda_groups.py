@@ -15,7 +15,7 @@ import torch
 from quire.backends import cases
 from quire.backends.cases import groups
 from quire.backends.choose import open_backend
-from quire.backends.cuda.backend import CudaKernels
+from quire.backends.cuda.ops import CudaKernels
 from quire.backends.ops import KV, Ops, Tensor
 from quire.backends.torch.batch import DeviceBatch, DeviceTable, Shared
 from quire.layouts import Dense, Rope

@@ -15,9 +15,9 @@ import torch
 from quire.backends.cases import NO_KV
 from quire.backends.choose import open_backend
 from quire.backends.cuda import products
-from quire.backends.cuda.backend import CudaKernels
 from quire.backends.cuda.kernels.expand import expand
 from quire.backends.cuda.kernels.int8 import int8_product
+from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.products import Rows, Unnormed, count
 from quire.backends.torch.quantized import E4M3, Mixed, Scaled, Weight, encode, tensors
 from quire.backends.torch.weights import Weights

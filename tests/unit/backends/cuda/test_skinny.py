@@ -12,6 +12,7 @@ DOT = Shape(16, 32, 1, 2)
 SWAP = Shape(64, 32, 1, 2, swap=True)
 SPLIT = Shape(16, 32, 1, 2, splits=3)
 ROW = Shape(8, 64, 1, 1, dot=False)
+AHEAD = Shape(8, 64, 1, 1, dot=False, ahead=True)
 
 
 def weights(n: int, k: int, m: int, half: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,10 +21,10 @@ def weights(n: int, k: int, m: int, half: torch.dtype, device: str) -> tuple[tor
     return x.to(half).to(device), w.to(half).to(device)
 
 
-@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW])
+@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW, AHEAD])
 @pytest.mark.parametrize("m, n, k", [(1, 40, 128), (1, 33, 100), (5, 48, 96), (16, 70, 130)])
 def test_product_bias_and_residual(shape: Shape, m: int, n: int, k: int, half: torch.dtype, device: str):
-    if shape is ROW and m > 1:
+    if not shape.dot and m > 1:
         with pytest.raises(ValueError, match="one row"):
             skinny(torch.zeros(m, k), torch.zeros(n, k), torch.zeros(m, n), shape)
         return
@@ -60,6 +61,18 @@ def test_swiglu_and_norm(shape: Shape, m: int, half: torch.dtype, device: str):
     assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
 
 
+@pytest.mark.parametrize("k", [64, 192, 160])  # one step, several, and one that ends within
+@pytest.mark.parametrize("shape", [ROW, AHEAD])
+def test_norm_on_the_way_in(shape: Shape, k: int, half: torch.dtype, device: str):
+    x, w = weights(20, k, 1, half, device)
+    x, gain = 5.0 * x, torch.rand(k, device=device) + 0.5  # float32, as models have it
+    y = torch.full((1, 20), float("nan"), dtype=half, device=device)
+    skinny(x, w, y, shape, norm=gain, eps=1e-5)
+    wide = x.double()
+    normed = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.double()
+    assert error(y, normed @ w.double().T) < 1e-2
+
+
 def test_parts_can_be_left_to_the_reader(half: torch.dtype, device: str):
     x, w = weights(40, 192, 3, half, device)
     part = torch.full((3, 3, 40), float("nan"), device=device)
@@ -68,7 +81,7 @@ def test_parts_can_be_left_to_the_reader(half: torch.dtype, device: str):
     assert (y == 9.0).all() and error(part.sum(0), x.double() @ w.double().T) < 1e-3
 
 
-@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW])
+@pytest.mark.parametrize("shape", [DOT, SWAP, SPLIT, ROW, AHEAD])
 def test_fp8_weights(shape: Shape, half: torch.dtype, device: str):
     x, w = weights(40, 128, 1, half, device)
     scale = w.float().abs().amax(1) / 448.0
@@ -113,5 +126,7 @@ def test_what_cannot_be_done_is_refused(half: torch.dtype):
     x, w, y = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(2, 32)
     with pytest.raises(ValueError, match="skinny product"):
         skinny(x, w, torch.zeros(2, 31), DOT)
+    with pytest.raises(ValueError, match="ahead for one row"):
+        skinny(x[:1], w, torch.zeros(1, 16), AHEAD, swiglu=True)
     with pytest.raises(ValueError, match="split sum"):
         skinny(x, w, y, SPLIT)

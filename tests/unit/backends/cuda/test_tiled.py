@@ -17,12 +17,12 @@ from quire import models
 from quire.backends.cases import NO_KV, ragged
 from quire.backends.choose import open_backend
 from quire.backends.cuda import experts as mixtures
-from quire.backends.cuda.backend import CudaKernels
 from quire.backends.cuda.kernels.grouped import TILED, grouped
 from quire.backends.cuda.kernels.route import place
 from quire.backends.cuda.kernels.skinny import Shape
 from quire.backends.cuda.kernels.tiled import quantize_groups, tiled_product
 from quire.backends.cuda.kernels.tuning import TILED_MANY, TILED_ROWS, tiled_many, tiled_shape
+from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch import experts as plain
 from quire.backends.torch.quantized import E4M3, Mixed, Tiled

@@ -10,11 +10,11 @@ import torch
 
 from quire.backends import cases
 from quire.backends.choose import open_backend
-from quire.backends.cuda import backend as module
+from quire.backends.cuda import ops as module
 from quire.backends.cuda import products
-from quire.backends.cuda.backend import CudaKernels
 from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.product import product
+from quire.backends.cuda.ops import CudaKernels
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.kernels import Sight
 from tests.unit.backends.cuda.paged import error

@@ -69,7 +69,7 @@ def format_of(source: str) -> Format | None:
 
 def tools(*names: str, **more: object) -> Tools:
     schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-    return Tools([Tool(name, "", schema) for name in names], **more)  # type: ignore[arg-type]
+    return Tools([Tool(name, "", schema) for name in names], **more)
 
 
 def every_way(reading: Reading, text: str) -> Read:

@@ -164,7 +164,7 @@ def test_whatever_is_generated_is_a_call_that_validates(source: str, closing: st
 
 def test_free_text_and_calls_in_strict_auto_mode() -> None:
     for form, special in formats(HERMES):
-        walk = Walk(form.constraint(ASSISTANT, Tools(STRICT, "auto"), None), special)  # type: ignore[arg-type]
+        walk = Walk(form.constraint(ASSISTANT, Tools(STRICT, "auto"), None), special)
         assert walk.takes("Hello, a < b.")
         good = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "X", "days": 1}}\n</tool_call>'
         assert walk.takes("Let me see.\n" + good)
@@ -175,7 +175,7 @@ def test_free_text_and_calls_in_strict_auto_mode() -> None:
 
 def test_one_call_where_parallel_calls_are_off() -> None:
     for form, special in formats(HERMES):
-        walk = Walk(form.constraint(ASSISTANT, Tools(TOOLS, "auto", parallel=False), None), special)  # type: ignore[arg-type]
+        walk = Walk(form.constraint(ASSISTANT, Tools(TOOLS, "auto", parallel=False), None), special)
         call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
         assert walk.takes("ok\n" + call)
         assert not walk.takes(f"{call}\n{call}")
@@ -199,7 +199,7 @@ def test_a_schema_counts_after_the_reasoning(tail: str) -> None:
 def test_a_schema_or_a_call() -> None:
     answer = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     for form, special in formats(HERMES):
-        walk = Walk(form.constraint(ASSISTANT, Tools(TOOLS), answer), special)  # type: ignore[arg-type]
+        walk = Walk(form.constraint(ASSISTANT, Tools(TOOLS), answer), special)
         assert walk.takes('{"a": 5}')
         assert walk.takes('<tool_call>\n{"name": "now", "arguments": {"any": 1}}\n</tool_call>')
         assert not walk.takes("words")
@@ -215,7 +215,7 @@ def test_a_schema_that_cannot_be_enforced_names_its_tool() -> None:
     bad = Tool("odd", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
     form, special = next(formats(HERMES))
     with pytest.raises(BadRequest, match=r"odd.*uniqueItems"):
-        Walk(form.constraint(ASSISTANT, Tools([TOOLS[0], bad], "required"), None), special)  # type: ignore[arg-type]
+        Walk(form.constraint(ASSISTANT, Tools([TOOLS[0], bad], "required"), None), special)
     pattern = Tool("odd", "", {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}})
     form, special = next(formats(XML))
     with pytest.raises(BadRequest, match=r"pattern.*odd"):
@@ -310,7 +310,7 @@ ODD: list[tuple[Any, list[str], list[str]]] = [
 def test_bare_values_are_held_to_their_schema(schema: Any, good: list[str], bad: list[str]) -> None:
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"n": {"const": 7}}}
     for form, special in formats(XML):
-        walk = Walk(form.constraint(ASSISTANT, Tools([Tool("f", "", parameters)], "required"), None), special)  # type: ignore[arg-type]
+        walk = Walk(form.constraint(ASSISTANT, Tools([Tool("f", "", parameters)], "required"), None), special)
         for texts, fine in ((good, True), (bad, False)):
             for text in texts:
                 call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
@@ -340,7 +340,7 @@ def test_calls_as_python(shared_data: Path) -> None:
     properties = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["boolean", "null"]}}
     asked = Tools([Tool("f", "", {"type": "object", "properties": properties, "required": ["b"]})], "required")
     for form, special in formats(source):
-        walk = Walk(form.constraint("<|im_start|>assistant\n", asked, None), special)  # type: ignore[arg-type]
+        walk = Walk(form.constraint("<|im_start|>assistant\n", asked, None), special)
         for inside, fine in (
             ('b="x"', {"b": "x"}),
             ('a=1, b="\\n\\"", c=null', {"a": 1, "b": '\n"', "c": None}),
@@ -375,7 +375,7 @@ def test_nested_elements(shared_data: Path) -> None:
     ns = "]<]minimax[>["
     tail = "]~b]ai\n<mm:think>x</mm:think>"
     for form, special in formats(source):
-        walk = Walk(form.constraint(tail, asked, None), special)  # type: ignore[arg-type]
+        walk = Walk(form.constraint(tail, asked, None), special)
         for inside, fine in (
             ("@<name>a <b>@</name>", {"name": "a <b>"}),
             ("@<points>@</points>@<name>n@</name>", {"points": [], "name": "n"}),

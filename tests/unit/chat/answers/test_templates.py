@@ -132,7 +132,7 @@ def test_every_template(shared_data: Path, name: str) -> None:
         assert not score.whole or score.tools is None
     else:
         assert score.whole, score.failed
-        assert (score.tools is not None) == form.calls  # type: ignore[union-attr]
+        assert (score.tools is not None) == form.calls
 
 
 def test_no_template_is_missing_here(shared_data: Path) -> None:

@@ -51,7 +51,7 @@ def completer(*texts: str, source: str | None = HERMES, step: int = 1) -> Comple
         **{f: getattr(INFO, f) for f in INFO.__struct_fields__} | {"vocab_size": TOKENIZER.vocab_size, "context": 4096}
     )
     template = None if source is None else ChatTemplate(source, "", "")
-    return Completer(ScriptedEngine(*scripts), TOKENIZER, template, info)  # type: ignore[arg-type]
+    return Completer(ScriptedEngine(*scripts), TOKENIZER, template, info)
 
 
 def run(made: Completer, tools: Tools = TOOLS, **sampling: Any) -> tuple[Any, list[Chunk]]:
