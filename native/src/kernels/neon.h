@@ -2,8 +2,8 @@
 // a CPU with two vector pipes, where a conversion costs as much as two dot products. A kernel works on a slice: four rows of
 // a block, whose 32 columns of a tile are eight registers of codes, and goes over the rows of x four at a time.
 //
-// Of the twelve operations beside eight dot products that the general form needs for each group, slice and row, three are left
-// (four with a bias): sums start from a load, they become floats by one subtraction, and rows are taken by lane.
+// For each group, slice and row that leaves three operations beside eight dot products (four with a bias): sums start from a load,
+// they become floats by one subtraction, and what belongs to a row is taken by lane. benchmarks/neon_model.py tells how it does.
 #pragma once
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
