@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.host_times import HostTimes
 from benchmarks.record import median, save
 
 ROWS = ("one", "ttft", "64", "256", "many", "shared")
@@ -69,7 +70,7 @@ class Bench:
         )
         self.engine, self.info = build_engine(config, Environment(home=Path("/nowhere")))
         self.engine.settle()
-        self.host = Host(self.engine)
+        self.host = HostTimes(self.engine)
         self.copy_rate, self.matmul_rate = rates
 
     def prompt(self, n: int) -> list[int]:
@@ -101,46 +102,6 @@ class Bench:
         for _ in self.run():
             pass
         return time.perf_counter() - start
-
-
-class Host:
-    """Times the host's share of a step: planning, launching, and what follows a result."""
-
-    def __init__(self, engine: Any):
-        self.seconds: dict[str, list[float]] = {"plan": [], "launch": [], "commit": []}
-        scheduler, runner = engine._scheduler, engine._runner
-        scheduler.plan = self._timed("plan", scheduler.plan)
-        scheduler.commit = self._timed("commit", scheduler.commit)
-        forward, sample = runner.forward, runner.sample
-        runner.forward = self._timed("launch", forward)
-        runner.sample = self._timed("launch", sample)
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        times = self.seconds[name]
-
-        def timed(*args: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*args)
-            times.append(time.perf_counter() - start)
-            return result
-
-        return timed
-
-    def clear(self) -> None:
-        for times in self.seconds.values():
-            times.clear()
-
-    def milliseconds(self, steps: int) -> dict[str, float]:
-        """Mean of each a step, over the newest steps."""
-        twice = {"launch": 2}
-        return {
-            name: round(1e3 * sum(times[-steps * twice.get(name, 1) :]) / max(1, steps), 3)
-            for name, times in self.seconds.items()
-        }
-
-    def totals(self) -> dict[str, float]:
-        """Seconds of each since `clear`."""
-        return {name: round(sum(times), 3) for name, times in self.seconds.items()}
 
 
 def start(b: Bench, began: float) -> Line:

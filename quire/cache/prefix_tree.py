@@ -103,6 +103,7 @@ class PrefixTree:
         self._all = range(len(self.pools))
         self._partial = [g for g in self._all if not self.groups[g].whole]
         self._sparse = [g for g in self._all if self.groups[g].sparse]
+        self._dense = [g for g in self._all if not self.groups[g].sparse]
         self._out = 0  # leases
         self._roots: dict[str, Node] = {}
         self._idle: list[OrderedDict[Node, None]] = [OrderedDict() for _ in self._all]  # the first goes first
@@ -205,14 +206,16 @@ class PrefixTree:
         need = -(-upto // self.page_size) - held
         if need <= 0:
             return True
-        for g in self._all:
-            if g not in self._sparse and need > self.available(g):
+        for g in self._dense:
+            if need > self.available(g):
                 return False
         for g in self._sparse:
             if not self.available(g) and not self._spare(lease, g):
                 return False
-        for g in self._all:
-            lease.rows[g] += self._some(lease, g, held, need) if g in self._sparse else self._take(g, need)
+        for g in self._dense:
+            lease.rows[g] += self._take(g, need)
+        for g in self._sparse:
+            lease.rows[g] += self._some(lease, g, held, need)
         lease.dirty = min(lease.dirty, held)
         lease.room = (held + need) * self.page_size
         return True

@@ -246,6 +246,12 @@ class Guides:
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         pass
 
+    def passes(self, count: int) -> bool:
+        return not self._states
+
+    def passed(self, count: int) -> None:
+        pass
+
     def opened(self, seq: Sequence) -> None:
         if seq.request.constraint is None or seq.key in self._states:  # the latter: it was preempted
             return

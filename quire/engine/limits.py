@@ -31,6 +31,15 @@ class Limit(Protocol):
         """Those n tokens are planned."""
         ...
 
+    def passes(self, count: int) -> bool:
+        """Whether any `count` running sequences may compute a token each in this step, and sample the next. If every limit says
+        so, none is asked about one by one, and `passed` says how many it were."""
+        ...
+
+    def passed(self, count: int) -> None:
+        """So many are planned."""
+        ...
+
     def opened(self, seq: Sequence) -> None:
         """It has taken a slot."""
         ...
@@ -55,6 +64,12 @@ class TokenBudget:
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         self.left -= n
+
+    def passes(self, count: int) -> bool:
+        return count <= self.left
+
+    def passed(self, count: int) -> None:
+        self.left -= count
 
     def opened(self, seq: Sequence) -> None:
         pass
@@ -95,6 +110,12 @@ class LogitRows:
         if start + n >= known:
             self.left -= 1
 
+    def passes(self, count: int) -> bool:
+        return count <= self.left
+
+    def passed(self, count: int) -> None:
+        self.left -= count
+
     def opened(self, seq: Sequence) -> None:
         pass
 
@@ -120,6 +141,12 @@ class Drafts:
         return n if n <= sure else min(n, sure + self._each)
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+    def passes(self, count: int) -> bool:
+        return True
+
+    def passed(self, count: int) -> None:
         pass
 
     def opened(self, seq: Sequence) -> None:
@@ -149,6 +176,12 @@ class Follows:
         return n if leader is None or leader.prompt_done or leader.key >= seq.key else 0
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+    def passes(self, count: int) -> bool:
+        return True
+
+    def passed(self, count: int) -> None:
         pass
 
     def opened(self, seq: Sequence) -> None:
@@ -182,6 +215,12 @@ class SamePrompt:
         return 0 if 2 * (both - ready) >= len(seq.tokens) - ready else n
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
+        pass
+
+    def passes(self, count: int) -> bool:
+        return True
+
+    def passed(self, count: int) -> None:
         pass
 
     def opened(self, seq: Sequence) -> None:

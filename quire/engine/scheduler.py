@@ -167,7 +167,7 @@ class Scheduler:
             self.tree.release(seq.lease)
         self._closed.append(seq.slot)
         self._slots.append(seq.slot)
-        seq.lease, seq.slot = None, -1
+        seq.lease, seq.slot, seq.again = None, -1, None
         seq.computed = seq.in_flight = seq.sampling = 0
         seq.sampled_here = False
 
@@ -187,18 +187,9 @@ class Scheduler:
         self.admitted = []
         for limit in self._limits:
             limit.begin(self._ids)
-        running, budget, preemptions = self._running, self._budget, self._preemptions
+        budget, preemptions = self._budget, self._preemptions
         work: list[Work] = []
-        chunks: list[Sequence] = []
-        i = 0
-        while i < len(running) and budget.left:  # preemption takes from the end, so this stays in step
-            seq = running[i]
-            i += 1
-            if seq.sampling or seq.computed + seq.in_flight >= len(seq.tokens) - 1:
-                self._compute(seq, work)
-            else:
-                chunks.append(seq)
-        for seq in chunks:
+        for seq in self._ones(work):
             if not budget.left:
                 break
             if seq.status == RUNNING:
@@ -214,6 +205,34 @@ class Scheduler:
         self._planned += 1
         self._closed = []
         return plan
+
+    def _ones(self, work: list[Work]) -> list[Sequence]:
+        """Plan the running sequences that have one token to compute. Returns those that have more.
+
+        Nearly all go on as in the step before: the device knows their token, and where it goes; no limit minds. Such a one gets
+        the same Work again, after a look at the bounds.
+        """
+        running, budget, size, chunks, again = self._running, self._budget, self.tree.page_size, list[Sequence](), 0
+        free = not self._drafts and all(limit.passes(len(running)) for limit in self._step_limits)
+        for seq in running:  # preemption takes from the end, so this stays in step
+            at, same, lease = seq.computed + seq.in_flight, seq.again, seq.lease
+            # The device knows its token, and the runner its page; and it does not end here.
+            if free and seq.sampling and same and lease and at < lease.dirty * size and at < seq.max_len - 1:
+                seq.in_flight += 1
+                seq.sampling += 1
+                work.append(same)
+                again += 1
+                continue
+            if not budget.left:
+                break
+            if seq.sampling or at >= len(seq.tokens) - 1:
+                self._compute(seq, work)
+            else:
+                chunks.append(seq)
+        if again:
+            for limit in self._step_limits:
+                limit.passed(again)
+        return chunks
 
     def _compute(self, seq: Sequence, work: list[Work]) -> None:
         """Plan what a running sequence can compute now, making room by preemption if it must."""
@@ -248,22 +267,23 @@ class Scheduler:
         seq.in_flight += n
         if sample:
             seq.sampling += 1
-        work.append(
-            Work(
-                key=seq.key,
-                epoch=seq.epoch,
-                slot=seq.slot,
-                n=n,
-                start=-1 if guess else start,
-                tokens=None if guess else seq.tokens[start:upto],
-                drafts=n - 1 if guess else 0,
-                sample=sample,
-                prompt_logits=min(upto, seq.prompt_rows) - start if start < seq.prompt_rows else 0,
-                page_from=page_from,
-                pages=pages,
-                more=more,
-            )
+        made = Work(
+            key=seq.key,
+            epoch=seq.epoch,
+            slot=seq.slot,
+            n=n,
+            start=-1 if guess else start,
+            tokens=None if guess else seq.tokens[start:upto],
+            drafts=n - 1 if guess else 0,
+            sample=sample,
+            prompt_logits=min(upto, seq.prompt_rows) - start if start < seq.prompt_rows else 0,
+            page_from=page_from,
+            pages=pages,
+            more=more,
         )
+        if guess and n == 1 and not pages:
+            seq.again = made
+        work.append(made)
 
     def _admit(self, work: list[Work], opened: list[Open]) -> None:
         """Waiting sequences take slots, in order. One that a limit holds back is passed; one without room is not."""
@@ -346,8 +366,9 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} has {len(plan.work)} rows of work and {len(result.rows)} of results")
         self._committed += 1
         events: list[Event] = []
+        keys, output = self._keys, 0
         for work, row in zip(plan.work, result.rows, strict=True):
-            seq = self._keys.get(work.key)
+            seq = keys.get(work.key)
             if seq is None or seq.epoch != work.epoch:
                 continue  # gone, or preempted since: nobody wants this
             seq.in_flight -= work.n
@@ -356,27 +377,36 @@ class Scheduler:
                 events.append(self._finish(seq, FINISH_ERROR, error=row.error))
                 continue
             seq.computed += row.accepted
-            if 0 <= work.start < seq.prompt_len:
-                seq.chunks += 1
-                self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
-            finish, taken = None, 0
+            if work.start >= 0:
+                self._count_prompt(seq, work)
+            finish, taken, sampled = None, 0, row.tokens
             if work.sample:
                 seq.sampling -= 1
                 seq.sampled_here = True
-                finish, taken = self._append(seq, row.tokens)
-                self._output_tokens += taken
+                tokens, taken = seq.tokens, len(sampled)
+                tokens.extend(sampled)
+                if len(tokens) >= seq.max_len or not seq.stop_ids.isdisjoint(sampled):
+                    finish, taken = self._ended(seq, taken)
+                output += taken
                 if row.drafted:
                     self._count_drafts(seq, row.drafted, min(row.accepted - 1, taken))
-            lease, verified = seq.held, seq.computed
-            if verified >= lease.due:
+            lease, verified = seq.lease, seq.computed
+            if lease and verified >= lease.due:
                 if self._prefix_cache:
                     self.tree.publish(lease, seq.tokens, verified)  # no further than the tokens kept
                 self.tree.forget(lease, verified)
             if finish is not None or work.prompt_logits:
                 events += self._news(seq, work, row, finish, taken)
             elif taken:
-                events.append(Event(id=seq.request.id, tokens=row.tokens, logprobs=row.logprobs))
+                events.append(Event(id=seq.request.id, tokens=sampled, logprobs=row.logprobs or ()))
+        self._output_tokens += output
         return events
+
+    def _count_prompt(self, seq: Sequence, work: Work) -> None:
+        """Some of these tokens may be the prompt's."""
+        if work.start < seq.prompt_len:
+            seq.chunks += 1
+            self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
 
     def _count_drafts(self, seq: Sequence, drafted: int, right: int) -> None:
         """So many tokens were guessed, and so many of these are in the answer."""
@@ -385,25 +415,24 @@ class Scheduler:
         self._drafted += drafted
         self._guessed += right
 
-    def _append(self, seq: Sequence, sampled: list[int]) -> tuple[str | None, int]:
-        """Add sampled tokens up to the one that ends the sequence. Returns why it ends, and how many were taken."""
+    def _ended(self, seq: Sequence, new: int) -> tuple[str | None, int]:
+        """Cut the `new` tokens at its end behind the one that ends the sequence. Why it ends, if it does; how many are left."""
         tokens = seq.tokens
-        for i, token in enumerate(sampled):
-            tokens.append(token)
-            if token in seq.stop_ids and len(tokens) > seq.min_len:
-                return FINISH_STOP, i + 1
-            if len(tokens) >= seq.max_len:
-                return FINISH_LENGTH, i + 1
-        return None, len(sampled)
+        for at in range(len(tokens) - new, len(tokens)):
+            stops = tokens[at] in seq.stop_ids and at >= seq.min_len
+            if stops or at + 1 >= seq.max_len:
+                taken = new - (len(tokens) - at - 1)
+                del tokens[at + 1 :]
+                return FINISH_STOP if stops else FINISH_LENGTH, taken
+        return None, new
 
     def _news(self, seq: Sequence, work: Work, row: Row, finish: str | None, taken: int) -> list[Event]:
         """The event of a row that ends a sequence or computed part of its prompt's logprobs, if there is one."""
-        prompt: list[Logprob] = []
-        have = seq.prompt_logprobs
+        prompt, have = tuple[Logprob, ...](), seq.prompt_logprobs
         if work.prompt_logits and len(have) < seq.prompt_rows:
             have += row.prompt_logprobs[len(have) - work.start :]  # after a preemption some come again
             if len(have) == seq.prompt_rows:
-                prompt = have.copy()
+                prompt = tuple(have)
         tokens, logprobs = row.tokens, row.logprobs
         if finish is None:
             event = Event(id=seq.request.id, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)

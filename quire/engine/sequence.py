@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+from collections.abc import KeysView
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.prefix_tree import Lease
 from quire.engine.types import Receipt, Request
-from quire.runner.plan import Logprob
+from quire.runner.plan import Logprob, Work
 
 WAITING = "waiting"
 RUNNING = "running"
@@ -41,7 +42,7 @@ class Sequence:
     request: Request
     order: tuple[Any, int]  # what comes first is planned first and preempted last
     seed: int  # as asked or drawn; the device gets it mixed with request.index
-    stop_ids: dict[int, None]  # ordered, for a stable Open
+    stop_ids: KeysView[int]  # ordered, for a stable Open
     max_len: int  # prompt and output together
     tokens: list[int] = field(default_factory=list)
     prompt_len: int = 0
@@ -53,6 +54,9 @@ class Sequence:
     sampled_here: bool = False  # the device sampled the last token in this slot, so it knows it
     slot: int = -1
     lease: Lease | None = None
+    again: Work | None = (
+        None  # to compute the one token that the device knows, in this slot: every such step has the same
+    )
     epoch: int = 0
     prompt_rows: int = 0  # leading positions whose logits are wanted
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -76,7 +80,7 @@ class Sequence:
             request=request,
             order=(rank, key),
             seed=seed,
-            stop_ids=dict.fromkeys(stops),
+            stop_ids=dict.fromkeys(stops).keys(),
             max_len=prompt + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
             tokens=list(request.tokens),
             prompt_len=prompt,

@@ -5,7 +5,7 @@ The engine knows tokens, never text: stop strings, templates and detokenization 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -111,13 +111,13 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode_seconds: float = 0.0
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """News of one request. The last one has `finish`, and a receipt."""
 
     id: str
     tokens: list[int] = []
-    logprobs: list[Logprob] = []
-    prompt_logprobs: list[Logprob] = []
+    logprobs: Sequence[Logprob] = ()
+    prompt_logprobs: Sequence[Logprob] = ()
     vector: bytes = b""  # float32, little-endian: of an engine that embeds or scores
     finish: str | None = None
     stop_id: int | None = None  # the token that ended it, when finish is "stop"

@@ -58,6 +58,7 @@ class BatchBuilder:
         self._q_start: I32 = np.zeros(max_seqs + 1, np.int32)
         self._kv_len: I32 = np.zeros(max_seqs, np.int32)
         self._rows: I32 = np.zeros(max_rows, np.int32)
+        self._single = min(max_seqs, max_rows, max_tokens - 1)  # sequences of one row that a step has room for
         width = -(-max_context // page_size)
         self._pages: list[I32] = [np.zeros(max_seqs * width, np.int32) for _ in range(groups)]
 
@@ -123,15 +124,40 @@ class BatchBuilder:
         rows = self._logit_rows(work, q_start, guesses)
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
 
+    def places(self, slot: Index, slots: Slots) -> tuple[I32, list[I32]] | None:
+        """Where the next token of each slot goes, by its length: positions, and places in each group's pool.
+
+        None: one of them cannot be written, or a group is special. `build` says which, or knows how.
+        """
+        pos = slots.length[slot]
+        if any(slots.windows) or any(slots.states) or slot.size > self._single:
+            return None
+        if _most(slots.last[slot].view(np.uint32)) >= self._vocab_size:  # as unsigned, "none yet" is very large
+            return None
+        if _most(pos) >= self._max_context or _most(pos - slots.covered[slot] * self._page_size) >= 0:
+            return None
+        return pos, self._written(slot, pos, slots)
+
+    def _written(self, slot: Index, pos: I32, slots: Slots) -> list[I32]:
+        page, offset = np.divmod(pos, self._page_size)
+        return [table[slot, page] * self._page_size + offset for table in slots.tables]
+
+    def steady(self, slot: Index, slots: Slots) -> Batch | None:
+        """The batch of the next token of each of these slots, which are open and different. None: as for `places`."""
+        found = self.places(slot, slots)
+        if found is None:
+            return None
+        return self._rowwise(slots.last[slot], found[0], slot, slots, found[1])
+
     def _plain(self, work: Sequence[Work], slots: Slots) -> bool:
         """Whether each work is one row that is sampled, of a sequence of its own, and no group is special."""
-        if any(slots.windows) or any(slots.states) or len(work) > min(self._kv_len.size, self._rows.size):
+        if any(slots.windows) or any(slots.states) or len(work) > self._single:
             return False
         if any(w.drafts or w.prompt_logits or not w.sample for w in work):
             return False
         if any(w.start != -1 if w.tokens is None else w.start < 0 or len(w.tokens) != 1 for w in work):
             return False
-        return len({w.slot for w in work}) == len(work) <= self._count.size - 1
+        return len({w.slot for w in work}) == len(work)
 
     def _few(self, work: Sequence[Work], slots: Slots) -> Batch | None:
         """The same batch, of a few single rows, without the cost of array operations. None: see what is wrong, or special."""
@@ -160,7 +186,7 @@ class BatchBuilder:
                 at = kv_len.item(i) - 1
                 write[i] = table.item(w.slot, at // size) * size + at % size
             tables.append(Table(pages, write))
-        return self._rowwise(ids, pos, kv_len, tables)
+        return self._joined(ids, pos, kv_len, tables)
 
     def _decode(self, work: Sequence[Work], slots: Slots) -> Batch | None:
         """One row a sequence, as nearly every step has it: the same batch with less ado. None: see what is wrong, or special."""
@@ -168,7 +194,7 @@ class BatchBuilder:
             return None
         places = [w.slot for w in work]
         count, slot = len(places), np.array(places, np.intp)
-        ids, pos, kv_len = self._ids[:count], self._pos[:count], self._kv_len[:count]
+        ids, pos = self._ids[:count], self._pos[:count]
         length, tokens = slots.length[slot], [w.tokens[0] for w in work if w.tokens is not None]
         if not tokens:
             ids[:] = slots.last[slot]
@@ -180,25 +206,24 @@ class BatchBuilder:
                 return None
         else:
             return None
-        np.add(pos, 1, out=kv_len)
-        reach = int(_most(kv_len))
-        if _most(ids.view(np.uint32)) >= self._vocab_size or reach > self._max_context:
+        if _most(pos) >= self._max_context or _most(ids.view(np.uint32)) >= self._vocab_size:
             return None
-        if _most(kv_len - slots.covered[slot] * self._page_size) > 0 or _most(slots.adapter[slot]) >= 0:
+        if _most(pos - slots.covered[slot] * self._page_size) >= 0 or _most(slots.adapter[slot]) >= 0:
             return None
-        page, offset = np.divmod(pos, self._page_size)
-        width = -(-reach // self._page_size)
-        tables: list[Table] = []
-        for table, all_pages, all_write in zip(slots.tables, self._pages, self._write, strict=True):
-            pages, write = all_pages[: count * width].reshape(count, width), all_write[:count]
-            pages[:] = table[slot, :width]
-            np.multiply(table[slot, page], self._page_size, out=write)
-            write += offset
-            tables.append(Table(pages, write))
-        return self._rowwise(ids, pos, kv_len, tables)
+        return self._rowwise(ids, pos, slot, slots, self._written(slot, pos, slots))
 
-    def _rowwise(self, ids: I32, pos: I32, kv_len: I32, tables: list[Table]) -> Batch:
+    def _rowwise(self, ids: I32, pos: I32, slot: Index, slots: Slots, written: Sequence[I32]) -> Batch:
         """Each sequence has one row, and its logits are wanted."""
+        count, kv_len = ids.size, np.add(pos, 1, out=self._kv_len[: ids.size])
+        width = -(-int(_most(kv_len)) // self._page_size)
+        tables: list[Table] = []
+        for table, all_pages, write in zip(slots.tables, self._pages, written, strict=True):
+            pages = all_pages[: count * width].reshape(count, width)
+            pages[:] = table[slot, :width]
+            tables.append(Table(pages, write))
+        return self._joined(ids, pos, kv_len, tables)
+
+    def _joined(self, ids: I32, pos: I32, kv_len: I32, tables: list[Table]) -> Batch:
         q_start, rows = self._q_start[: ids.size + 1], self._rows[: ids.size]
         q_start[1:] = self._count[1 : ids.size + 1]
         rows[:] = self._count[: ids.size]

@@ -125,9 +125,9 @@ class Decoder:
             groups = [pad(adapters, size - n, -1)]
         fixed = self._numbers(size, sharing is not None) + size
         fits = fixed + sum(2 + a.size * (a.itemsize // 4) for a in more) <= self._staging.capacity
-        known = self._padded(size, ids, pos, writes, slots, where, pages)
-        sent = self._staging.send([*known, *groups, *(more if fits else ())])
-        told = sent[len(known) + len(groups) :] if fits else self._spill.send(more)
+        known = [*self._padded(size, ids, pos, writes, slots, where, pages), *groups]
+        told = self._staging.send([*known, *(more if fits else ())], len(known))
+        told = told if fits else self._spill.send(more)
         kind = size, sharing is not None, adapters is not None
         graph = self._graphs.get(kind)
         if graph is not None:

@@ -42,6 +42,7 @@ from quire.runner.sampler import Masks
 from quire.runner.sharing import LEAST, Sharing, find
 from quire.runner.speculate import Proposer
 from quire.runner.staging import Arrival, Staging
+from quire.runner.steady import Index
 from quire.runner.verify import Verifier
 
 LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
@@ -131,11 +132,14 @@ class DeviceRunner:
                 )  # fmt: skip
             if program.graphs:
                 self._get_ready(max_seqs, max_tokens, max_context)
-        self._turns = [0] * max_seqs
+        self._turns = np.zeros(max_seqs, np.int64)  # how often each slot was opened
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
         self._sharing: Sharing | None = None  # of the step that is being launched
         self._rows = 0  # ... and its rows a sequence, where it verifies as many for each
-        self._known: tuple[list[int], Sharing | None] = [], None  # slots that were looked at last, and what they share
+        self._known: tuple[Index | None, Sharing | None] = (
+            None,
+            None,
+        )  # slots that were looked at last, and what they share
         self._unread: deque[DeviceTicket] = deque()
         self._unsampled: Launched | None = None
         self._closed = False
@@ -153,9 +157,10 @@ class DeviceRunner:
         try:
             self._intake.apply(plan)
             self._follow(plan)
-            batch = self._intake.build(pending, self._arrange)
-            if batch is not None:
-                self._launch(pending, batch)
+            if not self._launch_steady(pending):
+                batch = self._intake.build(pending, self._arrange)
+                if batch is not None:
+                    self._launch(pending, batch)
         except Exception as error:
             self._recover(pending, error)
         self._unsampled = pending
@@ -210,27 +215,37 @@ class DeviceRunner:
                 self._wishes.open(new.slot, self._slots.stream(new.slot))
 
     def _arrange(self, pending: Pending, works: Works) -> Works:
-        """Decode rows that share a beginning, one after another. Looks again only where slots or old pages changed."""
+        """Decode rows that share a beginning, one after another."""
         self._sharing, self._rows = None, 0
-        known = self._known
-        held = LEAST if known[1] is None else max(known[1].pages)
-        if any(w.pages and w.page_from <= held for w in works.values()):
-            known = self._known = [], None  # whatever the step is for: a slot may have changed hands
+        self._notice(works.values())
         if pending.drafts:
             self._level(pending, works)
             return works
-        if self._decoder is None or not self._shares or any(w.tokens is not None for w in works.values()):
+        if self._decoder is None or any(w.tokens is not None for w in works.values()):
             return works
-        own = [w.slot for w in works.values()]
-        if own != known[0]:
-            found = find(self._slots.table[own], self._slots.length[own] // self._page_size)
-            worth = found is not None and found.saved * self._page_size >= WORTH
-            known = self._known = own, found if worth else None
-        self._sharing = known[1]
+        self._sharing = self._shared(np.array([w.slot for w in works.values()], np.intp))
         if self._sharing is None:
             return works
         places = list(works)
         return {places[at]: works[places[at]] for at in self._sharing.order.tolist()}
+
+    def _notice(self, works: Iterable[Work]) -> None:
+        """Whatever a step is for: where old pages change, a slot may have changed hands, and what was shared may not be."""
+        shares = self._known[1]
+        held = LEAST if shares is None else max(shares.pages)
+        if any(w.pages and w.page_from <= held for w in works):
+            self._known = None, None
+
+    def _shared(self, own: Index) -> Sharing | None:
+        """What the rows of these slots share, if that is worth it. Looks only where slots or old pages have changed."""
+        known = self._known[0]
+        if not self._shares:
+            return None
+        if known is not own and (known is None or not np.array_equal(known, own)):
+            found = find(self._slots.table[own], self._slots.length[own] // self._page_size)
+            worth = found is not None and found.saved * self._page_size >= WORTH
+            self._known = own, found if worth else None
+        return self._known[1]
 
     def _level(self, pending: Pending, works: Works) -> None:
         """As many rows for every sequence, where that is not many more than there are, and the plan has room for them."""
@@ -247,13 +262,44 @@ class DeviceRunner:
             guess = pending.drafts.get(i, [])
             pending.guesses[i] = guess + [0] * (rows - 1 - len(guess))  # nobody looks at what follows the drafts
 
+    def _launch_steady(self, pending: Launched) -> bool:
+        """Launch a step in which every sequence goes on by a token, without a look at each. False: it must be looked at.
+
+        It does what `_arrange` and `_launch` do for such a step, in arrays over all rows.
+        """
+        slot = None if self._decoder is None else self._intake.steady(pending.plan)
+        if self._decoder is None or slot is None or (found := self._intake.places(slot)) is None:
+            return False
+        slots, (pos, writes) = self._slots, found
+        changed = [w for w in pending.plan.work if w.pages]
+        self._notice(changed)
+        sharing = self._shared(slot)
+        pending.turns = self._turns[slot]
+        if sharing is None:
+            pending.sampled = list(range(slot.size))
+        else:
+            order = sharing.order
+            pending.sampled = order.tolist()
+            slot, pos, writes = slot[order], pos[order], [write[order] for write in writes]
+        pending.steady, pending.slots, pending.ahead = True, slot, np.zeros(slot.size, np.int64)
+        pending.shape = self._shape(pending)
+        pending.asked = self._wishes.ask(slot, slots.position[slot])
+        more = self._more(pending) if pending.asked or pending.shape.wanted else []
+        own = slot.astype(np.int32)
+        pending.logits, pending.best, pending.sent = self._decoder.run(
+            -1 - own, pos, writes, own, *_changes(changed, self._state), sharing=sharing, more=more
+        )
+        slots.length[slot] = pos + 1
+        slots.position[slot] += 1
+        return True
+
     def _launch(self, pending: Launched, batch: Batch) -> None:
         works = pending.works
         own = np.array([w.slot for w in works.values()], np.int32)
         if self._intake.proposer is None:
             known = np.array([w.tokens is not None for w in works.values()], np.bool_)
             batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
-        pending.turns = {i: self._turns[w.slot] for i, w in works.items()}
+        pending.turns[list(works)] = self._turns[own]
         pending.sampled = [i for i, w in works.items() if w.sample]
         slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
         pending.ahead = np.zeros(slots.size, np.int64)
@@ -294,8 +340,8 @@ class DeviceRunner:
 
     def _shape(self, pending: Launched) -> Shape:
         """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""
-        tops = self._wishes.logprobs[pending.slots].tolist()
-        wanted = [(j, top) for j, top in enumerate(tops) if top >= 0]
+        tops = self._wishes.logprobs[pending.slots]
+        wanted = [(j, int(tops[j])) for j in np.flatnonzero(tops >= 0).tolist()]
         prompt: list[tuple[int, list[int], int]] = []
         for i, w in pending.works.items():
             if w.prompt_logits:
@@ -305,7 +351,9 @@ class DeviceRunner:
                     self._intake.fail(pending, [i], str(error))
                     tokens = [0] * w.prompt_logits
                 prompt.append((i, tokens, self._slots.stream(w.slot).params.prompt_logprobs or 0))
-        top = max((*(top for _, top in wanted), *(top for _, _, top in prompt)), default=0)
+        if not wanted and not prompt:
+            return Shape(0, [], [])
+        top = max((*(top for _, top in wanted), *(top for _, _, top in prompt)))
         return Shape(min(top, self._vocab), wanted, prompt)
 
     def _more(self, pending: Launched) -> list[np.ndarray]:
@@ -363,7 +411,7 @@ class DeviceRunner:
     def _sample(self, pending: Launched, masks: Masks) -> Arrival:
         """Launch the choice of tokens and the copy back."""
         count, logits, tokens, shape = pending.slots.size, pending.logits, pending.best, pending.shape
-        own = {j: masks[i] for i, j in pending.firsts().items() if i in masks}
+        own = {j: masks[i] for i, j in pending.firsts().items() if i in masks} if masks else None
         if own:  # only now is it known what they want: this costs copies of its own
             positions = self._slots.position[pending.slots] - 1 + pending.ahead
             pending.asked = self._wishes.ask(pending.slots, positions, own)
@@ -411,20 +459,42 @@ class DeviceRunner:
             first = self._unread.popleft()
             pending = first.pending
             try:
-                self._answer(pending, first.news)
+                rows = self._answer(pending, None if first.news is None else first.news.wait())
             except Exception as error:  # the device itself failed: nobody in this step can be answered
-                for i in pending.turns:
+                for i in np.flatnonzero(pending.turns >= 0).tolist():
                     self._fail(pending, i, reason(error))
-            first.answer = Result(pending.rows)
+                rows = pending.rows
+            first.answer = Result(rows)
 
-    def _answer(self, pending: Launched, news: Arrival | None) -> None:
-        for i, turn in pending.turns.items():
-            gone = self._lost.get(pending.plan.work[i].slot)
+    def _answer(self, pending: Launched, numbers: np.ndarray | None) -> list[Row]:
+        """The rows of a step, from the numbers that came back; None: nothing was sampled."""
+        plain = pending.steady and pending.blank and not self._lost and not pending.shape.wanted
+        if plain and numbers is not None and numbers.min() >= 0:  # nobody has failed: a token each, and that is all
+            tokens = np.empty_like(numbers)
+            tokens[pending.sampled] = numbers
+            return [Row(1, [token]) for token in tokens.tolist()]
+        if pending.steady:
+            for row in pending.rows:
+                row.accepted = 1 if row.error is None else 0
+        if self._lost:
+            self._lose(pending)
+        if numbers is not None:
+            self._tell(pending, numbers)
+        return pending.rows
+
+    def _lose(self, pending: Launched) -> None:
+        """Fail what was launched for an opening of a slot that had failed by then."""
+        for i in np.flatnonzero(pending.turns >= 0).tolist():
+            slot, turn = pending.plan.work[i].slot, int(pending.turns[i])
+            gone = self._lost.get(slot)
             if gone is not None and gone[0] == turn:
                 self._fail(pending, i, gone[1])
-        if news is None:
-            return
-        numbers, count, shape = news.wait(), pending.slots.size, pending.shape
+            elif gone is not None and gone[0] < turn:
+                del self._lost[slot]  # all that was launched for that opening has been read
+
+    def _tell(self, pending: Launched, numbers: np.ndarray) -> None:
+        """Note tokens and log probabilities in the rows."""
+        count, shape = pending.slots.size, pending.shape
         details = numbers[count:].reshape(-1, 2 + 2 * shape.top)
         told = {j: (details[at], top) for at, (j, top) in enumerate(shape.wanted)}
         for i, first in pending.firsts().items():
@@ -468,7 +538,7 @@ class DeviceRunner:
 
     def _fail(self, pending: Launched, index: int, why: str) -> None:
         """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
-        slot, turn = pending.plan.work[index].slot, pending.turns[index]
+        slot, turn = pending.plan.work[index].slot, int(pending.turns[index])
         if pending.rows[index].error is None:
             pending.rows[index] = Row(accepted=0, error=why)
             self._lost[slot] = turn, why
@@ -481,14 +551,11 @@ def _changes(works: Iterable[Work], state: DeviceState) -> tuple[np.ndarray, lis
 
     For a page that is not there the device is told of the spare one: it has an address, and nobody reads it.
     """
-    places: list[int] = []
-    pages: list[list[int]] = [[] for _ in state.tables]
-    for w in works:
-        if w.pages:
-            first = w.slot * state.max_pages + w.page_from
-            places += range(first, first + len(w.pages))
-            for own, new in zip(pages, (w.pages, *w.more), strict=True):
-                own += new
+    changed = [w for w in works if w.pages]
+    first = [w.slot * state.max_pages + w.page_from for w in changed]
+    places = [at + i for at, w in zip(first, changed, strict=True) for i in range(len(w.pages))]
+    pages = [[page for w in changed for page in w.pages]]
+    pages += [[page for w in changed for page in w.more[g]] for g in range(len(state.tables) - 1)]
     told = [np.array(own, np.int32) for own in pages]
     for own, spare in zip(told, state.spare_pages, strict=True):
         own[own < 0] = spare

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from quire.backends.torch.sampler import COLUMNS, Wishes
-from quire.runner.random import uniforms
+from quire.runner.random import Draws
 from quire.runner.sampler import Masks, Stream
 
 _AT = {name: i for i, name in enumerate(COLUMNS)}
@@ -26,12 +26,12 @@ _AT = {name: i for i, name in enumerate(COLUMNS)}
 class Asked:
     """The rows of one step that need more than the best logit. Arrays on the host, to be sent."""
 
-    rows: list[int]  # places among the sampled rows
+    rows: npt.NDArray[np.intp]  # places among the sampled rows
     every: bool  # these are all of them
     params: np.ndarray  # float64 [n, COLUMNS]
     narrow: np.ndarray  # bool [n]: a filter may leave out tokens
-    histories: list[int]  # of each row; empty when none has any
-    typical: list[int] = field(default_factory=list)  # places among `rows` of those with a typical_p
+    histories: npt.NDArray[np.int32]  # of each row; empty when none has any
+    typical: npt.NDArray[np.intp]  # places among `rows` of those with a typical_p
     bias: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
     stops: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     masks: list[int] = field(default_factory=list)  # which of `allowed` each row has, -1: none; empty: nobody has any
@@ -39,9 +39,9 @@ class Asked:
 
     def arrays(self) -> list[np.ndarray]:
         """Everything, as Staging takes it; `SlotWishes.wishes` reads it back."""
-        lists = (self.rows, self.histories, self.typical, *self.bias[:2], *self.stops, self.masks)
+        lists = (self.narrow, self.rows, self.histories, self.typical, *self.bias[:2], *self.stops, self.masks)
         bits = np.concatenate(self.allowed) if self.allowed else np.zeros(0, np.int32)
-        ints = (self.narrow.astype(np.int32), *(np.array(x, np.int32) for x in lists), bits)
+        ints = (*(np.asarray(x, np.int32) for x in lists), bits)
         return [*ints, self.params.ravel(), np.array(self.bias[2], np.float64)]
 
 
@@ -52,9 +52,12 @@ class SlotWishes:
         self._vocab = vocab_size
         self._device = device
         self._params = np.zeros((max_seqs, len(COLUMNS)))
-        self._seeds = np.zeros(max_seqs, np.uint64)
+        self._draws = Draws(max_seqs)
         self.plain = np.ones(max_seqs, np.bool_)  # greedy without a rule
         self.logprobs = np.full(max_seqs, -1, np.int32)  # how many alternatives; -1: none at all
+        self._lists = np.zeros(
+            max_seqs, np.int64
+        )  # up to which position a slot has tokens to be named: biased, or held back
         self._streams: list[Stream | None] = [None] * max_seqs
         self._histories = Histories(vocab_size, device)
 
@@ -65,9 +68,10 @@ class SlotWishes:
             p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p,
             p.repetition_penalty, p.frequency_penalty, p.presence_penalty, 0.0,
         )  # fmt: skip
-        self._seeds[slot] = stream.seed & (2**64 - 1)
+        self._draws.open(slot, stream.seed)
         self.plain[slot] = p.temperature == 0.0 and not stream.rules
         self.logprobs[slot] = -1 if p.logprobs is None else p.logprobs
+        self._lists[slot] = np.iinfo(np.int64).max if p.logit_bias else p.min_tokens
         self._streams[slot] = stream
         self._histories.close(slot)
         if stream.history is not None:
@@ -88,13 +92,14 @@ class SlotWishes:
         rows = np.flatnonzero(special)
         own, at = slots[rows], positions[rows]
         params = self._params[own]
-        params[:, _AT["draw"]] = uniforms(self._seeds[own], at.astype(np.uint64))
+        params[:, _AT["draw"]] = self._draws.at(own, at)
         k, drawing = params[:, _AT["top_k"]], params[:, _AT["temperature"]] > 0.0
         narrow = ((k > 0) & (k < self._vocab)) | (params[:, _AT["top_p"]] < 1.0) | (params[:, _AT["min_p"]] > 0.0)
-        asked = Asked(rows.tolist(), rows.size == slots.size, params, narrow & drawing, self._histories.places(own))
-        asked.typical = np.flatnonzero((params[:, _AT["typical_p"]] < 1.0) & drawing).tolist()
-        for i, (slot, position) in enumerate(zip(own.tolist(), at.tolist(), strict=True)):
-            stream = self._streams[slot]
+        typical = np.flatnonzero((params[:, _AT["typical_p"]] < 1.0) & drawing)
+        every, histories = rows.size == slots.size, self._histories.places(own)
+        asked = Asked(rows, every, params, narrow & drawing, histories, typical)
+        for i in np.flatnonzero(at < self._lists[own]).tolist():
+            position, stream = at[i], self._streams[own[i]]
             assert stream is not None  # only open slots are sampled
             for token, value in stream.params.logit_bias.items():
                 asked.bias[0].append(i)
@@ -104,7 +109,7 @@ class SlotWishes:
                 asked.stops[0].extend([i] * stream.stop_ids.size)
                 asked.stops[1].extend(stream.stop_ids.tolist())
         if masked:
-            for row in asked.rows:
+            for row in rows.tolist():
                 asked.masks.append(len(asked.allowed) if row in masked else -1)
                 if row in masked:
                     asked.allowed.append(_bits(np.atleast_2d(masked[row])[0]))
@@ -125,12 +130,12 @@ class SlotWishes:
             most_k=int(k[(k < self._vocab) & drawing].max(initial=0)),
             top_p=bool((p[drawing, _AT["top_p"]] < 1.0).any()),
             min_p=bool((p[drawing, _AT["min_p"]] > 0.0).any()),
-            typical=typical if asked.typical else None,
+            typical=typical if asked.typical.size else None,
             bias=(bias_rows, bias_tokens, values) if asked.bias[0] else None,
             stops=(stop_rows, stop_tokens) if asked.stops[0] else None,
-            seen=seen if asked.histories else None,
-            counts=counts if asked.histories else None,
-            history=history if asked.histories else None,
+            seen=seen if asked.histories.size else None,
+            counts=counts if asked.histories.size else None,
+            history=history if asked.histories.size else None,
             allowed=bits.view(len(asked.allowed), -1) if asked.masks else None,
             mask=mask if asked.masks else None,
         )
@@ -172,10 +177,10 @@ class Histories:
         if slot in self._rows:
             self._free.append(self._rows.pop(slot))
 
-    def places(self, slots: np.ndarray) -> list[int]:
+    def places(self, slots: np.ndarray) -> npt.NDArray[np.int32]:
         """The row of each slot; nothing when no slot has any."""
-        rows = [self._rows.get(slot, 0) for slot in slots.tolist()]
-        return rows if any(rows) else []
+        rows = [self._rows.get(slot, 0) for slot in slots.tolist()] if self._rows else []
+        return np.array(rows if any(rows) else [], np.int32)
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """One token more for each row (no row but 0 comes twice); a code, or row 0, adds nothing."""

@@ -14,14 +14,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from quire.backends.batch import Batch
+from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV
 from quire.observe.errors import QuireError
-from quire.runner.batch_builder import BadWork, BatchBuilder
+from quire.runner.batch_builder import FEW, BadWork, BatchBuilder
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Row, Work
 from quire.runner.slots import Slots
 from quire.runner.speculate import Proposer
+from quire.runner.steady import Index, Steady
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,28 @@ Works: TypeAlias = dict[int, Work]  # by their place in the plan, in the order o
 class Pending:
     """A forward that was given to the device: logits wait in it for `sample`."""
 
-    __slots__ = ("drafts", "guesses", "logits", "plan", "rows", "sampled", "works")
+    __slots__ = ("_rows", "drafts", "guesses", "logits", "plan", "sampled", "works")
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.rows = [Row(accepted=0) for _ in plan.work]
+        self._rows: list[Row] | None = None  # until somebody has something to note
         self.works: Works = {}  # what is computed, by its place in plan.work
         self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
         self.drafts: dict[int, list[int]] = {}  # by place in plan.work: what is guessed to come next
         self.guesses: dict[int, list[int]] = {}  # ... as it is computed: a runner may add to it, for a shape of its own
         self.logits: Any = None  # 1 + guesses rows for each of `sampled`, [L, V]; valid until the next forward runs
+
+    @property
+    def rows(self) -> list[Row]:
+        """The answer so far, row for row."""
+        if self._rows is None:
+            self._rows = [Row(accepted=0) for _ in self.plan.work]
+        return self._rows
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing was noted in the answer yet."""
+        return self._rows is None
 
     def rows_of(self, index: int) -> int:
         """Rows of logits of a sampled work."""
@@ -86,6 +99,7 @@ class Intake:
             max_rows=max_rows,
             groups=len(kv.groups),
         )
+        self._steady = Steady(max_seqs)
 
     def apply(self, plan: Plan) -> None:
         """Closed slots, opened slots, pages. What is wrong with one sequence fails that one."""
@@ -103,8 +117,11 @@ class Intake:
                     self.proposer.open(new.slot, new.tokens)
             except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
-        for work in plan.work:
-            if work.pages and slots.failure(work.slot) is None:
+        placed = [work for work in plan.work if work.pages]
+        if len(placed) > FEW and slots.place_ones(placed):
+            return
+        for work in placed:
+            if slots.failure(work.slot) is None:
                 try:
                     slots.place(work)
                 except ValueError as error:
@@ -120,6 +137,11 @@ class Intake:
 
         `arrange` may put the rows in another order, and add guesses.
         """
+        if arrange is None and len(pending.plan.work) > FEW and (slot := self.steady(pending.plan)) is not None:
+            made = self._builder.steady(slot, self.slots)
+            if made is not None:
+                pending.works = dict(enumerate(pending.plan.work))
+                return made
         works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
         works = self._together(works)
         if self.proposer is not None:
@@ -134,6 +156,18 @@ class Intake:
                 self.fail(pending, [index], str(error))
                 del works[index]
         return None
+
+    def steady(self, plan: Plan) -> Index | None:
+        """The slots of a steady plan, if nothing is to be said about any one of them. None: look at each."""
+        if self.proposer is not None or not self._steady.take(plan.work):
+            return None
+        slot = self._steady.slot
+        fine = self.slots.live[slot].all() and (self.loras is None or (self.slots.adapter[slot] < 0).all())
+        return slot if fine else None
+
+    def places(self, slot: Index) -> tuple[I32, list[I32]] | None:
+        """Where the next token of each slot goes: see BatchBuilder.places."""
+        return self._builder.places(slot, self.slots)
 
     def _together(self, works: Works) -> Works:
         """Rows of one adapter follow one another: they are one product. No result depends on it."""

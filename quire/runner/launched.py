@@ -25,11 +25,14 @@ class Shape:
 class Launched(Pending):
     """A forward on its way, with what its sampling needs."""
 
-    __slots__ = ("ahead", "asked", "best", "sent", "shape", "slots", "turns")
+    __slots__ = ("ahead", "asked", "best", "sent", "shape", "slots", "steady", "turns")
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
-        self.turns: dict[int, int] = {}  # place in plan.work -> which opening of its slot it belongs to
+        self.turns = np.full(
+            len(plan.work), -1, np.int64
+        )  # which opening of its slot each work belongs to; -1: not computed
+        self.steady = False  # all work was computed, a row each
         self.slots = np.zeros(0, np.intp)  # of the sampled rows: as often as a sequence has rows
         self.ahead = np.zeros(0, np.int64)  # of each, the guesses before it
         self.shape = Shape(0, [], [])
@@ -39,6 +42,8 @@ class Launched(Pending):
 
     def firsts(self) -> dict[int, int]:
         """The first sampled row of each sampled place in plan.work."""
+        if not self.guesses:
+            return {i: j for j, i in enumerate(self.sampled)}
         found, at = {}, 0
         for i in self.sampled:
             found[i] = at

@@ -1,13 +1,16 @@
 """What the runner is told to do in one step, and what it answers: plain ints, no tensors, no requests.
 
 The scheduler fills a Plan; the runner turns it into device work and returns a Result, row for row. Both may cross a
-process boundary (tensor-parallel ranks), so they are msgspec structs.
+process boundary (tensor-parallel ranks), so they are msgspec structs. What there is one of for each row is not tracked by the
+garbage collector: it holds numbers and texts, and can be in no cycle.
 
 A sequence's life on the device: `Open` gives it a slot, any number of `Work` rows compute tokens for it, and its slot
 number in `Plan.closed` ends it. Plans are executed in the order they were made.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -26,12 +29,14 @@ class Open(msgspec.Struct, kw_only=True):
     adapter: str = ""  # the key of an adapter that is resident; its rows use that one
 
 
-class Work(msgspec.Struct, kw_only=True):
+class Work(msgspec.Struct, kw_only=True, gc=False):
     """Compute `n` tokens of the sequence in `slot`.
 
     With `tokens` the host knows the ids, and they start at absolute position `start`. Without, the device knows the
     id (the last one it sampled) and the position: n is 1 + drafts. Drafts are guessed where the tokens are known, so n is
     then the most that may be computed.
+
+    A Work is never changed: a sequence that goes on by a token a step has the same object in every plan.
     """
 
     key: int  # the scheduler's name for the sequence
@@ -63,7 +68,7 @@ class Plan(msgspec.Struct, kw_only=True):
         return sum(w.n for w in self.work)
 
 
-class Logprob(msgspec.Struct, array_like=True):
+class Logprob(msgspec.Struct, array_like=True, gc=False):
     """One position: the token there, its log probability, its rank (1 is best), and the best alternatives."""
 
     token: int
@@ -72,13 +77,16 @@ class Logprob(msgspec.Struct, array_like=True):
     top: list[tuple[int, float]]
 
 
-class Row(msgspec.Struct):
-    """The answer to one Work: how many of its computed tokens count, and what was sampled."""
+class Row(msgspec.Struct, gc=False):
+    """The answer to one Work: how many of its computed tokens count, and what was sampled.
+
+    What few rows have is an empty tuple in the others: a list for each would take longer to make than the row.
+    """
 
     accepted: int  # tokens whose KV is verified: n for host-known ids; 1 + accepted drafts otherwise
     tokens: list[int] = []
-    logprobs: list[Logprob] = []  # one per token, when the request asked
-    prompt_logprobs: list[Logprob] = []  # one per prompt_logits row
+    logprobs: Sequence[Logprob] = ()  # one per token, when the request asked
+    prompt_logprobs: Sequence[Logprob] = ()  # one per prompt_logits row
     vector: bytes = b""  # float32: the embedding or score of a whole sequence, where that is what a runner makes
     drafted: int = 0  # guesses that were computed; all of them but the right ones were in vain
     error: str | None = None  # this row alone failed (for instance, logits that are not numbers)

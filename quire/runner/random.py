@@ -3,7 +3,8 @@
 A request's draw number i is a pure function of (seed, i): no generator state exists, so a preempted, resumed, retried or
 reordered request draws the same numbers. The function is Philox4x64 with 10 rounds (Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", 2011) in plain integers: a few microseconds for the one draw a token needs, and the same
-bits on every machine. `uniforms` is the same function for many requests at once.
+bits on every machine. `uniforms` is the same function for many requests at once, and `Draws` calls it for some steps ahead:
+with arrays, a draw costs a third when there are eight times as many.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+AHEAD = 8  # draws of a slot that are made together
+FEW = 8  # draws that are made sooner one by one
+
 U64 = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 10
 _MULTIPLY_0, _MULTIPLY_1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _WEYL_0, _WEYL_1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+
+# The same for numpy: a row for each half of a round.
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+_MULTIPLY = np.array([[_MULTIPLY_0], [_MULTIPLY_1]], np.uint64)
+_MULTIPLY_HIGH, _MULTIPLY_LOW = _MULTIPLY >> _HALF, _MULTIPLY & _LOW
+_WEYL = np.array([[_WEYL_0], [_WEYL_1]], np.uint64)
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -44,23 +54,59 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds: U64, positions: U64) -> npt.NDArray[np.float64]:
-    """`uniform` of each pair, bit for bit."""
-    c0, k0 = positions.copy(), seeds.copy()
-    c1, c2, c3, k1 = (np.zeros_like(c0) for _ in range(4))
+    """`uniform` of each pair, bit for bit. The two halves of a round are two rows of one array: that halves the calls."""
+    even, odd, key = (np.zeros((2, seeds.size), np.uint64) for _ in range(3))  # words 0 and 2, words 1 and 3, the key
+    even[0], key[0] = positions, seeds
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLY_0)
-        high1, low1 = _multiply(c2, _MULTIPLY_1)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 += np.uint64(_WEYL_0)  # wraps, as it must
-        k1 += np.uint64(_WEYL_1)
-    return (c0 >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        high, low = _multiply(even)
+        even, odd = high[::-1] ^ odd ^ key, low[::-1]
+        key += _WEYL  # wraps, as it must
+    return (even[0] >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _multiply(a: U64, b: int) -> tuple[U64, U64]:
-    """The high and the low word of a product, by halves of 32 bits."""
-    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
-    a1, a0 = a >> half, a & low
-    b1, b0 = np.uint64(b >> 32), np.uint64(b & 0xFFFFFFFF)
-    middle = a1 * b0 + (a0 * b0 >> half)
-    carry = (middle & low) + a0 * b1
-    return a1 * b1 + (middle >> half) + (carry >> half), a * np.uint64(b)
+def _multiply(a: U64) -> tuple[U64, U64]:
+    """The high and the low words of the products with _MULTIPLY, by halves of 32 bits."""
+    a1, a0 = a >> _HALF, a & _LOW
+    middle = a0 * _MULTIPLY_LOW
+    middle >>= _HALF
+    middle += a1 * _MULTIPLY_LOW
+    a0 *= _MULTIPLY_HIGH
+    a0 += middle & _LOW
+    a0 >>= _HALF
+    a1 *= _MULTIPLY_HIGH
+    a1 += middle >> _HALF
+    a1 += a0
+    return a1, a * _MULTIPLY
+
+
+class Draws:
+    """The draws of slots that go on from position to position."""
+
+    def __init__(self, slots: int):
+        self._seeds = np.zeros(slots, np.uint64)
+        self._first = np.full(slots, -AHEAD, np.int64)  # the position of each slot's first draw in `_made`
+        self._made = np.zeros((slots, AHEAD))
+
+    def open(self, slot: int, seed: int) -> None:
+        """Another stream begins in this slot."""
+        self._seeds[slot] = seed & _MASK
+        self._first[slot] = -AHEAD
+
+    def at(self, slots: npt.NDArray[np.intp], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """`uniform` of each slot's stream at its position. A slot may come more than once, at growing positions."""
+        place = positions - self._first[slots]
+        if np.count_nonzero((place < 0) | (place >= AHEAD)) > FEW:
+            used = (place < 0) | (place >= AHEAD // 2)  # who needs some soon gets them now: one call for all
+            self._make(slots[used], positions[used])
+            place = positions - self._first[slots]
+        drawn = self._made[slots, place % AHEAD]
+        for i in np.flatnonzero((place < 0) | (place >= AHEAD)).tolist():
+            drawn[i] = uniform(int(self._seeds[slots[i]]), int(positions[i]))
+        return drawn
+
+    def _make(self, slots: npt.NDArray[np.intp], positions: npt.NDArray[np.int64]) -> None:
+        self._first[slots[::-1]] = positions[::-1]  # of a slot that comes again, the first position stays
+        own = np.unique(slots)
+        wanted = self._first[own, None] + np.arange(AHEAD)
+        made = uniforms(np.repeat(self._seeds[own], AHEAD), wanted.ravel().astype(np.uint64))
+        self._made[own] = made.reshape(-1, AHEAD)

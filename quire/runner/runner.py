@@ -26,7 +26,7 @@ from quire.layouts import Floats
 from quire.runner.intake import Intake, Pending, reason
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Work
-from quire.runner.sampler import Masks, Sampler
+from quire.runner.sampler import Chosen, Masks, Sampler
 from quire.runner.speculate import Proposer
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,8 @@ class Runner:
             self._intake.apply(pending.plan)
             logits = self._run(pending)
             pending.sampled = [i for i, w in pending.works.items() if w.sample]
-            pending.logits = logits[: sum(map(pending.rows_of, pending.sampled))]
+            guessed = sum(map(len, pending.guesses.values())) if pending.guesses else 0
+            pending.logits = logits[: len(pending.sampled) + guessed]
         except Exception as error:
             self._intake.fail_step(pending, error)
 
@@ -192,9 +193,10 @@ class Runner:
         works = pending.works
         slot = np.array([w.slot for w in works.values()], np.intp)
         self._slots.length[slot] = batch.kv_len
-        row = sum(pending.rows_of(i) for i, w in works.items() if w.sample)
+        rows = pending.rows
+        row = batch.logit_rows.size - sum(w.prompt_logits for w in works.values())  # those come behind the sampled ones
         for i, w in works.items():
-            pending.rows[i].accepted = w.n
+            rows[i].accepted = w.n if w.tokens is not None else 1  # and drafts that turn out to be right
             if w.prompt_logits:
                 self._prompt_logprobs(pending, i, w, logits[row : row + w.prompt_logits])
                 row += w.prompt_logits
@@ -231,9 +233,12 @@ class Runner:
         slots, work = self._slots, pending.plan.work
         slot = [work[i].slot for i in indices]
         own = {j: masks[i] for j, i in enumerate(indices) if i in masks} if masks else None
-        streams, positions = [slots.stream(s) for s in slot], slots.position[slot].tolist()
+        streams, positions = slots.streams_of(slot), slots.position[slot].tolist()
         drafts = [pending.drafts.get(i, []) for i in indices] if pending.drafts else None
         chosen = self._sampler.sample(logits, streams, positions, drafts=drafts, masks=own)
+        if self._intake.proposer is None and all(choice.error is None for choice in chosen):
+            self._take(pending, indices, slot, chosen)
+            return
         for s, i, choice in zip(slot, indices, chosen, strict=True):
             if choice.error is not None:
                 self._intake.fail(pending, [i], choice.error)
@@ -241,3 +246,13 @@ class Runner:
             pending.rows[i].logprobs = choice.logprobs
             self._intake.verified(pending, i, choice.tokens)
             slots.position[s] += len(choice.tokens)
+
+    def _take(self, pending: Pending, indices: list[int], slot: list[int], chosen: list[Chosen]) -> None:
+        """Note the one token that each of these got: what the end of `_choose` does row by row, where nothing was guessed."""
+        rows = pending.rows
+        for i, choice in zip(indices, chosen, strict=True):
+            rows[i].tokens = choice.tokens
+            if choice.logprobs:
+                rows[i].logprobs = choice.logprobs
+        self._slots.last[slot] = [choice.tokens[-1] for choice in chosen]
+        self._slots.position[slot] += 1

@@ -48,6 +48,7 @@ class Slots:
         self.tables: list[I32] = [np.full((max_seqs, max_pages), -1, np.int32) for _ in self._pages]
         self.covered: I32 = np.zeros(max_seqs, np.int32)  # entries of each table that are told, all from the first on
         self.adapter: I32 = np.full(max_seqs, -1, np.int32)  # where its adapter is; -1: it has none
+        self.live: npt.NDArray[np.bool_] = np.zeros(max_seqs, np.bool_)  # open, and not failed
         self.streams: list[Stream | None] = [None] * max_seqs
         self._known: list[list[int]] = [
             [] for _ in range(max_seqs)
@@ -66,6 +67,7 @@ class Slots:
     def close(self, slot: int) -> None:
         """The sequence is over. Closing a slot twice is harmless."""
         self._check(slot)
+        self.live[slot] = False
         self.streams[slot] = None
         self._known[slot] = []
         self._failure.pop(slot, None)
@@ -91,6 +93,7 @@ class Slots:
             prompt=new.tokens[:prompt_len],
             output=new.tokens[prompt_len:],
         )
+        self.live[slot] = True
 
     def place(self, work: Work) -> None:
         """Apply the page-table change that a Work brings."""
@@ -111,6 +114,22 @@ class Slots:
             table[work.slot, work.page_from : end] = row
         self.covered[work.slot] = max(covered, end)
 
+    def place_ones(self, works: Sequence[Work]) -> bool:
+        """`place` for many that bring a page each, of slots that are open, at once. False: nothing was done; see to each."""
+        if len(self.tables) > 1 or any(len(work.pages) != 1 for work in works):
+            return False
+        slot, at, page = np.array([(work.slot, work.page_from, work.pages[0]) for work in works], np.int64).T
+        if slot.min() < 0 or slot.max() >= self.count or not self.live[slot].all():
+            return False
+        covered = self.covered[slot]
+        if at.min() < 0 or (at > covered).any() or at.max() >= self.table.shape[1]:
+            return False
+        if page.min() < 0 or page.max() >= self._pages[0]:
+            return False
+        self.table[slot, at] = page
+        self.covered[slot] = np.maximum(covered, at + 1)
+        return True
+
     def stream(self, slot: int) -> Stream:
         """How the sequence in `slot` chooses its tokens."""
         self._check(slot)
@@ -118,6 +137,11 @@ class Slots:
         if stream is None:
             raise ValueError(f"slot {slot} is not open")
         return stream
+
+    def streams_of(self, slots: Sequence[int]) -> list[Stream]:
+        """`stream` of each."""
+        found = [stream for slot in slots if (stream := self.streams[slot]) is not None]
+        return found if len(found) == len(slots) else [self.stream(slot) for slot in slots]  # which says what is wrong
 
     def after(self, slot: int, first: int, n: int) -> list[int]:
         """The tokens that follow positions first .. first + n - 1, known since the slot was opened."""
@@ -130,7 +154,10 @@ class Slots:
 
     def fail(self, slots: Sequence[int], why: str) -> None:
         """These sequences cannot go on."""
-        self._failure.update((slot, why) for slot in slots)
+        for slot in slots:
+            self._failure[slot] = why
+            if 0 <= slot < self.count:
+                self.live[slot] = False
 
     def failure(self, slot: int) -> str | None:
         """Why the sequence in `slot` cannot go on, if it cannot."""

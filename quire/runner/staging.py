@@ -38,8 +38,11 @@ class Staging:
         ]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
 
-    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """The arrays (int32 or float64, one axis) on the device, valid until the next send in stream order."""
+    def send(self, arrays: Sequence[np.ndarray], known: int = 0) -> list[torch.Tensor]:
+        """The arrays (int32 or float64, one axis) on the device, valid until the next send in stream order.
+
+        All but the first `known` of them: who knows where they lie needs no views, and making one costs as much as its copy.
+        """
         places, end = [], 0
         for array in arrays:
             end += end % 2 if array.dtype == np.float64 else 0
@@ -60,7 +63,8 @@ class Staging:
         if self._cuda:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
         self._turn = (self._turn + 1) % len(self._hosts)
-        return [self.view(at, array.size, array.dtype == np.float64) for at, array in zip(places, arrays, strict=True)]
+        told = zip(places[known:], arrays[known:], strict=True)
+        return [self.view(at, array.size, array.dtype == np.float64) for at, array in told]
 
     def view(self, at: int, count: int, wide: bool = False) -> torch.Tensor:
         """`count` numbers from place `at` on: int32, or float64."""

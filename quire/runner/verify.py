@@ -85,8 +85,8 @@ class Verifier:
         arrays = self._padded(rows, size, batch, slots, where, pages)
         needed = self._numbers(rows, size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
         fits = needed <= self._staging.capacity
-        sent = self._staging.send([*arrays, *(more if fits else ())])
-        told = sent[len(arrays) :] if fits else self._spill.send(more)
+        told = self._staging.send([*arrays, *(more if fits else ())], len(arrays))
+        told = told if fits else self._spill.send(more)
         graph = self._graphs.get((rows, size))
         if graph is not None:
             graph.replay()

@@ -139,7 +139,7 @@ class Device:
         row = Row(work.n)
         if slot.opened.sampling.prompt_logprobs is not None:
             for at in range(start, start + work.prompt_logits):
-                row.prompt_logprobs.append(logprob(slot.prefix[at + 1], slot.tokens[at + 1]))
+                row.prompt_logprobs = [*row.prompt_logprobs, logprob(slot.prefix[at + 1], slot.tokens[at + 1])]
         if work.sample:
             token = slot.sample()
             self._say(slot, row, token)
@@ -181,7 +181,7 @@ class Device:
     def _say(self, slot: Slot, row: Row, token: int) -> None:
         row.tokens.append(token)
         if slot.opened.sampling.logprobs is not None:
-            row.logprobs.append(logprob(slot.prefix[-1], token))
+            row.logprobs = [*row.logprobs, logprob(slot.prefix[-1], token)]
 
     def _carry(self, slot: Slot, row: list[int], kv: list[int | None], start: int, n: int, failed: bool) -> None:
         """Go on from the state before `start`, and leave those of pages that end on the way, and the last one."""

@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "publishing unverified tokens",
         "scheduler",
-        "lease, verified = seq.held, seq.computed",
-        "lease, verified = seq.held, seq.computed + work.n - row.accepted",
+        "lease, verified = seq.lease, seq.computed",
+        "lease, verified = seq.lease, seq.computed + work.n - row.accepted",
         seeds=400,
     ),
     Fault(
@@ -195,7 +195,7 @@ FAULTS = [
     Fault(
         "room in the first group taken for room in all",
         "tree",
-        "            if g not in self._sparse and need > self.available(g):\n                return False",
+        "            if need > self.available(g):\n                return False",
         "            if not g and need > self.available(g):\n                return False",
     ),
     Fault(
@@ -242,6 +242,43 @@ FAULTS = [
         "n = min(1 + self._drafts, seq.max_len - 1 - start)",
         "n = 1 + self._drafts",
         seeds=600,
+    ),
+    Fault(
+        "the same work again where a page is new",
+        "scheduler",
+        "lease and at < lease.dirty * size and at < seq.max_len - 1:",
+        "lease and at < seq.max_len - 1:",
+        depths=(1, 2),
+    ),
+    Fault(
+        "the same work again past the longest length",
+        "scheduler",
+        "lease and at < lease.dirty * size and at < seq.max_len - 1:",
+        "lease and at < lease.dirty * size:",
+        seeds=600,
+        depths=(1, 2),
+    ),
+    Fault(
+        "the same work again in another slot",
+        "scheduler",
+        "seq.lease, seq.slot, seq.again = None, -1, None",
+        "seq.lease, seq.slot = None, -1",
+        depths=(1, 2),
+    ),
+    Fault(
+        "limits that are not told of the same work",
+        "scheduler",
+        "limit.passed(again)",
+        "pass",
+        depths=(1, 2),
+    ),
+    Fault(
+        "the same work again whatever a limit says",
+        "scheduler",
+        "free = not self._drafts and all(limit.passes(len(running)) for limit in self._step_limits)",
+        "free = not self._drafts",
+        seeds=600,
+        depths=(1, 2),
     ),
     Fault(
         "prompt logprobs counted twice after a preemption",

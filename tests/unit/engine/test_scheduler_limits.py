@@ -143,6 +143,12 @@ class Refuse:
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         pass
 
+    def passes(self, count: int) -> bool:
+        return False
+
+    def passed(self, count: int) -> None:
+        pytest.fail("it does not let everybody pass")
+
     def opened(self, seq: Sequence) -> None:
         pass
 
@@ -231,4 +237,4 @@ def test_a_prompt_of_one_token_has_no_logprobs() -> None:
     scheduler = make()
     scheduler.add(request("a", 1, prompt_logprobs=0, max_tokens=1))
     (event,) = run(scheduler, scheduler.plan() or pytest.fail("no plan"))
-    assert (event.tokens, event.prompt_logprobs) == ([7], [])
+    assert (event.tokens, event.prompt_logprobs) == ([7], ())

@@ -197,7 +197,7 @@ def test_a_step_is_one_copy_to_the_device_however_many_groups(padded: bool, monk
     model, sent, steps = TinyLlama(windows=(3, 10)), [], []
     runner = make_device_runner(pages=(12, 12), model=model, max_rows=MAX_ROWS, padded=padded)
     send, forward = Staging.send, runner.forward
-    monkeypatch.setattr(Staging, "send", lambda self, arrays: sent.append(len(arrays)) or send(self, arrays))
+    monkeypatch.setattr(Staging, "send", lambda self, arrays, *n: sent.append(len(arrays)) or send(self, arrays, *n))
     monkeypatch.setattr(runner, "forward", lambda plan: steps.append(plan.step) or forward(plan))
     request = Request(id="a", tokens=list(range(14)), sampling=SamplingParams(temperature=0.0, max_tokens=20))
     heard, *_ = _serve([request], model, (12, 12), budget=5, slots=1, depth=1, runner=runner)

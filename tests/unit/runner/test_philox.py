@@ -3,7 +3,7 @@
 import numpy as np
 from naive_sampling import uniform as numpy_uniform
 
-from quire.runner.random import philox, uniform
+from quire.runner.random import Draws, philox, uniform
 
 ONES = 2**64 - 1
 
@@ -58,3 +58,27 @@ def test_neighbours_are_independent():
     for a, b in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1]), (grid[1:, 1:], grid[:-1, :-1])):
         correlation = np.corrcoef(a.ravel(), b.ravel())[0, 1]
         assert abs(correlation) < 4 / np.sqrt(a.size)
+
+
+def test_draws_ahead_are_the_draws_of_each_position():
+    """Slots that come and go, one by one and all together, that go back, and that ask for several positions in one call."""
+    rng = np.random.default_rng(0)
+    slots, draws = 40, Draws(40)
+    seeds = rng.integers(-5, 2**63, slots).tolist()
+    at = rng.integers(0, 30, slots)
+    for slot, seed in enumerate(seeds):
+        draws.open(slot, seed)
+    for step in range(60):
+        if step % 3 == 0:  # somebody else takes a slot
+            slot = int(rng.integers(slots))
+            seeds[slot], at[slot] = int(rng.integers(2**62)), 0
+            draws.open(slot, seeds[slot])
+        own = np.flatnonzero(rng.random(slots) < (0.1 if step % 5 == 0 else 0.9))
+        more = rng.integers(1, 4, own.size) if step % 4 == 1 else np.ones(own.size, np.intp)
+        rows = np.repeat(own, more)
+        positions = at[rows] + np.concatenate([np.arange(n) for n in more] or [rows])
+        assert draws.at(rows, positions).tolist() == [
+            uniform(seeds[s], p) for s, p in zip(rows.tolist(), positions.tolist(), strict=True)
+        ]
+        at[own] += rng.integers(-1 if step % 7 == 0 else 1, 4, own.size)
+        at = np.maximum(at, 0)
