@@ -131,7 +131,7 @@ QUIRE_NOINLINE void score_tile(const T* const* keys, const T* const* next, const
         }
         QUIRE_UNROLL
         for (int q = 0; q < Q; q++) {
-            const F x = fset(query[q * kAttendStride + d]);
+            const S x = sload(query + q * kAttendStride + d);
             QUIRE_UNROLL
             for (int p = 0; p < P; p++) acc[q][p] = ffma(x, k[p], acc[q][p]);
         }
@@ -175,7 +175,7 @@ QUIRE_NOINLINE void value_tile(const T* const* segments, const T* const* next, i
             }
             QUIRE_UNROLL
             for (int q = 0; q < Q; q++) {
-                const F w = fset(weights[q * kAttendStride + t]);
+                const S w = sload(weights + q * kAttendStride + t);
                 QUIRE_UNROLL
                 for (int c = 0; c < C; c++) acc[q][c] = ffma(w, v[c], acc[q][c]);
             }

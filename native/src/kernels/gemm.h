@@ -229,6 +229,15 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
     }
 }
 
+}  // namespace
+
+#ifdef QUIRE_NEON
+#include "neon.h"
+#endif
+
+namespace {
+
+#ifndef QUIRE_NEON  // it has its own
 // R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
 template <int R, int N, int GROUP, bool BIAS, bool WIDE>
 inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
@@ -280,6 +289,8 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
     for (int n = 0; n < N; n++)
         for (int r = 0; r < R; r++) vstore(acc + r * stride + (size_t)((slice + n) * kWidth), a[r][n]);
 }
+
+#endif
 
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
 template <int R, int GROUP, bool BIAS, bool WIDE>

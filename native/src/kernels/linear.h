@@ -13,6 +13,7 @@
 
 namespace {
 
+#ifndef QUIRE_NEON  // it has its own
 // Block b of w against one row (a lane of a panel).
 template <int BITS, int GROUP, bool BIAS>
 inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
@@ -146,6 +147,8 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
     }
 }
 
+#endif
+
 template <int BITS, int GROUP, bool BIAS>
 void affine_blocks(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
@@ -186,14 +189,18 @@ void dense_row(const Matrix& w, int b, const float* x, const Epilogue& e, int co
     constexpr size_t kBytes = TYPE == Type::F32 ? 64 : 32;  // of one column of a block
     const uint8_t* block[C];
     F acc[C];
+    QUIRE_UNROLL
     for (int c = 0; c < C; c++) block[c] = w.block(b + c), acc[c] = fzero();
     const size_t ahead = w.block_bytes * C < 4096 ? w.block_bytes * C : 4096;
     for (int i = 0; i < w.k; i++) {
         if ((size_t)i * kBytes % 64 == 0)
+            QUIRE_UNROLL
             for (int c = 0; c < C; c++) prefetch(block[c] + (size_t)i * kBytes + ahead);
-        const F v = fset(x[i]);
+        const S v = sload(x + i);
+        QUIRE_UNROLL
         for (int c = 0; c < C; c++) acc[c] = ffma(v, dense_load<TYPE>(block[c], i), acc[c]);
     }
+    QUIRE_UNROLL
     for (int c = 0; c < C; c++) finish(e, 0, column + 16 * c, acc[c]);
 }
 
@@ -203,23 +210,30 @@ void dense_few(const Matrix& w, int b, const float* x, size_t stride, const Epil
     constexpr size_t kBytes = TYPE == Type::F32 ? 64 : 32;  // of one column of a block
     const uint8_t* block[C];
     F acc[R][C];
+    QUIRE_UNROLL
     for (int c = 0; c < C; c++) {
         block[c] = w.block(b + c);
+        QUIRE_UNROLL
         for (int r = 0; r < R; r++) acc[r][c] = fzero();
     }
     const size_t ahead = w.block_bytes * C < 4096 ? w.block_bytes * C : 4096;
     for (int i = 0; i < w.k; i++) {
         F v[C];
+        QUIRE_UNROLL
         for (int c = 0; c < C; c++) {
             if ((size_t)i * kBytes % 64 == 0) prefetch(block[c] + (size_t)i * kBytes + ahead);
             v[c] = dense_load<TYPE>(block[c], i);
         }
+        QUIRE_UNROLL
         for (int r = 0; r < R; r++) {
-            const F q = fset(x[(size_t)r * stride + (size_t)i]);
+            const S q = sload(x + (size_t)r * stride + (size_t)i);
+            QUIRE_UNROLL
             for (int c = 0; c < C; c++) acc[r][c] = ffma(q, v[c], acc[r][c]);
         }
     }
+    QUIRE_UNROLL
     for (int r = 0; r < R; r++)
+        QUIRE_UNROLL
         for (int c = 0; c < C; c++) finish(e, row + r, column + 16 * c, acc[r][c]);
 }
 

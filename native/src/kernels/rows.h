@@ -13,6 +13,11 @@ namespace {
 
 using namespace quire;
 
+#ifndef QUIRE_NEON  // it has its own
+using S = F;  // one number for all lanes
+inline S sload(const float* p) { return fset(*p); }
+#endif
+
 // e^x to about 1 ulp, with a fixed order of operations. NaN stays NaN.
 inline F fexp(F x) {
     x = fmax(fset(-104.0f), x);  // below: 0. The constant comes first so that a NaN passes

@@ -3,6 +3,8 @@
 // top bit flipped (they reach the dot less 128, see kSigned8); shorter codes are the same either way.
 #pragma once
 
+#define QUIRE_NEON 1
+
 #include <arm_neon.h>
 #include <stdint.h>
 #include <string.h>
@@ -10,11 +12,11 @@
 namespace {
 
 constexpr int kWidth = 4;                         // lanes of a register
-constexpr int kTileRows = 8, kTileColumns = 1;    // of the int8 register tile: rows, registers of columns
+constexpr int kTileRows = 8, kTileColumns = 8;    // of an int8 tile: rows in registers; registers of columns, one after the other
 constexpr int kDenseRows = 4, kDenseColumns = 4;  // of the float register tile
 constexpr bool kSignedCodes = true;               // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
-constexpr int kMaxQueries = 6, kMaxChains = 6;  // of attention's register tile: queries; queries times vectors
+constexpr int kMaxQueries = 6, kMaxChains = 5;  // of attention's register tile: queries; queries times vectors, as far as they fit
 constexpr bool kSigned8 = true;
 
 struct F {
@@ -105,6 +107,19 @@ QUIRE_BINARY(fmin, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]))
 #undef QUIRE_BINARY
 inline F ffma(F a, F b, F c) {
     QUIRE_QUARTERS c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]);
+    return c;
+}
+// One number for all lanes: a load into one of them, because loading it into all of them takes a vector pipe.
+struct S {
+    float32x4_t v;
+};
+inline S sload(const float* p) {
+    S s;
+    asm("ldr %s0, %1" : "=w"(s.v) : "m"(*p));
+    return s;
+}
+inline F ffma(S a, F b, F c) {
+    QUIRE_QUARTERS c.v[i] = vfmaq_laneq_f32(c.v[i], b.v[i], a.v, 0);
     return c;
 }
 inline F fabs_(F a) {

@@ -1,0 +1,349 @@
+// The int8 products on NEON, in place of the general ones of gemm.h and linear.h: the same sums in the same order, arranged for
+// a CPU with two vector pipes, where a conversion costs as much as two dot products. A kernel works on a slice: four rows of
+// a block, whose 32 columns of a tile are eight registers of codes, and goes over the rows of x four at a time.
+//
+// For each group, slice and row that leaves three operations beside eight dot products (four with a bias): sums start from a load,
+// they become floats by one subtraction, and what belongs to a row is taken by lane. benchmarks/neon_model.py tells how it does.
+#pragma once
+
+#define QUIRE_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+// A sum starts from the bits of 1.5 * 2^23, so that it ends as the bits of that number plus the sum, and taking the number away
+// is the conversion to float32: exact below 2^22, and a group's sum is at most 32 * 127 * 255.
+constexpr int32_t kSumBits = 0x4b400000;
+alignas(16) constexpr int32_t kSumStart[4] = {kSumBits, kSumBits, kSumBits, kSumBits};
+
+// A body for each of 0 to N - 1, unrolled before the compiler looks at it: what it indexes stays in registers.
+template <class Body, int... I> QUIRE_INLINE void each_of(std::integer_sequence<int, I...>, const Body& body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class Body> QUIRE_INLINE void each(const Body& body) { each_of(std::make_integer_sequence<int, N>{}, body); }
+
+// By name, because a compiler would rather copy a register: that takes a vector pipe, these do not.
+QUIRE_INLINE W wbegin() {
+    W d;
+    asm volatile("ldr %q0, %1" : "=w"(d) : "m"(kSumStart));
+    return d;
+}
+QUIRE_INLINE W wbegin(int32_t from) {
+    W d;
+    asm volatile("dup %0.4s, %w1" : "=w"(d) : "r"(from + kSumBits));
+    return d;
+}
+QUIRE_INLINE V wend(W sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f)); }
+
+// The eight quads of four rows of a tile (which begins at p, less the rows before them), as signed bytes: 8 bits less 128.
+template <int BITS> QUIRE_INLINE void slice_codes(const uint8_t* p, C (&c)[8]) {
+    auto load = [p](int at) __attribute__((always_inline)) { return vld1q_u8(p + at); };
+    auto mask = [](uint8x16_t a, uint8_t m) __attribute__((always_inline)) { return vandq_u8(a, vdupq_n_u8(m)); };
+    auto put = [&](int q, uint8x16_t a) __attribute__((always_inline)) { c[q] = vreinterpretq_s8_u8(a); };
+    if constexpr (BITS == 8) {
+        QUIRE_UNROLL
+        for (int q = 0; q < 8; q++) put(q, veorq_u8(load(64 * q), vdupq_n_u8(128)));
+    }
+    if constexpr (BITS == 4) {
+        QUIRE_UNROLL
+        for (int j = 0; j < 4; j++) {
+            const uint8x16_t v = load(64 * j);
+            put(j, mask(v, 15));
+            put(j + 4, vshrq_n_u8(v, 4));
+        }
+    }
+    if constexpr (BITS == 6) {  // the upper bits of quads 0 and 2, and of 1 and 3: each pair is masked once
+        const uint8x16_t low = vdupq_n_u8(15), a = load(256), b = load(320);
+        const uint8x16_t a02 = mask(a, 0x33), a13 = mask(vshrq_n_u8(a, 2), 0x33);
+        const uint8x16_t b02 = mask(b, 0x33), b13 = mask(vshrq_n_u8(b, 2), 0x33);
+        QUIRE_UNROLL
+        for (int j = 0; j < 4; j++) {
+            const uint8x16_t v = load(64 * j), first = j % 2 ? a13 : a02, second = j % 2 ? b13 : b02;
+            put(j + 4, j < 2 ? vsliq_n_u8(vshrq_n_u8(v, 4), second, 4) : vsriq_n_u8(second, v, 4));
+            put(j, j < 2 ? vsliq_n_u8(v, first, 4) : vbslq_u8(low, v, first));
+        }
+    }
+    if constexpr (BITS == 2 || BITS == 3) {
+        const uint8x16_t one = BITS == 3 ? load(128) : vdupq_n_u8(0);
+        QUIRE_UNROLL
+        for (int q = 0; q < 8; q++) {
+            const uint8x16_t two = mask(vshlq_u8(load(64 * (q / 4)), vdupq_n_s8((int8_t)(-2 * (q % 4)))), 3);
+            put(q, BITS == 2 ? two : vorrq_u8(two, mask(vshlq_u8(one, vdupq_n_s8((int8_t)(2 - q))), 4)));
+        }
+    }
+    if constexpr (BITS == 5) {
+        const uint8x16_t one = load(256);
+        QUIRE_UNROLL
+        for (int q = 0; q < 8; q++) {
+            const uint8x16_t v = load(64 * (q % 4)), four = q < 4 ? mask(v, 15) : vshrq_n_u8(v, 4);
+            put(q, vorrq_u8(four, mask(vshlq_u8(one, vdupq_n_s8((int8_t)(4 - q))), 16)));
+        }
+    }
+}
+
+// R rows of x against a slice of one tile. Scales and biases are of this slice, 16 floats from one group to the next; what is
+// of the rows begins at the first one.
+template <int R, int GROUP, bool BIAS, bool SHIFTED>
+QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* bias, const int8_t* codes, const float* sx,
+                       const uint32_t* shift, const float* sxs, V (&acc)[R]) {
+    constexpr int kStep = R < 4 ? R : 4, kParts = 32 / GROUP;
+    auto some = [](const float* p) __attribute__((always_inline)) {
+        if constexpr (kStep == 4) return vld1q_f32(p);
+        if constexpr (kStep == 2) return vcombine_f32(vld1_f32(p), vdup_n_f32(0));
+        return vdupq_n_f32(*p);
+    };
+    each<R / kStep>([&](auto step) __attribute__((always_inline)) {
+        constexpr int r0 = decltype(step)::value * kStep;
+        const V own = some(sx + r0);
+        each<kParts>([&](auto part) __attribute__((always_inline)) {
+            W d[kStep];
+            each<kStep>([&](auto r) __attribute__((always_inline)) {
+                if constexpr (SHIFTED) d[r] = wbegin((int32_t)shift[16 * part + r0 + r]);
+                else d[r] = wbegin();
+            });
+            each<GROUP / 16>([&](auto h) __attribute__((always_inline)) {
+                X q[kStep];
+                each<kStep>([&](auto r) __attribute__((always_inline)) { q[r] = xload(codes + 32 * (r0 + r) + GROUP * part + 16 * h); });
+                each<4>([&](auto j) __attribute__((always_inline)) {
+                    each<kStep>([&](auto r) __attribute__((always_inline)) {
+                        d[r] = wdot<j>(d[r], c[GROUP / 4 * part + 4 * h + j], q[r]);
+                    });
+                });
+            });
+            const V sw = vload(scale + 16 * part);
+            V bw = sw, times = own;
+            if constexpr (BIAS) bw = vload(bias + 16 * part), times = some(sxs + 16 * part + r0);
+            each<kStep>([&](auto r) __attribute__((always_inline)) {
+                acc[r0 + r] = vfmaq_f32(acc[r0 + r], vmulq_laneq_f32(sw, own, r), wend(d[r]));
+                if constexpr (BIAS) acc[r0 + r] = vfmaq_laneq_f32(acc[r0 + r], bw, times, r);
+            });
+        });
+    });
+}
+
+// As gemm.h describes it, a slice after the other.
+template <int R, int N, int GROUP, bool BIAS, bool WIDE>
+inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
+    static_assert(!WIDE, "one kind of dot product");
+    constexpr int kParts = 32 / GROUP;
+    auto pass = [&](auto moved) __attribute__((always_inline)) {
+        for (int slice = first; slice < first + N; slice++) {
+            const Chunk& from = chunk[slice / 4];
+            const int row = slice % 4 * 4;
+            float* at = acc + 4 * slice;
+            V a[R];
+            each<R>([&](auto r) __attribute__((always_inline)) { a[r] = vload(at + r * stride); });
+            for (int t = 0; t < tiles; t++) {
+                C c[8];
+                each<8>([&](auto q) __attribute__((always_inline)) { c[q] = cload(from.codes[t] + 64 * q + 4 * row); });
+                slice_rows<R, GROUP, BIAS, decltype(moved)::value>(
+                    c, from.scale[t][0] + row, from.bias[t][0] + row, x.codes + 512 * (size_t)t, x.sx + 16 * t,
+                    decltype(moved)::value ? x.shift + 16 * kParts * t : nullptr, BIAS ? x.sxs + 16 * kParts * t : nullptr, a);
+            }
+            each<R>([&](auto r) __attribute__((always_inline)) { vstore(at + r * stride, a[r]); });
+        }
+    };
+    if (shifted) pass(std::true_type{});
+    else pass(std::false_type{});
+}
+
+QUIRE_INLINE V half_four(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p))); }
+QUIRE_INLINE F half_sixteen(const uint8_t* p) {
+    const float16x8_t a = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)p)), b = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)p + 8));
+    return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};
+}
+
+// Factors that are bytes times a float16 of 256 columns, without converting: the byte, its top bit flipped, is put into the
+// bits of 2^15, which makes 2^15 + 128 + code, and one fma multiplies and takes the rest away. All of it is exact.
+struct ByteFactors {
+    V super[4] = {}, less[4] = {};
+
+    QUIRE_INLINE void begin(const uint8_t* halves) {
+        const F f = half_sixteen(halves);
+        for (int n = 0; n < 4; n++) super[n] = f.v[n], less[n] = vmulq_f32(f.v[n], vdupq_n_f32(-32896.0f));
+    }
+    QUIRE_INLINE V of(const uint8_t* codes, int n) const {
+        const uint8x16_t flipped = veorq_u8(vld1q_u8(codes), vdupq_n_u8(128));
+        const uint16x8_t eight = n < 2 ? vshll_n_u8(vget_low_u8(flipped), 8) : vshll_high_n_u8(flipped, 8), top = vdupq_n_u16(0x4700);
+        return vfmaq_f32(less[n], super[n], vreinterpretq_f32_u16(n % 2 ? vzip2q_u16(eight, top) : vzip1q_u16(eight, top)));
+    }
+    QUIRE_INLINE F of(const uint8_t* codes) const { return {{of(codes, 0), of(codes, 1), of(codes, 2), of(codes, 3)}}; }
+};
+
+inline bool byte_factors(const Matrix& w) { return w.scales == Scales::Byte && !w.wide; }
+inline bool half_factors(const Matrix& w) { return w.scales == Scales::Half && !w.wide; }
+
+struct Factors {
+    alignas(64) float scale[kChunk][2][16];
+    alignas(64) float bias[kChunk][2][16];
+
+    template <int GROUP, bool BIAS> void fill(const Matrix& w, int b, int t0, int tiles) {
+        const uint8_t* block = w.block(b);
+        ByteFactors scales, biases;
+        auto put = [&](auto own, auto other) __attribute__((always_inline)) {
+            for (int t = 0; t < tiles; t++) {
+                const size_t at = (size_t)(t0 + t);
+                for (int part = 0; part < 32 / GROUP; part++) {
+                    fstore(scale[t][part], own(at, part));
+                    if constexpr (BIAS) fstore(bias[t][part], other(at, part));
+                }
+            }
+        };
+        if (half_factors(w))
+            return put([&](size_t t, int part) { return half_sixteen(block + w.scale_at + t * w.scale_bytes + 32 * (size_t)part); },
+                       [&](size_t t, int part) { return half_sixteen(block + w.bias_at + t * w.scale_bytes + 32 * (size_t)part); });
+        if (!byte_factors(w))
+            return put([&](size_t t, int part) { return scale_of(w, block, (int)t, part); },
+                       [&](size_t t, int part) { return bias_of(w, block, (int)t, part); });
+        auto bytes = [&](ByteFactors& f, size_t super_at, size_t from, size_t t, int part) __attribute__((always_inline)) {
+            if (t % 8 == 0 && part == 0) f.begin(block + super_at + 4 * t);
+            return f.of(block + from + t * w.scale_bytes + 16 * (size_t)part);
+        };
+        put([&](size_t t, int part) { return bytes(scales, w.super_at, w.scale_at, t, part); },
+            [&](size_t t, int part) { return bytes(biases, w.bias_super_at, w.bias_at, t, part); });
+    }
+};
+
+// Asks for the chunk at tile t0 of the blocks from b on: it comes from memory while the rows pass over the one before.
+inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
+    const size_t tiles = (size_t)(w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk);
+    for (int i = b; i < b + kPair && i < b1; i++) {
+        const uint8_t *codes = w.block(i) + (size_t)t0 * w.code_bytes, *scales = w.block(i) + w.scale_at + (size_t)t0 * w.scale_bytes;
+        for (size_t at = 0; at < tiles * w.code_bytes; at += 64) prefetch(codes + at);
+        for (size_t at = 0; at < tiles * w.scale_bytes; at += 64) prefetch(scales + at);
+    }
+}
+
+// Some tiles of a block, from `tile` on, against R lanes: straight from the packed codes, which lose `base`.
+template <int BITS, int GROUP, bool BIAS, int R>
+inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& f, const Lanes& x, bool shifted, float* acc) {
+    constexpr int kParts = 32 / GROUP;
+    auto pass = [&](auto moved) __attribute__((always_inline)) {
+        for (int slice = 0; slice < 4; slice++) {
+            V a[R];
+            each<R>([&](auto r) __attribute__((always_inline)) { a[r] = vload(acc + 16 * r + 4 * slice); });
+            for (int t = 0; t < tiles; t++) {
+                C c[8];
+                slice_codes<BITS>(tile + 64 * (size_t)(BITS * t) + 16 * slice, c);
+                if constexpr (BITS < 8 && !BIAS)
+                    each<8>([&](auto q) __attribute__((always_inline)) { c[q] = vsubq_s8(c[q], vdupq_n_s8((int8_t)base)); });
+                slice_rows<R, GROUP, BIAS, decltype(moved)::value>(c, f.scale[t][0] + 4 * slice, f.bias[t][0] + 4 * slice, x.codes + 512 * (size_t)t,
+                                           x.sx + 16 * t, x.shift + 16 * kParts * t, x.sxs + 16 * kParts * t, a);
+            }
+            each<R>([&](auto r) __attribute__((always_inline)) { vstore(acc + 16 * r + 4 * slice, a[r]); });
+        }
+    };
+    if (shifted) pass(std::true_type{});
+    else pass(std::false_type{});
+}
+
+constexpr int kFewAffine = 16;  // rows of a call that are multiplied straight from the packed codes: one panel
+
+template <int BITS, int GROUP, bool BIAS>
+void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    constexpr int kBlocks = 8;  // that share what is made of the rows
+    alignas(64) float acc[kBlocks][16 * 16];
+    Factors factors;
+    Extras<kChunk> extras;
+    const int base = BITS == 8 ? 128 : BIAS ? 0 : w.offset, shift = base - w.offset;
+    for (int b = b0; b < b1; b += kBlocks) {
+        const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
+        for (int i = 0; i < blocks; i++)
+            for (int r = 0; r < 16; r++) fstore(acc[i] + 16 * r, fzero());
+        for (int t0 = 0; t0 < w.tiles; t0 += kChunk) {
+            const int tiles = w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk;
+            extras.template fill<GROUP, BIAS>(x, s, t0, tiles, m, shift);
+            Lanes lanes(x, s, t0);
+            lanes.take(extras);
+            for (int i = 0; i < blocks; i++) {
+                const bool more = t0 + kChunk < w.tiles;
+                if (i + 1 < blocks) ask_ahead(w, b + i + 1, b1, t0);
+                else ask_ahead(w, more ? b : b + kBlocks, b1, more ? t0 + kChunk : 0);
+                factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
+                const uint8_t* tile = w.block(b + i) + (size_t)t0 * w.code_bytes;
+                int lane = 0;
+                auto go = [&](auto rows) {
+                    constexpr int R = decltype(rows)::value;
+                    affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0,
+                                                     acc[i] + 16 * lane);
+                    lane += R;
+                };
+                while (m - lane > 4) go(std::integral_constant<int, 8>{});
+                if (m - lane > 2) go(std::integral_constant<int, 4>{});
+                else if (m > lane) go(std::integral_constant<int, 2>{});
+            }
+        }
+        for (int r = 0; r < m; r++)
+            for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc[i] + 16 * r));
+    }
+}
+
+enum class Kind { Half, Byte, Other };
+
+// Block b of w against one row.
+template <int BITS, int GROUP, bool BIAS, Kind KIND>
+F affine_row_by(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
+    constexpr int kParts = 32 / GROUP;
+    const uint8_t* block = w.block(b);
+    const int shift = (BITS == 8 ? 128 : 0) - w.offset, tiles = w.tiles;
+    const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192, scale_bytes = w.scale_bytes;
+    const uint8_t *tile = block, *scale_at = block + w.scale_at, *bias_at = block + w.bias_at;
+    const int8_t* q = (const int8_t*)x;
+    const float* sx = (const float*)(x + s.sx);
+    const int32_t* sum = (const int32_t*)(x + s.sum);
+    ByteFactors scales, biases;
+    F acc = fzero();
+    for (int t = 0; t < tiles; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 512, sx += 16, sum += 32) {
+        QUIRE_UNROLL
+        for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
+        prefetch(scale_at + ahead);
+        if constexpr (BIAS) prefetch(bias_at + ahead);
+        if constexpr (KIND == Kind::Byte)
+            if (t % 8 == 0) {
+                scales.begin(block + w.super_at + 32 * (size_t)(t / 8));
+                if constexpr (BIAS) biases.begin(block + w.bias_super_at + 32 * (size_t)(t / 8));
+            }
+        const X first = xload(q), second = xload(q + 16);
+        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[16] : sum[0], sum[16]};
+        F other[2][2];  // scales and biases where they take the general way
+        if constexpr (KIND == Kind::Other)
+            for (int part = 0; part < kParts; part++) {
+                other[0][part] = scale_of(w, block, t, part);
+                if constexpr (BIAS) other[1][part] = bias_of(w, block, t, part);
+            }
+        auto factor = [&](const ByteFactors& f, const uint8_t* from, int which, int part, int n) __attribute__((always_inline)) {
+            if constexpr (KIND == Kind::Half) return half_four(from + 32 * part + 8 * n);
+            if constexpr (KIND == Kind::Byte) return f.of(from + 16 * part, n);
+            return other[which][part].v[n];
+        };
+        const float scale = *sx;
+        float times[2];
+        for (int part = 0; part < kParts; part++) times[part] = scale * (float)total[part];
+        QUIRE_UNROLL
+        for (int n = 0; n < 4; n++) {
+            C c[8];
+            slice_codes<BITS>(tile + 16 * n, c);
+            W d[2];
+            QUIRE_UNROLL
+            for (int part = 0; part < kParts; part++) d[part] = wbegin(shift * total[part]);
+            each<4>([&](auto j) __attribute__((always_inline)) {
+                d[0] = wdot<j>(d[0], c[j], first);
+                d[kParts - 1] = wdot<j>(d[kParts - 1], c[j + 4], second);
+            });
+            QUIRE_UNROLL
+            for (int part = 0; part < kParts; part++) {
+                acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(factor(scales, scale_at, 0, part, n), scale), wend(d[part]));
+                if constexpr (BIAS) acc.v[n] = vfmaq_n_f32(acc.v[n], factor(biases, bias_at, 1, part, n), times[part]);
+            }
+        }
+    }
+    return acc;
+}
+
+template <int BITS, int GROUP, bool BIAS>
+inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
+    if (half_factors(w)) return affine_row_by<BITS, GROUP, BIAS, Kind::Half>(w, b, x, s);
+    if (byte_factors(w)) return affine_row_by<BITS, GROUP, BIAS, Kind::Byte>(w, b, x, s);
+    return affine_row_by<BITS, GROUP, BIAS, Kind::Other>(w, b, x, s);
+}
+
+}  // namespace
