@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.host_times import HostTimes
-from benchmarks.record import median, save
+from benchmarks.record import machine, median, save
 
 ROWS = ("one", "ttft", "64", "256", "many", "shared")
 
@@ -371,7 +371,7 @@ def main() -> None:
         **({} if other is None else {"deterministic_rows": other}),
     }
     if args.record:
-        args.record.write_text(json.dumps(body))
+        args.record.write_text(json.dumps({"machine": machine(), **body}, indent=1) + "\n")
     if not args.no_save:
         kinds = (args.quantize, "none"), (args.kv_dtype, "auto")
         how = [f"{'kv-' if plain == 'auto' else ''}{kind}" for kind, plain in kinds if kind != plain]
