@@ -29,13 +29,13 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.sampler import RULED_OUT
+from quire.runner.answers import Answers
 from quire.runner.capture import Decoder, DeviceState
 from quire.runner.device_wishes import SlotWishes
-from quire.runner.intake import Intake, Pending, Works, reason
-from quire.runner.launched import Launched, Shape, logprob_of
+from quire.runner.intake import Intake, Pending, Works
+from quire.runner.launched import Launched, Shape
 from quire.runner.lora import Loras
-from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.plan import Plan, Result, Work
 from quire.runner.practice import practise
 from quire.runner.prompts import Prompter
 from quire.runner.sampler import Masks
@@ -47,8 +47,6 @@ from quire.runner.verify import Verifier
 
 LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
 WORTH = 16384  # tokens of keys and values that need not be read again: what reading them once costs in launches
-_CODES = {RULED_OUT: "every token is ruled out: by min_tokens and the stop ids, or by the constraint"}
-_BROKEN = "the model produced NaN or infinite logits"
 
 
 class DeviceTicket:
@@ -132,14 +130,11 @@ class DeviceRunner:
                 )  # fmt: skip
             if program.graphs:
                 self._get_ready(max_seqs, max_tokens, max_context)
-        self._turns = np.zeros(max_seqs, np.int64)  # how often each slot was opened
-        self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
+        self._answers = Answers(self._intake, max_seqs)
         self._sharing: Sharing | None = None  # of the step that is being launched
         self._rows = 0  # ... and its rows a sequence, where it verifies as many for each
-        self._known: tuple[Index | None, Sharing | None] = (
-            None,
-            None,
-        )  # slots that were looked at last, and what they share
+        # Slots that were looked at last, and what they share.
+        self._known: tuple[Index | None, Sharing | None] = (None, None)
         self._unread: deque[DeviceTicket] = deque()
         self._unsampled: Launched | None = None
         self._closed = False
@@ -211,7 +206,7 @@ class DeviceRunner:
             self._wishes.close(slot)
         for new in plan.opened:
             if self._slots.failure(new.slot) is None:
-                self._turns[new.slot] += 1
+                self._answers.turns[new.slot] += 1
                 self._wishes.open(new.slot, self._slots.stream(new.slot))
 
     def _arrange(self, pending: Pending, works: Works) -> Works:
@@ -274,7 +269,7 @@ class DeviceRunner:
         changed = [w for w in pending.plan.work if w.pages]
         self._notice(changed)
         sharing = self._shared(slot)
-        pending.turns = self._turns[slot]
+        pending.turns = self._answers.turns[slot]
         if sharing is None:
             pending.sampled = list(range(slot.size))
         else:
@@ -299,7 +294,7 @@ class DeviceRunner:
         if self._intake.proposer is None:
             known = np.array([w.tokens is not None for w in works.values()], np.bool_)
             batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
-        pending.turns[list(works)] = self._turns[own]
+        pending.turns[list(works)] = self._answers.turns[own]
         pending.sampled = [i for i, w in works.items() if w.sample]
         slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
         pending.ahead = np.zeros(slots.size, np.int64)
@@ -459,91 +454,10 @@ class DeviceRunner:
             first = self._unread.popleft()
             pending = first.pending
             try:
-                rows = self._answer(pending, None if first.news is None else first.news.wait())
-            except Exception as error:  # the device itself failed: nobody in this step can be answered
-                for i in np.flatnonzero(pending.turns >= 0).tolist():
-                    self._fail(pending, i, reason(error))
-                rows = pending.rows
+                rows = self._answers.read(pending, None if first.news is None else first.news.wait())
+            except Exception as error:
+                rows = self._answers.fail(pending, error)
             first.answer = Result(rows)
-
-    def _answer(self, pending: Launched, numbers: np.ndarray | None) -> list[Row]:
-        """The rows of a step, from the numbers that came back; None: nothing was sampled."""
-        plain = pending.steady and pending.blank and not self._lost and not pending.shape.wanted
-        if plain and numbers is not None and numbers.min() >= 0:  # nobody has failed: a token each, and that is all
-            tokens = np.empty_like(numbers)
-            tokens[pending.sampled] = numbers
-            return [Row(1, [token]) for token in tokens.tolist()]
-        if pending.steady:
-            for row in pending.rows:
-                row.accepted = 1 if row.error is None else 0
-        if self._lost:
-            self._lose(pending)
-        if numbers is not None:
-            self._tell(pending, numbers)
-        return pending.rows
-
-    def _lose(self, pending: Launched) -> None:
-        """Fail what was launched for an opening of a slot that had failed by then."""
-        for i in np.flatnonzero(pending.turns >= 0).tolist():
-            slot, turn = pending.plan.work[i].slot, int(pending.turns[i])
-            gone = self._lost.get(slot)
-            if gone is not None and gone[0] == turn:
-                self._fail(pending, i, gone[1])
-            elif gone is not None and gone[0] < turn:
-                del self._lost[slot]  # all that was launched for that opening has been read
-
-    def _tell(self, pending: Launched, numbers: np.ndarray) -> None:
-        """Note tokens and log probabilities in the rows."""
-        count, shape = pending.slots.size, pending.shape
-        details = numbers[count:].reshape(-1, 2 + 2 * shape.top)
-        told = {j: (details[at], top) for at, (j, top) in enumerate(shape.wanted)}
-        for i, first in pending.firsts().items():
-            tokens = self._right(pending, i, numbers[first:])
-            if tokens and pending.rows[i].error is None:
-                pending.rows[i].tokens = tokens
-                if first in told:
-                    rows = (told[first + j] for j in range(len(tokens)))
-                    pairs = zip(tokens, rows, strict=True)
-                    pending.rows[i].logprobs = [logprob_of(token, row, top, shape.top) for token, (row, top) in pairs]
-                if self._intake.proposer is not None:
-                    self._note(pending, i, tokens)
-        at = len(shape.wanted)
-        for i, tokens, top in shape.prompt:
-            rows, at = details[at : at + len(tokens)], at + len(tokens)
-            if np.isnan(rows[:, 0]).any():
-                self._fail(pending, i, _BROKEN)
-            elif pending.rows[i].error is None:
-                told = zip(tokens, rows, strict=True)
-                pending.rows[i].prompt_logprobs = [logprob_of(token, row, top, shape.top) for token, row in told]
-
-    def _right(self, pending: Launched, index: int, chosen: np.ndarray) -> list[int]:
-        """The tokens of a sequence: what was chosen after its drafts, up to the first that was not guessed."""
-        drafts = pending.drafts.get(index, [])
-        tokens: list[int] = []
-        for j, token in enumerate(chosen[: 1 + len(drafts)].astype(np.int64).tolist()):
-            if token < 0:
-                self._fail(pending, index, _CODES.get(token, _BROKEN))
-                return []
-            tokens.append(token)
-            if j < len(drafts) and drafts[j] != token:
-                break
-        return tokens
-
-    def _note(self, pending: Launched, index: int, tokens: list[int]) -> None:
-        """What the host knows of a slot, once its tokens are known."""
-        slot = pending.plan.work[index].slot
-        if self._turns[slot] == pending.turns[index]:
-            self._intake.verified(pending, index, tokens)
-            self._slots.position[slot] += len(tokens) - 1
-
-    def _fail(self, pending: Launched, index: int, why: str) -> None:
-        """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
-        slot, turn = pending.plan.work[index].slot, int(pending.turns[index])
-        if pending.rows[index].error is None:
-            pending.rows[index] = Row(accepted=0, error=why)
-            self._lost[slot] = turn, why
-            if self._turns[slot] == turn:
-                self._slots.fail([slot], why)
 
 
 def _changes(works: Iterable[Work], state: DeviceState) -> tuple[np.ndarray, list[np.ndarray]]:

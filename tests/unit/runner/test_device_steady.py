@@ -119,5 +119,5 @@ def test_a_failure_is_forgotten_when_its_slot_has_another_sequence(runner, devic
     )  # fmt: skip
     assert _fine(runner.step(again).rows[0])
     heard = np.array([[_fine(row).tokens[0] for row in rows] for rows in steps(runner, 3)])
-    assert runner.taken == [False, True, False, True, True, True] and not runner._lost
+    assert runner.taken == [False, True, False, True, True, True] and not runner._answers._lost
     assert heard[:, 1].tolist() == generate(PROMPTS[0], GREEDY, 7, 4)[1:]
