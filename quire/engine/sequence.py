@@ -54,9 +54,7 @@ class Sequence:
     sampled_here: bool = False  # the device sampled the last token in this slot, so it knows it
     slot: int = -1
     lease: Lease | None = None
-    again: Work | None = (
-        None  # to compute the one token that the device knows, in this slot: every such step has the same
-    )
+    again: Work | None = None  # for the one token that the device knows, in this slot: the same in every such step
     epoch: int = 0
     prompt_rows: int = 0  # leading positions whose logits are wanted
     prompt_logprobs: list[Logprob] = field(default_factory=list)

@@ -55,9 +55,7 @@ class SlotWishes:
         self._draws = Draws(max_seqs)
         self.plain = np.ones(max_seqs, np.bool_)  # greedy without a rule
         self.logprobs = np.full(max_seqs, -1, np.int32)  # how many alternatives; -1: none at all
-        self._lists = np.zeros(
-            max_seqs, np.int64
-        )  # up to which position a slot has tokens to be named: biased, or held back
+        self._lists = np.zeros(max_seqs, np.int64)  # up to which position tokens are to be named: biased, or held back
         self._streams: list[Stream | None] = [None] * max_seqs
         self._histories = Histories(vocab_size, device)
 

@@ -29,9 +29,8 @@ class Launched(Pending):
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
-        self.turns = np.full(
-            len(plan.work), -1, np.int64
-        )  # which opening of its slot each work belongs to; -1: not computed
+        # Which opening of its slot each work belongs to; -1: not computed.
+        self.turns = np.full(len(plan.work), -1, np.int64)
         self.steady = False  # all work was computed, a row each
         self.slots = np.zeros(0, np.intp)  # of the sampled rows: as often as a sequence has rows
         self.ahead = np.zeros(0, np.int64)  # of each, the guesses before it
