@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -152,7 +153,8 @@ def test_an_engine_that_hangs_is_told_and_restarted(start: Callable[..., Server]
     assert answer.status_code == 503 and answer.headers["retry-after"]
     error = answer.json()["error"]
     assert error["code"] == "engine_dead"
-    assert "did not answer for 2 s and did nothing" in error["message"] and "send it again" in error["message"]
+    assert re.search(r"did not answer for [2-9][\d.]* s and did nothing", error["message"])
+    assert "send it again" in error["message"]
     wait_until(lambda: not Path(f"/proc/{engine}").exists())
     wait_until(server.ready, 60)
     assert complete(server, SHORT).json()["choices"][0]["text"] == expected
