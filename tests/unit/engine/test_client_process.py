@@ -205,7 +205,9 @@ async def test_an_engine_that_hangs_is_killed_and_restarted(how: str) -> None:
             os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         if task is not None:
-            with pytest.raises(EngineDead, match=r"did not answer for [1-9][\d.]* s and did nothing: it hung") as caught:
+            with pytest.raises(
+                EngineDead, match=r"did not answer for [1-9][\d.]* s and did nothing: it hung"
+            ) as caught:
                 await asyncio.wait_for(task, 10)
             assert caught.value.cure == "send it again"
         await until(lambda: c.hangs == 1)
