@@ -1,6 +1,7 @@
 // Matrix tiles (AMX-INT8): 16 rows of x against 16 columns, one group of 32 (or 16) columns of k at a time, because each
 // group has its own scales. The tile unit makes the integer sums; AVX-512 scales and adds them, two groups behind, so that
-// the two overlap. Exact integers: the same bits as every other kernel set.
+// the two overlap. Scaling is what takes the time: beside tile instructions one of the two 512-bit multipliers is off. Exact
+// integers: the same bits as every other kernel set.
 //
 // Written in assembly: the compiler's intrinsics do not tell it which memory they read.
 #pragma once
