@@ -2,12 +2,14 @@
 
 The slope is held against the floor (the bytes of keys and values of one token, at the rate memory is read). "Longest
 against the line" is the cost at the longest context over what the line through the shorter ones says: above 1, cost grows
-faster than the KV bytes.
+faster than the KV bytes. That line is drawn over the time that reading the bytes takes, as measured: where a short context
+fits the last cache and a long one does not, that time is no straight line over the context.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import ours, peers, plot
@@ -25,35 +27,37 @@ def what(depth: int) -> str:
     return f"at {depth}"
 
 
-def line(depths: list[int], costs: list[float]) -> tuple[float, float]:
+def line(along: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
     """(intercept, slope) by least squares."""
-    x, y = statistics.fmean(depths), statistics.fmean(costs)
-    slope = sum((d - x) * (c - y) for d, c in zip(depths, costs, strict=True)) / sum((d - x) ** 2 for d in depths)
+    x, y = statistics.fmean(along), statistics.fmean(costs)
+    slope = sum((d - x) * (c - y) for d, c in zip(along, costs, strict=True)) / sum((d - x) ** 2 for d in along)
     return y - slope * x, slope
 
 
-def derive(costs: dict[int, float], setting: str = "") -> Sample:
-    """Milliseconds by depth, with the slope (nanoseconds for each token of context) and the bend."""
+def derive(costs: dict[int, float], floors: dict[int, float], setting: str = "") -> Sample:
+    """Milliseconds by depth, with the slope (nanoseconds for each token of context) and the bend. `floors`: milliseconds to
+    read the bytes; without them, the bytes are taken to cost the same at every depth."""
     depths = sorted(costs)
+    along = [floors[d] for d in depths] if floors.keys() >= costs.keys() else depths
     found = {(what(d), setting): costs[d] for d in depths}
     found[SLOPE, setting] = line(depths, [costs[d] for d in depths])[1] * 1e6
-    intercept, slope = line(depths[:-1], [costs[d] for d in depths[:-1]])
-    found[BEND, setting] = costs[depths[-1]] / (intercept + slope * depths[-1])
+    intercept, slope = line(along[:-1], [costs[d] for d in depths[:-1]])
+    found[BEND, setting] = costs[depths[-1]] / (intercept + slope * along[-1])
     return found
 
 
-def quire(path: Path, threads: int) -> Sample:
+def quire(path: Path, threads: int, floors: dict[int, float]) -> Sample:
     speeds = ours.measure(path, threads, [ours.sweep(DEPTHS, TOKENS)])[0]
-    return derive({d: 1000 / speeds[str(d)] for d in DEPTHS})
+    return derive({d: 1000 / speeds[str(d)] for d in DEPTHS}, floors)
 
 
-def llama(path: Path, threads: int) -> Sample:
+def llama(path: Path, threads: int, floors: dict[int, float]) -> Sample:
     costs: dict[str, dict[int, float]] = {}
     for row in peers.bench(path, threads, output=TOKENS, depths=",".join(map(str, DEPTHS))):
         costs.setdefault(peers.attention(row), {})[row["n_depth"]] = 1000 / row["avg_ts"]
     found: dict[tuple[str, str], float] = {}
     for setting, by_depth in costs.items():
-        found.update(derive(by_depth, setting))
+        found.update(derive(by_depth, floors, setting))
     return found
 
 
@@ -66,16 +70,17 @@ def group(world: World, shape: str, name: str) -> Group:
     figures = [figure("context", shape, name, what(d), unit="ms", more=False) for d in DEPTHS]
     slope = figure("context", shape, name, SLOPE, unit="ns", more=False)
     figures += [slope, figure("context", shape, name, BEND, unit="", more=False)]
+    floors: dict[int, float] = {}
     if world.peaks is not None:
         cost = world.cost(path)
         whole = cost.weight_bytes + DEPTHS[-1] * cost.kv_bytes
         slope.floor = cost.kv_bytes / world.peaks.bandwidth(whole, world.threads) * 1e9
         for f, depth in zip(figures, DEPTHS, strict=False):
-            f.floor = 1000 / cost.decode_floor(world.peaks, world.threads, depth + TOKENS / 2)
-    sides = [Side(OURS, lambda: quire(path, world.threads), 20 if small else 120)]
+            f.floor = floors[depth] = 1000 / cost.decode_floor(world.peaks, world.threads, depth + TOKENS / 2)
+    sides = [Side(OURS, lambda: quire(path, world.threads, floors), 20 if small else 120)]
     notes = []
     if peers.find("llama-bench"):
-        sides.append(Side(peers.NAME, lambda: llama(path, world.threads), 90 if small else 600))
+        sides.append(Side(peers.NAME, lambda: llama(path, world.threads, floors), 90 if small else 600))
     else:
         notes.append(peers.missing("llama-bench"))
     done = Group(f"cost per token against context, {shape} {name}", figures, sides, world.turns(ROUNDS), notes)

@@ -82,8 +82,18 @@ def test_the_line_is_least_squares() -> None:
 
 
 def test_a_cost_that_grows_faster_than_its_line_is_told() -> None:
-    straight = context.derive({d: 10 + 0.002 * d for d in context.DEPTHS})
+    straight = context.derive({d: 10 + 0.002 * d for d in context.DEPTHS}, {})
     assert straight[context.BEND, ""] == pytest.approx(1.0)
     assert straight[context.SLOPE, ""] == pytest.approx(2000.0)  # nanoseconds for a token of context
-    bent = context.derive({d: 10 + 0.002 * d + 3e-7 * d * d for d in context.DEPTHS})
-    assert bent[context.BEND, ""] > 1.1
+    curve = {d: 10 + 0.002 * d + 3e-7 * d * d for d in context.DEPTHS}
+    assert context.derive(curve, {})[context.BEND, ""] > 1.1
+
+
+def test_cost_grows_as_reading_the_bytes_does() -> None:
+    """Beyond the last cache a token of context costs more to read: no fault of ours, if it is all that is added."""
+    floors = {d: 2 + (0.001 * d if d <= 4096 else 0.001 * 4096 + 0.003 * (d - 4096)) for d in context.DEPTHS}
+    costs = {d: 1 + 1.2 * floors[d] for d in context.DEPTHS}
+    assert context.derive(costs, {})[context.BEND, ""] > 1.1
+    assert context.derive(costs, floors)[context.BEND, ""] == pytest.approx(1.0)
+    slower = costs | {context.DEPTHS[-1]: 1.3 * costs[context.DEPTHS[-1]]}
+    assert context.derive(slower, floors)[context.BEND, ""] == pytest.approx(1.3)
