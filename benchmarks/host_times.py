@@ -22,8 +22,8 @@ class HostTimes:
         scheduler.commit = self._timed("commit", scheduler.commit)
         runner.forward = self._timed("launch", runner.forward)
         runner.sample = self._timed("launch", runner.sample)
-        if hasattr(runner, "_answer"):
-            runner._answer = self._timed("read", runner._answer)
+        if answers := getattr(runner, "_answers", None):
+            answers.read = self._timed("read", answers.read)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         times = self.seconds[name]
