@@ -1,4 +1,4 @@
-// Matrix tiles (AMX-INT8): 16 rows of x against 16 columns, one group of 32 (or 16) columns of k at a time, because each
+// Matrix tiles (AMX-INT8): 16 rows of x against 16 columns, one group of 32 columns of k at a time, because each
 // group has its own scales. The tile unit makes the integer sums; AVX-512 scales and adds them, two groups behind, so that
 // the two overlap. Scaling is what takes the time: beside tile instructions one of the two 512-bit multipliers is off. Exact
 // integers: the same bits as every other kernel set.
@@ -11,11 +11,11 @@ namespace {
 constexpr bool kTiles = true;
 constexpr int kTilesFrom = 6;  // rows of a call from which a tile's 16 beat the register tile
 
-// Registers 0, 1: sums, 16 x 16 int32. 2, 3: x and codes of a group of 32. 4, 5: of a group of 16.
+// Registers 0, 1: sums, 16 x 16 int32. 2, 3: x and codes of a group.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 32, 64, 16, 64};
-    uint8_t rows[16] = {16, 16, 16, 8, 16, 4};
+    uint16_t bytes[16] = {64, 64, 32, 64};
+    uint8_t rows[16] = {16, 16, 16, 8};
 };
 
 // Tiles are configured while this lives; releasing them keeps context switches cheap.
@@ -28,63 +28,58 @@ struct TileScope {
 };
 
 // sums = x . codes over one group, stored in buffer.
-#define QUIRE_TILE(SUMS, XS, CODES)                                            \
+#define QUIRE_TILE(SUMS)                                                       \
     asm volatile("tilezero %%tmm" #SUMS                                        \
-                 "\n\ttileloadd (%0,%1,1), %%tmm" #XS                          \
-                 "\n\ttileloadd (%2,%3,1), %%tmm" #CODES                       \
-                 "\n\ttdpbssd %%tmm" #CODES ", %%tmm" #XS ", %%tmm" #SUMS      \
+                 "\n\ttileloadd (%0,%1,1), %%tmm2"                             \
+                 "\n\ttileloadd (%2,%3,1), %%tmm3"                             \
+                 "\n\ttdpbssd %%tmm3, %%tmm2, %%tmm" #SUMS                     \
                  "\n\ttilestored %%tmm" #SUMS ", (%4,%3,1)" ::"r"(x),          \
                  "r"((size_t)32), "r"(codes), "r"((size_t)64), "r"(buffer)     \
                  : "memory")
 
-template <int GROUP, int SUMS> inline void tile_group(const int8_t* x, const uint8_t* codes, int32_t* buffer) {
-    if constexpr (GROUP == 32 && SUMS == 0) QUIRE_TILE(0, 2, 3);
-    if constexpr (GROUP == 32 && SUMS == 1) QUIRE_TILE(1, 2, 3);
-    if constexpr (GROUP == 16 && SUMS == 0) QUIRE_TILE(0, 4, 5);
-    if constexpr (GROUP == 16 && SUMS == 1) QUIRE_TILE(1, 4, 5);
+template <int SUMS> inline void tile_group(const int8_t* x, const uint8_t* codes, int32_t* buffer) {
+    if constexpr (SUMS == 0) QUIRE_TILE(0);
+    else QUIRE_TILE(1);
 }
 #undef QUIRE_TILE
 
 // The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
 // last row is scaled by the zeros that `x` has for them, or not looked at.
-template <int R, int GROUP, bool BIAS>
+template <int R, bool BIAS>
 inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride, Ahead& ahead) {
-    constexpr int kParts = 32 / GROUP;
     alignas(64) int32_t sums[4][256];  // a tile's store must land before it can be read: drain two groups later
     F a[R];
     QUIRE_UNROLL16
     for (int r = 0; r < R; r++) a[r] = fload(acc + (size_t)r * stride);
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
-        const int t = g / kParts, part = g % kParts;
         ahead.ask();
         if (shifted)  // only for 8-bit codes with an offset that is not 128
             for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)x.shift[16 * g + r]))));
-        const F sw = fload(chunk.scale[t][part]);
+        const F sw = fload(chunk.scale[g][0]);
         F bw = sw;
-        if constexpr (BIAS) bw = fload(chunk.bias[t][part]);
+        if constexpr (BIAS) bw = fload(chunk.bias[g][0]);
         QUIRE_UNROLL16
         for (int r = 0; r < R; r++) {
-            a[r] = ffma(fmul(sw, fset(x.sx[16 * t + r])), ffrom(_mm512_load_si512(d + 16 * r)), a[r]);
+            a[r] = ffma(fmul(sw, fset(x.sx[16 * g + r])), ffrom(_mm512_load_si512(d + 16 * r)), a[r]);
             if constexpr (BIAS) a[r] = ffma(bw, fset(x.sxs[16 * g + r]), a[r]);
         }
     };
-    auto codes = [&](int g) { return chunk.codes[g / kParts] + 16 * GROUP * (g % kParts); };
-    auto rows = [&](int g) { return x.codes + 512 * (size_t)(g / kParts) + GROUP * (g % kParts); };
-    const int groups = kParts * tiles;
+    auto codes = [&](int g) { return chunk.codes[g]; };
+    auto rows = [&](int g) { return x.codes + 512 * (size_t)g; };
     int g = 0;
-    for (; g + 4 <= groups; g += 4) {
-        tile_group<GROUP, 0>(rows(g), codes(g), sums[0]);
+    for (; g + 4 <= tiles; g += 4) {
+        tile_group<0>(rows(g), codes(g), sums[0]);
         if (g) drain(g - 2, sums[2]);
-        tile_group<GROUP, 1>(rows(g + 1), codes(g + 1), sums[1]);
+        tile_group<1>(rows(g + 1), codes(g + 1), sums[1]);
         if (g) drain(g - 1, sums[3]);
-        tile_group<GROUP, 0>(rows(g + 2), codes(g + 2), sums[2]);
+        tile_group<0>(rows(g + 2), codes(g + 2), sums[2]);
         drain(g, sums[0]);
-        tile_group<GROUP, 1>(rows(g + 3), codes(g + 3), sums[3]);
+        tile_group<1>(rows(g + 3), codes(g + 3), sums[3]);
         drain(g + 1, sums[1]);
     }
     if (g) drain(g - 2, sums[2]), drain(g - 1, sums[3]);
-    for (; g < groups; g++) {
-        tile_group<GROUP, 0>(rows(g), codes(g), sums[0]);
+    for (; g < tiles; g++) {
+        tile_group<0>(rows(g), codes(g), sums[0]);
         drain(g, sums[0]);
     }
     QUIRE_UNROLL16

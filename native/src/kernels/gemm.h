@@ -326,7 +326,8 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
     alignas(64) float acc[kMaxTall * 16 * kPair];
     Chunk chunk[kPair];
     Extras<kChunk> extras;
-    const bool as_tiles = kTiles && GROUP == 32 && m >= kTilesFrom;
+    constexpr bool kAsTiles = kTiles && GROUP == 32;  // groups of 16 would use half of a tile
+    const bool as_tiles = kAsTiles && m >= kTilesFrom;
     const int base = !(kSignedCodes || as_tiles) ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
@@ -343,7 +344,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
             for (int i = 0; i < blocks; i++) unpack_chunk<BITS, GROUP, BIAS>(w, b + i, t0, tiles, base, chunk[i]);
             const int next = t0 + tiles < w.tiles ? t0 + tiles : 0;
             Ahead ahead(w, next ? b : b + kPair, next, w.tiles - next < most ? w.tiles - next : most,
-                        as_tiles ? tall / 16 * blocks * tiles * (32 / GROUP) : m / kTileRows + 1);
+                        as_tiles ? tall / 16 * blocks * tiles : m / kTileRows + 1);
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
                 float* at = acc + (size_t)m0 * stride;
@@ -354,15 +355,17 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
                     lanes.take(extras);
                 }
 #ifdef QUIRE_AMX
-                if (as_tiles) {
-                    auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
-                        for (int i = 0; i < blocks; i++)
-                            tile_block<decltype(lanes_done)::value, GROUP, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride, ahead);
-                    };
-                    if (rows > 12) pass(std::integral_constant<int, 16>{});
-                    else if (rows > 8) pass(std::integral_constant<int, 12>{});
-                    else pass(std::integral_constant<int, 8>{});
-                    continue;
+                if constexpr (kAsTiles) {
+                    if (as_tiles) {
+                        auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
+                            for (int i = 0; i < blocks; i++)
+                                tile_block<decltype(lanes_done)::value, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride, ahead);
+                        };
+                        if (rows > 12) pass(std::integral_constant<int, 16>{});
+                        else if (rows > 8) pass(std::integral_constant<int, 12>{});
+                        else pass(std::integral_constant<int, 8>{});
+                        continue;
+                    }
                 }
 #endif
                 affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
