@@ -54,7 +54,7 @@ def skinny_calls(
     if kind == "w8a8":
         x, options["x_scale"] = x.to(w_dtype), torch.rand(m, device="cuda")
     if norm and not shape.dot:
-        options |= {"norm": torch.rand(k, device="cuda"), "eps": 1e-5}
+        options |= {"norm": torch.rand(k, device="cuda").to(half), "eps": 1e-5}
     if residual:
         options["residual"] = torch.randn(m, n, device="cuda").to(half)
     if w_dtype != torch.bfloat16:

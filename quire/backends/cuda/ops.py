@@ -61,6 +61,7 @@ class CudaKernels(TorchKernels):
     def __init__(self, kv: KV, device: torch.device, dtype: torch.dtype):
         super().__init__(kv, device, dtype)
         self._angles: dict[int, tuple[Rope, torch.Tensor]] = {}
+        self._gains: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         on_gpu = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
         # Products of half floats are summed in float32: the logits need not be rounded on the way out.
@@ -82,8 +83,19 @@ class CudaKernels(TorchKernels):
             head_norm(x, weight, eps, out, heads=heads, pdl=self._chain)
             return out
         if soon and x.shape[0] == 1 <= self._few and all(norms_along(w) for w in soon):
-            return Unnormed(x, weight, eps)
+            return Unnormed(x, self._gain(weight), eps)
         return self._normed(x, weight, eps, soon)
+
+    def _gain(self, weight: torch.Tensor) -> torch.Tensor:
+        """A norm's gain in the rows' own type where that is exact, as it is for a model that was trained so: a small product
+        feels the bytes that come beside its weights."""
+        held = self._gains.get(id(weight))
+        if held is None:
+            if self._chain and torch.cuda.is_current_stream_capturing():
+                return weight  # nobody can look at numbers now; and the bits are the same
+            narrow = weight.to(self.dtype)
+            held = self._gains[id(weight)] = weight, narrow if torch.equal(narrow.float(), weight) else weight
+        return held[1]
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, heads: int = 1

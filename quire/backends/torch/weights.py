@@ -249,7 +249,7 @@ class Weights:
         if self._random is not None:
             into.normal_(0.0, _SPREAD, generator=self._random)
             if into.dim() == 1:
-                into.add_(1.0)  # a norm near 1, as in a trained model
+                into.copy_(into.add_(1.0).to(self.dtype))  # a norm near 1, as a trained model's file would have it
         elif feed is not None:
             for start, stop, rows in feed.rows(layout):
                 into[start:stop] = rows if isinstance(layout, Dense) else _numbers(rows, layout)

@@ -53,6 +53,8 @@ def skinny_shape(
     if rows == 1 and dtype.itemsize == 2 and fused:
         if not small:
             return Shape(4, 1024, 4, 1, dot=False, pdl=True)
+        if n > 4096 and k % 2048 == 0:
+            return Shape(4, 2048, 8, 1, dot=False, pdl=True, ahead=True)
         if n > 4096:
             return Shape(8, 512, 4, 1, dot=False, pdl=True, lines=2)
         return Shape(4, 1024, 2, 1, dot=False, pdl=True, ahead=True)
