@@ -6,6 +6,7 @@
 
 #include "operand.h"
 #include "plan.h"
+#include "spread.h"
 
 namespace quire {
 
@@ -13,13 +14,17 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
-constexpr int kRows = 128;  // rows of x in an item: they stay in the second cache while the weights pass
+constexpr int kRows = 128;     // rows of x in an item: they stay in the second cache while the weights pass
+constexpr int kStreaming = 16;  // rows up to which a product waits for its weights
 
 struct Part {
     Segment segment;
     Slot in, out, residual, shrunk;
-    int items = 0;  // of this run
 };
+
+Spread spread(int units, int rows, int threads, int most) {
+    return rows > kStreaming ? Spread::even(units, threads, most) : Spread::streaming(units, threads);
+}
 
 // Blocks [b0, b1) of a weight, rows [m0, m0 + m) of x, into `e` (whose pointers are at row m0, column 0 of the run).
 void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epilogue e) {
@@ -37,32 +42,31 @@ struct Linear : Step {
     std::vector<Part> parts;
     int blocks = 0;
 
-    int size = 1, columns = 1;  // of this run: blocks in an item, items in a pass over all weights
+    Spread columns;  // of this run: all weights' blocks
 
-    // Enough items to share out evenly, few enough to stream.
-    void prepare(const Run& run) override {
-        size = blocks / (8 * run.threads);
-        size = size < 1 ? 1 : size > 8 ? 8 : size;
-        columns = 0;
-        for (Part& p : parts) columns += p.items = (p.segment.weight->blocks + size - 1) / size;
-    }
-    int items(const Run& run) const override { return (run.rows(parts[0].out) + kRows - 1) / kRows * columns; }
+    void prepare(const Run& run) override { columns = spread(blocks, run.rows(parts[0].out), run.threads, 8); }
+    int items(const Run& run) const override { return (run.rows(parts[0].out) + kRows - 1) / kRows * columns.items; }
     void work(const Run& run, int item, int) const override {
-        int m0 = 0, index = item;
-        if (item >= columns) m0 = item / columns * kRows, index = item % columns;
+        const int m0 = item / columns.items * kRows, index = item % columns.items;
         const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
-        const Part* p = parts.data();
-        for (; index >= p->items; p++) index -= p->items;
-        const int b0 = index * size, most = p->segment.weight->blocks, b1 = b0 + size < most ? b0 + size : most;
-        Epilogue e;
-        e.out = run.plan.floats(p->out, m0) + 16 * b0;
-        e.out_stride = p->out.stride / sizeof(float);
-        if (p->segment.residual >= 0) {
-            e.residual = run.plan.floats(p->residual, m0) + 16 * b0;
-            e.residual_stride = p->residual.stride / sizeof(float);
+        int b0 = columns.from(index), b1 = columns.to(index);
+        for (const Part& p : parts) {
+            const int most = p.segment.weight->blocks;
+            if (b0 < most && b0 < b1) part(run, p, b0, b1 < most ? b1 : most, m0, m);
+            b0 = b0 < most ? 0 : b0 - most, b1 -= most;
+            if (b1 <= 0) return;
         }
-        multiply(run, *p, b0, b1, m0, m, e);
-        adapt(run, *p, b0, b1, m0, m, e);
+    }
+    void part(const Run& run, const Part& p, int b0, int b1, int m0, int m) const {
+        Epilogue e;
+        e.out = run.plan.floats(p.out, m0) + 16 * b0;
+        e.out_stride = p.out.stride / sizeof(float);
+        if (p.segment.residual >= 0) {
+            e.residual = run.plan.floats(p.residual, m0) + 16 * b0;
+            e.residual_stride = p.residual.stride / sizeof(float);
+        }
+        multiply(run, p, b0, b1, m0, m, e);
+        adapt(run, p, b0, b1, m0, m, e);
     }
 };
 
@@ -74,20 +78,16 @@ struct Gated : Step {
     bool keep = false, quantized = false;
     Act act = Act::Swiglu;
 
-    int columns = 1, size = 1;  // of this run: items in a pass over the weights, and groups of 32 columns in an item
+    Spread groups;  // of this run: 32 columns each
 
     void prepare(const Run& run) override {
-        const int groups = (gate.segment.weight->blocks + 1) / 2;
-        size = groups / (8 * run.threads);
-        size = size < 1 ? 1 : size > 4 ? 4 : size;
-        columns = (groups + size - 1) / size;
+        groups = spread((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, 4);
     }
-    int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * columns; }
+    int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * groups.items; }
     void work(const Run& run, int item, int thread) const override {
-        int m0 = 0, index = item;
-        if (item >= columns) m0 = item / columns * kRows, index = item % columns;
+        const int m0 = item / groups.items * kRows, index = item % groups.items;
         const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
-        for (int g = index * size; g < (index + 1) * size && 32 * g < gate.segment.weight->n; g++) group(run, g, m0, m, thread);
+        for (int g = groups.from(index); g < groups.to(index); g++) group(run, g, m0, m, thread);
     }
     void group(const Run& run, int column, int m0, int m, int thread) const {
         const int width = gate.segment.weight->n, most = gate.segment.weight->blocks;
@@ -172,7 +172,7 @@ void Plan::linear(std::vector<Segment> segments) {
     auto step = std::make_unique<Linear>();
     for (Segment& s : segments) {
         check_segment(s);
-        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}, shrunk_of(*this, s), 0};
+        Part p{s, at(s.in), floats_slot(s.out, "linear's output"), {}, shrunk_of(*this, s)};
         p.residual = s.residual >= 0 ? floats_slot(s.residual, "linear's residual") : p.out;
         for (const Slot* o : {&p.out, &p.residual})
             if (o->width != s.weight->n || o->per_token != p.in.per_token) refuse("linear: shapes differ");
@@ -187,8 +187,8 @@ void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
     check_segment(gate);
     check_segment(up);
     auto step = std::make_unique<Gated>();
-    step->gate = {gate, at(gate.in), {}, {}, shrunk_of(*this, gate), 0};
-    step->up = {up, at(up.in), {}, {}, shrunk_of(*this, up), 0};
+    step->gate = {gate, at(gate.in), {}, {}, shrunk_of(*this, gate)};
+    step->up = {up, at(up.in), {}, {}, shrunk_of(*this, up)};
     const int n = gate.weight->n;
     if (up.weight->n != n || step->gate.in.per_token != step->up.in.per_token) refuse("gated: shapes differ");
     if ((step->keep = out >= 0)) step->out = floats_slot(out, "gated's output");

@@ -279,60 +279,99 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
 
 enum class Kind { Half, Byte, Other };
 
-// Block b of w against one row.
+constexpr int kSuper = 8;  // tiles whose factors are made together
+
+// Sums of the 16 rows of a tile against one row of x. Codes of 4 and 8 bits are taken a line of memory at a time, the others a slice.
+template <int BITS, int GROUP>
+QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_t (&start)[2], V (&sum)[32 / GROUP][4]) {
+    constexpr int kParts = 32 / GROUP;
+    W d[kParts][4];
+    QUIRE_UNROLL
+    for (int part = 0; part < kParts; part++)
+        QUIRE_UNROLL
+        for (int n = 0; n < 4; n++) d[part][n] = vdupq_n_s32(start[part] + kSumBits);
+    if constexpr (BITS == 4 || BITS == 8) {
+        each<4>([&](auto j) __attribute__((always_inline)) {
+            C low[4], high[4];
+            QUIRE_UNROLL
+            for (int n = 0; n < 4; n++) {
+                const uint8x16_t v = vld1q_u8(tile + 64 * j + 16 * n);
+                if constexpr (BITS == 4) {
+                    low[n] = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15)));
+                    high[n] = vreinterpretq_s8_u8(vshrq_n_u8(v, 4));
+                } else {
+                    low[n] = vreinterpretq_s8_u8(veorq_u8(v, vdupq_n_u8(128)));
+                    high[n] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(tile + 256 + 64 * j + 16 * n), vdupq_n_u8(128)));
+                }
+            }
+            QUIRE_UNROLL
+            for (int n = 0; n < 4; n++) d[0][n] = wdot<j>(d[0][n], low[n], first);
+            QUIRE_UNROLL
+            for (int n = 0; n < 4; n++) d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], high[n], second);
+        });
+    } else {
+        QUIRE_UNROLL
+        for (int n = 0; n < 4; n++) {
+            C c[8];
+            slice_codes<BITS>(tile + 16 * n, c);
+            each<4>([&](auto j) __attribute__((always_inline)) {
+                d[0][n] = wdot<j>(d[0][n], c[j], first);
+                d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], c[j + 4], second);
+            });
+        }
+    }
+    QUIRE_UNROLL
+    for (int part = 0; part < kParts; part++)
+        QUIRE_UNROLL
+        for (int n = 0; n < 4; n++) sum[part][n] = wend(d[part][n]);
+}
+
+// Block b of w against one row. Factors that are bytes become floats for eight tiles at once: a multiply-add between dot products
+// costs this CPU as much as three, among its like it costs one.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
 F affine_row_by(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
     constexpr int kParts = 32 / GROUP;
     const uint8_t* block = w.block(b);
     const int shift = (BITS == 8 ? 128 : 0) - w.offset, tiles = w.tiles;
-    const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192, scale_bytes = w.scale_bytes;
+    const size_t ahead = 8192, scale_bytes = w.scale_bytes;
     const uint8_t *tile = block, *scale_at = block + w.scale_at, *bias_at = block + w.bias_at;
     const int8_t* q = (const int8_t*)x;
     const float* sx = (const float*)(x + s.sx);
     const int32_t* sum = (const int32_t*)(x + s.sum);
-    ByteFactors scales, biases;
+    alignas(64) float made[2][kSuper][kParts][16];
     F acc = fzero();
     for (int t = 0; t < tiles; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 512, sx += 16, sum += 32) {
+        if (KIND != Kind::Half && t % kSuper == 0) {
+            const int some = tiles - t < kSuper ? tiles - t : kSuper;
+            ByteFactors scales, biases;
+            if constexpr (KIND == Kind::Byte) {
+                scales.begin(block + w.super_at + 4 * (size_t)t);
+                if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)t);
+            }
+            for (int i = 0; i < some; i++)
+                QUIRE_UNROLL
+                for (int part = 0; part < kParts; part++) {
+                    const size_t at = (size_t)i * scale_bytes + 16 * (size_t)part;
+                    fstore(made[0][i][part], KIND == Kind::Byte ? scales.of(scale_at + at) : scale_of(w, block, t + i, part));
+                    if constexpr (BIAS) fstore(made[1][i][part], KIND == Kind::Byte ? biases.of(bias_at + at) : bias_of(w, block, t + i, part));
+                }
+        }
         QUIRE_UNROLL
         for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
         prefetch(scale_at + ahead);
         if constexpr (BIAS) prefetch(bias_at + ahead);
-        if constexpr (KIND == Kind::Byte)
-            if (t % 8 == 0) {
-                scales.begin(block + w.super_at + 32 * (size_t)(t / 8));
-                if constexpr (BIAS) biases.begin(block + w.bias_super_at + 32 * (size_t)(t / 8));
-            }
-        const X first = xload(q), second = xload(q + 16);
-        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[16] : sum[0], sum[16]};
-        F other[2][2];  // scales and biases where they take the general way
-        if constexpr (KIND == Kind::Other)
-            for (int part = 0; part < kParts; part++) {
-                other[0][part] = scale_of(w, block, t, part);
-                if constexpr (BIAS) other[1][part] = bias_of(w, block, t, part);
-            }
-        auto factor = [&](const ByteFactors& f, const uint8_t* from, int which, int part, int n) __attribute__((always_inline)) {
-            if constexpr (KIND == Kind::Half) return half_four(from + 32 * part + 8 * n);
-            if constexpr (KIND == Kind::Byte) return f.of(from + 16 * part, n);
-            return other[which][part].v[n];
-        };
-        const float scale = *sx;
-        float times[2];
-        for (int part = 0; part < kParts; part++) times[part] = scale * (float)total[part];
+        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[16] : sum[0], sum[16]}, start[2] = {shift * total[0], shift * total[1]};
+        V found[kParts][4];
+        tile_sums<BITS, GROUP>(tile, xload(q), xload(q + 16), start, found);
         QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) {
-            C c[8];
-            slice_codes<BITS>(tile + 16 * n, c);
-            W d[2];
+        for (int part = 0; part < kParts; part++) {
+            const F scale = KIND == Kind::Half ? half_sixteen(scale_at + 32 * part) : fload(made[0][t % kSuper][part]);
             QUIRE_UNROLL
-            for (int part = 0; part < kParts; part++) d[part] = wbegin(shift * total[part]);
-            each<4>([&](auto j) __attribute__((always_inline)) {
-                d[0] = wdot<j>(d[0], c[j], first);
-                d[kParts - 1] = wdot<j>(d[kParts - 1], c[j + 4], second);
-            });
-            QUIRE_UNROLL
-            for (int part = 0; part < kParts; part++) {
-                acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(factor(scales, scale_at, 0, part, n), scale), wend(d[part]));
-                if constexpr (BIAS) acc.v[n] = vfmaq_n_f32(acc.v[n], factor(biases, bias_at, 1, part, n), times[part]);
+            for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(scale.v[n], *sx), found[part][n]);
+            if constexpr (BIAS) {
+                const F bias = KIND == Kind::Half ? half_sixteen(bias_at + 32 * part) : fload(made[1][t % kSuper][part]);
+                QUIRE_UNROLL
+                for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_n_f32(acc.v[n], bias.v[n], *sx * (float)total[part]);
             }
         }
     }

@@ -235,7 +235,7 @@ inline B bsub(B a, uint8_t x) {
     QUIRE_QUARTERS a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8(x));
     return a;
 }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch(const void* p) { asm volatile("prfm pldl1keep, %a0" ::"p"(p)); }
 
 // Single registers. X holds four quads of a row: the dot product takes one by its index.
 using V = float32x4_t;
