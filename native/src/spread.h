@@ -18,8 +18,8 @@ struct Spread {
     // who wants them, then short ones for those who are done early.
     static Spread streaming(int units, int threads) {
         if (threads == 1) return make(units, 1, units, 1);
-        const int piece = units / (16 * threads);
-        return make(units, threads, units * 7 / (8 * threads), piece < 1 ? 1 : piece);
+        const int piece = units / (32 * threads);
+        return make(units, threads, units * 15 / (16 * threads), piece < 1 ? 1 : piece);
     }
 
     int from(int item) const { return item < runs ? item * run : runs * run + (item - runs) * piece; }
