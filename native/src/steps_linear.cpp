@@ -87,15 +87,16 @@ struct Gated : Step {
     void work(const Run& run, int item, int thread) const override {
         const int m0 = item / groups.items * kRows, index = item % groups.items;
         const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
-        for (int g = groups.from(index); g < groups.to(index); g++) group(run, g, m0, m, thread);
+        const int most = kRows / m;  // groups whose results fit the scratch
+        for (int g = groups.from(index), end = groups.to(index); g < end; g += most) some(run, g, g + most < end ? g + most : end, m0, m, thread);
     }
-    void group(const Run& run, int column, int m0, int m, int thread) const {
-        const int width = gate.segment.weight->n, most = gate.segment.weight->blocks;
-        const int b0 = 2 * column, b1 = b0 + 2 < most ? b0 + 2 : most;
+    void some(const Run& run, int g0, int g1, int m0, int m, int thread) const {
+        const int n = gate.segment.weight->n, most = gate.segment.weight->blocks;
+        const int b0 = 2 * g0, b1 = 2 * g1 < most ? 2 * g1 : most, width = 32 * (g1 - g0);
         float* g = (float*)run.plan.scratch(thread);
         float* u = g + 32 * kRows;
         Epilogue e;
-        e.out_stride = 32;
+        e.out_stride = (size_t)width;
         e.out = g;
         multiply(run, gate, b0, b1, m0, m, e);
         adapt(run, gate, b0, b1, m0, m, e);
@@ -103,11 +104,11 @@ struct Gated : Step {
         multiply(run, up, b0, b1, m0, m, e);
         adapt(run, up, b0, b1, m0, m, e);
         const Kernels& k = run.plan.kernels();
-        const int count = width - 32 * column < 32 ? width - 32 * column : 32;
-        for (int r = 0; r < m; r++, g += 32, u += 32) {
-            float* to = keep ? run.plan.floats(out, m0 + r) + 32 * column : g;
+        const int count = n - 32 * g0 < width ? n - 32 * g0 : width;
+        for (int r = 0; r < m; r++, g += width, u += width) {
+            float* to = keep ? run.plan.floats(out, m0 + r) + 32 * g0 : g;
             (act == Act::Swiglu ? k.swiglu : k.geglu)(g, u, count, to);
-            if (quantized) run.plan.quantize_row(quant, m0 + r, to, column, 1);
+            if (quantized) run.plan.quantize_row(quant, m0 + r, to, g0, g1 - g0);
         }
     }
 };

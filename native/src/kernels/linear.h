@@ -53,6 +53,11 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     return acc;
 }
 
+template <int BITS, int GROUP, bool BIAS>
+void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, const Epilogue& e) {
+    for (int b = b0; b < b1; b++) finish(e, 0, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, x, s));
+}
+
 constexpr int kFewTiles = 128;  // whose Extras are kept at a time
 
 // `tiles` tiles of block b from t0 on against R lanes of a panel, straight from the packed codes: unpacking them into memory
@@ -153,7 +158,7 @@ template <int BITS, int GROUP, bool BIAS>
 void affine_blocks(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     if (m > 1) return affine_few_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
-    for (int b = b0; b < b1; b++) finish(e, 0, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, x, s));
+    affine_one_row<BITS, GROUP, BIAS>(w, b0, b1, x, s, e);
 }
 
 template <int BITS>

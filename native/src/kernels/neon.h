@@ -326,41 +326,67 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_
         for (int n = 0; n < 4; n++) sum[part][n] = wend(d[part][n]);
 }
 
-// Block b of w against one row. Factors that are bytes become floats for eight tiles at once: a multiply-add between dot products
+// One lane of a panel, its numbers side by side: in a panel they are half a kilobyte apart, where they would keep to a few sets of the
+// first cache and be pushed out of it by the weights.
+struct OneRow {
+    static constexpr int kTiles = 512;
+    alignas(64) int8_t codes[32 * kTiles];
+    alignas(64) float scale[kTiles];
+    alignas(64) int32_t sum[2 * kTiles];
+
+    QUIRE_INLINE void take(const uint8_t* x, const QuantShape& s, int tiles) {
+        for (int t = 0; t < tiles; t++) {
+            vst1q_s8(codes + 32 * t, vld1q_s8((const int8_t*)x + 512 * (size_t)t));
+            vst1q_s8(codes + 32 * t + 16, vld1q_s8((const int8_t*)x + 512 * (size_t)t + 16));
+            scale[t] = ((const float*)(x + s.sx))[16 * (size_t)t];
+            sum[2 * t] = ((const int32_t*)(x + s.sum))[32 * (size_t)t], sum[2 * t + 1] = ((const int32_t*)(x + s.sum))[32 * (size_t)t + 16];
+        }
+    }
+};
+
+inline void prefetch_far(const void* p) { asm volatile("prfm pldl2keep, %a0" ::"p"(p)); }
+
+// `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next. Factors that are bytes become floats for eight tiles at once: a multiply-add between dot products
 // costs this CPU as much as three, among its like it costs one.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
-F affine_row_by(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
+inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const OneRow& x, F acc) {
     constexpr int kParts = 32 / GROUP;
+    constexpr size_t kFar = 16384, kNear = 1024, kMiddle = 8192;  // how far ahead lines are asked for: into the second cache, the first, or at once
     const uint8_t* block = w.block(b);
-    const int shift = (BITS == 8 ? 128 : 0) - w.offset, tiles = w.tiles;
-    const size_t ahead = 8192, scale_bytes = w.scale_bytes;
-    const uint8_t *tile = block, *scale_at = block + w.scale_at, *bias_at = block + w.bias_at;
-    const int8_t* q = (const int8_t*)x;
-    const float* sx = (const float*)(x + s.sx);
-    const int32_t* sum = (const int32_t*)(x + s.sum);
+    const size_t far = (size_t)(b1 - b - 1) * w.block_bytes >= kFar ? kFar : kNear;  // nothing that nobody here wants
+    const int shift = (BITS == 8 ? 128 : 0) - w.offset;
+    const size_t scale_bytes = w.scale_bytes;
+    const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * scale_bytes;
+    const uint8_t* bias_at = block + w.bias_at + (size_t)t0 * scale_bytes;
+    const int8_t* q = x.codes;
+    const float* sx = x.scale;
+    const int32_t* sum = x.sum;
     alignas(64) float made[2][kSuper][kParts][16];
-    F acc = fzero();
-    for (int t = 0; t < tiles; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 512, sx += 16, sum += 32) {
+    for (int t = 0; t < tiles; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 32, sx++, sum += 2) {
         if (KIND != Kind::Half && t % kSuper == 0) {
             const int some = tiles - t < kSuper ? tiles - t : kSuper;
             ByteFactors scales, biases;
             if constexpr (KIND == Kind::Byte) {
-                scales.begin(block + w.super_at + 4 * (size_t)t);
-                if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)t);
+                scales.begin(block + w.super_at + 4 * (size_t)(t0 + t));
+                if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)(t0 + t));
             }
             for (int i = 0; i < some; i++)
                 QUIRE_UNROLL
                 for (int part = 0; part < kParts; part++) {
                     const size_t at = (size_t)i * scale_bytes + 16 * (size_t)part;
-                    fstore(made[0][i][part], KIND == Kind::Byte ? scales.of(scale_at + at) : scale_of(w, block, t + i, part));
-                    if constexpr (BIAS) fstore(made[1][i][part], KIND == Kind::Byte ? biases.of(bias_at + at) : bias_of(w, block, t + i, part));
+                    fstore(made[0][i][part], KIND == Kind::Byte ? scales.of(scale_at + at) : scale_of(w, block, t0 + t + i, part));
+                    if constexpr (BIAS) fstore(made[1][i][part], KIND == Kind::Byte ? biases.of(bias_at + at) : bias_of(w, block, t0 + t + i, part));
                 }
         }
+        auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
+            if constexpr (BITS == 8) return prefetch(p + kMiddle);  // there is no time for two
+            prefetch_far(p + far), prefetch(p + kNear);
+        };
         QUIRE_UNROLL
-        for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
-        prefetch(scale_at + ahead);
-        if constexpr (BIAS) prefetch(bias_at + ahead);
-        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[16] : sum[0], sum[16]}, start[2] = {shift * total[0], shift * total[1]};
+        for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
+        ask(scale_at);
+        if constexpr (BIAS) ask(bias_at);
+        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]}, start[2] = {shift * total[0], shift * total[1]};
         V found[kParts][4];
         tile_sums<BITS, GROUP>(tile, xload(q), xload(q + 16), start, found);
         QUIRE_UNROLL
@@ -379,10 +405,25 @@ F affine_row_by(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
 }
 
 template <int BITS, int GROUP, bool BIAS>
-inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
-    if (half_factors(w)) return affine_row_by<BITS, GROUP, BIAS, Kind::Half>(w, b, x, s);
-    if (byte_factors(w)) return affine_row_by<BITS, GROUP, BIAS, Kind::Byte>(w, b, x, s);
-    return affine_row_by<BITS, GROUP, BIAS, Kind::Other>(w, b, x, s);
+void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, const Epilogue& e) {
+    OneRow row;
+    auto blocks = [&](auto kind) {
+        for (int b = b0; b < b1; b++) {
+            F acc = fzero();
+            for (int t0 = 0; t0 < w.tiles; t0 += OneRow::kTiles) {
+                const int tiles = w.tiles - t0 < OneRow::kTiles ? w.tiles - t0 : OneRow::kTiles;
+                if (b == b0 || w.tiles > OneRow::kTiles) {
+                    const QuantShape rest = s.from(t0, 0);
+                    row.take(x + QuantShape::at(t0, 0), rest, tiles);
+                }
+                acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, b1, t0, tiles, row, acc);
+            }
+            finish(e, 0, 16 * (b - b0), acc);
+        }
+    };
+    if (half_factors(w)) return blocks(std::integral_constant<Kind, Kind::Half>{});
+    if (byte_factors(w)) return blocks(std::integral_constant<Kind, Kind::Byte>{});
+    blocks(std::integral_constant<Kind, Kind::Other>{});
 }
 
 }  // namespace
