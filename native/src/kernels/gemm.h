@@ -109,7 +109,7 @@ template <int BITS, class Function> inline void each_quad(const uint8_t* p, Func
 
 // Some tiles of one block, unpacked.
 struct Chunk {
-    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns]; less `base` where codes are signed
+    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns] (NEON: [tile][4 rows][quad]); less `base` where codes are signed
     alignas(64) float scale[kChunk][2][16];  // [tile][part][row]
     alignas(64) float bias[kChunk][2][16];
 };
@@ -220,7 +220,11 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
         uint8_t* out = to.codes[t];
         each_quad<BITS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
             if constexpr (kSignedCodes || kTiles) codes = bsub(codes, (uint8_t)base);
+#ifdef QUIRE_NEON
+            for (int n = 0; n < 4; n++) vst1q_u8(out + 128 * n + 16 * q, codes.v[n]);
+#else
             bstore(out + 64 * q, codes);
+#endif
         });
         for (int part = 0; part < 32 / GROUP; part++) {
             fstore(to.scale[t][part], scale_of(w, block, t0 + t, part));

@@ -6,6 +6,10 @@
 // they become floats by one subtraction, and what belongs to a row is taken by lane. benchmarks/neon_model.py tells how it does.
 #pragma once
 
+#ifdef QUIRE_NEON_DOT
+#include "neon_loops.h"
+#endif
+
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -125,6 +129,18 @@ template <int R, int N, int GROUP, bool BIAS, bool WIDE>
 inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
     static_assert(!WIDE, "one kind of dot product");
     constexpr int kParts = 32 / GROUP;
+#ifdef QUIRE_NEON_DOT
+    if constexpr (R == 8)
+        if (!shifted) {
+            for (int slice = first; slice < first + N; slice++) {
+                const Chunk& from = chunk[slice / 4];
+                const int row = slice % 4 * 4;
+                slice_loop<0, GROUP, BIAS>({from.codes[0] + 32 * row, from.scale[0][0] + row, from.bias[0][0] + row, x.codes, x.sx, x.sxs,
+                                            tiles, acc + 4 * slice, 4 * stride}, nullptr);
+            }
+            return;
+        }
+#endif
     auto pass = [&](auto moved) __attribute__((always_inline)) {
         for (int slice = first; slice < first + N; slice++) {
             const Chunk& from = chunk[slice / 4];
@@ -134,7 +150,7 @@ inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x
             each<R>([&](auto r) __attribute__((always_inline)) { a[r] = vload(at + r * stride); });
             for (int t = 0; t < tiles; t++) {
                 C c[8];
-                each<8>([&](auto q) __attribute__((always_inline)) { c[q] = cload(from.codes[t] + 64 * q + 4 * row); });
+                each<8>([&](auto q) __attribute__((always_inline)) { c[q] = cload(from.codes[t] + 32 * row + 16 * q); });
                 slice_rows<R, GROUP, BIAS, decltype(moved)::value>(
                     c, from.scale[t][0] + row, from.bias[t][0] + row, x.codes + 512 * (size_t)t, x.sx + 16 * t,
                     decltype(moved)::value ? x.shift + 16 * kParts * t : nullptr, BIAS ? x.sxs + 16 * kParts * t : nullptr, a);
@@ -217,6 +233,17 @@ inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
 template <int BITS, int GROUP, bool BIAS, int R>
 inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& f, const Lanes& x, bool shifted, float* acc) {
     constexpr int kParts = 32 / GROUP;
+#ifdef QUIRE_NEON_DOT
+    if constexpr (R == 8 && GROUP == 32 && (BITS == 4 || (BITS == 8 && !BIAS)))
+        if (!shifted) {
+            alignas(16) uint8_t less[16];
+            memset(less, base, sizeof less);
+            for (int slice = 0; slice < 4; slice++)
+                slice_loop<BITS, GROUP, BIAS>({tile + 16 * slice, f.scale[0][0] + 4 * slice, f.bias[0][0] + 4 * slice, x.codes, x.sx, x.sxs,
+                                               tiles, acc + 4 * slice, 64}, less);
+            return;
+        }
+#endif
     auto pass = [&](auto moved) __attribute__((always_inline)) {
         for (int slice = 0; slice < 4; slice++) {
             V a[R];
