@@ -308,6 +308,32 @@ enum class Kind { Half, Byte, Other };
 
 constexpr int kSuper = 8;  // tiles whose factors are made together
 
+#ifdef QUIRE_NEON_DOT
+// slice_codes<6> and its dot products, by name: every step that merges bits does so in the register that is not needed after it.
+QUIRE_INLINE void slice_six(const uint8_t* p, X first, X second, W& d0, W& d1) {
+    const uint8x16_t low = vdupq_n_u8(15), three = vdupq_n_u8(0x33);
+    uint8x16_t v0, v1, v2, v3, t0, t1, a, b, a1, b1;
+    asm volatile(
+        "ldr %q[a], [%[p], #256]\n ldr %q[b], [%[p], #320]\n ldr %q[v0], [%[p]]\n ldr %q[v1], [%[p], #64]\n"
+        "ldr %q[v2], [%[p], #128]\n ldr %q[v3], [%[p], #192]\n"
+        "ushr %[a1].16b, %[a].16b, #2\n and %[a].16b, %[a].16b, %[three].16b\n"
+        "ushr %[b1].16b, %[b].16b, #2\n and %[b].16b, %[b].16b, %[three].16b\n"
+        "ushr %[t0].16b, %[v0].16b, #4\n and %[a1].16b, %[a1].16b, %[three].16b\n"
+        "ushr %[t1].16b, %[v1].16b, #4\n and %[b1].16b, %[b1].16b, %[three].16b\n"
+        "sli %[v0].16b, %[a].16b, #4\n bit %[a].16b, %[v2].16b, %[low].16b\n"
+        "sli %[v1].16b, %[a1].16b, #4\n bit %[a1].16b, %[v3].16b, %[low].16b\n"
+        "sli %[t0].16b, %[b].16b, #4\n sdot %[d0].4s, %[v0].16b, %[x].4b[0]\n"
+        "sli %[t1].16b, %[b1].16b, #4\n sdot %[d0].4s, %[v1].16b, %[x].4b[1]\n"
+        "sri %[b].16b, %[v2].16b, #4\n sdot %[d0].4s, %[a].16b, %[x].4b[2]\n"
+        "sri %[b1].16b, %[v3].16b, #4\n sdot %[d0].4s, %[a1].16b, %[x].4b[3]\n"
+        "sdot %[d1].4s, %[t0].16b, %[y].4b[0]\n sdot %[d1].4s, %[t1].16b, %[y].4b[1]\n"
+        "sdot %[d1].4s, %[b].16b, %[y].4b[2]\n sdot %[d1].4s, %[b1].16b, %[y].4b[3]\n"
+        : [d0] "+w"(d0), [d1] "+w"(d1), [v0] "=&w"(v0), [v1] "=&w"(v1), [v2] "=&w"(v2), [v3] "=&w"(v3), [t0] "=&w"(t0), [t1] "=&w"(t1),
+          [a] "=&w"(a), [b] "=&w"(b), [a1] "=&w"(a1), [b1] "=&w"(b1)
+        : [p] "r"(p), [x] "w"(first), [y] "w"(second), [low] "w"(low), [three] "w"(three));
+}
+#endif
+
 // Sums of the 16 rows of a tile against one row of x. Codes of 4 and 8 bits are taken a line of memory at a time, the others a slice.
 template <int BITS, int GROUP>
 QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_t (&start)[2], V (&sum)[32 / GROUP][4]) {
@@ -336,6 +362,11 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], high[n], second);
         });
+#ifdef QUIRE_NEON_DOT
+    } else if constexpr (BITS == 6 && GROUP == 16) {
+        QUIRE_UNROLL
+        for (int n = 0; n < 4; n++) slice_six(tile + 16 * n, first, second, d[0][n], d[1][n]);
+#endif
     } else {
         QUIRE_UNROLL
         for (int n = 0; n < 4; n++) {
@@ -373,6 +404,14 @@ struct OneRow {
 
 inline void prefetch_far(const void* p) { asm volatile("prfm pldl2keep, %a0" ::"p"(p)); }
 
+// acc += (scale * s) * sum of 16 rows; by name, so that they stay together (see neon_loops.h).
+QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const V (&sum)[4]) {
+    V p[4];
+    asm volatile("fmul %4.4s, %8.4s, %16.s[0]\n fmul %5.4s, %9.4s, %16.s[0]\n fmul %6.4s, %10.4s, %16.s[0]\n fmul %7.4s, %11.4s, %16.s[0]\n"
+                 "fmla %0.4s, %4.4s, %12.4s\n fmla %1.4s, %5.4s, %13.4s\n fmla %2.4s, %6.4s, %14.4s\n fmla %3.4s, %7.4s, %15.4s\n"
+                 : "+w"(acc.v[0]), "+w"(acc.v[1]), "+w"(acc.v[2]), "+w"(acc.v[3]), "=&w"(p[0]), "=&w"(p[1]), "=&w"(p[2]), "=&w"(p[3])
+                 : "w"(scale.v[0]), "w"(scale.v[1]), "w"(scale.v[2]), "w"(scale.v[3]), "w"(sum[0]), "w"(sum[1]), "w"(sum[2]), "w"(sum[3]), "w"(s));
+}
 // `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next. Factors that are bytes become floats for eight tiles at once: a multiply-add between dot products
 // costs this CPU as much as three, among its like it costs one.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
@@ -419,8 +458,10 @@ inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const 
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
             const F scale = KIND == Kind::Half ? half_sixteen(scale_at + 32 * part) : fload(made[0][t % kSuper][part]);
-            QUIRE_UNROLL
-            for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(scale.v[n], *sx), found[part][n]);
+            if constexpr (kParts == 2) add_scaled(acc, scale, sload(sx).v, found[part]);
+            else
+                QUIRE_UNROLL
+                for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(scale.v[n], *sx), found[part][n]);
             if constexpr (BIAS) {
                 const F bias = KIND == Kind::Half ? half_sixteen(bias_at + 32 * part) : fload(made[1][t % kSuper][part]);
                 QUIRE_UNROLL
