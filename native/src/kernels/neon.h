@@ -412,8 +412,7 @@ QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const V (&sum)[4]) {
                  : "+w"(acc.v[0]), "+w"(acc.v[1]), "+w"(acc.v[2]), "+w"(acc.v[3]), "=&w"(p[0]), "=&w"(p[1]), "=&w"(p[2]), "=&w"(p[3])
                  : "w"(scale.v[0]), "w"(scale.v[1]), "w"(scale.v[2]), "w"(scale.v[3]), "w"(sum[0]), "w"(sum[1]), "w"(sum[2]), "w"(sum[3]), "w"(s));
 }
-// `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next. Factors that are bytes become floats for eight tiles at once: a multiply-add between dot products
-// costs this CPU as much as three, among its like it costs one.
+// `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
 inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const OneRow& x, F acc) {
     constexpr int kParts = 32 / GROUP;
@@ -427,23 +426,13 @@ inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const 
     const int8_t* q = x.codes;
     const float* sx = x.scale;
     const int32_t* sum = x.sum;
-    alignas(64) float made[2][kSuper][kParts][16];
+    ByteFactors scales, biases;
     for (int t = 0; t < tiles; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 32, sx++, sum += 2) {
-        if (KIND != Kind::Half && t % kSuper == 0) {
-            const int some = tiles - t < kSuper ? tiles - t : kSuper;
-            ByteFactors scales, biases;
-            if constexpr (KIND == Kind::Byte) {
+        if constexpr (KIND == Kind::Byte)
+            if (t % kSuper == 0) {
                 scales.begin(block + w.super_at + 4 * (size_t)(t0 + t));
                 if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)(t0 + t));
             }
-            for (int i = 0; i < some; i++)
-                QUIRE_UNROLL
-                for (int part = 0; part < kParts; part++) {
-                    const size_t at = (size_t)i * scale_bytes + 16 * (size_t)part;
-                    fstore(made[0][i][part], KIND == Kind::Byte ? scales.of(scale_at + at) : scale_of(w, block, t0 + t + i, part));
-                    if constexpr (BIAS) fstore(made[1][i][part], KIND == Kind::Byte ? biases.of(bias_at + at) : bias_of(w, block, t0 + t + i, part));
-                }
-        }
         auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
             if constexpr (BITS == 8) return prefetch(p + kMiddle);  // there is no time for two
             prefetch_far(p + far), prefetch(p + kNear);
@@ -457,13 +446,17 @@ inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const 
         tile_sums<BITS, GROUP>(tile, xload(q), xload(q + 16), start, found);
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
-            const F scale = KIND == Kind::Half ? half_sixteen(scale_at + 32 * part) : fload(made[0][t % kSuper][part]);
+            const F scale = KIND == Kind::Half   ? half_sixteen(scale_at + 32 * part)
+                            : KIND == Kind::Byte ? scales.of(scale_at + 16 * part)
+                                                 : scale_of(w, block, t0 + t, part);
             if constexpr (kParts == 2) add_scaled(acc, scale, sload(sx).v, found[part]);
             else
                 QUIRE_UNROLL
                 for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(scale.v[n], *sx), found[part][n]);
             if constexpr (BIAS) {
-                const F bias = KIND == Kind::Half ? half_sixteen(bias_at + 32 * part) : fload(made[1][t % kSuper][part]);
+                const F bias = KIND == Kind::Half   ? half_sixteen(bias_at + 32 * part)
+                               : KIND == Kind::Byte ? biases.of(bias_at + 16 * part)
+                                                    : bias_of(w, block, t0 + t, part);
                 QUIRE_UNROLL
                 for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_n_f32(acc.v[n], bias.v[n], *sx * (float)total[part]);
             }
