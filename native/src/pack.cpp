@@ -96,7 +96,7 @@ template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uin
         memcpy(q, codes + (size_t)r * row_stride, 32);
         auto put = [&](int vector, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
         if constexpr (bits == 8) {
-            for (int j = 0; j < 8; j++) put(j, q[j]);
+            for (int j = 0; j < 8; j++) put(j, q[j] ^ 0x01010101u * kStoredLess);
         } else if constexpr (bits >= 4) {
             for (int j = 0; j < 4; j++) put(j, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
             if constexpr (bits == 5) put(4, one_bit(q, 4));

@@ -2,7 +2,7 @@
 //
 // A matrix is cut into blocks of 16 output rows. An affine block holds, region after region (each 64-byte aligned):
 //   codes   per 32 columns: 64-byte vectors of 16 rows x 4 consecutive columns ("quads"), as bit planes:
-//             8 bits  8 vectors, quad q in vector q
+//             8 bits  8 vectors, quad q in vector q, each code less kStoredLess
 //             4       4 vectors, quad j in the low nibbles of vector j, quad j + 4 in the high ones
 //             2       2 vectors, quad 4h + j in bits 2j, 2j + 1 of vector h
 //             5, 6    the 4-bit plane, then bit 4 (1 vector, quad q in bit q) or bits 4-5 (2 vectors, as for 2)
@@ -23,6 +23,13 @@ namespace quire {
 
 enum class Scales : int { Half = 0, Byte = 1, Nibble = 2 };
 enum class Type : int { F32 = 0, F16 = 1, BF16 = 2, Affine = 3 };
+
+// What 8-bit codes are stored less: a dot product on ARM takes signed bytes, elsewhere unsigned ones.
+#if defined(__aarch64__)
+constexpr uint8_t kStoredLess = 128;
+#else
+constexpr uint8_t kStoredLess = 0;
+#endif
 
 static inline size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
 

@@ -81,6 +81,7 @@ Matrix random_affine(const Form& f, int n, int k) {
     for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
     for (int b = 0; b < w.blocks; b++) {  // the regions of floats must hold finite ones
         uint8_t* block = w.block(b);
+        for (size_t i = 0; f.bits == 8 && i < (size_t)w.tiles * w.code_bytes; i++) block[i] = (uint8_t)(block[i] - kStoredLess);
         auto factors = [&](size_t from, size_t to) {
             const size_t width = f.wide ? 4 : 2;
             for (size_t i = from; i + width <= to; i += width) {

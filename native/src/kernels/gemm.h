@@ -32,7 +32,7 @@ template <class Function, int... J> inline void unrolled(std::integer_sequence<i
 template <int BITS, class Function> inline void each_quad(const uint8_t* p, Function f) {
     if constexpr (BITS == 8) {
         QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) f(q, bload(p + 64 * q));
+        for (int q = 0; q < 8; q++) f(q, quire::kStoredLess ? bsub(bload(p + 64 * q), quire::kStoredLess) : bload(p + 64 * q));
     }
     if constexpr (BITS == 4) {
         QUIRE_UNROLL

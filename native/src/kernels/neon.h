@@ -45,7 +45,7 @@ template <int BITS> QUIRE_INLINE void slice_codes(const uint8_t* p, C (&c)[8]) {
     auto put = [&](int q, uint8x16_t a) __attribute__((always_inline)) { c[q] = vreinterpretq_s8_u8(a); };
     if constexpr (BITS == 8) {
         QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) put(q, veorq_u8(load(64 * q), vdupq_n_u8(128)));
+        for (int q = 0; q < 8; q++) put(q, load(64 * q));
     }
     if constexpr (BITS == 4) {
         QUIRE_UNROLL
@@ -353,8 +353,8 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_
                     low[n] = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15)));
                     high[n] = vreinterpretq_s8_u8(vshrq_n_u8(v, 4));
                 } else {
-                    low[n] = vreinterpretq_s8_u8(veorq_u8(v, vdupq_n_u8(128)));
-                    high[n] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(tile + 256 + 64 * j + 16 * n), vdupq_n_u8(128)));
+                    low[n] = vreinterpretq_s8_u8(v);
+                    high[n] = vreinterpretq_s8_u8(vld1q_u8(tile + 256 + 64 * j + 16 * n));
                 }
             }
             QUIRE_UNROLL

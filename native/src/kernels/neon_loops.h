@@ -19,16 +19,15 @@ struct SliceArgs {
     size_t stride;  // in bytes, from a lane to the next
 };
 
-alignas(16) constexpr uint32_t kLoopConstants[3][4] = {
+alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
     {0x4b400000u, 0x4b400000u, 0x4b400000u, 0x4b400000u},  // sums start here, see wbegin
     {0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu},
-    {0x80808080u, 0x80808080u, 0x80808080u, 0x80808080u},
 };
 
 // clang-format off
 #define QUIRE_ALL(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7)
 
-// Eight registers of codes: bytes side by side; or packed, 64 bytes apart, four bits (less a base) or eight (less 128).
+// Eight registers of codes: bytes side by side; or packed, 64 bytes apart, four bits (less a base) or eight.
 #define QUIRE_CODES_BYTES \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #16]\n ldr q18, [%[c], #32]\n ldr q19, [%[c], #48]\n" \
     "ldr q20, [%[c], #64]\n ldr q21, [%[c], #80]\n ldr q22, [%[c], #96]\n ldr q23, [%[c], #112]\n add %[c], %[c], #512\n"
@@ -42,9 +41,7 @@ alignas(16) constexpr uint32_t kLoopConstants[3][4] = {
     QUIRE_LESS(22) QUIRE_LESS(23)
 #define QUIRE_CODES_EIGHT \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #64]\n ldr q18, [%[c], #128]\n ldr q19, [%[c], #192]\n" \
-    "ldr q20, [%[c], #256]\n ldr q21, [%[c], #320]\n ldr q22, [%[c], #384]\n ldr q23, [%[c], #448]\n add %[c], %[c], #512\n" \
-    "ldr q24, [%[k], #32]\n" QUIRE_LESS(16) QUIRE_LESS(17) QUIRE_LESS(18) QUIRE_LESS(19) \
-    QUIRE_LESS(20) QUIRE_LESS(21) QUIRE_LESS(22) QUIRE_LESS(23)
+    "ldr q20, [%[c], #256]\n ldr q21, [%[c], #320]\n ldr q22, [%[c], #384]\n ldr q23, [%[c], #448]\n add %[c], %[c], #512\n"
 
 #define QUIRE_BEGIN(R) "ldr q" #R ", [%[k]]\n"
 #define QUIRE_DOT(A, B, C, D, CODES, J) \

@@ -140,7 +140,7 @@ void rope(const float* x, const RopeArgs& r, float* out) {
 // Code q (0 to 7: which quad) of a row inside a tile; see weight.h.
 inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
     switch (bits) {
-        case 8: return tile[64 * q + lane];
+        case 8: return (uint8_t)(tile[64 * q + lane] + quire::kStoredLess);
         case 2: return (tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u;
         case 3: return ((tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u) | ((tile[128 + lane] >> q) & 1u) << 2;
         default: break;
