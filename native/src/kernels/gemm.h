@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int kChunk = 16;      // tiles of 32 columns unpacked at a time
+constexpr int kChunk = kWidth == 4 ? 24 : 16;  // tiles of 32 columns unpacked at a time
 constexpr int kMaxTall = 128;   // rows in one call
 constexpr int kPair = kTileColumns * kWidth > 16 ? kTileColumns * kWidth / 16 : 1;  // blocks unpacked together
 constexpr int kSlices = 16 / kWidth;                                                // registers across a block

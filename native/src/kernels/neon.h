@@ -136,7 +136,7 @@ inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x
                 const Chunk& from = chunk[slice / 4];
                 const int row = slice % 4 * 4;
                 slice_loop<0, GROUP, BIAS>({from.codes[0] + 32 * row, from.scale[0][0] + row, from.bias[0][0] + row, x.codes, x.sx, x.sxs,
-                                            tiles, acc + 4 * slice, 4 * stride}, nullptr);
+                                            tiles, acc + 4 * slice, 4 * stride, nullptr}, nullptr);
             }
             return;
         }
@@ -188,9 +188,11 @@ struct ByteFactors {
 inline bool byte_factors(const Matrix& w) { return w.scales == Scales::Byte && !w.wide; }
 inline bool half_factors(const Matrix& w) { return w.scales == Scales::Half && !w.wide; }
 
+constexpr int kFewChunk = 32;  // tiles that a few rows pass over at a time
+
 struct Factors {
-    alignas(64) float scale[kChunk][2][16];
-    alignas(64) float bias[kChunk][2][16];
+    alignas(64) float scale[kFewChunk][2][16];
+    alignas(64) float bias[kFewChunk][2][16];
 
     template <int GROUP, bool BIAS> void fill(const Matrix& w, int b, int t0, int tiles) {
         const uint8_t* block = w.block(b);
@@ -219,28 +221,31 @@ struct Factors {
     }
 };
 
-// Asks for the chunk at tile t0 of the blocks from b on: it comes from memory while the rows pass over the one before.
-inline void ask_ahead(const Matrix& w, int b, int b1, int t0) {
-    const size_t tiles = (size_t)(w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk);
-    for (int i = b; i < b + kPair && i < b1; i++) {
-        const uint8_t *codes = w.block(i) + (size_t)t0 * w.code_bytes, *scales = w.block(i) + w.scale_at + (size_t)t0 * w.scale_bytes;
-        for (size_t at = 0; at < tiles * w.code_bytes; at += 64) prefetch(codes + at);
-        for (size_t at = 0; at < tiles * w.scale_bytes; at += 64) prefetch(scales + at);
-    }
+inline void ask_ahead(const uint8_t* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) prefetch(from + at);
 }
 
-// Some tiles of a block, from `tile` on, against R lanes: straight from the packed codes, which lose `base`.
+// Whether eight rows have a loop of their own, which asks for what comes next.
+template <int BITS, int GROUP, bool BIAS>
+#ifdef QUIRE_NEON_DOT
+constexpr bool kAsksAlong = GROUP == 32 && (BITS == 4 || (BITS == 8 && !BIAS));
+#else
+constexpr bool kAsksAlong = false;
+#endif
+
+// Some tiles of a block, from `tile` on, against R lanes: straight from the packed codes, which lose `base`. Those at `next` are wanted
+// after them: asked for one by one, because a CPU forgets what it is asked for all at once.
 template <int BITS, int GROUP, bool BIAS, int R>
-inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& f, const Lanes& x, bool shifted, float* acc) {
+inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& f, const Lanes& x, bool shifted, const uint8_t* next, float* acc) {
     constexpr int kParts = 32 / GROUP;
 #ifdef QUIRE_NEON_DOT
-    if constexpr (R == 8 && GROUP == 32 && (BITS == 4 || (BITS == 8 && !BIAS)))
+    if constexpr (R == 8 && kAsksAlong<BITS, GROUP, BIAS>)
         if (!shifted) {
             alignas(16) uint8_t less[16];
             memset(less, base, sizeof less);
             for (int slice = 0; slice < 4; slice++)
                 slice_loop<BITS, GROUP, BIAS>({tile + 16 * slice, f.scale[0][0] + 4 * slice, f.bias[0][0] + 4 * slice, x.codes, x.sx, x.sxs,
-                                               tiles, acc + 4 * slice, 64}, less);
+                                               tiles, acc + 4 * slice, 64, next + (size_t)(slice * tiles) * (64 * BITS / 4)}, less);
             return;
         }
 #endif
@@ -270,27 +275,30 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
     constexpr int kBlocks = 8;  // that share what is made of the rows
     alignas(64) float acc[kBlocks][16 * 16];
     Factors factors;
-    Extras<kChunk> extras;
+    Extras<kFewChunk> extras;
+    const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
     const int base = BITS == 8 ? 128 : BIAS ? 0 : w.offset, shift = base - w.offset;
     for (int b = b0; b < b1; b += kBlocks) {
         const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
         for (int i = 0; i < blocks; i++)
             for (int r = 0; r < 16; r++) fstore(acc[i] + 16 * r, fzero());
-        for (int t0 = 0; t0 < w.tiles; t0 += kChunk) {
-            const int tiles = w.tiles - t0 < kChunk ? w.tiles - t0 : kChunk;
+        for (int t0 = 0; t0 < w.tiles; t0 += most) {
+            const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
             extras.template fill<GROUP, BIAS>(x, s, t0, tiles, m, shift);
             Lanes lanes(x, s, t0);
             lanes.take(extras);
             for (int i = 0; i < blocks; i++) {
-                const bool more = t0 + kChunk < w.tiles;
-                if (i + 1 < blocks) ask_ahead(w, b + i + 1, b1, t0);
-                else ask_ahead(w, more ? b : b + kBlocks, b1, more ? t0 + kChunk : 0);
-                factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
+                const int next = t0 + most < w.tiles ? t0 + most : 0, from = i + 1 < blocks ? t0 : next;
+                const int at = i + 1 < blocks ? b + i + 1 : next ? b : b + kBlocks;
                 const uint8_t* tile = w.block(b + i) + (size_t)t0 * w.code_bytes;
+                const uint8_t* wanted = at < b1 ? w.block(at) + (size_t)from * w.code_bytes : tile;
+                if (at < b1) ask_ahead(w.block(at) + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
+                if (!kAsksAlong<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_bytes);
+                factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
                 int lane = 0;
                 auto go = [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
-                    affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0,
+                    affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0, wanted,
                                                      acc[i] + 16 * lane);
                     lane += R;
                 };

@@ -16,7 +16,8 @@ struct SliceArgs {
     const float *sx, *sxs;
     long tiles;
     float* acc;
-    size_t stride;  // in bytes, from a lane to the next
+    size_t stride;         // in bytes, from a lane to the next
+    const uint8_t* ahead;  // packed codes only: what will be wanted, a line for each tile and four bits
 };
 
 alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
@@ -33,6 +34,7 @@ alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
     "ldr q20, [%[c], #64]\n ldr q21, [%[c], #80]\n ldr q22, [%[c], #96]\n ldr q23, [%[c], #112]\n add %[c], %[c], #512\n"
 #define QUIRE_CODES_FOUR \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #64]\n ldr q18, [%[c], #128]\n ldr q19, [%[c], #192]\n ldr q24, [%[k], #16]\n add %[c], %[c], #256\n" \
+    "prfm pldl1keep, [%[ahead]]\n add %[ahead], %[ahead], #64\n" \
     "ushr v20.16b, v16.16b, #4\n ushr v21.16b, v17.16b, #4\n ushr v22.16b, v18.16b, #4\n ushr v23.16b, v19.16b, #4\n" \
     "and v16.16b, v16.16b, v24.16b\n and v17.16b, v17.16b, v24.16b\n and v18.16b, v18.16b, v24.16b\n and v19.16b, v19.16b, v24.16b\n"
 #define QUIRE_LESS(R) "sub v" #R ".16b, v" #R ".16b, v24.16b\n"
@@ -41,7 +43,8 @@ alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
     QUIRE_LESS(22) QUIRE_LESS(23)
 #define QUIRE_CODES_EIGHT \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #64]\n ldr q18, [%[c], #128]\n ldr q19, [%[c], #192]\n" \
-    "ldr q20, [%[c], #256]\n ldr q21, [%[c], #320]\n ldr q22, [%[c], #384]\n ldr q23, [%[c], #448]\n add %[c], %[c], #512\n"
+    "ldr q20, [%[c], #256]\n ldr q21, [%[c], #320]\n ldr q22, [%[c], #384]\n ldr q23, [%[c], #448]\n add %[c], %[c], #512\n" \
+    "prfm pldl1keep, [%[ahead]]\n prfm pldl1keep, [%[ahead], #64]\n add %[ahead], %[ahead], #128\n"
 
 #define QUIRE_BEGIN(R) "ldr q" #R ", [%[k]]\n"
 #define QUIRE_DOT(A, B, C, D, CODES, J) \
@@ -86,7 +89,7 @@ alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
                  "1:\n" CODES GROUP(BIAS) QUIRE_NEXT MORE "subs %[n], %[n], #1\n b.ne 1b\n"                                          \
                  "mov %[at], %[back]\n" QUIRE_RESULTS(QUIRE_LEAVE)                                                                   \
                  : [c] "+&r"(codes), [s] "+&r"(scale), [b] "+&r"(bias), [x] "+&r"(x), [sx] "+&r"(sx), [sxs] "+&r"(sxs), [n] "+&r"(tiles),\
-                   [at] "+&r"(at)                                                                                                    \
+                   [at] "+&r"(at), [ahead] "+&r"(ahead)                                                                              \
                  : [k] "r"(kLoopConstants), [base] "r"(base), [less] "r"(0xcb400000u), [back] "r"(a.acc), [stride] "r"(a.stride)     \
                  : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", \
                    "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
@@ -96,6 +99,7 @@ template <int BITS, int GROUP, bool BIAS> inline void slice_loop(const SliceArgs
     const uint8_t* codes = a.codes;
     const float *scale = a.scale, *bias = a.bias, *sx = a.sx, *sxs = a.sxs;
     const int8_t* x = a.x;
+    const uint8_t* ahead = a.ahead;
     float* at = a.acc;
     long tiles = a.tiles;
     if constexpr (BITS == 0 && GROUP == 32 && !BIAS) QUIRE_SLICE_LOOP(QUIRE_CODES_BYTES, QUIRE_GROUP32, QUIRE_NO_BIAS, "");
