@@ -238,6 +238,7 @@ constexpr bool kAsksAlong = false;
 template <int BITS, int GROUP, bool BIAS, int R>
 inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& f, const Lanes& x, bool shifted, const uint8_t* next, float* acc) {
     constexpr int kParts = 32 / GROUP;
+    (void)next;
 #ifdef QUIRE_NEON_DOT
     if constexpr (R == 8 && kAsksAlong<BITS, GROUP, BIAS>)
         if (!shifted) {
