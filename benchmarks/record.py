@@ -40,11 +40,16 @@ def machine() -> dict[str, Any]:
     }
 
 
+# ARM's numbers for its cores, where Linux gives no name.
+_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+
+
 def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("model name", "CPU part")):
-                return line.split(":", 1)[1].strip()
+                name = line.split(":", 1)[1].strip()
+                return _PARTS.get(name, name)
     except OSError:
         pass
     return platform.processor() or platform.machine()

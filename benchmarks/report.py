@@ -9,6 +9,7 @@ came from. Only what lies between the two markers in the page is replaced.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,23 @@ def peaks_table(head: dict[str, Any]) -> list[str]:
 
 
 def render(paths: list[Path]) -> str:
-    """Everything between the markers."""
+    """Everything between the markers: each machine's tables, the machine with the newest record first."""
+    machines: dict[str, list[Path]] = {}
+    for path in sorted(paths, reverse=True):
+        machines.setdefault(json.loads(path.read_text())["machine"]["cpu"], []).append(path)
+    parts = [of_machine(sorted(own)) for own in machines.values()]
+    if len(parts) < 2:
+        return parts[0] if parts else "No record has been written yet."
+    return "\n\n".join(
+        f"### {cpu}\n\n" + text.replace("\n### ", "\n#### ") for cpu, text in zip(machines, parts, strict=True)
+    )
+
+
+def of_machine(paths: list[Path]) -> str:
+    """The tables of one machine's records."""
     found = newest(paths)
     if not found:
-        return "No record has been written yet."
+        return "Its records hold no figures."
     heads = {head["machine"]["date"]: head for _, head in found.values()}
     last = heads[max(heads)]
     machine = last["machine"]
@@ -90,9 +104,6 @@ def render(paths: list[Path]) -> str:
         f"{min(heads)[:10]} to {max(heads)[:10]}.",
         "",
     ]
-    others = sorted({h["machine"]["cpu"] for h in heads.values()} - {machine["cpu"]})
-    if others:
-        out += [f"Some of these records come from other machines: {', '.join(others)}.", ""]
     measured = [h for h in heads.values() if h.get("peaks")]
     if measured:
         out += [*peaks_table(max(measured, key=lambda h: h["machine"]["date"])), ""]

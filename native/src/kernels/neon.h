@@ -3,7 +3,7 @@
 // a block, whose 32 columns of a tile are eight registers of codes, and goes over the rows of x four at a time.
 //
 // For each group, slice and row that leaves three operations beside eight dot products (four with a bias): sums start from a load,
-// they become floats by one subtraction, and what belongs to a row is taken by lane. benchmarks/neon_model.py tells how it does.
+// they become floats by one subtraction, and what belongs to a row is taken by lane.
 #pragma once
 
 #ifdef QUIRE_NEON_DOT
@@ -188,7 +188,7 @@ struct ByteFactors {
 inline bool byte_factors(const Matrix& w) { return w.scales == Scales::Byte && !w.wide; }
 inline bool half_factors(const Matrix& w) { return w.scales == Scales::Half && !w.wide; }
 
-constexpr int kFewChunk = 32;  // tiles that a few rows pass over at a time
+constexpr int kFewChunk = 32;  // a multiple of 8: tiles that a few rows pass over at a time
 
 struct Factors {
     alignas(64) float scale[kFewChunk][2][16];
@@ -277,7 +277,8 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
     alignas(64) float acc[kBlocks][16 * 16];
     Factors factors;
     Extras<kFewChunk> extras;
-    const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
+    // Of even size, and whole super-blocks, whose factors share a scale.
+    const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = ((w.tiles + chunks - 1) / chunks + 7) / 8 * 8;
     const int base = BITS == 8 ? 128 : BIAS ? 0 : w.offset, shift = base - w.offset;
     for (int b = b0; b < b1; b += kBlocks) {
         const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
