@@ -44,12 +44,15 @@ def machine() -> dict[str, Any]:
 _PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 
 
+def named(cpu: str) -> str:
+    return _PARTS.get(cpu, cpu)
+
+
 def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("model name", "CPU part")):
-                name = line.split(":", 1)[1].strip()
-                return _PARTS.get(name, name)
+                return named(line.split(":", 1)[1].strip())
     except OSError:
         pass
     return platform.processor() or platform.machine()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import OURS, Figure, spread
-from benchmarks.record import RESULTS, ROOT, newest
+from benchmarks.record import RESULTS, ROOT, named, newest
 from benchmarks.sections import NAMES
 from benchmarks.table import judged, share
 
@@ -81,7 +81,7 @@ def render(paths: list[Path]) -> str:
     """Everything between the markers: each machine's tables, the machine with the newest record first."""
     machines: dict[str, list[Path]] = {}
     for path in sorted(paths, reverse=True):
-        machines.setdefault(json.loads(path.read_text())["machine"]["cpu"], []).append(path)
+        machines.setdefault(named(json.loads(path.read_text())["machine"]["cpu"]), []).append(path)
     parts = [of_machine(sorted(own)) for own in machines.values()]
     if len(parts) < 2:
         return parts[0] if parts else "No record has been written yet."
@@ -99,7 +99,7 @@ def of_machine(paths: list[Path]) -> str:
     last = heads[max(heads)]
     machine = last["machine"]
     out = [
-        f"{machine['cpu']}, {machine['architecture']}, {machine['cores']} cores; {last['settings']['threads']} threads; "
+        f"{named(machine['cpu'])}, {machine['architecture']}, {machine['cores']} cores; {last['settings']['threads']} threads; "
         f"llama.cpp: {last.get('llama.cpp') or 'absent'}; commits {', '.join(sorted({h['machine']['commit'] for h in heads.values()}))}; "
         f"{min(heads)[:10]} to {max(heads)[:10]}.",
         "",
