@@ -188,7 +188,8 @@ struct ByteFactors {
 inline bool byte_factors(const Matrix& w) { return w.scales == Scales::Byte && !w.wide; }
 inline bool half_factors(const Matrix& w) { return w.scales == Scales::Half && !w.wide; }
 
-constexpr int kFewChunk = 32;  // a multiple of 8: tiles that a few rows pass over at a time
+constexpr int kSuper = 8;                // tiles whose byte factors share a scale
+constexpr int kFewChunk = 4 * kSuper;  // tiles that a few rows pass over at a time
 
 struct Factors {
     alignas(64) float scale[kFewChunk][2][16];
@@ -213,7 +214,7 @@ struct Factors {
             return put([&](size_t t, int part) { return scale_of(w, block, (int)t, part); },
                        [&](size_t t, int part) { return bias_of(w, block, (int)t, part); });
         auto bytes = [&](ByteFactors& f, size_t super_at, size_t from, size_t t, int part) __attribute__((always_inline)) {
-            if (t % 8 == 0 && part == 0) f.begin(block + super_at + 4 * t);
+            if (t % kSuper == 0 && part == 0) f.begin(block + super_at + 4 * t);
             return f.of(block + from + t * w.scale_bytes + 16 * (size_t)part);
         };
         put([&](size_t t, int part) { return bytes(scales, w.super_at, w.scale_at, t, part); },
@@ -278,7 +279,7 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
     Factors factors;
     Extras<kFewChunk> extras;
     // Of even size, and whole super-blocks, whose factors share a scale.
-    const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = ((w.tiles + chunks - 1) / chunks + 7) / 8 * 8;
+    const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
     const int base = BITS == 8 ? 128 : BIAS ? 0 : w.offset, shift = base - w.offset;
     for (int b = b0; b < b1; b += kBlocks) {
         const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
@@ -295,7 +296,7 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
                 const uint8_t* tile = w.block(b + i) + (size_t)t0 * w.code_bytes;
                 const uint8_t* wanted = at < b1 ? w.block(at) + (size_t)from * w.code_bytes : tile;
                 if (at < b1) ask_ahead(w.block(at) + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
-                if (!kAsksAlong<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_bytes);
+                if (!kAsksAlong<BITS, GROUP, BIAS> || m <= 4 || shift) ask_ahead(wanted, (size_t)most * w.code_bytes);
                 factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
                 int lane = 0;
                 auto go = [&](auto rows) {
@@ -315,8 +316,6 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
 }
 
 enum class Kind { Half, Byte, Other };
-
-constexpr int kSuper = 8;  // tiles whose factors are made together
 
 #ifdef QUIRE_NEON_DOT
 // slice_codes<6> and its dot products, by name: every step that merges bits does so in the register that is not needed after it.
@@ -422,6 +421,7 @@ QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const V (&sum)[4]) {
                  : "+w"(acc.v[0]), "+w"(acc.v[1]), "+w"(acc.v[2]), "+w"(acc.v[3]), "=&w"(p[0]), "=&w"(p[1]), "=&w"(p[2]), "=&w"(p[3])
                  : "w"(scale.v[0]), "w"(scale.v[1]), "w"(scale.v[2]), "w"(scale.v[3]), "w"(sum[0]), "w"(sum[1]), "w"(sum[2]), "w"(sum[3]), "w"(s));
 }
+
 // `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
 inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const OneRow& x, F acc) {

@@ -151,6 +151,20 @@ def test_residuals_and_norms(kind: str, m: int, biased: bool, half: torch.dtype,
         assert isinstance(mixed_readers, torch.Tensor if kind != "fp8" else Rows)
 
 
+def test_a_gain_is_narrowed_only_where_that_is_exact(half: torch.dtype, device: str):
+    k, x = kernels(half, device), rows_of(1, 64, half, device)
+    reader = weight("fp8", 48, 64, half, device)
+    gain = (torch.rand(64, device=device) + 0.5).to(half).float()
+    made = k.rms_norm(x, gain, 1e-5, soon=(reader,))
+    assert isinstance(made, Unnormed) and made.gain.dtype == half
+    again = k.rms_norm(x, gain, 1e-5, soon=(reader,))
+    assert isinstance(again, Unnormed) and again.gain is made.gain
+    odd = gain.clone()
+    odd[5] += 2.0**-20  # one number that half a float cannot hold
+    kept = k.rms_norm(x, odd, 1e-5, soon=(reader,))
+    assert isinstance(kept, Unnormed) and kept.gain is odd
+
+
 @pytest.mark.parametrize("m", [1, 17, 65])
 def test_a_norm_is_made_for_its_readers(m: int, half: torch.dtype, device: str):
     k, x = kernels(half, device), rows_of(m, 64, half, device) * 3
