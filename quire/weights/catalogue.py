@@ -114,7 +114,7 @@ def get(short: ShortName) -> Entry:
 
     known = [e.name for e in ENTRIES]
     near = difflib.get_close_matches(str(short), known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    hint = f"did you mean {' or '.join(near)}" if near else f"known: {', '.join(known)}"
     if os.path.exists(str(short)):
         hint = f"what lies here is written ./{short}"
     raise NotFound(f"no model is called {str(short)!r}", cure=f"{hint}; {FORMS}", param="model")
