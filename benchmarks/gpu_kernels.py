@@ -40,8 +40,8 @@ H, HK, DIM, D, INNER = 32, 8, 128, 4096, 14336
 
 
 def products() -> Iterator[Row]:
-    """Every projection, one row and eight, in the forms a backend would use; parts are left to their reader."""
-    for kind, m in (("skinny", 1), ("skinny", 8), ("w8a8", 1), ("w8a8", 16), ("fp8", 1)):
+    """Every projection, one row and a few, in the forms a backend would use; parts are left to their reader."""
+    for kind, m in (("skinny", 1), ("skinny", 2), ("skinny", 8), ("skinny", 16), ("w8a8", 1), ("w8a8", 16), ("fp8", 1)):
         for name, (n, k, glu, norm, _) in gpu_sweep.PROJECTIONS.items():
             fused = m == 1 and kind != "w8a8"  # as a backend has it: the norm on the way in, where there is one
             dtype = torch.bfloat16 if kind == "skinny" else fp8.E4M3

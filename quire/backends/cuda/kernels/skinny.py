@@ -42,6 +42,7 @@ class Shape:
     pdl: bool = False  # start while the previous kernel drains; every kernel of such a chain must wait as this one does
     lines: int = 0  # with pdl: how many 128-byte lines of each weight row to ask for before waiting
     ahead: bool = False  # one row: the first weights are loaded before waiting, the next while these are multiplied
+    early: int = 0  # with dot: columns of a program's share that are loaded before waiting and multiplied last
 
 
 @triton.jit
@@ -112,6 +113,14 @@ def _rows(x, row, inner, m, last, stride_x, EVEN: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
+def _later(values):
+    """The same 16-bit numbers, behind what the compiler cannot see through: it would wait for them where they are loaded."""
+    if INTERPRETED:
+        return values
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def _multiply(acc, tile, values, EIGHT: tl.constexpr, SWAP: tl.constexpr):
     if not EIGHT:
         tile = tile.to(values.dtype)
@@ -129,19 +138,30 @@ def _dot(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     SWIGLU: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     SWAP: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(0)  # programs that run side by side read the same rows of weights
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
-    first = tl.program_id(1) * share
+    first = split * share
     last = tl.minimum(k, first + share)
     w_row = w + tl.where(col < n, col, 0).to(tl.int64) * stride_w  # a row past the end reads row 0, and is not stored
-    if PDL:
+    if EARLY:
+        rest = first + share - EARLY + tl.arange(0, EARLY)
+        last -= EARLY
+        early = _tile(w_row, rest, k, EVEN)
+    elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
         if LINES:
             _prefetch(w_row + first, n, stride_w, BLOCK_N, LINES, SWIGLU)
         tl.extra.cuda.gdc_wait()
+    if EARLY:
+        if PDL:  # only now: the next kernel's programs would wait in places that this one's are meant for
+            tl.extra.cuda.gdc_launch_dependents()
+        beside = _rows(x, row, rest, m, k, stride_x, EVEN, HALF)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for at in range(first, last, BLOCK_K):
@@ -150,6 +170,8 @@ def _dot(
         acc = _multiply(acc, _tile(w_row, inner, last, EVEN), values, EIGHT, SWAP)
         if SWIGLU:
             up = _multiply(up, _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN), values, EIGHT, SWAP)
+    if EARLY:
+        acc = _multiply(acc, early, _later(beside), EIGHT, SWAP)
     if SWAP:
         acc = tl.trans(acc)
         up = tl.trans(up)
@@ -166,7 +188,7 @@ def _dot(
         up *= own
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
-        tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
+        tl.store(part + (split * m + row[:, None]) * n + col[None, :], acc, mask=keep)
     else:
         if SWIGLU:
             acc = gate(acc, up, SWIGLU)
@@ -290,6 +312,12 @@ def skinny(
         raise ValueError("rows of fp8 need the tensor cores: a shape with dot")
     if shape.ahead and (shape.dot or swiglu):
         raise ValueError("weights are loaded ahead for one row, and one product of it")
+    share, uneven = divmod(k, shape.splits)
+    steps = share - shape.early  # columns of them
+    if shape.early and (
+        not shape.dot or swiglu or x_scale is not None or uneven or steps <= 0 or steps % shape.block_k
+    ):
+        raise ValueError("columns are loaded early for half floats, one product, and equal parts of whole steps")
     if norm is not None and shape.dot:
         raise ValueError("the norm on the way in is for one row: normalize first")
     flags = {
@@ -314,13 +342,13 @@ def skinny(
         return
     single = shape.splits == 1
     first_ends = ends if single else {"BIAS": False, "RESIDUAL": False}
-    _dot[(triton.cdiv(n, shape.block_n), shape.splits)](
+    _dot[(shape.splits, triton.cdiv(n, shape.block_n))](
         x, w, y, res, b, scales, x if x_scale is None else x_scale, y if part is None else part, m, n, k,
         x.stride(0), w.stride(0), y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)),
         BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
         SPLITS=shape.splits, SWAP=shape.swap, EIGHT=x_scale is not None,
         HALF=x.dtype == torch.bfloat16 and w.dtype == torch.float8_e4m3fn,
-        EVEN=k % (shape.block_k * shape.splits) == 0, **flags, **first_ends, **launch,
+        EVEN=k % (shape.block_k * shape.splits) == 0, EARLY=shape.early, **flags, **first_ends, **launch,
     )  # fmt: skip
     if not single and add_parts:
         _sum_parts[(triton.cdiv(n, 512), m)](

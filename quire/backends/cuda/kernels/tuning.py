@@ -32,6 +32,19 @@ def _splits(n: int, k: int, processors: int) -> int:
     return best
 
 
+def _early(n: int, k: int, processors: int) -> Shape | None:
+    """Few rows of half floats and a small product: all programs at once, two or three to a processor, and a quarter of the
+    weights loaded while the kernel ahead ends."""
+    programs, share = 4 * -(-n // 64), k // 4
+    if k % 512 or share <= 256:
+        return None
+    if processors < programs <= 2 * processors:
+        return Shape(64, 128, 4, 3, 4, swap=True, pdl=True, lines=2, early=256)
+    if 2 * processors < programs <= 3 * processors:
+        return Shape(64, 64, 4, 4, 4, swap=True, pdl=True, lines=2, early=256)
+    return None
+
+
 def skinny_shape(
     n: int,
     k: int,
@@ -77,6 +90,9 @@ def skinny_shape(
             return Shape(64, step // 2, 4, 7, swap=True, pdl=True)
         splits = 1 if whole or n > 66 * 64 else 2
         return Shape(64, step, 4, 5 if splits == 2 else 4, splits, swap=True, pdl=True)
+    early = _early(n, k, processors) if small and not whole and dtype.itemsize == 2 else None
+    if early is not None:
+        return early
     splits = 1 if whole else _splits(n, k, processors)
     stages = {1: 3 if eight and swiglu else 4, 2: 6, 4: 3}.get(splits, 4)
     lines = 4 if splits == 2 and small else 2 if swiglu or small else 0

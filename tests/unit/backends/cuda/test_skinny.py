@@ -13,6 +13,7 @@ SWAP = Shape(64, 32, 1, 2, swap=True)
 SPLIT = Shape(16, 32, 1, 2, splits=3)
 ROW = Shape(8, 64, 1, 1, dot=False)
 AHEAD = Shape(8, 64, 1, 1, dot=False, ahead=True)
+EARLY = Shape(64, 32, 4, 2, splits=3, swap=True, early=64)
 
 
 def weights(n: int, k: int, m: int, half: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,6 +40,20 @@ def test_product_bias_and_residual(shape: Shape, m: int, n: int, k: int, half: t
     assert error(y, want + bias.double() + residual.double()) < 5e-3
     skinny(x, w, residual, shape, residual=residual, part=part)  # in place
     assert error(residual, y.double() - bias.double()) < 1e-2
+
+
+@pytest.mark.parametrize("m, n", [(1, 64), (5, 70), (16, 130)])
+def test_columns_loaded_early_are_in_the_sum(m: int, n: int, half: torch.dtype, device: str):
+    x, w = weights(n, 384, m, half, device)  # parts of 128: 64 of them in steps, 64 early
+    part = torch.empty(3, m, n, device=device)
+    skinny(x, w, torch.empty(m, n, dtype=half, device=device), EARLY, part=part, add_parts=False)
+    for i in range(3):
+        own = slice(128 * i, 128 * (i + 1))
+        assert error(part[i], x[:, own].double() @ w[:, own].double().T) < 1e-5
+    bias, residual = torch.randn(n, device=device).to(half), torch.randn(m, n, device=device).to(half)
+    y = torch.full((m, n), float("nan"), dtype=half, device=device)
+    skinny(x, w, y, EARLY, bias=bias, residual=residual, part=part)
+    assert error(y, x.double() @ w.double().T + bias.double() + residual.double()) < 5e-3
 
 
 @pytest.mark.parametrize("shape, m", [(DOT, 7), (SWAP, 7), (SWAP, 1), (ROW, 1), (Shape(4, 32, 1, 1, dot=False), 1)])
@@ -113,8 +128,8 @@ def test_fp8_swiglu_scales_both_halves(half: torch.dtype, device: str):
 
 
 def test_a_row_is_the_same_in_any_company(half: torch.dtype, device: str):
-    x, w = weights(40, 128, 9, half, device)
-    for shape in (DOT, SPLIT):
+    x, w = weights(40, 384, 9, half, device)
+    for shape in (DOT, SPLIT, EARLY):
         part = torch.empty(3, 9, 40, device=device)
         whole, one = torch.empty(9, 40, dtype=half, device=device), torch.empty(1, 40, dtype=half, device=device)
         skinny(x, w, whole, shape, part=part)
@@ -130,3 +145,7 @@ def test_what_cannot_be_done_is_refused(half: torch.dtype):
         skinny(x[:1], w, torch.zeros(1, 16), AHEAD, swiglu=True)
     with pytest.raises(ValueError, match="split sum"):
         skinny(x, w, y, SPLIT)
+    early = Shape(64, 32, 4, 2, splits=2, swap=True, early=64)
+    for k in (257, 128, 160):  # parts that differ, nothing left for the steps, half a step
+        with pytest.raises(ValueError, match="loaded early"):
+            skinny(torch.zeros(2, k), torch.zeros(32, k), y, early, part=torch.zeros(2, 2, 32))
