@@ -8,8 +8,10 @@ cost what real ones cost. Quantizing is `llama-quantize`'s work, so that the pee
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from benchmarks.peers import environment, find, missing
 
 SMALL = "smollm2-135m"
 LARGE = "llama-1b"
-FORMATS = {SMALL: ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0", "F16"), LARGE: ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0", "F16")}
+NAMES = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0", "F16", "F16_BF16")  # the last: float16 whose numbers bfloat16 holds too
+FORMATS = {SMALL: NAMES, LARGE: NAMES}
 
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD, FFN, CONTEXT = 2048, 16, 32, 8, 64, 8192, 16384
 
@@ -89,6 +92,19 @@ def quantize(source: Path, target: Path, name: str) -> None:
     part.rename(target)
 
 
+def round_to_bfloat(source: Path, target: Path) -> None:
+    """The float16 file as it would be had its checkpoint been bfloat16, as most are: the same but for three bits a number."""
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    shutil.copyfile(source, target)
+    reader = GGUFReader(str(target), "r+")
+    for tensor in reader.tensors:
+        if tensor.tensor_type == GGMLQuantizationType.F16:
+            bits = tensor.data.astype(np.float32).view(np.uint32)
+            tensor.data[:] = (bits + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float16)
+    reader.data.flush()
+
+
 def prepare(folder: Path, shape: str, name: str) -> Path:
     """The file of this shape and format, written when it is not there. RuntimeError says what that would need."""
     from quire.config import DEFAULT_MODEL
@@ -100,21 +116,29 @@ def prepare(folder: Path, shape: str, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"writing {target}", file=sys.stderr, flush=True)
     original = Path(Store().resolve(DEFAULT_MODEL))
-    if shape == SMALL:
+    if name == "F16_BF16":
+        whole = prepare(folder, shape, "F16")
+        _write(target, lambda part: round_to_bfloat(whole, part))
+    elif shape == SMALL:
         if name == "Q4_1":
             target.symlink_to(original)
         else:
             quantize(original, target, name)
     elif name == "F16":
-        part = target.with_suffix(".part")
-        try:
-            write_large(original, part)
-        except ImportError as e:
-            raise RuntimeError(f"{target.name} is not there, and making it needs the gguf package: {e}") from None
-        part.rename(target)
+        _write(target, lambda part: write_large(original, part))
     else:
         quantize(prepare(folder, LARGE, "F16"), target, name)
     return target
+
+
+def _write(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make it; an unfinished file never has the final name."""
+    part = target.with_suffix(".part")
+    try:
+        write(part)
+    except ImportError as e:
+        raise RuntimeError(f"{target.name} is not there, and making it needs the gguf package: {e}") from None
+    part.rename(target)
 
 
 def main() -> None:

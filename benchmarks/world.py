@@ -11,7 +11,7 @@ from benchmarks.figures import Figure
 
 SMALL, LARGE = files.SMALL, files.LARGE
 SHAPES = {"small": SMALL, "1b": LARGE}
-FORMATS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16")
+FORMATS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16", "f16_bf16")
 DEFAULT_FORMAT = "q4_1"  # of the default model
 
 

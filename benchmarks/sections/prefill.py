@@ -38,7 +38,7 @@ def group(world: World, shape: str, name: str) -> Group:
     for n in LENGTHS:
         f = figure("prefill", shape, name, what(n))
         dot = world.peaks.dot(world.threads) if world.peaks is not None else None
-        if dot is not None and name != "f16":  # float weights are not multiplied as int8
+        if dot is not None and not name.startswith("f16"):  # float weights are not multiplied as int8
             f.floor = world.cost(path).prefill_floor(dot[1], n)
         figures.append(f)
     small = shape == SMALL

@@ -28,6 +28,7 @@ constexpr Form kForms[] = {
     {"Q4_0", Type::Affine, 4, 32, 8, Scales::Half, false},   {"Q4_1", Type::Affine, 4, 32, 0, Scales::Half, true},
     {"Q4_K", Type::Affine, 4, 32, 0, Scales::Byte, true},    {"Q6_K", Type::Affine, 6, 16, 32, Scales::Byte, false},
     {"Q8_0", Type::Affine, 8, 32, 128, Scales::Half, false}, {"F16", Type::F16, 0, 0, 0, Scales::Half, false},
+    {"BF16", Type::BF16, 0, 0, 0, Scales::Half, false},
 };
 constexpr int kMost = 128;  // rows of one call
 

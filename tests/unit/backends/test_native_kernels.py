@@ -149,6 +149,23 @@ def test_dense_linear(dtype: str) -> None:
     np.testing.assert_allclose(run_linear(NativeBackend(), x, weight, bias), want, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("odd", [None, 1 + 2**-8, 2**-14 + 2**-23, 2**-24 * 257])
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_halves_of_a_bfloat16_checkpoint_keep_every_bit(m: int, odd: float | None) -> None:
+    """Where bfloat16 holds them all they may be kept as that; one number that it does not hold (`odd`) forbids it."""
+    rng = np.random.default_rng(3)
+    wide = (rng.standard_normal((40, 96)) * 10.0 ** rng.uniform(-7, 0, (40, 96))).astype(np.float32)
+    values = ((wide.view(np.uint32) >> 16) << 16).view(np.float32).astype(np.float16)  # small ones are rounded again
+    values[0, :4] = 0.0, -0.0, 2**-24, -(2.0**-15)
+    if odd is not None:
+        values[39, 95] = odd
+        assert values[39, 95] == odd
+    x = rng.standard_normal((m, 96)).astype(np.float32)
+    backend = NativeBackend(threads=2)
+    got = run_linear(backend, x, Dense(values, "f16"))
+    assert got.tobytes() == run_linear(backend, x, Dense(values.astype(np.float32), "f32")).tobytes()
+
+
 def test_exp_is_accurate_at_every_scale() -> None:
     x = np.concatenate([np.linspace(-104, 89, 200001), [0, -0.0, 1e-30, np.inf, -np.inf, -200, 200]]).astype(np.float32)
     out = np.empty_like(x)
