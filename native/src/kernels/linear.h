@@ -10,6 +10,9 @@
 #pragma once
 
 #include "gemm.h"
+#ifdef QUIRE_NEON
+#include "neon_dense.h"
+#endif
 
 namespace {
 
@@ -188,6 +191,7 @@ template <Type TYPE> inline F dense_load(const uint8_t* block, int k) {
     return fload_bf16((const uint16_t*)block + 16 * (size_t)k);
 }
 
+#ifndef QUIRE_NEON  // it has its own
 // C blocks from b on against one row: their chains run side by side.
 template <Type TYPE, int C>
 void dense_row(const Matrix& w, int b, const float* x, const Epilogue& e, int column) {
@@ -208,6 +212,7 @@ void dense_row(const Matrix& w, int b, const float* x, const Epilogue& e, int co
     QUIRE_UNROLL
     for (int c = 0; c < C; c++) finish(e, 0, column + 16 * c, acc[c]);
 }
+#endif
 
 // C blocks from b on against R rows, without widening the weights first: that pays where many rows use them.
 template <Type TYPE, int R, int C>

@@ -56,9 +56,8 @@ inline void fstore_n(float* p, F a, int n) {
     for (int i = 0; i < n; i++) p[i] = t[i];
 }
 inline F fload_half(const uint16_t* p) {
-    F r;
-    QUIRE_QUARTERS r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
-    return r;
+    const float16x8_t a = vreinterpretq_f16_u16(vld1q_u16(p)), b = vreinterpretq_f16_u16(vld1q_u16(p + 8));
+    return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};
 }
 inline F fload_half_n(const uint16_t* p, int n) {
     if (n >= 16) return fload_half(p);
@@ -72,8 +71,10 @@ inline void fstore_half_n(uint16_t* p, F a, int n) {
     for (int i = 0; i < (n < 16 ? n : 16); i++) p[i] = t[i];
 }
 inline F fload_bf16(const uint16_t* p) {
+    const uint16x8_t a = vld1q_u16(p), b = vld1q_u16(p + 8);
+    const uint32x4_t v[4] = {vshll_n_u16(vget_low_u16(a), 16), vshll_high_n_u16(a, 16), vshll_n_u16(vget_low_u16(b), 16), vshll_high_n_u16(b, 16)};
     F r;
-    QUIRE_QUARTERS r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
+    QUIRE_QUARTERS r.v[i] = vreinterpretq_f32_u32(v[i]);
     return r;
 }
 inline F widen_bytes(uint8x16_t b) {
@@ -120,6 +121,10 @@ inline S sload(const float* p) {
 }
 inline F ffma(S a, F b, F c) {
     QUIRE_QUARTERS c.v[i] = vfmaq_laneq_f32(c.v[i], b.v[i], a.v, 0);
+    return c;
+}
+template <int LANE> inline F ffma_lane(float32x4_t a, F b, F c) {
+    QUIRE_QUARTERS c.v[i] = vfmaq_laneq_f32(c.v[i], b.v[i], a, LANE);
     return c;
 }
 inline F fabs_(F a) {
