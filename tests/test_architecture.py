@@ -6,6 +6,7 @@ Rooms are listed from the roof down; a file may import from its own room and fro
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -44,10 +45,16 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
+@functools.cache  # many tests look at every file
+def parsed(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> list[str]:
     """Modules that a file imports anywhere, lazily or for types alone, as full names."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +106,7 @@ def test_the_environment_is_read_in_one_file():
     for path in FILES:
         if path == PACKAGE / "config.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno} reads the environment")
 

@@ -43,10 +43,12 @@ def test_known_expressions_are_linear():
         for unit in (" ", "\n", "a", "A", "1", ".", "\u4e00", " \n", "a ", "'s", "\r", "\u0301", "\u00a0"):
             text = unit * (16_000 // len(unit)) + "\u00d7"
             times = []
-            for _ in range(2):
+            for _ in range(2):  # the second only for who was interrupted
                 start = time.perf_counter()
                 split.pre_tokenize_str(text)
                 times.append(time.perf_counter() - start)
+                if times[-1] < 0.5:
+                    break
             assert min(times) < 0.5, (pattern, unit, times)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -141,20 +142,16 @@ def ours(
 def compare(name: str, source: str, keywords: Sequence[dict[str, Any]] = ({},)) -> int:
     template = ChatTemplate(source, "<s>", "</s>")
     same = 0
-    for kind, messages in CONVERSATIONS.items():
+    for n, (kind, messages) in enumerate(CONVERSATIONS.items()):
         tools = TOOLS if kind in WITH_TOOLS else None
-        for generate in (True, False):
-            for kwargs in keywords:
-                if (name, kind) in DIFFERENT:
-                    continue
-                expected = reference(source, messages, tools, generate, **kwargs)
-                assert ours(name, template, messages, tools, generate, **kwargs) == expected, (
-                    name,
-                    kind,
-                    generate,
-                    kwargs,
-                )
-                same += expected is not None
+        if (name, kind) in DIFFERENT:
+            continue
+        for (k, kwargs), generate in product(enumerate(keywords), (True, False)):
+            if len(keywords) > 1 and (n + k) % 2 == generate:
+                continue  # every two of conversation, keywords and ending meet in the other half
+            expected = reference(source, messages, tools, generate, **kwargs)
+            assert ours(name, template, messages, tools, generate, **kwargs) == expected, (name, kind, generate, kwargs)
+            same += expected is not None
     return same
 
 
@@ -162,7 +159,7 @@ def test_public_templates_render_as_transformers_does(shared_data: Path):
     files = sorted((shared_data / "templates").glob("*.jinja"))
     assert len(files) == 68
     counts = {file.name: compare(file.name, file.read_text(encoding="utf-8"), KEYWORDS) for file in files}
-    assert sum(counts.values()) > 3000
+    assert sum(counts.values()) > 1500
     nothing = [name for name, count in counts.items() if not count]
     assert nothing == ["fireworks-ai-llama-3-firefunction-v2.jinja"]
     source = (shared_data / "templates" / nothing[0]).read_text(encoding="utf-8")

@@ -315,14 +315,14 @@ def test_end_tokens_by_text_and_the_harmony_exception():
 @pytest.mark.parametrize(
     "text",
     [
-        "a" * 400_000,
-        "A" * 400_000,
-        " " * 400_000 + "x",
-        "1" * 400_000,
-        "<|" * 200_000,
-        "\n " * 200_000,
-        "é" * 200_000,
-        "你" * 130_000,
+        "a" * 200_000,
+        "A" * 200_000,
+        " " * 200_000 + "x",
+        "1" * 200_000,
+        "<|" * 100_000,
+        "\n " * 100_000,
+        "é" * 100_000,
+        "你" * 65_000,
     ],
 )
 @pytest.mark.parametrize("name", ["smollm", "llama3", "deepseek-llm", "gpt-4o"])
@@ -330,7 +330,7 @@ def test_a_long_single_word_stays_bounded(name: str, text: str):
     tokenizer = Tokenizer.from_gguf(byte_level(("a a", "aa aa", "Ġ Ġ"), pre=name))
     start = time.process_time()
     ids = plain(tokenizer, text, parse_special=True)
-    assert time.process_time() - start < 8  # seconds of CPU; a quadratic step would take minutes
+    assert time.process_time() - start < 4  # seconds of CPU; a quadratic step would take a minute
     assert tokenizer.decode(ids) == text
 
 

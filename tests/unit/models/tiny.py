@@ -72,8 +72,11 @@ def from_gguf(path: Path) -> Any:
     import gguf
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
-    reader = gguf.GGUFReader(str(path))
+    from tests.readers import Reader
+
+    reader = Reader(path)
 
     def field(key: str) -> Any:
         return reader.fields[f"llama.{key}"].contents()
@@ -91,7 +94,9 @@ def from_gguf(path: Path) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
         tie_word_embeddings="output.weight" not in tensors,
     )
-    model = LlamaForCausalLM(config).eval()
+    with no_init_weights():  # every one comes from the file
+        model = LlamaForCausalLM(config).eval()
+    model.tie_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = tensors[gguf_name(name)]

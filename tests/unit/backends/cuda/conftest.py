@@ -11,6 +11,10 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install quire[test
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before its module is imported
 pytest.importorskip("triton", reason="needs triton: pip install quire[test]")
+if not torch.cuda.is_available():
+    from tests.unit.backends.cuda.interpreter import hasten
+
+    hasten()
 
 
 @pytest.fixture
