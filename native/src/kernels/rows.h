@@ -19,6 +19,7 @@ inline S sload(const float* p) { return fset(*p); }
 #endif
 
 // e^x to about 1 ulp, with a fixed order of operations. NaN stays NaN.
+#ifndef QUIRE_NEON  // it has its own
 inline F fexp(F x) {
     x = fmax(fset(-104.0f), x);  // below: 0. The constant comes first so that a NaN passes
     x = fmin(fset(89.0f), x);    // above: infinity
@@ -36,6 +37,7 @@ inline F fexp(F x) {
     I whole = ito(n), half = ihalve(whole);  // 2^n in two steps: each factor is a normal number
     return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
 }
+#endif
 
 void exp_rows(const float* x, int n, float* out) {
     for (int i = 0; i < n; i += 16) fstore_n(out + i, fexp(fload_n(x + i, n - i)), n - i);

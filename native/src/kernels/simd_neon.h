@@ -270,6 +270,41 @@ inline F fscale2(F p, F t) {
     return p;
 }
 
+// The exponentials of rows.h and attention.h, step by step for four registers: alone, each would wait for itself. A sum takes the
+// place of its addend, so constants come from memory again and again: a copy from a register takes a vector pipe, a load does
+// not. vmaxq and vminq do here what fmax and fmin do, as only x may be a NaN.
+inline float32x4_t ask(const float* p) {
+    float32x4_t r;
+    asm volatile("ldr %q0, %1" : "=w"(r) : "m"(*(const float(*)[4])p));
+    return r;
+}
+#define QUIRE_FOUR(x) {x, x, x, x}
+inline F fexp(F x) {
+    alignas(16) static constexpr float kTerms[7][4] = {QUIRE_FOUR(1.0f / 720), QUIRE_FOUR(1.0f / 120), QUIRE_FOUR(1.0f / 24),
+                                                       QUIRE_FOUR(1.0f / 6),   QUIRE_FOUR(0.5f),       QUIRE_FOUR(1.0f),
+                                                       QUIRE_FOUR(1.0f)};
+    F n, p = fset(1.0f / 5040);
+    QUIRE_QUARTERS x.v[i] = vminq_f32(vdupq_n_f32(89.0f), vmaxq_f32(vdupq_n_f32(-104.0f), x.v[i]));
+    QUIRE_QUARTERS n.v[i] = vrndnq_f32(vmulq_f32(x.v[i], vdupq_n_f32(1.44269504f)));
+    QUIRE_QUARTERS x.v[i] = vfmaq_f32(x.v[i], n.v[i], vdupq_n_f32(-0x1.62e43p-1f));
+    QUIRE_QUARTERS x.v[i] = vfmaq_f32(x.v[i], n.v[i], vdupq_n_f32(0x1.05c61p-29f));
+    for (const auto& term : kTerms) QUIRE_QUARTERS p.v[i] = vfmaq_f32(ask(term), p.v[i], x.v[i]);
+    const I whole = ito(n), half = ihalve(whole);
+    return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
+}
+inline F fexp2(F x) {
+    alignas(16) static constexpr float kTerms[5][4] = {QUIRE_FOUR(0x1.3cea88p-7f), QUIRE_FOUR(0x1.c6b752p-5f), QUIRE_FOUR(0x1.ebf9bcp-3f),
+                                                       QUIRE_FOUR(0x1.62e42ap-1f), QUIRE_FOUR(1.0f)};
+    const float32x4_t point = vdupq_n_f32(0x1.8p23f);
+    F t, p = fset(0x1.5bba14p-10f);
+    QUIRE_QUARTERS x.v[i] = vmaxq_f32(vdupq_n_f32(-100.0f), x.v[i]);
+    QUIRE_QUARTERS t.v[i] = vaddq_f32(x.v[i], point);
+    QUIRE_QUARTERS x.v[i] = vsubq_f32(x.v[i], vsubq_f32(t.v[i], point));
+    for (const auto& term : kTerms) QUIRE_QUARTERS p.v[i] = vfmaq_f32(ask(term), p.v[i], x.v[i]);
+    return fscale2(p, t);
+}
+#undef QUIRE_FOUR
+
 // Sampling: eight doubles, and their bits as whole numbers.
 struct D8 {
     float64x2_t v[4];
