@@ -34,7 +34,7 @@ int Plan::pool(KvShape kv) {
         refuse("head_dim must be a multiple of 8 up to " + std::to_string(most) + ", not " + std::to_string(kv.head_dim));
     if (kv.latent < 0 || kv.latent > kv.head_dim || (kv.latent && (kv.kv_heads != 1 || kv.type != KvType::Half)))
         refuse("a latent pool keeps one key per token, in halves, with the value inside it");
-    pools_.push_back({kv, Mapping((size_t)kv.pages * kv.page_bytes(), false)});
+    pools_.push_back({kv, Mapping((size_t)kv.pages * kv.page_bytes())});
     pools_.back().cells = pools_.back().memory.data();
     limits_.pools.push_back({kv.pages, 0, false});
     return (int)pools_.size() - 1;

@@ -14,6 +14,10 @@
 
 #define QUIRE_NOINLINE __attribute__((noinline))  // register tiles spill when they share a function with other things
 
+#ifdef QUIRE_NEON
+#include "neon_attention.h"
+#endif
+
 namespace {
 
 void store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
@@ -73,6 +77,7 @@ void store_kv(const float* k, const float* v, int kv_heads, const KvCell& cell, 
 
 // 2^x for x <= 0, to about 2 ulp, and exactly 1 for 0. Never below 2^-101: that adds nothing to a sum that has a 1 in it,
 // and it keeps products out of the subnormals. NaN stays NaN.
+#ifndef QUIRE_NEON  // it has its own
 inline F fexp2(F x) {
     x = fmax(fset(-100.0f), x);
     const F t = fadd(x, fset(0x1.8p23f));
@@ -85,6 +90,11 @@ inline F fexp2(F x) {
     p = ffma(p, r, fset(1.0f));
     return fscale2(p, t);
 }
+
+// For maxima that a NaN must not become, and where a zero's sign does not matter.
+inline F fhigher(F a, F b) { return fmax(a, b); }
+inline float fhighest(F a) { return hmax(a); }
+#endif
 
 // height * tanh(x), where t = 2 log2(e) x: tanh(x) is E / (E + 2) with E = e^2x - 1, and E is taken as 2^n (2^r - 1) + (2^n - 1),
 // which loses nothing near 0. NaN stays NaN.
@@ -122,6 +132,12 @@ QUIRE_NOINLINE void score_tile(const T* const* keys, const T* const* next, const
         QUIRE_UNROLL
         for (int p = 0; p < P; p++) acc[q][p] = fzero();
     for (int d = 0; d < head_dim; d++) {
+#ifdef QUIRE_NEON
+        if constexpr (P == 1 && sizeof(T) == 4) {
+            add_row(acc, keys[0] + d * kPage, query + d);
+            continue;
+        }
+#endif
         F k[P];
         QUIRE_UNROLL
         for (int p = 0; p < P; p++) {
@@ -145,6 +161,9 @@ QUIRE_NOINLINE void score_tile(const T* const* keys, const T* const* next, const
 template <int Q, int P, class T>
 inline void score_pages(const T* const* keys, const T* const* next, int from, int pages, const float* query, int head_dim,
                         float* scores) {
+#ifdef QUIRE_NEON
+    if constexpr (sizeof(T) == 2 && Q < 6) return score_halves<Q>(keys, next, from, pages, query, head_dim, scores);
+#endif
     int p = from;
     for (; p + P <= pages; p += P) score_tile<Q, P>(keys + p, next + p, query, head_dim, scores + p * kPage);
     if constexpr (P > 1) score_pages<Q, P / 2>(keys, next, p, pages, query, head_dim, scores);
@@ -166,6 +185,12 @@ QUIRE_NOINLINE void value_tile(const T* const* segments, const T* const* next, i
         const T* row = segments[segment] + at;
         const T* coming = sizeof(T) < sizeof(float) ? next[segment] + at : row;
         for (; t < end; t++, row += stride, coming += stride) {
+#ifdef QUIRE_NEON
+            if constexpr (C == 1 && sizeof(T) == 4) {
+                add_row(acc, row, weights + t);
+                continue;
+            }
+#endif
             F v[C];
             QUIRE_UNROLL
             for (int c = 0; c < C; c++) {
@@ -190,6 +215,9 @@ QUIRE_NOINLINE void value_tile(const T* const* segments, const T* const* next, i
 template <int Q, int C, int Span, class T>
 inline void value_columns(const T* const* segments, const T* const* next, int stride, int column, int width, int from, int to,
                           const float* weights, float* const* out) {
+#ifdef QUIRE_NEON
+    if constexpr (sizeof(T) == 2 && Q < 6) return value_halves<Q>(segments, next, stride, width, from, to, weights, out);
+#endif
     for (; column + 16 * C <= width; column += 16 * C)
         value_tile<Q, C, Span>(segments, next, stride, column, from, to, weights, out);
     if constexpr (C > 1) value_columns<Q, C / 2, Span>(segments, next, stride, column, width, from, to, weights, out);
@@ -242,13 +270,13 @@ template <bool Scaled> inline void weigh(float* scores, int seen, const float* c
         if constexpr (Scaled) fstore(scores + p * kPage, s = fmul(s, fload(scales[p])));
         return s;
     };
-    F top[4] = {lowest, lowest, lowest, fkeep(score(last), there, lowest)};
+    F top[4] = {lowest, lowest, lowest, fhigher(fkeep(score(last), there, lowest), lowest)};
     int p = 0;
     for (; p + 4 <= last; p += 4)
         QUIRE_UNROLL
-        for (int i = 0; i < 4; i++) top[i] = fmax(score(p + i), top[i]);
-    for (; p < last; p++) top[0] = fmax(score(p), top[0]);
-    const float high = hmax(fmax(fmax(top[0], top[1]), fmax(top[2], top[3])));
+        for (int i = 0; i < 4; i++) top[i] = fhigher(score(p + i), top[i]);
+    for (; p < last; p++) top[0] = fhigher(score(p), top[0]);
+    const float high = fhighest(fhigher(fhigher(top[0], top[1]), fhigher(top[2], top[3])));
     F sum = fzero();
     auto weight = [&](F e, int at) {
         sum = fadd(sum, e);

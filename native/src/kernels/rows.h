@@ -16,9 +16,11 @@ using namespace quire;
 #ifndef QUIRE_NEON  // it has its own
 using S = F;  // one number for all lanes
 inline S sload(const float* p) { return fset(*p); }
+inline I icodes(F a) { return ito(fmin(fmax(fround(a), fset(-127.0f)), fset(127.0f))); }  // rounded, between -127 and 127
 #endif
 
 // e^x to about 1 ulp, with a fixed order of operations. NaN stays NaN.
+#ifndef QUIRE_NEON  // it has its own
 inline F fexp(F x) {
     x = fmax(fset(-104.0f), x);  // below: 0. The constant comes first so that a NaN passes
     x = fmin(fset(89.0f), x);    // above: infinity
@@ -36,29 +38,37 @@ inline F fexp(F x) {
     I whole = ito(n), half = ihalve(whole);  // 2^n in two steps: each factor is a normal number
     return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
 }
+#endif
 
 void exp_rows(const float* x, int n, float* out) {
     for (int i = 0; i < n; i += 16) fstore_n(out + i, fexp(fload_n(x + i, n - i)), n - i);
 }
 
 // int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127. Groups too small for 127 / amax become zeros.
-void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
-    float* sx = (float*)(panel + s.sx) + lane;
+inline void quantize_group(F a, F b, float inv, float scale, int g, uint8_t* panel, int lane, const QuantShape& s) {
+    const I qa = icodes(fmul(a, fset(inv))), qb = icodes(fmul(b, fset(inv)));
+    int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
+    istore_i8(codes, qa);
+    istore_i8(codes + 16, qb);
     int32_t* sum = (int32_t*)(panel + s.sum) + lane;
-    for (int g = first_group; g < first_group + groups; g++, x += 32) {
-        F a = fload(x), b = fload(x + 16);
-        float amax = hmax(fmax(fabs_(a), fabs_(b)));
-        bool tiny = amax < 1e-36f;
-        float inv = tiny ? 0.0f : 127.0f / amax, scale = tiny ? 0.0f : amax / 127.0f;
-        const F low = fset(-127.0f), high = fset(127.0f), by = fset(inv);
-        I qa = ito(fmin(fmax(fround(fmul(a, by)), low), high));
-        I qb = ito(fmin(fmax(fround(fmul(b, by)), low), high));
-        int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
-        istore_i8(codes, qa);
-        istore_i8(codes + 16, qb);
-        sx[16 * g] = scale;
-        sum[32 * g] = isum(qa);
-        sum[32 * g + 16] = isum(qb);
+    ((float*)(panel + s.sx) + lane)[16 * g] = scale;
+    sum[32 * g] = isum(qa);
+    sum[32 * g + 16] = isum(qb);
+}
+void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
+    int g = first_group;
+#ifdef QUIRE_NEON  // four at a time: a group alone waits for its maximum and its division
+    for (; g + 4 <= first_group + groups; g += 4, x += 128) {
+        float inv[4], scale[4];
+        factors_of_four(x, inv, scale);
+        for (int i = 0; i < 4; i++) quantize_group(fload(x + 32 * i), fload(x + 32 * i + 16), inv[i], scale[i], g + i, panel, lane, s);
+    }
+#endif
+    for (; g < first_group + groups; g++, x += 32) {
+        const F a = fload(x), b = fload(x + 16);
+        const float amax = hmax(fmax(fabs_(a), fabs_(b)));
+        const bool tiny = amax < 1e-36f;
+        quantize_group(a, b, tiny ? 0.0f : 127.0f / amax, tiny ? 0.0f : amax / 127.0f, g, panel, lane, s);
     }
 }
 

@@ -148,10 +148,8 @@ inline float hsum(F a) {
 inline float hmax(F a) {
     auto larger = [](float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); };
     float32x4_t c = larger(larger(a.v[0], a.v[2]), larger(a.v[1], a.v[3]));
-    float t[4];
-    vst1q_f32(t, c);
-    float x = t[0] > t[2] ? t[0] : t[2], y = t[1] > t[3] ? t[1] : t[3];
-    return x > y ? x : y;
+    c = larger(c, vextq_f32(c, c, 2));
+    return vgetq_lane_f32(larger(c, vdupq_laneq_f32(c, 1)), 0);
 }
 
 inline I iset(int32_t x) {
@@ -181,15 +179,40 @@ inline F ffrom(I a) {
     QUIRE_QUARTERS r.v[i] = vcvtq_f32_s32(a.v[i]);
     return r;
 }
+// ito(fmin(fmax(fround(a), -127), 127)), with one conversion that rounds and minima that are one instruction each.
+inline I icodes(F a) {
+    I r;
+    QUIRE_QUARTERS r.v[i] = vcvtnq_s32_f32(vminq_f32(vmaxnmq_f32(a.v[i], vdupq_n_f32(-127.0f)), vdupq_n_f32(127.0f)));
+    return r;
+}
+// Of four groups of 32: 127 / amax and amax / 127, both 0 where amax is too small. The maxima meet in hmax's order.
+inline void factors_of_four(const float* x, float* inv, float* scale) {
+    auto larger = [](float32x4_t a, float32x4_t b) { return vbslq_f32(vcagtq_f32(a, b), a, b); };  // without their signs
+    float32x4_t most[4];
+    for (int g = 0; g < 4; g++) {
+        F c = fload(x + 32 * g);
+        QUIRE_QUARTERS c.v[i] = larger(c.v[i], vld1q_f32(x + 32 * g + 16 + 4 * i));
+        most[g] = larger(larger(c.v[0], c.v[2]), larger(c.v[1], c.v[3]));
+    }
+    auto two = [&](float32x4_t a, float32x4_t b) {
+        const float64x2_t p = vreinterpretq_f64_f32(a), q = vreinterpretq_f64_f32(b);
+        return larger(vreinterpretq_f32_f64(vzip1q_f64(p, q)), vreinterpretq_f32_f64(vzip2q_f64(p, q)));
+    };
+    const float32x4_t a = two(most[0], most[1]), b = two(most[2], most[3]);
+    const float32x4_t amax = vabsq_f32(larger(vuzp1q_f32(a, b), vuzp2q_f32(a, b)));
+    const uint32x4_t tiny = vcltq_f32(amax, vdupq_n_f32(1e-36f));
+    auto unless_tiny = [&](float32x4_t v) { return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), tiny)); };
+    vst1q_f32(inv, unless_tiny(vdivq_f32(vdupq_n_f32(127.0f), amax)));
+    vst1q_f32(scale, unless_tiny(vdivq_f32(amax, vdupq_n_f32(127.0f))));
+}
 inline F fpow2(I n) {
     F r;
     QUIRE_QUARTERS r.v[i] = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23));
     return r;
 }
 inline void istore_i8(int8_t* p, I a) {
-    int16x8_t low = vcombine_s16(vmovn_s32(a.v[0]), vmovn_s32(a.v[1]));
-    int16x8_t high = vcombine_s16(vmovn_s32(a.v[2]), vmovn_s32(a.v[3]));
-    vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+    auto narrow = [](int32x4_t x, int32x4_t y) { return vuzp1q_s16(vreinterpretq_s16_s32(x), vreinterpretq_s16_s32(y)); };
+    vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(narrow(a.v[0], a.v[1])), vreinterpretq_s8_s16(narrow(a.v[2], a.v[3]))));
 }
 inline int32_t isum(I a) { return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3]))); }
 
@@ -274,6 +297,41 @@ inline F fscale2(F p, F t) {
         vaddq_s32(vreinterpretq_s32_f32(p.v[i]), vshlq_n_s32(vreinterpretq_s32_f32(t.v[i]), 23)));
     return p;
 }
+
+// The exponentials of rows.h and attention.h, step by step for four registers: alone, each would wait for itself. A sum takes the
+// place of its addend, so constants come from memory again and again: a copy from a register takes a vector pipe, a load does
+// not. vmaxq and vminq do here what fmax and fmin do, as only x may be a NaN.
+inline float32x4_t ask(const float* p) {
+    float32x4_t r;
+    asm volatile("ldr %q0, %1" : "=w"(r) : "m"(*(const float(*)[4])p));
+    return r;
+}
+#define QUIRE_FOUR(x) {x, x, x, x}
+inline F fexp(F x) {
+    alignas(16) static constexpr float kTerms[7][4] = {QUIRE_FOUR(1.0f / 720), QUIRE_FOUR(1.0f / 120), QUIRE_FOUR(1.0f / 24),
+                                                       QUIRE_FOUR(1.0f / 6),   QUIRE_FOUR(0.5f),       QUIRE_FOUR(1.0f),
+                                                       QUIRE_FOUR(1.0f)};
+    F n, p = fset(1.0f / 5040);
+    QUIRE_QUARTERS x.v[i] = vminq_f32(vdupq_n_f32(89.0f), vmaxq_f32(vdupq_n_f32(-104.0f), x.v[i]));
+    QUIRE_QUARTERS n.v[i] = vrndnq_f32(vmulq_f32(x.v[i], vdupq_n_f32(1.44269504f)));
+    QUIRE_QUARTERS x.v[i] = vfmaq_f32(x.v[i], n.v[i], vdupq_n_f32(-0x1.62e43p-1f));
+    QUIRE_QUARTERS x.v[i] = vfmaq_f32(x.v[i], n.v[i], vdupq_n_f32(0x1.05c61p-29f));
+    for (const auto& term : kTerms) QUIRE_QUARTERS p.v[i] = vfmaq_f32(ask(term), p.v[i], x.v[i]);
+    const I whole = ito(n), half = ihalve(whole);
+    return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
+}
+inline F fexp2(F x) {
+    alignas(16) static constexpr float kTerms[5][4] = {QUIRE_FOUR(0x1.3cea88p-7f), QUIRE_FOUR(0x1.c6b752p-5f), QUIRE_FOUR(0x1.ebf9bcp-3f),
+                                                       QUIRE_FOUR(0x1.62e42ap-1f), QUIRE_FOUR(1.0f)};
+    const float32x4_t point = vdupq_n_f32(0x1.8p23f);
+    F t, p = fset(0x1.5bba14p-10f);
+    QUIRE_QUARTERS x.v[i] = vmaxq_f32(vdupq_n_f32(-100.0f), x.v[i]);
+    QUIRE_QUARTERS t.v[i] = vaddq_f32(x.v[i], point);
+    QUIRE_QUARTERS x.v[i] = vsubq_f32(x.v[i], vsubq_f32(t.v[i], point));
+    for (const auto& term : kTerms) QUIRE_QUARTERS p.v[i] = vfmaq_f32(ask(term), p.v[i], x.v[i]);
+    return fscale2(p, t);
+}
+#undef QUIRE_FOUR
 
 // Sampling: eight doubles, and their bits as whole numbers.
 struct D8 {
