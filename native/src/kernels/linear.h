@@ -36,7 +36,7 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
         const int32_t first = sum[32 * t], second = sum[32 * t + 16];
         if constexpr (GROUP == 32) d[0] = iset(shift * (first + second)), d[1] = iset(0);
         else d[0] = iset(shift * first), d[1] = iset(shift * second);
-        each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
+        each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             d[j / 4] = BITS == 8 ? dot4_8(d[j / 4], codes, q + 4 * j) : dot4(d[j / 4], codes, q + 4 * j);
         });
         const F scale = fset(sx[16 * t]);
@@ -78,7 +78,7 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++)
             for (int r = 0; r < R; r++) d[part][r] = iset(shifted ? (int32_t)x.shift[16 * (kParts * t + part) + r] : 0);
-        each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
+        each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             const int part = GROUP == 32 ? 0 : j / 4;
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
