@@ -18,7 +18,7 @@ namespace {
 template <int BITS, int GROUP, bool BIAS>
 inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
     const uint8_t* block = w.block(b);
-    const int shift = BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset;  // codes may reach the dot less 128
+    const int shift = -w.offset;
     const int tiles = w.tiles;
     const size_t code_bytes = w.code_bytes;
     // Ask for what the next block (or the next 8 KiB) needs while this one runs.
@@ -109,7 +109,7 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
     Extras<kFewTiles> extras;  // not cleared: a call fills what it reads
 
     Few(const Matrix& weight, const uint8_t* panel, const QuantShape& shape, int rows)
-        : w(weight), x(panel), s(shape), m(rows), shift(BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset) {}
+        : w(weight), x(panel), s(shape), m(rows), shift(-w.offset) {}
 
     void fill(int t0) {
         extras.template fill<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift);
@@ -135,7 +135,7 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
 // Rows of a call up to which affine_few is the faster way (one panel at most), and how many it takes along in one pass over a
 // block: their sums must fit the registers.
 constexpr bool kManyRegisters = kWidth == 16 && kDenseRows >= 8;
-constexpr int kFewAffine = kManyRegisters ? 16 : 2;
+template <int BITS, int GROUP, bool BIAS> constexpr int kFewAffine = kManyRegisters ? 16 : 2;
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
@@ -156,7 +156,7 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_blocks(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    if (m > kFewAffine<BITS, GROUP, BIAS>) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     if (m > 1) return affine_few_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     affine_one_row<BITS, GROUP, BIAS>(w, b0, b1, x, s, e);
 }

@@ -214,26 +214,28 @@ inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& 
     else pass(std::false_type{});
 }
 
-constexpr int kFewAffine = 16;  // rows of a call that are multiplied straight from the packed codes: one panel
+// Rows of a call that are multiplied straight from the packed codes: one panel, or two where eight rows have a loop of their own.
+template <int BITS, int GROUP, bool BIAS> constexpr int kFewAffine = kAsksAlong<BITS, GROUP, BIAS> ? 32 : 16;
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     constexpr int kBlocks = 8;  // that share what is made of the rows
-    alignas(64) float acc[kBlocks][16 * 16];
+    constexpr int kRows = kFewAffine<BITS, GROUP, BIAS>;
+    alignas(64) float acc[kBlocks][16 * kRows];
     Factors factors;
-    Extras<kFewChunk> extras;
+    Extras<kFewChunk> extras[kRows / 16];
+    const int panels = (m + 15) / 16;
     // Of even size, and whole super-blocks, whose factors share a scale.
     const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
     const int base = dot_base<BITS, BIAS>(w), shift = kTimes<BITS, BIAS> * (base - w.offset);
     for (int b = b0; b < b1; b += kBlocks) {
         const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
         for (int i = 0; i < blocks; i++)
-            for (int r = 0; r < 16; r++) fstore(acc[i] + 16 * r, fzero());
+            for (int r = 0; r < 16 * panels; r++) fstore(acc[i] + 16 * r, fzero());
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
-            extras.template fill<GROUP, BIAS>(x, s, t0, tiles, m, shift);
-            Lanes lanes(x, s, t0);
-            lanes.take(extras);
+            auto rows_of = [m](int panel) { return m - 16 * panel < 16 ? m - 16 * panel : 16; };
+            for (int p = 0; p < panels; p++) extras[p].template fill<GROUP, BIAS>(x + (size_t)p * s.bytes, s, t0, tiles, rows_of(p), shift);
             for (int i = 0; i < blocks; i++) {
                 const int next = t0 + most < w.tiles ? t0 + most : 0, from = i + 1 < blocks ? t0 : next;
                 const int at = i + 1 < blocks ? b + i + 1 : next ? b : b + kBlocks;
@@ -242,16 +244,21 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
                 if (at < b1) ask_ahead(w.block(at) + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
                 if (!kAsksAlong<BITS, GROUP, BIAS> || m <= 4 || shift) ask_ahead(wanted, (size_t)most * w.code_bytes);
                 factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
-                int lane = 0;
-                auto go = [&](auto rows) {
-                    constexpr int R = decltype(rows)::value;
-                    affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0, wanted,
-                                                     acc[i] + 16 * lane);
-                    lane += R;
-                };
-                while (m - lane > 4) go(std::integral_constant<int, 8>{});
-                if (m - lane > 2) go(std::integral_constant<int, 4>{});
-                else if (m > lane) go(std::integral_constant<int, 2>{});
+                for (int p = 0; p < panels; p++) {
+                    Lanes lanes(x + (size_t)p * s.bytes, s, t0);
+                    lanes.take(extras[p]);
+                    const int rows = rows_of(p);
+                    int lane = 0;
+                    auto go = [&](auto some) {
+                        constexpr int R = decltype(some)::value;
+                        affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0, wanted,
+                                                         acc[i] + 16 * (16 * p + lane));
+                        lane += R;
+                    };
+                    while (rows - lane > 4) go(std::integral_constant<int, 8>{});
+                    if (rows - lane > 2) go(std::integral_constant<int, 4>{});
+                    else if (rows > lane) go(std::integral_constant<int, 2>{});
+                }
             }
         }
         for (int r = 0; r < m; r++)
@@ -270,19 +277,22 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_
     for (int part = 0; part < kParts; part++)
         QUIRE_UNROLL
         for (int n = 0; n < 4; n++) d[part][n] = vdupq_n_s32(start[part] + sum_bits(kTimes<BITS, BIAS>));
-    if constexpr (BITS == 4 || BITS == 8) {
+    if constexpr (BITS == 8) {
+        each<8>([&](auto q) __attribute__((always_inline)) {  // lines in their order, which is what memory gives fastest
+            QUIRE_UNROLL
+            for (int n = 0; n < 4; n++) {
+                W& sum_of = d[q < 4 ? 0 : kParts - 1][n];
+                sum_of = wdot<q % 4>(sum_of, vreinterpretq_s8_u8(vld1q_u8(tile + 64 * q + 16 * n)), q < 4 ? first : second);
+            }
+        });
+    } else if constexpr (BITS == 4) {
         each<4>([&](auto j) __attribute__((always_inline)) {
             C low[4], high[4];
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) {
                 const uint8x16_t v = vld1q_u8(tile + 64 * j + 16 * n);
-                if constexpr (BITS == 4) {
-                    low[n] = vreinterpretq_s8_u8(BIAS ? vandq_u8(v, vdupq_n_u8(15)) : vshlq_n_u8(v, 4));
-                    high[n] = vreinterpretq_s8_u8(BIAS ? vshrq_n_u8(v, 4) : vandq_u8(v, vdupq_n_u8(0xf0)));
-                } else {
-                    low[n] = vreinterpretq_s8_u8(v);
-                    high[n] = vreinterpretq_s8_u8(vld1q_u8(tile + 256 + 64 * j + 16 * n));
-                }
+                low[n] = vreinterpretq_s8_u8(BIAS ? vandq_u8(v, vdupq_n_u8(15)) : vshlq_n_u8(v, 4));
+                high[n] = vreinterpretq_s8_u8(BIAS ? vshrq_n_u8(v, 4) : vandq_u8(v, vdupq_n_u8(0xf0)));
             }
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) d[0][n] = wdot<j>(d[0][n], low[n], first);
@@ -371,10 +381,11 @@ inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles,
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
 inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const OneRow& x, F acc) {
     constexpr int kParts = 32 / GROUP;
-    constexpr size_t kFar = 16384, kNear = 1024, kMiddle = 8192;  // how far ahead lines are asked for: into the second cache, the first, or at once
+    constexpr size_t kFar = 16384, kNear = 1024;  // how far ahead lines are asked for: into the second cache, and the first
     const uint8_t* block = w.block(b);
     // In whole blocks, so that what is asked for is what the same place will want; nothing that nobody here wants.
     const size_t blocks = (kFar + w.block_bytes - 1) / w.block_bytes, far = (size_t)(b1 - b) > blocks ? blocks * w.block_bytes : kNear;
+    const bool brief = w.block_bytes < 3 * kFar / 2;
     const int shift = kTimes<BITS, BIAS> * (stored_less(BITS, BIAS) - w.offset);
     const size_t scale_bytes = w.scale_bytes;
     int done = 0;
@@ -396,11 +407,12 @@ inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const 
                 if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)(t0 + t));
             }
         auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
-            if constexpr (BITS == 8) return prefetch(p + kMiddle);  // there is no time for two
-            prefetch_far(p + far), prefetch(p + kNear);
+            prefetch_far(p + far);
+            if constexpr (BITS != 8) prefetch(p + kNear);
         };
-        QUIRE_UNROLL
-        for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
+        if (BITS != 8 || brief)  // lines that are read in their order come by themselves, where there are many
+            QUIRE_UNROLL
+            for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
         ask(scale_at);
         if constexpr (BIAS) ask(bias_at);
         const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]}, start[2] = {shift * total[0], shift * total[1]};
