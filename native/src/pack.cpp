@@ -82,8 +82,8 @@ private:
     }
 };
 
-// Sixteen rows of 32 codes, `row_stride` apart, as the bit planes of weight.h.
-template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uint8_t* tile) {
+// Sixteen rows of 32 codes, `row_stride` apart, each less `less`, as the vectors of weight.h.
+template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uint8_t less, uint8_t* tile) {
     auto two_bits = [](const uint32_t* q, int half, int shift) {  // bits shift, shift + 1 of quads 4 half .. 4 half + 3
         uint32_t word = 0;
         for (int j = 0; j < 4; j++) word |= ((q[4 * half + j] >> shift) & 0x03030303u) << (2 * j);
@@ -97,13 +97,15 @@ template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uin
     for (int r = 0; r < 16; r++) {
         uint32_t q[8];
         memcpy(q, codes + (size_t)r * row_stride, 32);
+        for (uint32_t& quad : q) quad ^= 0x01010101u * less;
         auto put = [&](int vector, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
         if constexpr (bits == 8) {
-            for (int j = 0; j < 8; j++) put(j, q[j] ^ 0x01010101u * kStoredLess);
+            for (int j = 0; j < 8; j++) put(j, q[j]);
+        } else if constexpr (bits == 6) {
+            for (int j = 0; j < 6; j++) put(j, q[j + j / 3] << 2 | (q[j < 3 ? 3 : 7] >> (4 - 2 * (j % 3)) & 0x03030303u));
         } else if constexpr (bits >= 4) {
             for (int j = 0; j < 4; j++) put(j, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
             if constexpr (bits == 5) put(4, one_bit(q, 4));
-            if constexpr (bits == 6) put(4, two_bits(q, 0, 4)), put(5, two_bits(q, 1, 4));
         } else {
             put(0, two_bits(q, 0, 0)), put(1, two_bits(q, 1, 0));
             if constexpr (bits == 3) put(2, one_bit(q, 2));
@@ -111,7 +113,7 @@ template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uin
     }
 }
 
-using StoreTile = void (*)(const uint8_t* codes, size_t row_stride, uint8_t* tile);
+using StoreTile = void (*)(const uint8_t* codes, size_t row_stride, uint8_t less, uint8_t* tile);
 
 StoreTile tile_of(int bits) {
     switch (bits) {
@@ -177,7 +179,7 @@ struct Packer {
                                 w.bias_super_at);
             }
             for (int t = 0; t < codec.block / 32; t++)
-                store(numbers + 32 * t, (size_t)codec.block, out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
+                store(numbers + 32 * t, (size_t)codec.block, stored_less(w.bits, w.bias), out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
         }
     }
 };

@@ -2,11 +2,14 @@
 //
 // A matrix is cut into blocks of 16 output rows. An affine block holds, region after region (each 64-byte aligned):
 //   codes   per 32 columns: 64-byte vectors of 16 rows x 4 consecutive columns ("quads"), as bit planes:
-//             8 bits  8 vectors, quad q in vector q, each code less kStoredLess
+//             8 bits  8 vectors, quad q in vector q
 //             4       4 vectors, quad j in the low nibbles of vector j, quad j + 4 in the high ones
 //             2       2 vectors, quad 4h + j in bits 2j, 2j + 1 of vector h
-//             5, 6    the 4-bit plane, then bit 4 (1 vector, quad q in bit q) or bits 4-5 (2 vectors, as for 2)
+//             5       the 4-bit plane, then bit 4 (1 vector, quad q in bit q)
+//             6       6 vectors: quads 0, 1, 2, 4, 5, 6 in their upper bits; in the lower two, quad 3 in the first three vectors and quad 7
+//                     in the others, its highest bits first
 //             3       the 2-bit plane, then bit 2 (1 vector)
+//           and of each code its top bit flipped where stored_less says so
 //   scales  per 32 columns and group: 16 float16 (Half), 16 int8 (Byte), or 16 bytes of scale | bias << 4 (Nibble)
 //   biases  as the scales, where there are any (and not in Nibble)
 //   supers  for Byte and Nibble, per 256 columns: 16 float16 that multiply the scales, then (with a bias) 16 for the biases
@@ -24,12 +27,15 @@ namespace quire {
 enum class Scales : int { Half = 0, Byte = 1, Nibble = 2 };
 enum class Type : int { F32 = 0, F16 = 1, BF16 = 2, Affine = 3 };
 
-// What 8-bit codes are stored less: a dot product on ARM takes signed bytes, elsewhere unsigned ones.
+// What codes are stored less, which flips their top bit: a dot product on ARM takes signed bytes, elsewhere unsigned ones. With a
+// bias, short codes stay as they are: it has their offset.
+constexpr uint8_t stored_less(int bits, bool bias) {
 #if defined(__aarch64__)
-constexpr uint8_t kStoredLess = 128;
+    return bits == 8 || (!bias && (bits == 4 || bits == 6)) ? (uint8_t)(1 << (bits - 1)) : (uint8_t)0;
 #else
-constexpr uint8_t kStoredLess = 0;
+    return (void)bits, (void)bias, 0;
 #endif
+}
 
 static inline size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
 

@@ -72,6 +72,18 @@ constexpr Form kForms[] = {
     {"4 wide", 4, 32, 0, Scales::Half, true, true},
 };
 
+// A tile of six-bit codes that came as four bits of each and then the upper two, which is how the digest knows them.
+void place_six(uint8_t* tile, uint8_t less) {
+    for (int lane = 0; lane < 64; lane++) {
+        int q[8];
+        for (int i = 0; i < 8; i++) {
+            const int low = tile[64 * (i % 4) + lane] >> (i < 4 ? 0 : 4) & 15, high = tile[256 + 64 * (i / 4) + lane] >> (2 * (i % 4)) & 3;
+            q[i] = (low | high << 4) ^ less;
+        }
+        for (int j = 0; j < 6; j++) tile[64 * j + lane] = (uint8_t)(q[j + j / 3] << 2 | (q[j < 3 ? 3 : 7] >> (4 - 2 * (j % 3)) & 3));
+    }
+}
+
 Matrix random_affine(const Form& f, int n, int k) {
     Matrix w;
     w.type = Type::Affine;
@@ -81,7 +93,10 @@ Matrix random_affine(const Form& f, int n, int k) {
     for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
     for (int b = 0; b < w.blocks; b++) {  // the regions of floats must hold finite ones
         uint8_t* block = w.block(b);
-        for (size_t i = 0; f.bits == 8 && i < (size_t)w.tiles * w.code_bytes; i++) block[i] = (uint8_t)(block[i] - kStoredLess);
+        const uint8_t less = stored_less(f.bits, f.bias);
+        for (int t = 0; f.bits == 6 && t < w.tiles; t++) place_six(block + (size_t)t * w.code_bytes, less);
+        const uint8_t flip = f.bits == 8 ? less : f.bits == 4 ? (uint8_t)(less | less << 4) : (uint8_t)0;
+        for (size_t i = 0; i < (size_t)w.tiles * w.code_bytes; i++) block[i] ^= flip;
         auto factors = [&](size_t from, size_t to) {
             const size_t width = f.wide ? 4 : 2;
             for (size_t i = from; i + width <= to; i += width) {

@@ -28,11 +28,16 @@ template <class Function, int... J> inline void unrolled(std::integer_sequence<i
     (f(std::integral_constant<int, J>{}), ...);
 }
 
-// f(quad, codes) for the eight quads of a tile, as unsigned bytes; in no particular order.
-template <int BITS, class Function> inline void each_quad(const uint8_t* p, Function f) {
+// f(quad, codes) for the eight quads of a tile, as unsigned bytes; in no particular order. NEON has its own way.
+template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8_t* p, Function take) {
+    constexpr uint8_t kLess = stored_less(BITS, BIAS);
+    auto f = [&](int q, B codes) __attribute__((always_inline)) {
+        if constexpr (kLess) codes = band(bsub(codes, kLess), (uint8_t)(2 * kLess - 1));
+        take(q, codes);
+    };
     if constexpr (BITS == 8) {
         QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) f(q, quire::kStoredLess ? bsub(bload(p + 64 * q), quire::kStoredLess) : bload(p + 64 * q));
+        for (int q = 0; q < 8; q++) f(q, bload(p + 64 * q));
     }
     if constexpr (BITS == 4) {
         QUIRE_UNROLL
@@ -54,11 +59,12 @@ template <int BITS, class Function> inline void each_quad(const uint8_t* p, Func
     }
     if constexpr (BITS == 6) {
         QUIRE_UNROLL
-        for (int j = 0; j < 4; j++) {
-            B v = bload(p + 64 * j), first = bload(p + 256), second = bload(p + 320);
-            auto top = [j](B two) { return j == 0 ? bshl<4>(two) : j == 1 ? bshl<2>(two) : j == 2 ? two : bshr<2>(two); };
-            f(j, bor(band(v, 15), band(top(first), 0x30)));
-            f(j + 4, bor(band(bshr<4>(v), 15), band(top(second), 0x30)));
+        for (int h = 0; h < 2; h++) {
+            const B a = bload(p + 192 * h), b = bload(p + 192 * h + 64), c = bload(p + 192 * h + 128);
+            f(4 * h, band(bshr<2>(a), 63));
+            f(4 * h + 1, band(bshr<2>(b), 63));
+            f(4 * h + 2, band(bshr<2>(c), 63));
+            f(4 * h + 3, bor(bor(bshl<4>(band(a, 3)), bshl<2>(band(b, 3))), band(c, 3)));
         }
     }
     if constexpr (BITS == 5) {
@@ -109,7 +115,7 @@ template <int BITS, class Function> inline void each_quad(const uint8_t* p, Func
 
 // Some tiles of one block, unpacked.
 struct Chunk {
-    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns] (NEON: [tile][4 rows][quad]); less `base` where codes are signed
+    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns] (NEON: [tile][4 rows][quad], see neon_codes.h); less `base` for tiles
     alignas(64) float scale[kChunk][2][16];  // [tile][part][row]
     alignas(64) float bias[kChunk][2][16];
 };
@@ -201,6 +207,10 @@ class Ahead {
 
 }  // namespace
 
+#ifdef QUIRE_NEON
+#include "neon_codes.h"
+#endif
+
 #ifdef QUIRE_AMX
 #include "amx.h"
 #else
@@ -212,20 +222,24 @@ constexpr int kTilesFrom = 0;
 
 namespace {
 
+#ifndef QUIRE_NEON
+template <int BITS, bool BIAS> constexpr int kTimes = 1;
+#endif
+
 // `base` is what each code loses on the way, so that it fits a signed byte.
 template <int BITS, int GROUP, bool BIAS>
 inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to) {
     const uint8_t* block = w.block(b);
     for (int t = 0; t < tiles; t++) {
         uint8_t* out = to.codes[t];
-        each_quad<BITS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
-            if constexpr (kSignedCodes || kTiles) codes = bsub(codes, (uint8_t)base);
 #ifdef QUIRE_NEON
-            for (int n = 0; n < 4; n++) vst1q_u8(out + 128 * n + 16 * q, codes.v[n]);
+        unpack_slices<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_bytes, base, out);
 #else
+        each_quad<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
+            if constexpr (kTiles) codes = bsub(codes, (uint8_t)base);
             bstore(out + 64 * q, codes);
-#endif
         });
+#endif
         for (int part = 0; part < 32 / GROUP; part++) {
             fstore(to.scale[t][part], scale_of(w, block, t0 + t, part));
             if constexpr (BIAS) fstore(to.bias[t][part], bias_of(w, block, t0 + t, part));
@@ -243,9 +257,10 @@ namespace {
 
 #ifndef QUIRE_NEON  // it has its own
 // R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
-template <int R, int N, int GROUP, bool BIAS, bool WIDE>
+template <int R, int N, int BITS, int GROUP, bool BIAS>
 inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
     constexpr int kParts = 32 / GROUP;
+    constexpr bool kWide = kTwoDots && BITS == 8;
     const Chunk* from[N];
     int lane[N];
     V a[R][N];
@@ -273,7 +288,7 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
                     for (int n = 0; n < N; n++) {
                         const C c = cload(from[n]->codes[t] + 64 * (GROUP / 4 * part + 4 * h + j) + 4 * lane[n]);
                         QUIRE_UNROLL
-                        for (int r = 0; r < R; r++) d[r][n] = WIDE ? wdot8<j>(d[r][n], c, q[r]) : wdot<j>(d[r][n], c, q[r]);
+                        for (int r = 0; r < R; r++) d[r][n] = kWide ? wdot8<j>(d[r][n], c, q[r]) : wdot<j>(d[r][n], c, q[r]);
                     }
                 });
             }
@@ -297,7 +312,7 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
 #endif
 
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
-template <int R, int GROUP, bool BIAS, bool WIDE>
+template <int R, int BITS, int GROUP, bool BIAS>
 inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const Lanes& lanes, int lane, int rows, bool shifted, float* acc,
                         size_t stride, Ahead& ahead) {
     for (; rows - lane >= R; lane += R) {
@@ -306,23 +321,23 @@ inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const Lanes& 
         float* at = acc + (size_t)lane * stride;
         int slice = 0;
         for (; slice + kTileColumns <= blocks * kSlices; slice += kTileColumns)
-            affine_tile<R, kTileColumns, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shifted, at, stride);
+            affine_tile<R, kTileColumns, BITS, GROUP, BIAS>(chunk, slice, tiles, x, shifted, at, stride);
         if constexpr (kPair > 1)
-            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, GROUP, BIAS, WIDE>(chunk, slice, tiles, x, shifted, at, stride);
+            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, BITS, GROUP, BIAS>(chunk, slice, tiles, x, shifted, at, stride);
     }
     return lane;
 }
 
-template <int GROUP, bool BIAS, bool WIDE>
+template <int BITS, int GROUP, bool BIAS>
 void affine_panel(const Chunk* chunk, int blocks, int tiles, const Lanes& x, int rows, bool shifted, float* acc, size_t stride,
                   Ahead& ahead) {
     int lane = 0;
-    lane = affine_strip<kTileRows, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+    lane = affine_strip<kTileRows, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
     if constexpr (kTileRows > 4)
-        lane = affine_strip<4, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+        lane = affine_strip<4, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
     if constexpr (kTileRows > 2)
-        lane = affine_strip<2, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
-    affine_strip<1, GROUP, BIAS, WIDE>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+        lane = affine_strip<2, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+    affine_strip<1, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
 }
 
 template <int BITS, int GROUP, bool BIAS>
@@ -332,7 +347,12 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
     Extras<kChunk> extras;
     constexpr bool kAsTiles = kTiles && GROUP == 32;  // groups of 16 would use half of a tile
     const bool as_tiles = kAsTiles && m >= kTilesFrom;
-    const int base = !(kSignedCodes || as_tiles) ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
+    #ifdef QUIRE_NEON
+    const int base = dot_base<BITS, BIAS>(w);
+#else
+    const int base = !as_tiles ? 0 : BITS == 8 ? 128 : w.offset;
+#endif
+    const int shift = kTimes<BITS, BIAS> * (base - w.offset);
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
 #ifdef QUIRE_AMX
@@ -372,7 +392,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
                     }
                 }
 #endif
-                affine_panel<GROUP, BIAS, kTwoDots && BITS == 8>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
+                affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
             }
         }
         for (int r = 0; r < m; r++)

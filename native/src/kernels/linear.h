@@ -21,7 +21,7 @@ namespace {
 template <int BITS, int GROUP, bool BIAS>
 inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
     const uint8_t* block = w.block(b);
-    const int shift = BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset;  // codes may reach the dot less 128
+    const int shift = -w.offset;
     const int tiles = w.tiles;
     const size_t code_bytes = w.code_bytes;
     // Ask for what the next block (or the next 8 KiB) needs while this one runs.
@@ -39,7 +39,7 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
         const int32_t first = sum[32 * t], second = sum[32 * t + 16];
         if constexpr (GROUP == 32) d[0] = iset(shift * (first + second)), d[1] = iset(0);
         else d[0] = iset(shift * first), d[1] = iset(shift * second);
-        each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
+        each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             d[j / 4] = BITS == 8 ? dot4_8(d[j / 4], codes, q + 4 * j) : dot4(d[j / 4], codes, q + 4 * j);
         });
         const F scale = fset(sx[16 * t]);
@@ -81,7 +81,7 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++)
             for (int r = 0; r < R; r++) d[part][r] = iset(shifted ? (int32_t)x.shift[16 * (kParts * t + part) + r] : 0);
-        each_quad<BITS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
+        each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             const int part = GROUP == 32 ? 0 : j / 4;
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
@@ -112,7 +112,7 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
     Extras<kFewTiles> extras;  // not cleared: a call fills what it reads
 
     Few(const Matrix& weight, const uint8_t* panel, const QuantShape& shape, int rows)
-        : w(weight), x(panel), s(shape), m(rows), shift(BITS == 8 && kSigned8 ? 128 - w.offset : -w.offset) {}
+        : w(weight), x(panel), s(shape), m(rows), shift(-w.offset) {}
 
     void fill(int t0) {
         extras.template fill<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift);
@@ -138,7 +138,7 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
 // Rows of a call up to which affine_few is the faster way (one panel at most), and how many it takes along in one pass over a
 // block: their sums must fit the registers.
 constexpr bool kManyRegisters = kWidth == 16 && kDenseRows >= 8;
-constexpr int kFewAffine = kManyRegisters ? 16 : 2;
+template <int BITS, int GROUP, bool BIAS> constexpr int kFewAffine = kManyRegisters ? 16 : 2;
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
@@ -159,7 +159,7 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_blocks(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    if (m > kFewAffine<BITS, GROUP, BIAS>) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     if (m > 1) return affine_few_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     affine_one_row<BITS, GROUP, BIAS>(w, b0, b1, x, s, e);
 }

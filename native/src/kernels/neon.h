@@ -8,16 +8,10 @@
 
 #ifdef QUIRE_NEON_DOT
 #include "neon_loops.h"
+#include "neon_row.h"
 #endif
 
-#define QUIRE_INLINE inline __attribute__((always_inline))
-
 namespace {
-
-// A sum starts from the bits of 1.5 * 2^23, so that it ends as the bits of that number plus the sum, and taking the number away
-// is the conversion to float32: exact below 2^22, and a group's sum is at most 32 * 127 * 255.
-constexpr int32_t kSumBits = 0x4b400000;
-alignas(16) constexpr int32_t kSumStart[4] = {kSumBits, kSumBits, kSumBits, kSumBits};
 
 // A body for each of 0 to N - 1, unrolled before the compiler looks at it: what it indexes stays in registers.
 template <class Body, int... I> QUIRE_INLINE void each_of(std::integer_sequence<int, I...>, const Body& body) {
@@ -26,70 +20,25 @@ template <class Body, int... I> QUIRE_INLINE void each_of(std::integer_sequence<
 template <int N, class Body> QUIRE_INLINE void each(const Body& body) { each_of(std::make_integer_sequence<int, N>{}, body); }
 
 // By name, because a compiler would rather copy a register: that takes a vector pipe, these do not.
-QUIRE_INLINE W wbegin() {
+template <int TIMES> alignas(16) constexpr int32_t kSumStart[4] = {sum_bits(TIMES), sum_bits(TIMES), sum_bits(TIMES), sum_bits(TIMES)};
+template <int TIMES> QUIRE_INLINE W wbegin() {
     W d;
-    asm volatile("ldr %q0, %1" : "=w"(d) : "m"(kSumStart));
+    asm volatile("ldr %q0, %1" : "=w"(d) : "m"(kSumStart<TIMES>));
     return d;
 }
-QUIRE_INLINE W wbegin(int32_t from) {
+template <int TIMES> QUIRE_INLINE W wbegin(int32_t from) {
     W d;
-    asm volatile("dup %0.4s, %w1" : "=w"(d) : "r"(from + kSumBits));
+    asm volatile("dup %0.4s, %w1" : "=w"(d) : "r"(from + sum_bits(TIMES)));
     return d;
 }
-QUIRE_INLINE V wend(W sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f)); }
-
-// The eight quads of four rows of a tile (which begins at p, less the rows before them), as signed bytes: 8 bits less 128.
-template <int BITS> QUIRE_INLINE void slice_codes(const uint8_t* p, C (&c)[8]) {
-    auto load = [p](int at) __attribute__((always_inline)) { return vld1q_u8(p + at); };
-    auto mask = [](uint8x16_t a, uint8_t m) __attribute__((always_inline)) { return vandq_u8(a, vdupq_n_u8(m)); };
-    auto put = [&](int q, uint8x16_t a) __attribute__((always_inline)) { c[q] = vreinterpretq_s8_u8(a); };
-    if constexpr (BITS == 8) {
-        QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) put(q, load(64 * q));
-    }
-    if constexpr (BITS == 4) {
-        QUIRE_UNROLL
-        for (int j = 0; j < 4; j++) {
-            const uint8x16_t v = load(64 * j);
-            put(j, mask(v, 15));
-            put(j + 4, vshrq_n_u8(v, 4));
-        }
-    }
-    if constexpr (BITS == 6) {  // the upper bits of quads 0 and 2, and of 1 and 3: each pair is masked once
-        const uint8x16_t low = vdupq_n_u8(15), a = load(256), b = load(320);
-        const uint8x16_t a02 = mask(a, 0x33), a13 = mask(vshrq_n_u8(a, 2), 0x33);
-        const uint8x16_t b02 = mask(b, 0x33), b13 = mask(vshrq_n_u8(b, 2), 0x33);
-        QUIRE_UNROLL
-        for (int j = 0; j < 4; j++) {
-            const uint8x16_t v = load(64 * j), first = j % 2 ? a13 : a02, second = j % 2 ? b13 : b02;
-            put(j + 4, j < 2 ? vsliq_n_u8(vshrq_n_u8(v, 4), second, 4) : vsriq_n_u8(second, v, 4));
-            put(j, j < 2 ? vsliq_n_u8(v, first, 4) : vbslq_u8(low, v, first));
-        }
-    }
-    if constexpr (BITS == 2 || BITS == 3) {
-        const uint8x16_t one = BITS == 3 ? load(128) : vdupq_n_u8(0);
-        QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) {
-            const uint8x16_t two = mask(vshlq_u8(load(64 * (q / 4)), vdupq_n_s8((int8_t)(-2 * (q % 4)))), 3);
-            put(q, BITS == 2 ? two : vorrq_u8(two, mask(vshlq_u8(one, vdupq_n_s8((int8_t)(2 - q))), 4)));
-        }
-    }
-    if constexpr (BITS == 5) {
-        const uint8x16_t one = load(256);
-        QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) {
-            const uint8x16_t v = load(64 * (q % 4)), four = q < 4 ? mask(v, 15) : vshrq_n_u8(v, 4);
-            put(q, vorrq_u8(four, mask(vshlq_u8(one, vdupq_n_s8((int8_t)(4 - q))), 16)));
-        }
-    }
-}
+template <int TIMES> QUIRE_INLINE V wend(W sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f / TIMES)); }
 
 // R rows of x against a slice of one tile. Scales and biases are of this slice, 16 floats from one group to the next; what is
 // of the rows begins at the first one.
-template <int R, int GROUP, bool BIAS, bool SHIFTED>
+template <int R, int BITS, int GROUP, bool BIAS, bool SHIFTED>
 QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* bias, const int8_t* codes, const float* sx,
                        const uint32_t* shift, const float* sxs, V (&acc)[R]) {
-    constexpr int kStep = R < 4 ? R : 4, kParts = 32 / GROUP;
+    constexpr int kStep = R < 4 ? R : 4, kParts = 32 / GROUP, kBy = kTimes<BITS, BIAS>;
     auto some = [](const float* p) __attribute__((always_inline)) {
         if constexpr (kStep == 4) return vld1q_f32(p);
         if constexpr (kStep == 2) return vcombine_f32(vld1_f32(p), vdup_n_f32(0));
@@ -101,8 +50,8 @@ QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* b
         each<kParts>([&](auto part) __attribute__((always_inline)) {
             W d[kStep];
             each<kStep>([&](auto r) __attribute__((always_inline)) {
-                if constexpr (SHIFTED) d[r] = wbegin((int32_t)shift[16 * part + r0 + r]);
-                else d[r] = wbegin();
+                if constexpr (SHIFTED) d[r] = wbegin<kBy>((int32_t)shift[16 * part + r0 + r]);
+                else d[r] = wbegin<kBy>();
             });
             each<GROUP / 16>([&](auto h) __attribute__((always_inline)) {
                 X q[kStep];
@@ -117,7 +66,7 @@ QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* b
             V bw = sw, times = own;
             if constexpr (BIAS) bw = vload(bias + 16 * part), times = some(sxs + 16 * part + r0);
             each<kStep>([&](auto r) __attribute__((always_inline)) {
-                acc[r0 + r] = vfmaq_f32(acc[r0 + r], vmulq_laneq_f32(sw, own, r), wend(d[r]));
+                acc[r0 + r] = vfmaq_f32(acc[r0 + r], vmulq_laneq_f32(sw, own, r), wend<kBy>(d[r]));
                 if constexpr (BIAS) acc[r0 + r] = vfmaq_laneq_f32(acc[r0 + r], bw, times, r);
             });
         });
@@ -125,9 +74,8 @@ QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* b
 }
 
 // As gemm.h describes it, a slice after the other.
-template <int R, int N, int GROUP, bool BIAS, bool WIDE>
+template <int R, int N, int BITS, int GROUP, bool BIAS>
 inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
-    static_assert(!WIDE, "one kind of dot product");
     constexpr int kParts = 32 / GROUP;
 #ifdef QUIRE_NEON_DOT
     if constexpr (R == 8)
@@ -135,8 +83,8 @@ inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x
             for (int slice = first; slice < first + N; slice++) {
                 const Chunk& from = chunk[slice / 4];
                 const int row = slice % 4 * 4;
-                slice_loop<0, GROUP, BIAS>({from.codes[0] + 32 * row, from.scale[0][0] + row, from.bias[0][0] + row, x.codes, x.sx, x.sxs,
-                                            tiles, acc + 4 * slice, 4 * stride, nullptr}, nullptr);
+                slice_loop<0, kTimes<BITS, BIAS>, GROUP, BIAS>({from.codes[0] + 32 * row, from.scale[0][0] + row, from.bias[0][0] + row, x.codes, x.sx, x.sxs,
+                                            tiles, acc + 4 * slice, 4 * stride, nullptr});
             }
             return;
         }
@@ -151,7 +99,7 @@ inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x
             for (int t = 0; t < tiles; t++) {
                 C c[8];
                 each<8>([&](auto q) __attribute__((always_inline)) { c[q] = cload(from.codes[t] + 32 * row + 16 * q); });
-                slice_rows<R, GROUP, BIAS, decltype(moved)::value>(
+                slice_rows<R, BITS, GROUP, BIAS, decltype(moved)::value>(
                     c, from.scale[t][0] + row, from.bias[t][0] + row, x.codes + 512 * (size_t)t, x.sx + 16 * t,
                     decltype(moved)::value ? x.shift + 16 * kParts * t : nullptr, BIAS ? x.sxs + 16 * kParts * t : nullptr, a);
             }
@@ -229,7 +177,7 @@ inline void ask_ahead(const uint8_t* from, size_t bytes) {
 // Whether eight rows have a loop of their own, which asks for what comes next.
 template <int BITS, int GROUP, bool BIAS>
 #ifdef QUIRE_NEON_DOT
-constexpr bool kAsksAlong = GROUP == 32 && (BITS == 4 || (BITS == 8 && !BIAS));
+constexpr bool kAsksAlong = GROUP == 32 ? BITS == 4 || (BITS == 8 && !BIAS) : BITS == 6 && !BIAS;
 #else
 constexpr bool kAsksAlong = false;
 #endif
@@ -243,11 +191,9 @@ inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& 
 #ifdef QUIRE_NEON_DOT
     if constexpr (R == 8 && kAsksAlong<BITS, GROUP, BIAS>)
         if (!shifted) {
-            alignas(16) uint8_t less[16];
-            memset(less, base, sizeof less);
             for (int slice = 0; slice < 4; slice++)
-                slice_loop<BITS, GROUP, BIAS>({tile + 16 * slice, f.scale[0][0] + 4 * slice, f.bias[0][0] + 4 * slice, x.codes, x.sx, x.sxs,
-                                               tiles, acc + 4 * slice, 64, next + (size_t)(slice * tiles) * (64 * BITS / 4)}, less);
+                slice_loop<BITS, kTimes<BITS, BIAS>, GROUP, BIAS>({tile + 16 * slice, f.scale[0][0] + 4 * slice, f.bias[0][0] + 4 * slice, x.codes, x.sx, x.sxs,
+                                               tiles, acc + 4 * slice, 64, next + (size_t)(slice * tiles) * (64 * BITS / 4)});
             return;
         }
 #endif
@@ -257,10 +203,8 @@ inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& 
             each<R>([&](auto r) __attribute__((always_inline)) { a[r] = vload(acc + 16 * r + 4 * slice); });
             for (int t = 0; t < tiles; t++) {
                 C c[8];
-                slice_codes<BITS>(tile + 64 * (size_t)(BITS * t) + 16 * slice, c);
-                if constexpr (BITS < 8 && !BIAS)
-                    each<8>([&](auto q) __attribute__((always_inline)) { c[q] = vsubq_s8(c[q], vdupq_n_s8((int8_t)base)); });
-                slice_rows<R, GROUP, BIAS, decltype(moved)::value>(c, f.scale[t][0] + 4 * slice, f.bias[t][0] + 4 * slice, x.codes + 512 * (size_t)t,
+                slice_signed<BITS, BIAS>(tile + 64 * (size_t)(BITS * t) + 16 * slice, base, c);
+                slice_rows<R, BITS, GROUP, BIAS, decltype(moved)::value>(c, f.scale[t][0] + 4 * slice, f.bias[t][0] + 4 * slice, x.codes + 512 * (size_t)t,
                                            x.sx + 16 * t, x.shift + 16 * kParts * t, x.sxs + 16 * kParts * t, a);
             }
             each<R>([&](auto r) __attribute__((always_inline)) { vstore(acc + 16 * r + 4 * slice, a[r]); });
@@ -270,26 +214,28 @@ inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& 
     else pass(std::false_type{});
 }
 
-constexpr int kFewAffine = 16;  // rows of a call that are multiplied straight from the packed codes: one panel
+// Rows of a call that are multiplied straight from the packed codes: one panel, or two where eight rows have a loop of their own.
+template <int BITS, int GROUP, bool BIAS> constexpr int kFewAffine = kAsksAlong<BITS, GROUP, BIAS> ? 32 : 16;
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     constexpr int kBlocks = 8;  // that share what is made of the rows
-    alignas(64) float acc[kBlocks][16 * 16];
+    constexpr int kRows = kFewAffine<BITS, GROUP, BIAS>;
+    alignas(64) float acc[kBlocks][16 * kRows];
     Factors factors;
-    Extras<kFewChunk> extras;
+    Extras<kFewChunk> extras[kRows / 16];
+    const int panels = (m + 15) / 16;
     // Of even size, and whole super-blocks, whose factors share a scale.
     const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
-    const int base = BITS == 8 ? 128 : BIAS ? 0 : w.offset, shift = base - w.offset;
+    const int base = dot_base<BITS, BIAS>(w), shift = kTimes<BITS, BIAS> * (base - w.offset);
     for (int b = b0; b < b1; b += kBlocks) {
         const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
         for (int i = 0; i < blocks; i++)
-            for (int r = 0; r < 16; r++) fstore(acc[i] + 16 * r, fzero());
+            for (int r = 0; r < 16 * panels; r++) fstore(acc[i] + 16 * r, fzero());
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
-            extras.template fill<GROUP, BIAS>(x, s, t0, tiles, m, shift);
-            Lanes lanes(x, s, t0);
-            lanes.take(extras);
+            auto rows_of = [m](int panel) { return m - 16 * panel < 16 ? m - 16 * panel : 16; };
+            for (int p = 0; p < panels; p++) extras[p].template fill<GROUP, BIAS>(x + (size_t)p * s.bytes, s, t0, tiles, rows_of(p), shift);
             for (int i = 0; i < blocks; i++) {
                 const int next = t0 + most < w.tiles ? t0 + most : 0, from = i + 1 < blocks ? t0 : next;
                 const int at = i + 1 < blocks ? b + i + 1 : next ? b : b + kBlocks;
@@ -298,16 +244,21 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
                 if (at < b1) ask_ahead(w.block(at) + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
                 if (!kAsksAlong<BITS, GROUP, BIAS> || m <= 4 || shift) ask_ahead(wanted, (size_t)most * w.code_bytes);
                 factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
-                int lane = 0;
-                auto go = [&](auto rows) {
-                    constexpr int R = decltype(rows)::value;
-                    affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0, wanted,
-                                                     acc[i] + 16 * lane);
-                    lane += R;
-                };
-                while (m - lane > 4) go(std::integral_constant<int, 8>{});
-                if (m - lane > 2) go(std::integral_constant<int, 4>{});
-                else if (m > lane) go(std::integral_constant<int, 2>{});
+                for (int p = 0; p < panels; p++) {
+                    Lanes lanes(x + (size_t)p * s.bytes, s, t0);
+                    lanes.take(extras[p]);
+                    const int rows = rows_of(p);
+                    int lane = 0;
+                    auto go = [&](auto some) {
+                        constexpr int R = decltype(some)::value;
+                        affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0, wanted,
+                                                         acc[i] + 16 * (16 * p + lane));
+                        lane += R;
+                    };
+                    while (rows - lane > 4) go(std::integral_constant<int, 8>{});
+                    if (rows - lane > 2) go(std::integral_constant<int, 4>{});
+                    else if (rows > lane) go(std::integral_constant<int, 2>{});
+                }
             }
         }
         for (int r = 0; r < m; r++)
@@ -317,70 +268,42 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
 
 enum class Kind { Half, Byte, Other };
 
-#ifdef QUIRE_NEON_DOT
-// slice_codes<6> and its dot products, by name: every step that merges bits does so in the register that is not needed after it.
-QUIRE_INLINE void slice_six(const uint8_t* p, X first, X second, W& d0, W& d1) {
-    const uint8x16_t low = vdupq_n_u8(15), three = vdupq_n_u8(0x33);
-    uint8x16_t v0, v1, v2, v3, t0, t1, a, b, a1, b1;
-    asm volatile(
-        "ldr %q[a], [%[p], #256]\n ldr %q[b], [%[p], #320]\n ldr %q[v0], [%[p]]\n ldr %q[v1], [%[p], #64]\n"
-        "ldr %q[v2], [%[p], #128]\n ldr %q[v3], [%[p], #192]\n"
-        "ushr %[a1].16b, %[a].16b, #2\n and %[a].16b, %[a].16b, %[three].16b\n"
-        "ushr %[b1].16b, %[b].16b, #2\n and %[b].16b, %[b].16b, %[three].16b\n"
-        "ushr %[t0].16b, %[v0].16b, #4\n and %[a1].16b, %[a1].16b, %[three].16b\n"
-        "ushr %[t1].16b, %[v1].16b, #4\n and %[b1].16b, %[b1].16b, %[three].16b\n"
-        "sli %[v0].16b, %[a].16b, #4\n bit %[a].16b, %[v2].16b, %[low].16b\n"
-        "sli %[v1].16b, %[a1].16b, #4\n bit %[a1].16b, %[v3].16b, %[low].16b\n"
-        "sli %[t0].16b, %[b].16b, #4\n sdot %[d0].4s, %[v0].16b, %[x].4b[0]\n"
-        "sli %[t1].16b, %[b1].16b, #4\n sdot %[d0].4s, %[v1].16b, %[x].4b[1]\n"
-        "sri %[b].16b, %[v2].16b, #4\n sdot %[d0].4s, %[a].16b, %[x].4b[2]\n"
-        "sri %[b1].16b, %[v3].16b, #4\n sdot %[d0].4s, %[a1].16b, %[x].4b[3]\n"
-        "sdot %[d1].4s, %[t0].16b, %[y].4b[0]\n sdot %[d1].4s, %[t1].16b, %[y].4b[1]\n"
-        "sdot %[d1].4s, %[b].16b, %[y].4b[2]\n sdot %[d1].4s, %[b1].16b, %[y].4b[3]\n"
-        : [d0] "+w"(d0), [d1] "+w"(d1), [v0] "=&w"(v0), [v1] "=&w"(v1), [v2] "=&w"(v2), [v3] "=&w"(v3), [t0] "=&w"(t0), [t1] "=&w"(t1),
-          [a] "=&w"(a), [b] "=&w"(b), [a1] "=&w"(a1), [b1] "=&w"(b1)
-        : [p] "r"(p), [x] "w"(first), [y] "w"(second), [low] "w"(low), [three] "w"(three));
-}
-#endif
-
 // Sums of the 16 rows of a tile against one row of x. Codes of 4 and 8 bits are taken a line of memory at a time, the others a slice.
-template <int BITS, int GROUP>
+template <int BITS, int GROUP, bool BIAS>
 QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_t (&start)[2], V (&sum)[32 / GROUP][4]) {
     constexpr int kParts = 32 / GROUP;
     W d[kParts][4];
     QUIRE_UNROLL
     for (int part = 0; part < kParts; part++)
         QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) d[part][n] = vdupq_n_s32(start[part] + kSumBits);
-    if constexpr (BITS == 4 || BITS == 8) {
+        for (int n = 0; n < 4; n++) d[part][n] = vdupq_n_s32(start[part] + sum_bits(kTimes<BITS, BIAS>));
+    if constexpr (BITS == 8) {
+        each<8>([&](auto q) __attribute__((always_inline)) {  // lines in their order, which is what memory gives fastest
+            QUIRE_UNROLL
+            for (int n = 0; n < 4; n++) {
+                W& sum_of = d[q < 4 ? 0 : kParts - 1][n];
+                sum_of = wdot<q % 4>(sum_of, vreinterpretq_s8_u8(vld1q_u8(tile + 64 * q + 16 * n)), q < 4 ? first : second);
+            }
+        });
+    } else if constexpr (BITS == 4) {
         each<4>([&](auto j) __attribute__((always_inline)) {
             C low[4], high[4];
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) {
                 const uint8x16_t v = vld1q_u8(tile + 64 * j + 16 * n);
-                if constexpr (BITS == 4) {
-                    low[n] = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15)));
-                    high[n] = vreinterpretq_s8_u8(vshrq_n_u8(v, 4));
-                } else {
-                    low[n] = vreinterpretq_s8_u8(v);
-                    high[n] = vreinterpretq_s8_u8(vld1q_u8(tile + 256 + 64 * j + 16 * n));
-                }
+                low[n] = vreinterpretq_s8_u8(BIAS ? vandq_u8(v, vdupq_n_u8(15)) : vshlq_n_u8(v, 4));
+                high[n] = vreinterpretq_s8_u8(BIAS ? vshrq_n_u8(v, 4) : vandq_u8(v, vdupq_n_u8(0xf0)));
             }
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) d[0][n] = wdot<j>(d[0][n], low[n], first);
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], high[n], second);
         });
-#ifdef QUIRE_NEON_DOT
-    } else if constexpr (BITS == 6 && GROUP == 16) {
-        QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) slice_six(tile + 16 * n, first, second, d[0][n], d[1][n]);
-#endif
     } else {
         QUIRE_UNROLL
         for (int n = 0; n < 4; n++) {
             C c[8];
-            slice_codes<BITS>(tile + 16 * n, c);
+            slice_codes<BITS, BIAS>(tile + 16 * n, c);
             each<4>([&](auto j) __attribute__((always_inline)) {
                 d[0][n] = wdot<j>(d[0][n], c[j], first);
                 d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], c[j + 4], second);
@@ -390,7 +313,7 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_
     QUIRE_UNROLL
     for (int part = 0; part < kParts; part++)
         QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) sum[part][n] = wend(d[part][n]);
+        for (int n = 0; n < 4; n++) sum[part][n] = wend<kTimes<BITS, BIAS>>(d[part][n]);
 }
 
 // One lane of a panel, its numbers side by side: in a panel they are half a kilobyte apart, where they would keep to a few sets of the
@@ -400,13 +323,19 @@ struct OneRow {
     alignas(64) int8_t codes[32 * kTiles];
     alignas(64) float scale[kTiles];
     alignas(64) int32_t sum[2 * kTiles];
+    alignas(64) float own[kTiles][4];  // see RowArgs
 
-    QUIRE_INLINE void take(const uint8_t* x, const QuantShape& s, int tiles) {
+    template <int GROUP> QUIRE_INLINE void take(const uint8_t* x, const QuantShape& s, int tiles) {
         for (int t = 0; t < tiles; t++) {
             vst1q_s8(codes + 32 * t, vld1q_s8((const int8_t*)x + 512 * (size_t)t));
             vst1q_s8(codes + 32 * t + 16, vld1q_s8((const int8_t*)x + 512 * (size_t)t + 16));
             scale[t] = ((const float*)(x + s.sx))[16 * (size_t)t];
             sum[2 * t] = ((const int32_t*)(x + s.sum))[32 * (size_t)t], sum[2 * t + 1] = ((const int32_t*)(x + s.sum))[32 * (size_t)t + 16];
+            if constexpr (GROUP == 32) {
+                own[t / 2][t % 2] = scale[t], own[t / 2][2 + t % 2] = scale[t] * (float)(sum[2 * t] + sum[2 * t + 1]);
+            } else {
+                for (int part = 0; part < 2; part++) own[t][part] = scale[t], own[t][2 + part] = scale[t] * (float)sum[2 * t + part];
+            }
         }
     }
 };
@@ -422,38 +351,73 @@ QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const V (&sum)[4]) {
                  : "w"(scale.v[0]), "w"(scale.v[1]), "w"(scale.v[2]), "w"(scale.v[3]), "w"(sum[0]), "w"(sum[1]), "w"(sum[2]), "w"(sum[3]), "w"(s));
 }
 
+#ifdef QUIRE_NEON_DOT
+// Tiles of a block from t0 on, as many as come in whole groups of two: how many those were.
+template <int BITS, int GROUP, bool BIAS, Kind KIND>
+inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles, const OneRow& x, size_t far, F& acc) {
+    constexpr int kEach = GROUP / 16, kMost = KIND == Kind::Byte ? kSuper : OneRow::kTiles;  // tiles of two groups; with the same supers
+    const int done = tiles - tiles % kEach;
+    alignas(64) float supers[4][16];
+    for (int t = 0; t < done; t += kMost) {
+        const size_t at = (size_t)(t0 + t);
+        auto put = [&](size_t from, float (*to)[16]) __attribute__((always_inline)) {
+            ByteFactors f;
+            prefetch_far(block + from + 4 * at + far);
+            f.begin(block + from + 4 * at);
+            QUIRE_UNROLL
+            for (int n = 0; n < 4; n++) vst1q_f32(to[0] + 4 * n, f.super[n]), vst1q_f32(to[1] + 4 * n, f.less[n]);
+        };
+        if constexpr (KIND == Kind::Byte) put(w.super_at, supers);
+        if constexpr (KIND == Kind::Byte && BIAS) put(w.bias_super_at, supers + 2);
+        const RowArgs args = {block + at * (64 * BITS), block + w.scale_at + at * w.scale_bytes, block + w.bias_at + at * w.scale_bytes,
+                              x.codes + 32 * t, x.own[t / kEach], supers[0], (done - t < kMost ? done - t : kMost) / kEach, far};
+        row_loop<BITS, BIAS, KIND == Kind::Byte>(args, acc);
+    }
+    return done;
+}
+#endif
+
 // `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
 inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const OneRow& x, F acc) {
     constexpr int kParts = 32 / GROUP;
-    constexpr size_t kFar = 16384, kNear = 1024, kMiddle = 8192;  // how far ahead lines are asked for: into the second cache, the first, or at once
+    constexpr size_t kFar = 16384, kNear = 1024;  // how far ahead lines are asked for: into the second cache, and the first
     const uint8_t* block = w.block(b);
-    const size_t far = (size_t)(b1 - b - 1) * w.block_bytes >= kFar ? kFar : kNear;  // nothing that nobody here wants
-    const int shift = (BITS == 8 ? 128 : 0) - w.offset;
+    // In whole blocks, so that what is asked for is what the same place will want; nothing that nobody here wants.
+    const size_t blocks = (kFar + w.block_bytes - 1) / w.block_bytes, far = (size_t)(b1 - b) > blocks ? blocks * w.block_bytes : kNear;
+    const bool brief = w.block_bytes < 3 * kFar / 2;
+    const int shift = kTimes<BITS, BIAS> * (stored_less(BITS, BIAS) - w.offset);
     const size_t scale_bytes = w.scale_bytes;
+    int done = 0;
+#ifdef QUIRE_NEON_DOT
+    if constexpr (KIND != Kind::Other && (BITS == 4 ? GROUP == 32 : BITS == 6 && GROUP == 16 && !BIAS && KIND == Kind::Byte))
+        if (!shift) done = row_by_name<BITS, GROUP, BIAS, KIND>(w, block, t0, tiles, x, far, acc);
+#endif
+    t0 += done;
     const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * scale_bytes;
     const uint8_t* bias_at = block + w.bias_at + (size_t)t0 * scale_bytes;
-    const int8_t* q = x.codes;
-    const float* sx = x.scale;
-    const int32_t* sum = x.sum;
+    const int8_t* q = x.codes + 32 * done;
+    const float* sx = x.scale + done;
+    const int32_t* sum = x.sum + 2 * done;
     ByteFactors scales, biases;
-    for (int t = 0; t < tiles; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 32, sx++, sum += 2) {
+    for (int t = 0; t < tiles - done; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 32, sx++, sum += 2) {
         if constexpr (KIND == Kind::Byte)
             if (t % kSuper == 0) {
                 scales.begin(block + w.super_at + 4 * (size_t)(t0 + t));
                 if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)(t0 + t));
             }
         auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
-            if constexpr (BITS == 8) return prefetch(p + kMiddle);  // there is no time for two
-            prefetch_far(p + far), prefetch(p + kNear);
+            prefetch_far(p + far);
+            if constexpr (BITS != 8) prefetch(p + kNear);
         };
-        QUIRE_UNROLL
-        for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
+        if (BITS != 8 || brief)  // lines that are read in their order come by themselves, where there are many
+            QUIRE_UNROLL
+            for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
         ask(scale_at);
         if constexpr (BIAS) ask(bias_at);
         const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]}, start[2] = {shift * total[0], shift * total[1]};
         V found[kParts][4];
-        tile_sums<BITS, GROUP>(tile, xload(q), xload(q + 16), start, found);
+        tile_sums<BITS, GROUP, BIAS>(tile, xload(q), xload(q + 16), start, found);
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
             const F scale = KIND == Kind::Half   ? half_sixteen(scale_at + 32 * part)
@@ -485,7 +449,7 @@ void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const Qua
                 const int tiles = w.tiles - t0 < OneRow::kTiles ? w.tiles - t0 : OneRow::kTiles;
                 if (b == b0 || w.tiles > OneRow::kTiles) {
                     const QuantShape rest = s.from(t0, 0);
-                    row.take(x + QuantShape::at(t0, 0), rest, tiles);
+                    row.template take<GROUP>(x + QuantShape::at(t0, 0), rest, tiles);
                 }
                 acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, b1, t0, tiles, row, acc);
             }

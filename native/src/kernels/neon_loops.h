@@ -20,27 +20,38 @@ struct SliceArgs {
     const uint8_t* ahead;  // packed codes only: what will be wanted, a line for each tile and four bits
 };
 
-alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
-    {0x4b400000u, 0x4b400000u, 0x4b400000u, 0x4b400000u},  // sums start here, see wbegin
-    {0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu},
+// Of the codes that one operation is enough for: in the lower four bits, or, signed, in the upper four or six.
+template <int TIMES> constexpr uint32_t kCodeMask = TIMES == 16 ? 0xf0f0f0f0u : TIMES == 4 ? 0xfcfcfcfcu : 0x0f0f0f0fu;
+
+template <int TIMES> alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
+    {(uint32_t)sum_bits(TIMES), (uint32_t)sum_bits(TIMES), (uint32_t)sum_bits(TIMES), (uint32_t)sum_bits(TIMES)},  // sums start here
+    {kCodeMask<TIMES>, kCodeMask<TIMES>, kCodeMask<TIMES>, kCodeMask<TIMES>},
 };
 
 // clang-format off
 #define QUIRE_ALL(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7)
 
-// Eight registers of codes: bytes side by side; or packed, 64 bytes apart, four bits (less a base) or eight.
+// Eight registers of codes: bytes side by side; or packed, 64 bytes apart: four bits (with a bias, or signed), six signed bits, or eight.
 #define QUIRE_CODES_BYTES \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #16]\n ldr q18, [%[c], #32]\n ldr q19, [%[c], #48]\n" \
     "ldr q20, [%[c], #64]\n ldr q21, [%[c], #80]\n ldr q22, [%[c], #96]\n ldr q23, [%[c], #112]\n add %[c], %[c], #512\n"
-#define QUIRE_CODES_FOUR \
+#define QUIRE_MASK(R) "and v" #R ".16b, v" #R ".16b, v24.16b\n"
+#define QUIRE_LOAD_FOUR \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #64]\n ldr q18, [%[c], #128]\n ldr q19, [%[c], #192]\n ldr q24, [%[k], #16]\n add %[c], %[c], #256\n" \
-    "prfm pldl1keep, [%[ahead]]\n add %[ahead], %[ahead], #64\n" \
-    "ushr v20.16b, v16.16b, #4\n ushr v21.16b, v17.16b, #4\n ushr v22.16b, v18.16b, #4\n ushr v23.16b, v19.16b, #4\n" \
-    "and v16.16b, v16.16b, v24.16b\n and v17.16b, v17.16b, v24.16b\n and v18.16b, v18.16b, v24.16b\n and v19.16b, v19.16b, v24.16b\n"
-#define QUIRE_LESS(R) "sub v" #R ".16b, v" #R ".16b, v24.16b\n"
-#define QUIRE_CODES_FOUR_LESS \
-    QUIRE_CODES_FOUR "ldr q24, [%[base]]\n" QUIRE_LESS(16) QUIRE_LESS(17) QUIRE_LESS(18) QUIRE_LESS(19) QUIRE_LESS(20) QUIRE_LESS(21) \
-    QUIRE_LESS(22) QUIRE_LESS(23)
+    "prfm pldl1keep, [%[ahead]]\n add %[ahead], %[ahead], #64\n"
+#define QUIRE_CODES_FOUR \
+    QUIRE_LOAD_FOUR "ushr v20.16b, v16.16b, #4\n ushr v21.16b, v17.16b, #4\n ushr v22.16b, v18.16b, #4\n ushr v23.16b, v19.16b, #4\n" \
+    QUIRE_MASK(16) QUIRE_MASK(17) QUIRE_MASK(18) QUIRE_MASK(19)
+#define QUIRE_UPPER(TO, R) "and v" #TO ".16b, v" #R ".16b, v24.16b\n shl v" #R ".16b, v" #R ".16b, #4\n"
+#define QUIRE_CODES_FOUR_SIGNED QUIRE_LOAD_FOUR QUIRE_UPPER(20, 16) QUIRE_UPPER(21, 17) QUIRE_UPPER(22, 18) QUIRE_UPPER(23, 19)
+// The fourth register is what the lower bits of the three before it make.
+#define QUIRE_FOURTH(A, B, D) \
+    "sli v" #D ".16b, v" #B ".16b, #2\n" QUIRE_MASK(B) "shl v" #D ".16b, v" #D ".16b, #2\n sli v" #D ".16b, v" #A ".16b, #6\n" QUIRE_MASK(A)
+#define QUIRE_CODES_SIX \
+    "ldr q24, [%[k], #16]\n ldr q16, [%[c]]\n ldr q17, [%[c], #64]\n ldr q18, [%[c], #128]\n ldr q19, [%[c], #128]\n" \
+    "ldr q20, [%[c], #192]\n ldr q21, [%[c], #256]\n ldr q22, [%[c], #320]\n ldr q23, [%[c], #320]\n add %[c], %[c], #384\n" \
+    "prfm pldl1keep, [%[ahead]]\n prfm pldl1keep, [%[ahead], #48]\n add %[ahead], %[ahead], #96\n" \
+    QUIRE_FOURTH(16, 17, 19) QUIRE_MASK(18) QUIRE_FOURTH(20, 21, 23) QUIRE_MASK(22)
 #define QUIRE_CODES_EIGHT \
     "ldr q16, [%[c]]\n ldr q17, [%[c], #64]\n ldr q18, [%[c], #128]\n ldr q19, [%[c], #192]\n" \
     "ldr q20, [%[c], #256]\n ldr q21, [%[c], #320]\n ldr q22, [%[c], #384]\n ldr q23, [%[c], #448]\n add %[c], %[c], #512\n" \
@@ -90,12 +101,12 @@ alignas(16) constexpr uint32_t kLoopConstants[2][4] = {
                  "mov %[at], %[back]\n" QUIRE_RESULTS(QUIRE_LEAVE)                                                                   \
                  : [c] "+&r"(codes), [s] "+&r"(scale), [b] "+&r"(bias), [x] "+&r"(x), [sx] "+&r"(sx), [sxs] "+&r"(sxs), [n] "+&r"(tiles),\
                    [at] "+&r"(at), [ahead] "+&r"(ahead)                                                                              \
-                 : [k] "r"(kLoopConstants), [base] "r"(base), [less] "r"(0xcb400000u), [back] "r"(a.acc), [stride] "r"(a.stride)     \
+                 : [k] "r"(kLoopConstants<TIMES>), [less] "r"((uint32_t)sum_bits(TIMES) | 0x80000000u), [back] "r"(a.acc), [stride] "r"(a.stride)     \
                  : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", \
                    "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
 
-// Eight rows of x against one slice. BITS: 0 for unpacked codes. `base` is 16 times what four-bit codes lose, where they have no bias.
-template <int BITS, int GROUP, bool BIAS> inline void slice_loop(const SliceArgs& a, const uint8_t* base) {
+// Eight rows of x against one slice. BITS: 0 for unpacked codes. TIMES: see kTimes.
+template <int BITS, int TIMES, int GROUP, bool BIAS> inline void slice_loop(const SliceArgs& a) {
     const uint8_t* codes = a.codes;
     const float *scale = a.scale, *bias = a.bias, *sx = a.sx, *sxs = a.sxs;
     const int8_t* x = a.x;
@@ -108,9 +119,10 @@ template <int BITS, int GROUP, bool BIAS> inline void slice_loop(const SliceArgs
     if constexpr (BITS == 0 && GROUP == 16 && !BIAS) QUIRE_SLICE_LOOP(QUIRE_CODES_BYTES, QUIRE_GROUP16, QUIRE_NO_BIAS, "");
     if constexpr (BITS == 0 && GROUP == 16 && BIAS)
         QUIRE_SLICE_LOOP(QUIRE_CODES_BYTES, QUIRE_GROUP16, QUIRE_BIASES, "add %[b], %[b], #128\n add %[sxs], %[sxs], #128\n");
-    if constexpr (BITS == 4 && GROUP == 32 && !BIAS) QUIRE_SLICE_LOOP(QUIRE_CODES_FOUR_LESS, QUIRE_GROUP32, QUIRE_NO_BIAS, "");
+    if constexpr (BITS == 4 && GROUP == 32 && !BIAS) QUIRE_SLICE_LOOP(QUIRE_CODES_FOUR_SIGNED, QUIRE_GROUP32, QUIRE_NO_BIAS, "");
     if constexpr (BITS == 4 && GROUP == 32 && BIAS)
         QUIRE_SLICE_LOOP(QUIRE_CODES_FOUR, QUIRE_GROUP32, QUIRE_BIASES, "add %[b], %[b], #128\n add %[sxs], %[sxs], #64\n");
+    if constexpr (BITS == 6 && GROUP == 16 && !BIAS) QUIRE_SLICE_LOOP(QUIRE_CODES_SIX, QUIRE_GROUP16, QUIRE_NO_BIAS, "");
     if constexpr (BITS == 8 && GROUP == 32 && !BIAS) QUIRE_SLICE_LOOP(QUIRE_CODES_EIGHT, QUIRE_GROUP32, QUIRE_NO_BIAS, "");
 }
 // clang-format on

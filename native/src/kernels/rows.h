@@ -147,17 +147,18 @@ void rope(const float* x, const RopeArgs& r, float* out) {
     }
 }
 
-// Code q (0 to 7: which quad) of a row inside a tile; see weight.h.
+// Code q (0 to 7: which quad) of a row inside a tile, as it is stored; see weight.h.
 inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
+    const uint8_t* half = tile + 192 * (q / 4) + lane;  // of 6 bits
     switch (bits) {
-        case 8: return (uint8_t)(tile[64 * q + lane] + quire::kStoredLess);
+        case 8: return tile[64 * q + lane];
+        case 6: return q % 4 < 3 ? half[64 * (q % 4)] >> 2u : (half[0] & 3u) << 4 | (half[64] & 3u) << 2 | (half[128] & 3u);
         case 2: return (tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u;
         case 3: return ((tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u) | ((tile[128 + lane] >> q) & 1u) << 2;
         default: break;
     }
     uint32_t code = (tile[64 * (q % 4) + lane] >> (q < 4 ? 0 : 4)) & 15u;
     if (bits == 5) code |= ((tile[256 + lane] >> q) & 1u) << 4;
-    if (bits == 6) code |= ((tile[256 + 64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u) << 4;
     return code;
 }
 
@@ -195,13 +196,14 @@ void dequantize_row(const Matrix& w, int row, float* out) {
         return;
     }
     float scale[16], bias[16];
+    const uint8_t less = stored_less(w.bits, w.bias);
     for (int t = 0; t < w.tiles; t++) {
         const uint8_t* tile = block + (size_t)t * w.code_bytes;
         for (int part = 0; part < 32 / w.group; part++) {
             fstore(scale, scale_of(w, block, t, part));
             if (w.bias) fstore(bias, bias_of(w, block, t, part));
             for (int i = part * w.group; i < (part + 1) * w.group; i++) {
-                float v = (float)((int)code_at(tile, w.bits, 4 * r + i % 4, i / 4) - w.offset) * scale[r];
+                float v = (float)((int)(code_at(tile, w.bits, 4 * r + i % 4, i / 4) ^ less) - w.offset) * scale[r];
                 out[32 * t + i] = w.bias ? v + bias[r] : v;
             }
         }

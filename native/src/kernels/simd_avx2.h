@@ -10,14 +10,12 @@ namespace {
 constexpr int kWidth = 8;                         // lanes of a register
 constexpr int kTileRows = 4, kTileColumns = 1;    // of the int8 register tile: rows, registers of columns
 constexpr int kDenseRows = 4, kDenseColumns = 2;  // of the float register tile
-constexpr bool kSignedCodes = false;              // what wdot takes: codes as they are, or less an offset
 #ifdef QUIRE_AVX_VNNI
 constexpr bool kTwoDots = false;  // 8-bit codes need a dot of their own
 #else
 constexpr bool kTwoDots = true;
 #endif
 constexpr int kMaxQueries = 6, kMaxChains = 6;  // of attention's register tile: queries; queries times vectors
-constexpr bool kSigned8 = false;
 
 struct F {
     __m256 a, b;

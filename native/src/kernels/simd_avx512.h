@@ -10,10 +10,8 @@ namespace {
 constexpr int kWidth = 16;                        // lanes of a register
 constexpr int kTileRows = 4, kTileColumns = 2;    // of the int8 register tile: rows, registers of columns
 constexpr int kDenseRows = 8, kDenseColumns = 2;  // of the float register tile
-constexpr bool kSignedCodes = false;              // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 6, kMaxChains = 24;  // of attention's register tile: queries; queries times vectors
-constexpr bool kSigned8 = false;  // 8-bit codes reach dot4_8 as they are stored, unsigned
 
 using F = __m512;
 using I = __m512i;

@@ -1,6 +1,6 @@
 // The 16-lane vocabulary on NEON: four registers per virtual vector. With QUIRE_NEON_DOT the int8 dot is one instruction
-// per four rows; without, it is a widening multiply and pairwise adds. Both take signed bytes, so 8-bit codes have their
-// top bit flipped (they reach the dot less 128, see kSigned8); shorter codes are the same either way.
+// per four rows; without, it is a widening multiply and pairwise adds. Both take signed bytes, which is how codes are stored here
+// (see stored_less).
 #pragma once
 
 #define QUIRE_NEON 1
@@ -14,10 +14,8 @@ namespace {
 constexpr int kWidth = 4;                         // lanes of a register
 constexpr int kTileRows = 8, kTileColumns = 8;    // of an int8 tile: rows in registers; registers of columns, one after the other
 constexpr int kDenseRows = 4, kDenseColumns = 4;  // of the float register tile
-constexpr bool kSignedCodes = true;               // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 6, kMaxChains = 5;  // of attention's register tile: queries; queries times vectors, as far as they fit
-constexpr bool kSigned8 = true;
 
 struct F {
     float32x4_t v[4];
@@ -236,27 +234,6 @@ template <int N> inline B bshr(B a) {
 template <int N> inline B bshl(B a) {
     QUIRE_QUARTERS a.v[i] = vshlq_n_u8(a.v[i], N);
     return a;
-}
-inline I dot4_signed(I acc, B codes, const int8_t* x) {
-    int32_t quad;
-    memcpy(&quad, x, 4);
-    const int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
-#ifdef QUIRE_NEON_DOT
-    QUIRE_QUARTERS acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), q);
-#else
-    QUIRE_QUARTERS {
-        const int8x16_t c = vreinterpretq_s8_u8(codes.v[i]);
-        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(q)));
-        const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(c), vget_high_s8(q)));
-        acc.v[i] = vaddq_s32(acc.v[i], vpaddq_s32(low, high));
-    }
-#endif
-    return acc;
-}
-inline I dot4(I acc, B codes, const int8_t* x) { return dot4_signed(acc, codes, x); }
-inline I dot4_8(I acc, B codes, const int8_t* x) {
-    QUIRE_QUARTERS codes.v[i] = veorq_u8(codes.v[i], vdupq_n_u8(128));
-    return dot4_signed(acc, codes, x);
 }
 inline void bstore(uint8_t* p, B a) { QUIRE_QUARTERS vst1q_u8(p + 16 * i, a.v[i]); }
 inline B bsub(B a, uint8_t x) {

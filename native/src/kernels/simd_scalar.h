@@ -13,10 +13,8 @@ namespace {
 constexpr int kWidth = 16;                          // lanes of a register
 constexpr int kTileRows = 2, kTileColumns = 1;      // of the int8 register tile: rows, registers of columns
 constexpr int kDenseRows = 2, kDenseColumns = 1;    // of the float register tile
-constexpr bool kSignedCodes = false;                // what wdot takes: codes as they are, or less an offset
 constexpr bool kTwoDots = false;                    // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 2, kMaxChains = 2;  // of attention's register tile: queries; queries times vectors
-constexpr bool kSigned8 = false;
 
 struct F {
     float v[16];
