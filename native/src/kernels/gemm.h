@@ -347,7 +347,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
     Extras<kChunk> extras;
     constexpr bool kAsTiles = kTiles && GROUP == 32;  // groups of 16 would use half of a tile
     const bool as_tiles = kAsTiles && m >= kTilesFrom;
-    #ifdef QUIRE_NEON
+#ifdef QUIRE_NEON
     const int base = dot_base<BITS, BIAS>(w);
 #else
     const int base = !as_tiles ? 0 : BITS == 8 ? 128 : w.offset;
