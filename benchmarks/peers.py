@@ -29,15 +29,19 @@ def missing(program: str) -> str:
     return f"{program} is needed: it is not on the PATH, and LLAMA_CPP does not name its folder"
 
 
-def version(program: str = "llama-bench") -> str | None:
-    """What a program says of itself, in one line."""
-    path = find(program)
-    if path is None:
+def version() -> str | None:
+    """What the programs say of themselves, in one line; None where llama-bench is absent."""
+    if find("llama-bench") is None:
         return None
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, env=environment(path))
-    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
-    said = [line for line in lines if line.startswith(("version:", "built with"))]
-    return ", ".join(said) or (lines[0] if lines else "unknown")
+    for program in ("llama-bench", "llama-cli", "llama-server"):  # not all of them know the question
+        path = find(program)
+        if path is not None:
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, env=environment(path))
+            lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+            said = [line for line in lines if line.startswith(("version:", "built with"))]
+            if said:
+                return ", ".join(said)
+    return "unknown"
 
 
 def environment(program: str) -> dict[str, str]:
