@@ -19,10 +19,12 @@ void dense_row(const Matrix& w, int b, const float* x, const Epilogue& e, int co
     int i = 0;
     for (; i + 4 <= w.k; i += 4) {
         const float32x4_t v = vld1q_f32(x + i);
+        size_t at = (size_t)i * (kBytes / 4) + ahead;
+        if (at >= w.block_bytes) at += (C - 1) * w.block_bytes;  // past its end: in the block that comes after these C
         QUIRE_UNROLL
         for (int c = 0; c < C; c++)
             QUIRE_UNROLL
-            for (size_t line = 0; line < kBytes; line += 64) prefetch(block[c] + (size_t)i * (kBytes / 4) + ahead + line);
+            for (size_t line = 0; line < kBytes; line += 64) prefetch(block[c] + at + line);
         QUIRE_UNROLL
         for (int c = 0; c < C; c++) acc[c] = ffma_lane<0>(v, dense_load<TYPE>(block[c], i), acc[c]);
         QUIRE_UNROLL
