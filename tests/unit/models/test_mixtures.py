@@ -168,7 +168,14 @@ def test_mixtral_with_and_without_stacks(old: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt-oss", "qwen2moe", "qwen3next", "deepseek3"])
-@pytest.mark.parametrize(("backend", "device"), [("reference", "auto"), ("native", "auto"), ("torch", "cpu")])
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        pytest.param("reference", "auto", marks=pytest.mark.large),  # slow, and its logits are compared above
+        ("native", "auto"),
+        ("torch", "cpu"),
+    ],
+)
 def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str, device: str, tmp_path: Path):
     """Through the engine, cold and with prefix hits, chunks smaller than the prompts, windows smaller than them."""
     from quire.config import EngineConfig, Environment
