@@ -179,8 +179,7 @@ def _check(config: EngineConfig) -> None:
         )
     if config.kv_dtype not in ("auto", *KV_DTYPES):
         raise BadRequest(
-            f"kv_dtype is {config.kv_dtype!r}: it must be auto, {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}",
-            param="kv_dtype",
+            f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
         )
     if config.task not in TASKS:
         raise BadRequest(f"task is {config.task!r}: it must be {', '.join(TASKS[:-1])} or {TASKS[-1]}", param="task")
