@@ -56,12 +56,15 @@ struct PartShape {
     explicit PartShape(int head_dim) : high(((size_t)head_dim + 15) / 16 * 16), total(high + 1), floats(high + 16) {}
 };
 
+constexpr int kComing = 4;
+
 // One KV head's view of one chunk, and queries that look at it.
 struct AttendArgs {
     const uint8_t* cells;  // of this layer and head: page p at cells + p * page_stride
     size_t page_stride;
     const int32_t* pages;  // of the chunk, the first one first; those before every query's `from` are not looked at
-    int ahead;             // entries after the last one used that name pages to be wanted soon
+    const uint8_t* coming[kComing];  // cells that will be wanted after these
+    int ahead;                       // how many of them there are
     KvCell cell;
     float scale;
     float cap = 0;         // a score s becomes cap * tanh(s / cap); 0: it stays

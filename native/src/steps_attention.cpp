@@ -84,9 +84,9 @@ struct Attend : Step {
 
     void work(const Run& run, int i, int thread) const override {
         const Schedule::Item& item = schedule->item(i);
-        const int head = schedule->head(i);
-        if (item.whole) return whole(run, item, head, thread);
-        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, item, head, c, thread);
+        const int head = schedule->head(i), then = i + run.threads;  // what this thread will most likely do next
+        if (item.whole) return whole(run, item, head, then, thread);
+        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, item, head, c, then, thread);
         for (int m = 0; m < item.members; m++) {
             const Schedule::Tile& tile = schedule->tile(item, m);
             if (!schedule->last(tile, head)) continue;
@@ -102,7 +102,7 @@ struct Attend : Step {
     }
 
     // All chunks of a tile, merged as they come.
-    void whole(const Run& run, const Schedule::Item& item, int head, int thread) const {
+    void whole(const Run& run, const Schedule::Item& item, int head, int then, int thread) const {
         const Plan& plan = run.plan;
         const Schedule::Tile& tile = schedule->tile(item, 0);
         const int queries = tile.rows * schedule->group();
@@ -113,7 +113,7 @@ struct Attend : Step {
         for (int start = 0; start < queries; start += kMaxAttend) {
             const int end = start + kMaxAttend < queries ? start + kMaxAttend : queries;
             for (int c = tile.begin; c < tile.chunks; c++) {
-                look(run, a, tile, c, tile.chunks);
+                look(run, a, tile, head, c, tile.chunks, then);
                 for (int j = start; j < end; j++)
                     put(run, a, tile, head, j, c, (first(run, tile, j) / kChunk == c ? sums : parts) + (size_t)(j - start) * stride);
                 if (a.count) attend(run, a);
@@ -127,9 +127,9 @@ struct Attend : Step {
     }
 
     // One chunk for every tile of the item; the parts stay where the last one to come finds them.
-    void piece(const Run& run, const Schedule::Item& item, int head, int chunk, int thread) const {
+    void piece(const Run& run, const Schedule::Item& item, int head, int chunk, int then, int thread) const {
         AttendArgs a = view(run, head, thread);
-        look(run, a, schedule->tile(item, 0), chunk, item.chunk + item.chunks);
+        look(run, a, schedule->tile(item, 0), head, chunk, item.chunk + item.chunks, then);
         for (int m = 0; m < item.members; m++) {
             const Schedule::Tile& tile = schedule->tile(item, m);
             for (int j = 0; j < tile.rows * schedule->group(); j++) {
@@ -153,7 +153,7 @@ struct Attend : Step {
     AttendArgs view(const Run& run, int head, int thread) const {
         const KvShape& kv = run.plan.kv(pool);
         AttendArgs a;
-        a.cells = run.plan.cells(pool, layer, 0) + (kv.latent ? 0 : (size_t)head * kv.cell().bytes());
+        a.cells = of_head(run, head);
         a.page_stride = kv.page_bytes();
         a.cell = kv.cell();
         a.scale = scale;
@@ -162,14 +162,30 @@ struct Attend : Step {
         return a;
     }
 
-    // At a chunk of a tile's sequence, with no query yet. The chunks up to `end` follow.
-    void look(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int chunk, int end) const {
-        constexpr int kPages = kChunk / kPage;
-        const int known = (run.batch.kv_len[tile.sequence] + kPage - 1) / kPage - (chunk + 1) * kPages;
-        a.pages = run.batch.at(pool).pages + (int64_t)tile.sequence * run.batch.table + chunk * kPages;
-        a.ahead = chunk + 1 < end && known > 0 ? known : 0;
+    // At a chunk of a tile's sequence, with no query yet. The chunks up to `end` follow, then item `then`, if there is one.
+    void look(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int chunk, int end, int then) const {
+        a.pages = table(run, tile, chunk);
+        a.ahead = 0;
+        if (chunk + 1 < end) expect(run, a, tile, head, chunk + 1);
+        else if (then < schedule->items()) {
+            const Schedule::Item& next = schedule->item(then);
+            expect(run, a, schedule->tile(next, 0), schedule->head(then), next.chunk);
+        }
         a.count = 0;
         a.windowed = false;
+    }
+    const int32_t* table(const Run& run, const Schedule::Tile& tile, int chunk) const {
+        return run.batch.at(pool).pages + (int64_t)tile.sequence * run.batch.table + chunk * (kChunk / kPage);
+    }
+    void expect(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int chunk) const {
+        const int known = (run.batch.kv_len[tile.sequence] + kPage - 1) / kPage - chunk * (kChunk / kPage);
+        const int32_t* pages = table(run, tile, chunk);
+        const uint8_t* cells = of_head(run, head);
+        for (; a.ahead < kComing && a.ahead < known; a.ahead++) a.coming[a.ahead] = cells + (size_t)pages[a.ahead] * a.page_stride;
+    }
+    const uint8_t* of_head(const Run& run, int head) const {
+        const KvShape& kv = run.plan.kv(pool);
+        return run.plan.cells(pool, layer, 0) + (kv.latent ? 0 : (size_t)head * kv.cell().bytes());
     }
 
     // Adds a query, if it sees something of the chunk.

@@ -15,7 +15,7 @@ namespace {
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
 constexpr int kRows = 128;      // rows of x in an item: they stay in the second cache while the weights pass
-constexpr int kStreaming = 16;  // rows up to which a product waits for its weights
+constexpr int kStreaming = 32;  // rows up to which a product waits for its weights
 
 struct Part {
     Segment segment;

@@ -311,6 +311,7 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
             for (int p = 0; p < oldest / kPage; p++) named[(size_t)p] = 1 << 28;
             for (int c = 0; c * kChunk < tokens; c++) {
                 args.pages = named.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
+                args.coming[0] = args.cells, args.coming[1] = cells.data() + cells.size();
                 std::vector<int> there;
                 for (int i = 0; i < count; i++) {
                     const int n = seen(i) - c * kChunk, from = n - window;

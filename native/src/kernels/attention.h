@@ -354,8 +354,8 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
         if (Some && a.from[q] < begin) begin = a.from[q];
     }
 
-    // Keys and values of each page, and behind them what is wanted after: the values, then the next chunk.
-    constexpr int kPages = kChunk / kPage, kAhead = 4;
+    // Keys and values of each page, and behind them what is wanted after: the values, then what is coming.
+    constexpr int kPages = kChunk / kPage, kAhead = kComing;
     const int pages = (longest + kPage - 1) / kPage, front = Some ? begin / kPage : 0;
     const T *keys[kPages + kAhead], *values[kPages + kAhead];
     const float* scales[kPages];
@@ -370,7 +370,7 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     }
     for (int i = 0; i < kAhead; i++) {
         keys[pages + i] = values[front + i < pages ? front + i : front];
-        values[pages + i] = i < a.ahead ? (const T*)(a.cells + (size_t)a.pages[pages + i] * a.page_stride) : values[front];
+        values[pages + i] = i < a.ahead ? (const T*)a.coming[i] : values[front];
     }
     auto weigh_one = [&](int q) {
         float* own = scores + q * kAttendStride;

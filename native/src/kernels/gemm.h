@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int kChunk = kWidth == 4 ? 24 : 16;  // tiles of 32 columns unpacked at a time
+constexpr int kChunk = 16;  // tiles of 32 columns unpacked at a time
 constexpr int kMaxTall = 128;   // rows in one call
 constexpr int kPair = kTileColumns * kWidth > 16 ? kTileColumns * kWidth / 16 : 1;  // blocks unpacked together
 constexpr int kSlices = 16 / kWidth;                                                // registers across a block
@@ -113,13 +113,6 @@ template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8
     }
 }
 
-// Some tiles of one block, unpacked.
-struct Chunk {
-    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns] (NEON: [tile][4 rows][quad], see neon_codes.h); less `base` for tiles
-    alignas(64) float scale[kChunk][2][16];  // [tile][part][row]
-    alignas(64) float bias[kChunk][2][16];
-};
-
 inline I iload(const int32_t* p) {
     I lanes;
     __builtin_memcpy(&lanes, p, sizeof lanes);
@@ -136,10 +129,19 @@ template <int MOST> struct Extras {
 
     template <int GROUP, bool BIAS> void fill(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, int by) {
         const float* scale = (const float*)(panel + s.sx) + 16 * (size_t)t0;
+        for (int t = 0; t < tiles; t++) fstore(sx[t], fload_n(scale + 16 * t, rows));
+        sums_by<GROUP, BIAS>(sx[0], panel, s, t0, tiles, by);
+    }
+    // The same without the scales, and with whatever the panel has in lanes past the last row.
+    template <int GROUP, bool BIAS> void sums(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int by) {
+        sums_by<GROUP, BIAS>((const float*)(panel + s.sx) + 16 * (size_t)t0, panel, s, t0, tiles, by);
+    }
+
+  private:
+    template <int GROUP, bool BIAS> void sums_by(const float* scale, const uint8_t* panel, const QuantShape& s, int t0, int tiles, int by) {
         const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
         for (int t = 0; t < tiles; t++, sum += 32, scale += 16) {
-            const F known = fload_n(scale, rows);
-            fstore(sx[t], known);
+            const F known = fload(scale);
             for (int part = 0; part < 32 / GROUP; part++) {
                 const int g = 32 / GROUP * t + part;
                 const I total = GROUP == 32 ? iadd(iload(sum), iload(sum + 16)) : iload(sum + 16 * part);
@@ -162,7 +164,8 @@ struct Lanes {
     Lanes(const uint8_t* panel, const QuantShape& s, int t0)
         : codes((const int8_t*)panel + 512 * (size_t)t0), sx((const float*)(panel + s.sx) + 16 * (size_t)t0), shift(nullptr), sxs(nullptr) {}
 
-    template <int MOST> void take(const Extras<MOST>& extras) { sx = extras.sx[0], shift = extras.shift[0], sxs = extras.sxs[0]; }
+    template <int MOST> void take(const Extras<MOST>& extras) { take_sums(extras), sx = extras.sx[0]; }
+    template <int MOST> void take_sums(const Extras<MOST>& extras) { shift = extras.shift[0], sxs = extras.sxs[0]; }
 
     Lanes from(int lane) const {
         Lanes x = *this;
@@ -208,8 +211,19 @@ class Ahead {
 }  // namespace
 
 #ifdef QUIRE_NEON
-#include "neon_codes.h"
-#endif
+#include "neon_rows.h"
+#else
+
+namespace {
+
+// Some tiles of one block, unpacked.
+struct Chunk {
+    alignas(64) uint8_t codes[kChunk][512];  // [tile][quad][16 rows][4 columns], less `base` for tiles
+    alignas(64) float scale[kChunk][2][16];  // [tile][part][row]
+    alignas(64) float bias[kChunk][2][16];
+};
+
+}  // namespace
 
 #ifdef QUIRE_AMX
 #include "amx.h"
@@ -222,24 +236,16 @@ constexpr int kTilesFrom = 0;
 
 namespace {
 
-#ifndef QUIRE_NEON
-template <int BITS, bool BIAS> constexpr int kTimes = 1;
-#endif
-
 // `base` is what each code loses on the way, so that it fits a signed byte.
 template <int BITS, int GROUP, bool BIAS>
 inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to) {
     const uint8_t* block = w.block(b);
     for (int t = 0; t < tiles; t++) {
         uint8_t* out = to.codes[t];
-#ifdef QUIRE_NEON
-        unpack_slices<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_bytes, base, out);
-#else
         each_quad<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
             if constexpr (kTiles) codes = bsub(codes, (uint8_t)base);
             bstore(out + 64 * q, codes);
         });
-#endif
         for (int part = 0; part < 32 / GROUP; part++) {
             fstore(to.scale[t][part], scale_of(w, block, t0 + t, part));
             if constexpr (BIAS) fstore(to.bias[t][part], bias_of(w, block, t0 + t, part));
@@ -247,15 +253,6 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
     }
 }
 
-}  // namespace
-
-#ifdef QUIRE_NEON
-#include "neon.h"
-#endif
-
-namespace {
-
-#ifndef QUIRE_NEON  // it has its own
 // R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
 template <int R, int N, int BITS, int GROUP, bool BIAS>
 inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
@@ -309,8 +306,6 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
         for (int r = 0; r < R; r++) vstore(acc + r * stride + (size_t)((slice + n) * kWidth), a[r][n]);
 }
 
-#endif
-
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
 template <int R, int BITS, int GROUP, bool BIAS>
 inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const Lanes& lanes, int lane, int rows, bool shifted, float* acc,
@@ -347,12 +342,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
     Extras<kChunk> extras;
     constexpr bool kAsTiles = kTiles && GROUP == 32;  // groups of 16 would use half of a tile
     const bool as_tiles = kAsTiles && m >= kTilesFrom;
-#ifdef QUIRE_NEON
-    const int base = dot_base<BITS, BIAS>(w);
-#else
-    const int base = !as_tiles ? 0 : BITS == 8 ? 128 : w.offset;
-#endif
-    const int shift = kTimes<BITS, BIAS> * (base - w.offset);
+    const int base = !as_tiles ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
 #ifdef QUIRE_AMX
@@ -399,6 +389,12 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
             for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc + (size_t)r * stride + (size_t)(16 * i)));
     }
 }
+
+}  // namespace
+
+#endif
+
+namespace {
 
 constexpr int kDenseChunk = 128;  // columns widened at a time
 

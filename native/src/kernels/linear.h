@@ -138,10 +138,11 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
 // Rows of a call up to which affine_few is the faster way (one panel at most), and how many it takes along in one pass over a
 // block: their sums must fit the registers.
 constexpr bool kManyRegisters = kWidth == 16 && kDenseRows >= 8;
-template <int BITS, int GROUP, bool BIAS> constexpr int kFewAffine = kManyRegisters ? 16 : 2;
+constexpr int kFewAffine = kManyRegisters ? 16 : 2;
 
 template <int BITS, int GROUP, bool BIAS>
-void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+void affine_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     Few<BITS, GROUP, BIAS> few(w, x, s, m);
     if (w.tiles <= kFewTiles) few.fill(0);
     for (int b = b0; b < b1; b++) {
@@ -159,8 +160,7 @@ void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Qu
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_blocks(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m > kFewAffine<BITS, GROUP, BIAS>) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
-    if (m > 1) return affine_few_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    if (m > 1) return affine_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     affine_one_row<BITS, GROUP, BIAS>(w, b0, b1, x, s, e);
 }
 

@@ -1,11 +1,13 @@
 // The int8 products on NEON, in place of the general ones of gemm.h and linear.h: the same sums in the same order, arranged for
 // a CPU with two vector pipes, where a conversion costs as much as two dot products. A kernel works on a slice: four rows of
-// a block, whose 32 columns of a tile are eight registers of codes, and goes over the rows of x four at a time.
+// a block, whose 32 columns of a tile are eight registers of codes. Here is one row of x, and what several have in common with it
+// (neon_rows.h).
 //
 // For each group, slice and row that leaves three operations beside eight dot products (four with a bias): sums start from a load,
 // they become floats by one subtraction, and what belongs to a row is taken by lane.
 #pragma once
 
+#include "neon_codes.h"
 #ifdef QUIRE_NEON_DOT
 #include "neon_loops.h"
 #include "neon_row.h"
@@ -73,43 +75,6 @@ QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* b
     });
 }
 
-// As gemm.h describes it, a slice after the other.
-template <int R, int N, int BITS, int GROUP, bool BIAS>
-inline void affine_tile(const Chunk* chunk, int first, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
-    constexpr int kParts = 32 / GROUP;
-#ifdef QUIRE_NEON_DOT
-    if constexpr (R == 8)
-        if (!shifted) {
-            for (int slice = first; slice < first + N; slice++) {
-                const Chunk& from = chunk[slice / 4];
-                const int row = slice % 4 * 4;
-                slice_loop<0, kTimes<BITS, BIAS>, GROUP, BIAS>({from.codes[0] + 32 * row, from.scale[0][0] + row, from.bias[0][0] + row, x.codes, x.sx, x.sxs,
-                                            tiles, acc + 4 * slice, 4 * stride, nullptr});
-            }
-            return;
-        }
-#endif
-    auto pass = [&](auto moved) __attribute__((always_inline)) {
-        for (int slice = first; slice < first + N; slice++) {
-            const Chunk& from = chunk[slice / 4];
-            const int row = slice % 4 * 4;
-            float* at = acc + 4 * slice;
-            V a[R];
-            each<R>([&](auto r) __attribute__((always_inline)) { a[r] = vload(at + r * stride); });
-            for (int t = 0; t < tiles; t++) {
-                C c[8];
-                each<8>([&](auto q) __attribute__((always_inline)) { c[q] = cload(from.codes[t] + 32 * row + 16 * q); });
-                slice_rows<R, BITS, GROUP, BIAS, decltype(moved)::value>(
-                    c, from.scale[t][0] + row, from.bias[t][0] + row, x.codes + 512 * (size_t)t, x.sx + 16 * t,
-                    decltype(moved)::value ? x.shift + 16 * kParts * t : nullptr, BIAS ? x.sxs + 16 * kParts * t : nullptr, a);
-            }
-            each<R>([&](auto r) __attribute__((always_inline)) { vstore(at + r * stride, a[r]); });
-        }
-    };
-    if (shifted) pass(std::true_type{});
-    else pass(std::false_type{});
-}
-
 QUIRE_INLINE V half_four(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p))); }
 QUIRE_INLINE F half_sixteen(const uint8_t* p) {
     const float16x8_t a = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)p)), b = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)p + 8));
@@ -136,136 +101,7 @@ struct ByteFactors {
 inline bool byte_factors(const Matrix& w) { return w.scales == Scales::Byte && !w.wide; }
 inline bool half_factors(const Matrix& w) { return w.scales == Scales::Half && !w.wide; }
 
-constexpr int kSuper = 8;                // tiles whose byte factors share a scale
-constexpr int kFewChunk = 4 * kSuper;  // tiles that a few rows pass over at a time
-
-struct Factors {
-    alignas(64) float scale[kFewChunk][2][16];
-    alignas(64) float bias[kFewChunk][2][16];
-
-    template <int GROUP, bool BIAS> void fill(const Matrix& w, int b, int t0, int tiles) {
-        const uint8_t* block = w.block(b);
-        ByteFactors scales, biases;
-        auto put = [&](auto own, auto other) __attribute__((always_inline)) {
-            for (int t = 0; t < tiles; t++) {
-                const size_t at = (size_t)(t0 + t);
-                for (int part = 0; part < 32 / GROUP; part++) {
-                    fstore(scale[t][part], own(at, part));
-                    if constexpr (BIAS) fstore(bias[t][part], other(at, part));
-                }
-            }
-        };
-        if (half_factors(w))
-            return put([&](size_t t, int part) { return half_sixteen(block + w.scale_at + t * w.scale_bytes + 32 * (size_t)part); },
-                       [&](size_t t, int part) { return half_sixteen(block + w.bias_at + t * w.scale_bytes + 32 * (size_t)part); });
-        if (!byte_factors(w))
-            return put([&](size_t t, int part) { return scale_of(w, block, (int)t, part); },
-                       [&](size_t t, int part) { return bias_of(w, block, (int)t, part); });
-        auto bytes = [&](ByteFactors& f, size_t super_at, size_t from, size_t t, int part) __attribute__((always_inline)) {
-            if (t % kSuper == 0 && part == 0) f.begin(block + super_at + 4 * t);
-            return f.of(block + from + t * w.scale_bytes + 16 * (size_t)part);
-        };
-        put([&](size_t t, int part) { return bytes(scales, w.super_at, w.scale_at, t, part); },
-            [&](size_t t, int part) { return bytes(biases, w.bias_super_at, w.bias_at, t, part); });
-    }
-};
-
-inline void ask_ahead(const uint8_t* from, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += 64) prefetch(from + at);
-}
-
-// Whether eight rows have a loop of their own, which asks for what comes next.
-template <int BITS, int GROUP, bool BIAS>
-#ifdef QUIRE_NEON_DOT
-constexpr bool kAsksAlong = GROUP == 32 ? BITS == 4 || (BITS == 8 && !BIAS) : BITS == 6 && !BIAS;
-#else
-constexpr bool kAsksAlong = false;
-#endif
-
-// Some tiles of a block, from `tile` on, against R lanes: straight from the packed codes, which lose `base`. Those at `next` are wanted
-// after them: asked for one by one, because a CPU forgets what it is asked for all at once.
-template <int BITS, int GROUP, bool BIAS, int R>
-inline void affine_few(const uint8_t* tile, int tiles, int base, const Factors& f, const Lanes& x, bool shifted, const uint8_t* next, float* acc) {
-    constexpr int kParts = 32 / GROUP;
-    (void)next;
-#ifdef QUIRE_NEON_DOT
-    if constexpr (R == 8 && kAsksAlong<BITS, GROUP, BIAS>)
-        if (!shifted) {
-            for (int slice = 0; slice < 4; slice++)
-                slice_loop<BITS, kTimes<BITS, BIAS>, GROUP, BIAS>({tile + 16 * slice, f.scale[0][0] + 4 * slice, f.bias[0][0] + 4 * slice, x.codes, x.sx, x.sxs,
-                                               tiles, acc + 4 * slice, 64, next + (size_t)(slice * tiles) * (64 * BITS / 4)});
-            return;
-        }
-#endif
-    auto pass = [&](auto moved) __attribute__((always_inline)) {
-        for (int slice = 0; slice < 4; slice++) {
-            V a[R];
-            each<R>([&](auto r) __attribute__((always_inline)) { a[r] = vload(acc + 16 * r + 4 * slice); });
-            for (int t = 0; t < tiles; t++) {
-                C c[8];
-                slice_signed<BITS, BIAS>(tile + 64 * (size_t)(BITS * t) + 16 * slice, base, c);
-                slice_rows<R, BITS, GROUP, BIAS, decltype(moved)::value>(c, f.scale[t][0] + 4 * slice, f.bias[t][0] + 4 * slice, x.codes + 512 * (size_t)t,
-                                           x.sx + 16 * t, x.shift + 16 * kParts * t, x.sxs + 16 * kParts * t, a);
-            }
-            each<R>([&](auto r) __attribute__((always_inline)) { vstore(acc + 16 * r + 4 * slice, a[r]); });
-        }
-    };
-    if (shifted) pass(std::true_type{});
-    else pass(std::false_type{});
-}
-
-// Rows of a call that are multiplied straight from the packed codes: one panel, or two where eight rows have a loop of their own.
-template <int BITS, int GROUP, bool BIAS> constexpr int kFewAffine = kAsksAlong<BITS, GROUP, BIAS> ? 32 : 16;
-
-template <int BITS, int GROUP, bool BIAS>
-void affine_few_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    constexpr int kBlocks = 8;  // that share what is made of the rows
-    constexpr int kRows = kFewAffine<BITS, GROUP, BIAS>;
-    alignas(64) float acc[kBlocks][16 * kRows];
-    Factors factors;
-    Extras<kFewChunk> extras[kRows / 16];
-    const int panels = (m + 15) / 16;
-    // Of even size, and whole super-blocks, whose factors share a scale.
-    const int chunks = (w.tiles + kFewChunk - 1) / kFewChunk, most = ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
-    const int base = dot_base<BITS, BIAS>(w), shift = kTimes<BITS, BIAS> * (base - w.offset);
-    for (int b = b0; b < b1; b += kBlocks) {
-        const int blocks = b1 - b < kBlocks ? b1 - b : kBlocks;
-        for (int i = 0; i < blocks; i++)
-            for (int r = 0; r < 16 * panels; r++) fstore(acc[i] + 16 * r, fzero());
-        for (int t0 = 0; t0 < w.tiles; t0 += most) {
-            const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
-            auto rows_of = [m](int panel) { return m - 16 * panel < 16 ? m - 16 * panel : 16; };
-            for (int p = 0; p < panels; p++) extras[p].template fill<GROUP, BIAS>(x + (size_t)p * s.bytes, s, t0, tiles, rows_of(p), shift);
-            for (int i = 0; i < blocks; i++) {
-                const int next = t0 + most < w.tiles ? t0 + most : 0, from = i + 1 < blocks ? t0 : next;
-                const int at = i + 1 < blocks ? b + i + 1 : next ? b : b + kBlocks;
-                const uint8_t* tile = w.block(b + i) + (size_t)t0 * w.code_bytes;
-                const uint8_t* wanted = at < b1 ? w.block(at) + (size_t)from * w.code_bytes : tile;
-                if (at < b1) ask_ahead(w.block(at) + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
-                if (!kAsksAlong<BITS, GROUP, BIAS> || m <= 4 || shift) ask_ahead(wanted, (size_t)most * w.code_bytes);
-                factors.fill<GROUP, BIAS>(w, b + i, t0, tiles);
-                for (int p = 0; p < panels; p++) {
-                    Lanes lanes(x + (size_t)p * s.bytes, s, t0);
-                    lanes.take(extras[p]);
-                    const int rows = rows_of(p);
-                    int lane = 0;
-                    auto go = [&](auto some) {
-                        constexpr int R = decltype(some)::value;
-                        affine_few<BITS, GROUP, BIAS, R>(tile, tiles, base, factors, lanes.from(lane), shift != 0, wanted,
-                                                         acc[i] + 16 * (16 * p + lane));
-                        lane += R;
-                    };
-                    while (rows - lane > 4) go(std::integral_constant<int, 8>{});
-                    if (rows - lane > 2) go(std::integral_constant<int, 4>{});
-                    else if (rows > lane) go(std::integral_constant<int, 2>{});
-                }
-            }
-        }
-        for (int r = 0; r < m; r++)
-            for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc[i] + 16 * r));
-    }
-}
-
+constexpr int kSuper = 8;  // tiles whose byte factors share a scale
 enum class Kind { Half, Byte, Other };
 
 // Sums of the 16 rows of a tile against one row of x. Codes of 4 and 8 bits are taken a line of memory at a time, the others a slice.
