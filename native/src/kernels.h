@@ -15,6 +15,7 @@ struct Epilogue {
     const float* bias = nullptr;
     const float* residual = nullptr;  // same shape as out
     size_t residual_stride = 0;
+    const uint8_t* then = nullptr;  // a block, of whatever matrix, that will most likely be read after these; or nothing
 };
 
 struct RopeArgs {

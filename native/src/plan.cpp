@@ -78,6 +78,12 @@ void Plan::output(int slot) {
     if (scratch_bytes_) scratch_memory_ = Mapping(scratch_bytes_ * (size_t)pool_->threads());
     scratch_ = scratch_memory_.data();
     items_.resize(steps_.size());
+    const Step* next = nullptr;
+    for (int round = 0; round < 2; round++)  // the last one is followed by the first
+        for (size_t i = steps_.size(); i-- > 0;) {
+            steps_[i]->next = next;
+            if (steps_[i]->streams()) next = steps_[i].get();
+        }
 }
 
 void Plan::input(int slot) {

@@ -75,6 +75,10 @@ struct Step {
     virtual void prepare(const Run&) {}  // on one thread, before the run
     virtual int items(const Run&) const = 0;
     virtual void work(const Run&, int item, int thread) const = 0;
+    // Steps that wait for their weights: what a thread will most likely read first.
+    virtual bool streams() const { return false; }
+    virtual const uint8_t* begins(const Run&, int /*thread*/) const { return nullptr; }
+    const Step* next = nullptr;  // the one of those that comes after this one, also in the run after this one
 };
 
 // One weight of a linear step. Slots are -1 where there is none.

@@ -1,6 +1,9 @@
 // How units of work (blocks of a matrix, groups of columns) become items that threads take one after another.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 namespace quire {
 
 struct Spread {
@@ -35,6 +38,21 @@ struct Spread {
         s.units = units, s.runs = runs, s.run = run, s.piece = piece;
         s.items = runs + (units - runs * run + piece - 1) / piece;
         return s;
+    }
+};
+
+// Long runs by thread: each gets the one of its own number if nobody has been faster, so that it can be known beforehand what a thread
+// will read first in a step.
+class Claims {
+    mutable std::atomic<uint32_t> taken_{0};
+
+  public:
+    static constexpr int kMost = 32;
+    void reset() { taken_.store(0, std::memory_order_relaxed); }
+    int take(int item, int thread, int runs) const {
+        if (item >= runs || runs > kMost) return item;
+        for (int i = thread < runs ? thread : 0;; i = (i + 1) % runs)  // as many items as runs: one is left
+            if (!(taken_.fetch_or(1u << i, std::memory_order_relaxed) >> i & 1u)) return i;
     }
 };
 

@@ -43,22 +43,28 @@ struct Linear : Step {
     int blocks = 0;
 
     Spread columns;  // of this run: all weights' blocks
+    Claims claims;
 
-    void prepare(const Run& run) override { columns = spread(blocks, run.rows(parts[0].out), run.threads, 8); }
+    void prepare(const Run& run) override {
+        columns = spread(blocks, run.rows(parts[0].out), run.threads, 8);
+        claims.reset();
+    }
     int items(const Run& run) const override { return (run.rows(parts[0].out) + kRows - 1) / kRows * columns.items; }
-    void work(const Run& run, int item, int) const override {
-        const int m0 = item / columns.items * kRows, index = item % columns.items;
+    void work(const Run& run, int item, int thread) const override {
+        const int m0 = item / columns.items * kRows, index = claims.take(item % columns.items, thread, columns.runs);
         const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
+        const uint8_t* then = coming(run, index, thread);
         int b0 = columns.from(index), b1 = columns.to(index);
         for (const Part& p : parts) {
             const int most = p.segment.weight->blocks;
-            if (b0 < most && b0 < b1) part(run, p, b0, b1 < most ? b1 : most, m0, m);
+            if (b0 < most && b0 < b1) part(run, p, b0, b1 < most ? b1 : most, m0, m, b1 <= most ? then : (&p + 1)->segment.weight->block(0));
             b0 = b0 < most ? 0 : b0 - most, b1 -= most;
             if (b1 <= 0) return;
         }
     }
-    void part(const Run& run, const Part& p, int b0, int b1, int m0, int m) const {
+    void part(const Run& run, const Part& p, int b0, int b1, int m0, int m, const uint8_t* then) const {
         Epilogue e;
+        e.then = then;
         e.out = run.plan.floats(p.out, m0) + 16 * b0;
         e.out_stride = p.out.stride / sizeof(float);
         if (p.segment.residual >= 0) {
@@ -67,6 +73,23 @@ struct Linear : Step {
         }
         multiply(run, p, b0, b1, m0, m, e);
         adapt(run, p, b0, b1, m0, m, e);
+    }
+
+    bool streams() const override { return true; }
+    const uint8_t* begins(const Run&, int thread) const override { return columns.runs ? first_of(thread < columns.runs ? thread : 0) : nullptr; }
+    const uint8_t* first_of(int index) const {
+        int b = columns.from(index);
+        for (const Part& p : parts) {
+            if (b < p.segment.weight->blocks) return p.segment.weight->block(b);
+            b -= p.segment.weight->blocks;
+        }
+        return nullptr;
+    }
+    // After an item of this index: another one, or the next step.
+    const uint8_t* coming(const Run& run, int index, int thread) const {
+        if (!columns.runs) return nullptr;
+        if (index + run.threads < columns.items) return first_of(index + run.threads);
+        return next ? next->begins(run, thread) : nullptr;
     }
 };
 
@@ -79,18 +102,32 @@ struct Gated : Step {
     Act act = Act::Swiglu;
 
     Spread groups;  // of this run: 32 columns each
+    Claims claims;
 
     void prepare(const Run& run) override {
         groups = spread((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, 4);
+        claims.reset();
     }
     int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * groups.items; }
     void work(const Run& run, int item, int thread) const override {
-        const int m0 = item / groups.items * kRows, index = item % groups.items;
+        const int m0 = item / groups.items * kRows, index = claims.take(item % groups.items, thread, groups.runs);
         const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
         const int most = kRows / m;  // groups whose results fit the scratch
-        for (int g = groups.from(index), end = groups.to(index); g < end; g += most) some(run, g, g + most < end ? g + most : end, m0, m, thread);
+        const uint8_t* then = coming(run, index, thread);
+        for (int g = groups.from(index), end = groups.to(index); g < end; g += most) {
+            const bool last = g + most >= end;
+            some(run, g, last ? end : g + most, m0, m, thread, last ? then : gate.segment.weight->block(2 * (g + most)));
+        }
     }
-    void some(const Run& run, int g0, int g1, int m0, int m, int thread) const {
+    bool streams() const override { return true; }
+    const uint8_t* begins(const Run&, int thread) const override { return groups.runs ? first_of(thread < groups.runs ? thread : 0) : nullptr; }
+    const uint8_t* first_of(int index) const { return gate.segment.weight->block(2 * groups.from(index)); }
+    const uint8_t* coming(const Run& run, int index, int thread) const {
+        if (!groups.runs) return nullptr;
+        if (index + run.threads < groups.items) return first_of(index + run.threads);
+        return next ? next->begins(run, thread) : nullptr;
+    }
+    void some(const Run& run, int g0, int g1, int m0, int m, int thread, const uint8_t* then) const {
         const int n = gate.segment.weight->n, most = gate.segment.weight->blocks;
         const int b0 = 2 * g0, b1 = 2 * g1 < most ? 2 * g1 : most, width = 32 * (g1 - g0);
         float* g = (float*)run.plan.scratch(thread);
@@ -98,9 +135,11 @@ struct Gated : Step {
         Epilogue e;
         e.out_stride = (size_t)width;
         e.out = g;
+        e.then = up.segment.weight->block(b0);
         multiply(run, gate, b0, b1, m0, m, e);
         adapt(run, gate, b0, b1, m0, m, e);
         e.out = u;
+        e.then = then;
         multiply(run, up, b0, b1, m0, m, e);
         adapt(run, up, b0, b1, m0, m, e);
         const Kernels& k = run.plan.kernels();

@@ -213,14 +213,21 @@ inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles,
 }
 #endif
 
-// `tiles` tiles of block b of w, from t0 on, against one row; blocks before b1 are next.
+constexpr size_t kFar = 16384, kNear = 1024;  // how far ahead lines are asked for: into the second cache, and the first
+
+// How far behind block b, of [b0, b1), those lines lie: in whole blocks, so that what is asked for is what the same place will want, and
+// past the last of them in what comes then. (A distance: `then` may lie before the block.)
+inline size_t far_from(const Matrix& w, int b, int b0, int b1, const uint8_t* then) {
+    const int blocks = (int)((kFar + w.block_bytes - 1) / w.block_bytes), last = b1 - blocks > b0 ? b1 - blocks : b0;
+    if (b < last) return (size_t)blocks * w.block_bytes;
+    return then ? (size_t)((uintptr_t)then - (uintptr_t)w.block(last)) : kNear;
+}
+
+// `tiles` tiles of block b of w, from t0 on, against one row.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
-inline F affine_row_by(const Matrix& w, int b, int b1, int t0, int tiles, const OneRow& x, F acc) {
+inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, const OneRow& x, F acc) {
     constexpr int kParts = 32 / GROUP;
-    constexpr size_t kFar = 16384, kNear = 1024;  // how far ahead lines are asked for: into the second cache, and the first
     const uint8_t* block = w.block(b);
-    // In whole blocks, so that what is asked for is what the same place will want; nothing that nobody here wants.
-    const size_t blocks = (kFar + w.block_bytes - 1) / w.block_bytes, far = (size_t)(b1 - b) > blocks ? blocks * w.block_bytes : kNear;
     const bool brief = w.block_bytes < 3 * kFar / 2;
     const int shift = kTimes<BITS, BIAS> * (stored_less(BITS, BIAS) - w.offset);
     const size_t scale_bytes = w.scale_bytes;
@@ -287,7 +294,7 @@ void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const Qua
                     const QuantShape rest = s.from(t0, 0);
                     row.template take<GROUP>(x + QuantShape::at(t0, 0), rest, tiles);
                 }
-                acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, b1, t0, tiles, row, acc);
+                acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, far_from(w, b, b0, b1, e.then), t0, tiles, row, acc);
             }
             finish(e, 0, 16 * (b - b0), acc);
         }

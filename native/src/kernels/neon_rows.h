@@ -185,11 +185,11 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     const int next = t0 + most < w.tiles ? t0 + most : 0, from = i + 1 < blocks ? t0 : next;
                     const int at = i + 1 < blocks ? b + i + 1 : next ? b : b + together;
                     block.begin(b + i, t0, tiles);
-                    const uint8_t* wanted = at < b1 ? w.block(at) + (size_t)from * w.code_bytes : block.tile;
-                    if (at < b1) {
-                        ask_ahead(w.block(at) + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
-                        if (BIAS && w.super_at != w.bias_at)
-                            ask_ahead(w.block(at) + w.bias_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
+                    const uint8_t* coming = at < b1 ? w.block(at) : e.then;
+                    const uint8_t* wanted = coming ? coming + (size_t)from * w.code_bytes : block.tile;
+                    if (coming) {
+                        ask_ahead(coming + w.scale_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
+                        if (BIAS && w.super_at != w.bias_at) ask_ahead(coming + w.bias_at + (size_t)from * w.scale_bytes, (size_t)most * w.scale_bytes);
                     }
                     if (!kPackedByName<BITS, GROUP, BIAS> || m <= 4 || shift) ask_ahead(wanted, (size_t)most * w.code_bytes);
                     if (block.reads_factors(m)) block.factors.template fill<GROUP, BIAS>(w, b + i, t0, tiles);
