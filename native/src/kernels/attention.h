@@ -368,6 +368,7 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
             prefetch(scales[p]), prefetch(scales[p] + kPage);
         }
     }
+    const int reach = pages - front < kAhead ? pages - front : kAhead;  // how many pages ahead things are asked for: nothing is left out
     for (int i = 0; i < kAhead; i++) {
         keys[pages + i] = values[front + i < pages ? front + i : front];
         values[pages + i] = i < a.ahead ? (const T*)a.coming[i] : values[front];
@@ -383,12 +384,12 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     if (a.count <= kMaxQueries && D % 16 == 0) {
         with_count(a.count, [&](auto n) {
             constexpr int Q = decltype(n)::value;
-            score_pages<Q, vectors_for(Q)>(keys, keys + kAhead, front, pages, queries, D, scores);
+            score_pages<Q, vectors_for(Q)>(keys, keys + reach, front, pages, queries, D, scores);
             for (int q = 0; q < Q; q++) weigh_one(q);
             if constexpr (Some)
-                add_some_values<Q, kPage>(values, values + kAhead, D, D, longest, a.from, a.seen, 0, scores, a.part);
+                add_some_values<Q, kPage>(values, values + reach, D, D, longest, a.from, a.seen, 0, scores, a.part);
             else
-                add_values<Q, kPage>(values, values + kAhead, D, D, 0, longest, a.seen, 0, scores, a.part);
+                add_values<Q, kPage>(values, values + reach, D, D, 0, longest, a.seen, 0, scores, a.part);
         });
         return;
     }

@@ -48,6 +48,14 @@ inline void ask_ahead(const uint8_t* from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) prefetch(from + at);
 }
 
+// Results of rows [r0, r1) will be left in this column: their lines, which another core may have, come in the meantime.
+inline void ask_results(const Epilogue& e, int r0, int r1, int column) {
+    for (int r = r0; r < r1; r++) {
+        asm volatile("prfm pstl1keep, %a0" ::"p"(e.out + (size_t)r * e.out_stride + column));
+        if (e.residual) prefetch(e.residual + (size_t)r * e.residual_stride + column);
+    }
+}
+
 // Whether eight rows have a loop of their own over unpacked codes, and over packed ones (which asks for what comes next).
 #ifdef QUIRE_NEON_DOT
 constexpr bool kByName = true;
@@ -185,6 +193,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     const int next = t0 + most < w.tiles ? t0 + most : 0, from = i + 1 < blocks ? t0 : next;
                     const int at = i + 1 < blocks ? b + i + 1 : next ? b : b + together;
                     block.begin(b + i, t0, tiles);
+                    if (!next) ask_results(e, 0, m, 16 * (b + i - b0));
                     const uint8_t* coming = at < b1 ? w.block(at) : e.then;
                     const uint8_t* wanted = coming ? coming + (size_t)from * w.code_bytes : block.tile;
                     if (coming) {
@@ -215,6 +224,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     const Lanes lanes = panel(p, t0, tiles, extras);
                     for (int lane = 16 * p; lane < m && lane < 16 * p + 16; lane += 8) {
                         ahead.ask();
+                        if (!next) ask_results(e, lane, lane + 8 < m ? lane + 8 : m, 16 * (b - b0));
                         for (int i = 0; i < blocks; i++) block[i].unpacked(lanes.from(lane % 16), m - lane, sums(i, lane));
                     }
                 }

@@ -130,7 +130,16 @@ void rope(const float* x, const RopeArgs& r, float* out) {
     const int half = r.dim / 2;
     for (int h = 0; h < r.heads; h++, x += r.head_dim, out += r.head_dim) {
         if (r.pairs) {
-            for (int i = 0; i < half; i++) {
+            int i = 0;
+#ifdef QUIRE_NEON
+            for (; i + 4 <= half; i += 4) {
+                const float32x4x2_t ab = vld2q_f32(x + 2 * i);
+                const float32x4_t c = vld1q_f32(r.cos + i), s = vld1q_f32(r.sin + i);
+                vst2q_f32(out + 2 * i, {{vsubq_f32(vmulq_f32(ab.val[0], c), vmulq_f32(ab.val[1], s)),
+                                         vaddq_f32(vmulq_f32(ab.val[0], s), vmulq_f32(ab.val[1], c))}});
+            }
+#endif
+            for (; i < half; i++) {
                 float a = x[2 * i], b = x[2 * i + 1];
                 out[2 * i] = a * r.cos[i] - b * r.sin[i];
                 out[2 * i + 1] = a * r.sin[i] + b * r.cos[i];
