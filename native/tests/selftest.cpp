@@ -151,6 +151,33 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
     }
 }
 
+// More rows than fit a panel, and more columns than are taken at a time; from the second block on, with another one to ask for.
+void test_tall(const Kernels& isa, const Kernels& scalar) {
+    const int n = 64, k = 1280, most = 128;
+    const QuantShape shape(k);
+    const std::vector<float> x = floats((size_t)(most * k)), bias = floats((size_t)n), residual = floats((size_t)(most * n));
+    std::vector<uint8_t> panels(shape.bytes * (most / 16), 0xff);
+    for (int m = 0; m < most; m++)
+        scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, panels.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
+    for (const Form& f : kForms) {
+        const Matrix w = random_affine(f, n, k);
+        std::vector<float> a((size_t)(most * n)), b((size_t)(most * n));
+        Epilogue e;
+        e.out_stride = e.residual_stride = (size_t)n;
+        e.bias = bias.data() + 16;
+        for (int r = 0; r < most; r++) {
+            e.out = b.data() + (size_t)(r * n) + 16, e.residual = residual.data() + (size_t)(r * n) + 16;
+            scalar.linear_affine(w, 1, w.blocks, panels.data() + shape.bytes * (size_t)(r / 16) + QuantShape::at(0, r % 16), shape.from(0, r % 16), 1, e);
+        }
+        e.out = a.data() + 16, e.residual = residual.data() + 16, e.then = w.block(0);
+        for (int m : {6, 12, 16, 24, 31, 33, 38, 44, 63, most}) {
+            isa.linear_affine(w, 1, w.blocks, panels.data(), shape, m, e);
+            same(isa.name, f.name, a.data(), b.data(), (size_t)(m * n) * sizeof(float));
+            std::fill(a.begin(), a.end(), 0.0f);
+        }
+    }
+}
+
 void test_dense(const Kernels& isa, const Kernels& scalar, ThreadPool& pool) {
     for (int type = 0; type < 3; type++) {
         const int n = 33, k = 70 + type, m = 7, wide = 48;
@@ -696,6 +723,7 @@ int main() {
         test_latent_plan(sets[i]);
         test_mixture(sets[i]);
         test_sampling(sets[i], scalar_kernels());
+        test_tall(*sets[i], *scalar_kernels());
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);
