@@ -22,6 +22,7 @@ from quire.server.feed import KEEP_ALIVE_SECONDS, Feed, News
 FIRST_SECONDS = 5.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
+BREAKS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 
 class Encoder(Protocol):
@@ -32,19 +33,28 @@ class Encoder(Protocol):
     def closing(self) -> Iterable[object]: ...
 
 
+def on_one_line(value: object) -> bytes:
+    """JSON without the characters that some clients take for the end of a line (httpx's `iter_lines` does): escaped, they mean the same."""
+    encoded = msgspec.json.encode(value)
+    if not encoded.isascii():
+        for character, escape in BREAKS.items():
+            encoded = encoded.replace(character.encode(), escape)
+    return encoded
+
+
 def event(value: object) -> bytes:
     """One `data:` event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + on_one_line(value) + b"\n\n"
 
 
 def named_event(value: Mapping[str, Any]) -> bytes:
     """One event that is called by the type of its object."""
-    return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+    return b"event: " + value["type"].encode() + b"\ndata: " + on_one_line(value) + b"\n\n"
 
 
 def line(value: object) -> bytes:
     """One line of JSON."""
-    return msgspec.json.encode(value) + b"\n"
+    return on_one_line(value) + b"\n"
 
 
 class EventStream(Response):

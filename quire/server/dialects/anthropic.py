@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -26,7 +25,7 @@ from quire.server.feed import Feed
 from quire.server.limits import read_json
 from quire.server.replies import reply
 from quire.server.service import Service
-from quire.server.sse import EventStream
+from quire.server.sse import EventStream, named_event
 
 PATH = "/v1/messages"
 KINDS = {
@@ -88,14 +87,9 @@ def shape(error: QuireError) -> tuple[int, object]:
     return error.status, {"type": "error", "error": what}
 
 
-def frame(value: Any) -> bytes:
-    """One event; its name is the type of its object."""
-    return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
-
-
 class _NamedEvents(EventStream):
     """Anthropic's framing: every event has a name, and the last one has said that it is the last."""
 
-    frame = staticmethod(frame)
-    waiting = frame(PING)
+    frame = staticmethod(named_event)
+    waiting = named_event(PING)
     done = b""

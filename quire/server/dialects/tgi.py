@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +28,7 @@ from quire.server.feed import Feed, News
 from quire.server.limits import read_json
 from quire.server.replies import reply
 from quire.server.service import Service
-from quire.server.sse import EventStream
+from quire.server.sse import EventStream, on_one_line
 
 PATHS = ("/generate", "/info", "/")  # the first with what follows it, /generate_stream; the last alone
 KINDS = {429: "overloaded", 500: "generation", 503: "overloaded"}
@@ -245,7 +244,7 @@ class _Stream:
 class _Events(EventStream):
     """TGI's events end when the body does."""
 
-    frame = staticmethod(lambda value: b"data:" + msgspec.json.encode(value) + b"\n\n")
+    frame = staticmethod(lambda value: b"data:" + on_one_line(value) + b"\n\n")
     done = b""
 
 
