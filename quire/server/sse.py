@@ -22,7 +22,7 @@ from quire.server.feed import KEEP_ALIVE_SECONDS, Feed, News
 FIRST_SECONDS = 5.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
-BREAKS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
+BREAKS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
 
 
 class Encoder(Protocol):
@@ -34,11 +34,14 @@ class Encoder(Protocol):
 
 
 def on_one_line(value: object) -> bytes:
-    """JSON without the characters that some clients take for the end of a line (httpx's `iter_lines` does): escaped, they mean the same."""
+    """JSON in which what some clients take for the end of a line is escaped, which means the same.
+
+    Python's `splitlines` does, and so httpx's `iter_lines`, through which Ollama's client reads.
+    """
     encoded = msgspec.json.encode(value)
     if not encoded.isascii():
         for character, escape in BREAKS.items():
-            encoded = encoded.replace(character.encode(), escape)
+            encoded = encoded.replace(character, escape)
     return encoded
 
 
