@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,11 +17,11 @@ from quire.observe.errors import QuireError
 from quire.server import errors
 from quire.server.errors import ClientGone
 from quire.server.feed import KEEP_ALIVE_SECONDS, Feed, News
+from quire.server.jsonl import line, on_one_line
 
 FIRST_SECONDS = 5.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
-BREAKS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
 
 
 class Encoder(Protocol):
@@ -33,18 +32,6 @@ class Encoder(Protocol):
     def closing(self) -> Iterable[object]: ...
 
 
-def on_one_line(value: object) -> bytes:
-    """JSON in which what some clients take for the end of a line is escaped, which means the same.
-
-    Python's `splitlines` does, and so httpx's `iter_lines`, through which Ollama's client reads.
-    """
-    encoded = msgspec.json.encode(value)
-    if not encoded.isascii():
-        for character, escape in BREAKS.items():
-            encoded = encoded.replace(character, escape)
-    return encoded
-
-
 def event(value: object) -> bytes:
     """One `data:` event."""
     return b"data: " + on_one_line(value) + b"\n\n"
@@ -53,11 +40,6 @@ def event(value: object) -> bytes:
 def named_event(value: Mapping[str, Any]) -> bytes:
     """One event that is called by the type of its object."""
     return b"event: " + value["type"].encode() + b"\ndata: " + on_one_line(value) + b"\n\n"
-
-
-def line(value: object) -> bytes:
-    """One line of JSON."""
-    return on_one_line(value) + b"\n"
 
 
 class EventStream(Response):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.server import jsonl
 from quire.server.batches.journal import Line
 
 MAX_LINES = 50_000
@@ -117,7 +118,7 @@ def not_run(line: Line, code: str, message: str) -> bytes:
 def _written(line: Line, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
     name = f"batch_req_{line.batch.removeprefix('batch_')[:16]}{line.n:08x}"  # the same however often it is written
     body = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
-    return msgspec.json.encode(body) + b"\n"
+    return jsonl.line(body)
 
 
 def _is_json(body: bytes) -> bool:

@@ -24,9 +24,10 @@ from quire.server.dialects import _modelfile, _ollama, _ollama_adapters, _ollama
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects.ollama_store import model_name, writable
 from quire.server.errors import ClientGone
+from quire.server.jsonl import line
 from quire.server.replies import reply
 from quire.server.service import Service
-from quire.server.sse import HEADERS, LineStream, line
+from quire.server.sse import HEADERS, LineStream
 from quire.server.threads import in_thread
 from quire.weights.manifest import Defaults
 from quire.weights.store import Store

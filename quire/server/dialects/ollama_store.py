@@ -26,9 +26,10 @@ from quire.server.dialects import _ollama, _ollama_adapters
 from quire.server.dialects._compat import Absent, Endpoint, Fields
 from quire.server.errors import ClientGone, Unimplemented
 from quire.server.guard import is_loopback
+from quire.server.jsonl import line
 from quire.server.replies import reply
 from quire.server.service import Service
-from quire.server.sse import HEADERS, LineStream, line
+from quire.server.sse import HEADERS, LineStream
 from quire.server.tenants import check_administers
 from quire.server.threads import in_thread
 from quire.weights import names

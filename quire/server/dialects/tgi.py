@@ -25,10 +25,11 @@ from quire.server.dialects import _fields, _logprobs, _tgi
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._tgi import CompatRequest, GenerateRequest, Parameters
 from quire.server.feed import Feed, News
+from quire.server.jsonl import on_one_line
 from quire.server.limits import read_json
 from quire.server.replies import reply
 from quire.server.service import Service
-from quire.server.sse import EventStream, on_one_line
+from quire.server.sse import EventStream
 
 PATHS = ("/generate", "/info", "/")  # the first with what follows it, /generate_stream; the last alone
 KINDS = {429: "overloaded", 500: "generation", 503: "overloaded"}

@@ -1,4 +1,4 @@
-"""Streams keep what an answer says off the ends of their lines: clients disagree on what ends one."""
+"""Streams and files of batches keep what an answer says off the ends of their lines: clients disagree on what ends one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from quire.chat.types import Chunk
+from quire.server.batches.journal import Line
+from quire.server.batches.lines import answered, not_run
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for
 from tests.unit.server.scripts import script
 
@@ -32,3 +34,10 @@ async def test_every_line_is_whole_for_every_client(path: str):
     assert r.status_code == 200, r.text
     assert r.text.splitlines() == r.text.split("\n")[:-1]
     assert "a\\u0085b\\u2028c\\u2029d" in r.text
+
+
+def test_a_line_of_a_batch_is_whole_too():
+    line = Line("batch_1", 0, TEXT, 0, 0)
+    for told in (answered(line, 200, f'"{TEXT}"'.encode()), not_run(line, "bad", TEXT)):
+        assert len(told.decode().splitlines()) == 1
+        assert told.count(b"a\\u0085b\\u2028c\\u2029d") == 2
