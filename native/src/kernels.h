@@ -57,7 +57,7 @@ struct PartShape {
     explicit PartShape(int head_dim) : high(((size_t)head_dim + 15) / 16 * 16), total(high + 1), floats(high + 16) {}
 };
 
-constexpr int kComing = 4;
+constexpr int kComing = 4;  // pages ahead of which cells are asked for
 
 // One KV head's view of one chunk, and queries that look at it.
 struct AttendArgs {

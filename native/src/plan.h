@@ -77,7 +77,7 @@ struct Step {
     virtual void work(const Run&, int item, int thread) const = 0;
     // Steps that wait for their weights: what a thread will most likely read first.
     virtual bool streams() const { return false; }
-    virtual const uint8_t* begins(const Run&, int /*thread*/) const { return nullptr; }
+    virtual const uint8_t* begins(int /*thread*/) const { return nullptr; }
     const Step* next = nullptr;  // the one of those that comes after this one, also in the run after this one
 };
 

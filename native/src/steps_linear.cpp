@@ -22,10 +22,6 @@ struct Part {
     Slot in, out, residual, shrunk;
 };
 
-Spread spread(int units, int rows, int threads, int most) {
-    return rows > kStreaming ? Spread::even(units, threads, most) : Spread::streaming(units, threads);
-}
-
 // Blocks [b0, b1) of a weight, rows [m0, m0 + m) of x, into `e` (whose pointers are at row m0, column 0 of the run).
 void multiply(const Run& run, const Part& p, int b0, int b1, int m0, int m, Epilogue e) {
     if (p.segment.bias) e.bias = p.segment.bias->data() + 16 * b0;
@@ -37,24 +33,41 @@ void adapt(const Run& run, const Part& p, int b0, int b1, int m0, int m, const E
     if (p.segment.site >= 0 && run.batch.adapters) run.plan.expand(run, p.segment.site, p.shrunk, b0, b1, m0, m, e.out, e.out_stride);
 }
 
-struct Linear : Step {
+// A step over units of weights (blocks, or pairs of them) that are shared out anew in every run.
+struct Shared : Step {
+    Spread spread;
+    Claims claims;
+
+    void share(int units, int rows, int threads, int most) {
+        spread = rows > kStreaming ? Spread::even(units, threads, most) : Spread::streaming(units, threads);
+        claims.reset();
+    }
+    int times(int rows) const { return (rows + kRows - 1) / kRows * spread.items; }  // items for so many rows
+    int index_of(int item, int thread) const { return claims.take(item % spread.items, thread, spread.runs); }
+
+    virtual const uint8_t* first_of(int index) const = 0;  // weights that an item of this index begins with
+    bool streams() const override { return true; }
+    const uint8_t* begins(int thread) const override { return spread.runs ? first_of(thread < spread.runs ? thread : 0) : nullptr; }
+    // After an item of this index: another one, or the next step.
+    const uint8_t* after(const Run& run, int index, int thread) const {
+        if (!spread.runs) return nullptr;
+        if (index + run.threads < spread.items) return first_of(index + run.threads);
+        return next ? next->begins(thread) : nullptr;
+    }
+};
+
+struct Linear : Shared {
     const char* name() const override { return "linear"; }
     std::vector<Part> parts;
     int blocks = 0;
 
-    Spread columns;  // of this run: all weights' blocks
-    Claims claims;
-
-    void prepare(const Run& run) override {
-        columns = spread(blocks, run.rows(parts[0].out), run.threads, 8);
-        claims.reset();
-    }
-    int items(const Run& run) const override { return (run.rows(parts[0].out) + kRows - 1) / kRows * columns.items; }
+    void prepare(const Run& run) override { share(blocks, run.rows(parts[0].out), run.threads, 8); }
+    int items(const Run& run) const override { return times(run.rows(parts[0].out)); }
     void work(const Run& run, int item, int thread) const override {
-        const int m0 = item / columns.items * kRows, index = claims.take(item % columns.items, thread, columns.runs);
+        const int m0 = item / spread.items * kRows, index = index_of(item, thread);
         const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
-        const uint8_t* then = coming(run, index, thread);
-        int b0 = columns.from(index), b1 = columns.to(index);
+        const uint8_t* then = after(run, index, thread);
+        int b0 = spread.from(index), b1 = spread.to(index);
         for (const Part& p : parts) {
             const int most = p.segment.weight->blocks;
             if (b0 < most && b0 < b1) part(run, p, b0, b1 < most ? b1 : most, m0, m, b1 <= most ? then : (&p + 1)->segment.weight->block(0));
@@ -75,58 +88,37 @@ struct Linear : Step {
         adapt(run, p, b0, b1, m0, m, e);
     }
 
-    bool streams() const override { return true; }
-    const uint8_t* begins(const Run&, int thread) const override { return columns.runs ? first_of(thread < columns.runs ? thread : 0) : nullptr; }
-    const uint8_t* first_of(int index) const {
-        int b = columns.from(index);
+    const uint8_t* first_of(int index) const override {
+        int b = spread.from(index);
         for (const Part& p : parts) {
             if (b < p.segment.weight->blocks) return p.segment.weight->block(b);
             b -= p.segment.weight->blocks;
         }
         return nullptr;
     }
-    // After an item of this index: another one, or the next step.
-    const uint8_t* coming(const Run& run, int index, int thread) const {
-        if (!columns.runs) return nullptr;
-        if (index + run.threads < columns.items) return first_of(index + run.threads);
-        return next ? next->begins(run, thread) : nullptr;
-    }
 };
 
 // act(x @ gate, x @ up), 32 columns at a time, so that an int8 group is whole within an item.
-struct Gated : Step {
+struct Gated : Shared {
     const char* name() const override { return "gated"; }
     Part gate, up;
     Slot out, quant;
     bool keep = false, quantized = false;
     Act act = Act::Swiglu;
 
-    Spread groups;  // of this run: 32 columns each
-    Claims claims;
-
-    void prepare(const Run& run) override {
-        groups = spread((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, 4);
-        claims.reset();
-    }
-    int items(const Run& run) const override { return (run.rows(gate.in) + kRows - 1) / kRows * groups.items; }
+    void prepare(const Run& run) override { share((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, 4); }
+    int items(const Run& run) const override { return times(run.rows(gate.in)); }
     void work(const Run& run, int item, int thread) const override {
-        const int m0 = item / groups.items * kRows, index = claims.take(item % groups.items, thread, groups.runs);
+        const int m0 = item / spread.items * kRows, index = index_of(item, thread);
         const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
         const int most = kRows / m;  // groups whose results fit the scratch
-        const uint8_t* then = coming(run, index, thread);
-        for (int g = groups.from(index), end = groups.to(index); g < end; g += most) {
+        const uint8_t* then = after(run, index, thread);
+        for (int g = spread.from(index), end = spread.to(index); g < end; g += most) {
             const bool last = g + most >= end;
             some(run, g, last ? end : g + most, m0, m, thread, last ? then : gate.segment.weight->block(2 * (g + most)));
         }
     }
-    bool streams() const override { return true; }
-    const uint8_t* begins(const Run&, int thread) const override { return groups.runs ? first_of(thread < groups.runs ? thread : 0) : nullptr; }
-    const uint8_t* first_of(int index) const { return gate.segment.weight->block(2 * groups.from(index)); }
-    const uint8_t* coming(const Run& run, int index, int thread) const {
-        if (!groups.runs) return nullptr;
-        if (index + run.threads < groups.items) return first_of(index + run.threads);
-        return next ? next->begins(run, thread) : nullptr;
-    }
+    const uint8_t* first_of(int index) const override { return gate.segment.weight->block(2 * spread.from(index)); }
     void some(const Run& run, int g0, int g1, int m0, int m, int thread, const uint8_t* then) const {
         const int n = gate.segment.weight->n, most = gate.segment.weight->blocks;
         const int b0 = 2 * g0, b1 = 2 * g1 < most ? 2 * g1 : most, width = 32 * (g1 - g0);

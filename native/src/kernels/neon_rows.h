@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kFewChunk = 4 * kSuper, kManyChunk = 3 * kSuper;  // tiles that rows pass over at a time
 constexpr int kSums = 8 * 32 * 16;                              // floats: 8 blocks of 32 rows, 2 of 128
-static_assert(kSums >= 2 * kMaxTall * 16, "every call has room for two blocks");
+static_assert(kPair == 2 && kSums >= kPair * kMaxTall * 16, "every call has room for two blocks");
 
 struct Factors {
     alignas(64) float scale[kFewChunk][2][16];
@@ -212,14 +212,14 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
 
     void many(int b0, int b1, const Epilogue& e) {
         const int chunks = (w.tiles + kManyChunk - 1) / kManyChunk, most = ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
-        BlockTiles<BITS, GROUP, BIAS> block[2] = {{w, base, shift != 0}, {w, base, shift != 0}};
+        BlockTiles<BITS, GROUP, BIAS> block[kPair] = {{w, base, shift != 0}, {w, base, shift != 0}};
         Extras<kFewChunk> extras;
-        for (int b = b0; b < b1; b += 2) {
-            const int blocks = b1 - b < 2 ? b1 - b : 2;
+        for (int b = b0; b < b1; b += kPair) {
+            const int blocks = b1 - b < kPair ? b1 - b : kPair;
             for (int t0 = 0; t0 < w.tiles; t0 += most) {
                 const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most, next = t0 + tiles < w.tiles ? t0 + tiles : 0;
                 for (int i = 0; i < blocks; i++) block[i].begin(b + i, t0, tiles), block[i].unpack(b + i, t0);
-                Ahead ahead(w, next ? b : b + 2, next, w.tiles - next < most ? w.tiles - next : most, tall() / 8);
+                Ahead ahead(w, next ? b : b + kPair, next, w.tiles - next < most ? w.tiles - next : most, tall() / 8);
                 for (int p = 0; p < (m + 15) / 16; p++) {
                     const Lanes lanes = panel(p, t0, tiles, extras);
                     for (int lane = 16 * p; lane < m && lane < 16 * p + 16; lane += 8) {
