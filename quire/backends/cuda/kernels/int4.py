@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _prefetch, _sum_parts, gate
+from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _prefetch, _sum_parts, gate, store_part
 from quire.backends.torch.quantized import pack as pack
 from quire.backends.torch.quantized import unpack as unpack
 
@@ -105,7 +105,7 @@ def _int4(
             )  # fmt: skip
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
-        tl.store(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, mask=keep)
+        store_part(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, keep)
     else:
         if SWIGLU:
             acc = gate(acc, up, SWIGLU)

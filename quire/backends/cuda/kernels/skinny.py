@@ -58,6 +58,13 @@ def _epilogue(
 
 
 @triton.jit
+def store_part(where, acc, keep):
+    """Parts are read by the next kernel and written again by the next product: weights that pass through the L2 must not
+    push them out to memory, which costs sixteen rows 4% of their time."""
+    tl.store(where, acc, mask=keep, eviction_policy="evict_last")
+
+
+@triton.jit
 def gate(gates, up, KIND: tl.constexpr):
     """swiglu, or with KIND 2 geglu."""
     if KIND == 2:
@@ -188,7 +195,7 @@ def _dot(
         up *= own
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
-        tl.store(part + (split * m + row[:, None]) * n + col[None, :], acc, mask=keep)
+        store_part(part + (split * m + row[:, None]) * n + col[None, :], acc, keep)
     else:
         if SWIGLU:
             acc = gate(acc, up, SWIGLU)

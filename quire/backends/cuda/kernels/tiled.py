@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _prefetch, _sum_parts, _tile, gate, sixteenth
+from quire.backends.cuda.kernels.skinny import (
+    Shape,
+    _epilogue,
+    _prefetch,
+    _sum_parts,
+    _tile,
+    gate,
+    sixteenth,
+    store_part,
+)
 from quire.backends.torch.quantized import E4M3, WIDTH, Tiled
 
 GROUP = tl.constexpr(WIDTH)
@@ -143,7 +152,7 @@ def _tiled(
         up = tl.trans(up)
     keep = (row < m)[:, None] & (col < n)[None, :]
     if SPLITS > 1:
-        tl.store(part + (tl.program_id(1) * m + row).to(tl.int64)[:, None] * n + col[None, :], acc, mask=keep)
+        store_part(part + (tl.program_id(1) * m + row).to(tl.int64)[:, None] * n + col[None, :], acc, keep)
     else:
         if SWIGLU:
             acc = gate(acc, up, SWIGLU)
