@@ -19,6 +19,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 from quire.backends.cases import NO_KV, ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.cuda import experts as mixtures  # noqa: E402
+from quire.backends.cuda import tiles  # noqa: E402
 from quire.backends.cuda.kernels.tuning import TILED_ROWS  # noqa: E402
 from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.tiles import GroupedRows  # noqa: E402
@@ -86,6 +87,29 @@ def test_products_of_an_8b(name: str):
                 continue
             assert isinstance(made, GroupedRows) and error(made.plain(torch.float32), normed) < 0.04, m
             assert error(kernels.linear(made, w, None), made.plain(torch.float32) @ exact.T) < BOUND, m
+
+
+def test_many_rows_go_through_the_library_where_it_takes_tiles(monkeypatch: pytest.MonkeyPatch):
+    def takes() -> bool:
+        w, x = weight(4096, 4096), GroupedRows.of(torch.randn(256, 4096, device=CUDA).to(BF16))
+        try:
+            tiles.library_product(x, w, torch.empty(256, 4096, device=CUDA, dtype=BF16))
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    library = takes()
+    assert tiles.library_takes(BF16, CUDA) == library
+    calls, own = list[int](), tiles.library_product
+    monkeypatch.setattr(tiles, "library_product", lambda x, w, y: (calls.append(y.shape[0]), own(x, w, y))[1])
+    kernels = CudaKernels(NO_KV, CUDA, BF16)
+    for n, k, known in ((1024, 512, True), (384, 2560, True), (512, 640, False), (128, 512, False), (200, 512, False)):
+        calls.clear()
+        w = weight(n, k)
+        for m in (65, 66, 200):
+            x = torch.randn(m, k, device=CUDA).to(BF16)
+            assert error(kernels.linear(x, w, None), as_multiplied(x) @ w.dequantize().T) < BOUND, (n, k, m)
+        assert calls == ([68, 68, 200] if known and library else []), (n, k)
 
 
 @pytest.mark.parametrize("m", [3, 17, 65])

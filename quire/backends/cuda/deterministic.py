@@ -50,8 +50,10 @@ class DeterministicKernels(CudaKernels):
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
 
-    def logits(self, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=self.device)
+    def logits(
+        self, x: Any, weight: Any, bias: torch.Tensor | None, *, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self._wide(x.shape[0], weight.shape[0], into)
         product(x, weight, out, bias=bias, pdl=self._chain)
         return out
 

@@ -226,21 +226,28 @@ class CudaKernels(TorchKernels):
         product = self.linear(x, weight, bias, loose=bias is None)
         return residual, self._normed(product, norm, eps, soon, residual)
 
-    def logits(self, x: Any, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, x: Any, weight: Weight, bias: torch.Tensor | None, *, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = count(x)
         if rows == 0:  # a step of prompt chunks that ends none
-            return torch.empty(0, weight.shape[0], dtype=torch.float32, device=self.device)
+            return self._wide(0, weight.shape[0], into)
         if not isinstance(weight, torch.Tensor):
             if isinstance(weight, Mixed) or self.dtype == torch.float32:
                 return super().logits(x, weight, bias)
-            out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=self.device)
-            return self._quantized.linear(x, weight, bias, out=out)
+            return self._quantized.linear(x, weight, bias, out=self._wide(rows, weight.shape[0], into))
         if rows <= self._few:
-            out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=self.device)
-            return self._skinny(x, weight, bias, out=out)
+            return self._skinny(x, weight, bias, out=self._wide(rows, weight.shape[0], into))
         if bias is None and self._wide_logits:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+            out = self._wide(rows, weight.shape[0], into)
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return super().logits(x, weight, bias)
+
+    def _wide(self, rows: int, n: int, into: torch.Tensor | None) -> torch.Tensor:
+        """Where float32 results go."""
+        if into is not None:
+            return into[:rows]
+        return torch.empty(rows, n, dtype=torch.float32, device=self.device)
 
     def gated(
         self,

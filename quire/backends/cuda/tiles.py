@@ -22,7 +22,8 @@ from quire.backends.cuda.kernels.tiled import quantize_groups, tiled_product
 from quire.backends.cuda.kernels.tuning import ROWS, TILED_ROWS, tiled_many, tiled_shape
 from quire.backends.torch.quantized import E4M3, WIDTH, Tiled
 
-_EVEN = 4  # it wants rows in multiples of this: there is room for them
+_EVEN = 4  # cuBLASLt wants rows in multiples of this: there is room for them
+_ACROSS = 4  # and tiles across in multiples of this
 
 
 class Place(Protocol):
@@ -120,9 +121,9 @@ def library_product(x: GroupedRows, weight: Tiled, y: torch.Tensor) -> None:
 
 
 def _fits(weight: Tiled) -> bool:
-    """Whether its tiles are those that the library knows, all of them whole, and enough not to be taken for another kind of scale."""
+    """Whether its tiles are those that the library knows, all of them whole, and so many that it knows them for tiles."""
     n, k = weight.shape
-    return weight.height == WIDTH and not weight.skip and n % WIDTH == 0 == k % WIDTH and min(n, k) > WIDTH
+    return weight.height == WIDTH and not weight.skip and n % WIDTH == 0 == k % (_ACROSS * WIDTH) and n > WIDTH
 
 
 @cache
@@ -130,11 +131,12 @@ def library_takes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether it knows scales for tiles here: tried, for only some versions on some GPUs do."""
     if device.type != "cuda":
         return False
-    weight, x = Tiled.empty(2 * WIDTH, 2 * WIDTH, WIDTH, device), GroupedRows.empty(WIDTH, 2 * WIDTH, device)
+    side = _ACROSS * WIDTH
+    weight, x = Tiled.empty(side, side, WIDTH, device), GroupedRows.empty(WIDTH, side, device)
     for each in (*weight.tensors, *x.whole):
         each.zero_()
     try:
-        library_product(x, weight, torch.empty(WIDTH, 2 * WIDTH, dtype=dtype, device=device))
+        library_product(x, weight, torch.empty(WIDTH, side, dtype=dtype, device=device))
     except (RuntimeError, ValueError):
         return False
     return True

@@ -48,7 +48,7 @@ class Emitter:
         self._soon = soon(program, output)
         self._loose = loose(program, output)
         self._multiplied = multiplied(program, output)
-        self._wide = wide(program, output)
+        self._wide, self._output = wide(program, output), output
         self._used = uses(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
@@ -102,9 +102,9 @@ class Emitter:
     def _linear(self, i: Instruction) -> Step:
         x = self._number[i.segments[0].x]
         outs = self._at([s.out for s in i.segments])
-        op = self._kernels.logits if len(outs) == 1 and i.segments[0].out in self._wide else self._kernels.linear
-        if id(i) in self._loose:
-            op = partial(op, loose=True)
+        if len(outs) == 1 and i.segments[0].out in self._wide:
+            return self._logits(i.segments[0])
+        op = partial(self._kernels.linear, loose=True) if id(i) in self._loose else self._kernels.linear
         product = self._product(i.segments, op)
         if product is None:
             parts = self._linear_parts(i.segments)
@@ -125,6 +125,15 @@ class Emitter:
         def run(cells: Cells, batch: DeviceBatch) -> None:
             for at, part in zip(outs, product(cells[x]).split(widths, dim=-1), strict=True):
                 cells[at] = part
+
+        return run
+
+    def _logits(self, segment: Segment) -> Step:
+        op, weight, bias = self._kernels.logits, self._matrix(segment.weight), self._bias([segment])
+        x, out, last = self._number[segment.x], self._number[segment.out], segment.out == self._output
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            cells[out] = op(cells[x], weight, bias, into=batch.into if last else None)
 
         return run
 

@@ -106,8 +106,10 @@ class TorchKernels:
         for first in range(0, n, step):
             yield weight.rows(first, min(first + step, n)).dequantize().to(self.dtype)
 
-    def logits(self, x: Any, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """The last product of a program, as float32."""
+    def logits(
+        self, x: Any, weight: Weight, bias: torch.Tensor | None, *, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The last product of a program, as float32; in `into` (at least as many rows) where that spares a copy."""
         return self.linear(x, weight, bias).float()
 
     def adapt(
