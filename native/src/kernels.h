@@ -100,6 +100,7 @@ struct DeltaArgs {
     int rows, columns;
 };
 
+constexpr int32_t kOrderOfInf = 0x7f800000, kOrderOfMinusInf = ~0x7f800000;
 constexpr int kSampleBlock = 64;                        // tokens of a row whose peak and mass are kept
 constexpr uint64_t kRoundBits = 0x4338000000000000ull;  // 1.5 * 2^52: added to a number below 2^51, it leaves a whole one in the bits
 
@@ -148,7 +149,7 @@ struct Kernels {
     void (*delta)(const DeltaArgs& args);
     void (*sigmoid_gate)(const float* x, const float* gate, int n, float* out);
     // The sampler's passes over a row; see kernels/sampling.h.
-    int32_t (*peaks)(const float* x, int n, int32_t* out);
+    bool (*peaks)(const float* x, int n, int32_t* out);
     void (*block_masses)(const float* x, int n, const int32_t* peak, int32_t floor, const Weighing& w, uint64_t* out);
     uint64_t (*weigh)(const double* y, int n, double unit, double* weight, uint64_t* mass);
     int (*count_above)(const float* x, int n, float own);

@@ -17,7 +17,6 @@ namespace {
 
 __extension__ typedef unsigned __int128 Wide;
 
-constexpr int32_t kOrderOfInf = 0x7f800000, kOrderOfMinusInf = ~0x7f800000;
 constexpr double kLog2E = 0x1.71547652b82fep0;
 constexpr double kFar = 60.0;      // bits below the best: less than half a unit, whatever the vocabulary
 constexpr int kFew = 64;           // how many of the best are tried first when a mass has to be filled
@@ -155,9 +154,9 @@ private:
 
 bool Sampler::Row::look() {
     weighed_ = 0;
-    const int32_t lowest = k_->peaks(x_, n_, peaks_.data());
+    const bool fine = k_->peaks(x_, n_, peaks_.data());
     high_ = *std::max_element(peaks_.begin(), peaks_.end());
-    return lowest >= kOrderOfMinusInf && high_ < kOrderOfInf && high_ > kOrderOfMinusInf;
+    return fine && high_ < kOrderOfInf && high_ > kOrderOfMinusInf;
 }
 
 double& Sampler::Row::touch(int32_t id) {

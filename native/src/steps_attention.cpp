@@ -168,8 +168,8 @@ struct Attend : Step {
         a.ahead = 0;
         if (chunk + 1 < end) expect(run, a, tile, head, chunk + 1);
         else if (then < schedule->items()) {
-            const Schedule::Item& next = schedule->item(then);
-            expect(run, a, schedule->tile(next, 0), schedule->head(then), next.chunk);
+            const Schedule::Item& other = schedule->item(then);
+            expect(run, a, schedule->tile(other, 0), schedule->head(then), other.chunk);
         }
         a.count = 0;
         a.windowed = false;

@@ -613,6 +613,15 @@ void test_sampling(const Kernels* isa, const Kernels* scalar) {
             counts[i][1] = both[i]->count_above(x.data(), n, x[0]), counts[i][2] = both[i]->count_equal(x.data(), n, 0.0f);
         }
         same(isa->name, "peaks", peaks[0].data(), peaks[1].data(), blocks * 4);
+        for (float broken : {NAN, -NAN, INFINITY})
+            for (int at : {0, n / 2, n - 1}) {
+                std::vector<float> spoiled = x;
+                spoiled[(size_t)at] = broken;
+                std::vector<int32_t> seen(blocks);
+                const bool fine = isa->peaks(spoiled.data(), n, seen.data());
+                if (fine && *std::max_element(seen.begin(), seen.end()) < kOrderOfInf)
+                    failures++, printf("FAILED %s sees %g at %d of %d\n", isa->name, broken, at, n);
+            }
         same(isa->name, "masses", masses[0].data(), masses[1].data(), blocks * 8);
         same(isa->name, "weights", weights[0].data(), weights[1].data(), size * 8);
         same(isa->name, "masses of a list", each[0].data(), each[1].data(), size * 8);

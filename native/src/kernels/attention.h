@@ -359,6 +359,7 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     const int pages = (longest + kPage - 1) / kPage, front = Some ? begin / kPage : 0;
     const T *keys[kPages + kAhead], *values[kPages + kAhead];
     const float* scales[kPages];
+    values[front] = nullptr;  // of no page, there is nothing to ask for
     for (int p = front; p < pages; p++) {
         const uint8_t* cell = a.cells + (size_t)a.pages[p] * a.page_stride;
         keys[p] = (const T*)cell;

@@ -45,26 +45,34 @@ void exp_rows(const float* x, int n, float* out) {
 }
 
 // int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127. Groups too small for 127 / amax become zeros.
-inline void quantize_group(F a, F b, float inv, float scale, int g, uint8_t* panel, int lane, const QuantShape& s) {
+__attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, float scale, int g, uint8_t* panel, int lane, const QuantShape& s) {
     const I qa = icodes(fmul(a, fset(inv))), qb = icodes(fmul(b, fset(inv)));
     int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
     istore_i8(codes, qa);
     istore_i8(codes + 16, qb);
     int32_t* sum = (int32_t*)(panel + s.sum) + lane;
     ((float*)(panel + s.sx) + lane)[16 * g] = scale;
-    sum[32 * g] = isum(qa);
-    sum[32 * g + 16] = isum(qb);
+    sum[32 * g] = code_sum(qa);
+    sum[32 * g + 16] = code_sum(qb);
 }
 void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
-    int g = first_group;
-#ifdef QUIRE_NEON  // four at a time: a group alone waits for its maximum and its division
-    for (; g + 4 <= first_group + groups; g += 4, x += 128) {
-        float inv[4], scale[4];
-        factors_of_four(x, inv, scale);
-        for (int i = 0; i < 4; i++) quantize_group(fload(x + 32 * i), fload(x + 32 * i + 16), inv[i], scale[i], g + i, panel, lane, s);
+#ifdef QUIRE_NEON  // four at a time, while the next four wait for their maxima and divisions; the last four once more if others are left
+    if (groups >= 4) {
+        float inv[2][4], scale[2][4];
+        factors_of_four(x, inv[0], scale[0]);
+        for (int g = 0, turn = 0;; turn ^= 1) {
+            const int next = g + 8 <= groups ? g + 4 : groups - 4;
+            if (next != g) factors_of_four(x + 32 * next, inv[!turn], scale[!turn]);
+            for (int i = 0; i < 4; i++) {
+                const float* from = x + 32 * (g + i);
+                quantize_group(fload(from), fload(from + 16), inv[turn][i], scale[turn][i], first_group + g + i, panel, lane, s);
+            }
+            if (next == g) return;
+            g = next;
+        }
     }
 #endif
-    for (; g < first_group + groups; g++, x += 32) {
+    for (int g = first_group; g < first_group + groups; g++, x += 32) {
         const F a = fload(x), b = fload(x + 16);
         const float amax = hmax(fmax(fabs_(a), fabs_(b)));
         const bool tiny = amax < 1e-36f;
@@ -119,7 +127,11 @@ void add(const float* a, const float* b, int n, float* out) {
 
 void swiglu(const float* gate, const float* up, int n, float* out) {
     const F one = fset(1.0f);
-    for (int i = 0; i < n; i += 16) {
+    int i = 0;
+#ifdef QUIRE_NEON
+    for (; i + 32 <= n; i += 32) swiglu_columns(gate + i, up + i, out + i);
+#endif
+    for (; i < n; i += 16) {
         F g = fload_n(gate + i, n - i);
         F sigmoid_times = fdiv(g, fadd(one, fexp(fsub(fzero(), g))));
         fstore_n(out + i, fmul(sigmoid_times, fload_n(up + i, n - i)), n - i);

@@ -51,8 +51,19 @@ uint64_t weigh(const double* y, int n, double unit, double* weight, uint64_t* ma
     return total;
 }
 
-// The best of each block of a row, and the lowest of all, as whole numbers in the order of the logits (order_of).
-int32_t peaks(const float* x, int n, int32_t* out) {
+#ifdef QUIRE_NEON
+// The best of a block, or one of it that is not a number.
+inline float best_of(const float* x) {
+    F best = fload(x);
+    for (int at = 16; at < kSampleBlock; at += 16)
+        for (int i = 0; i < 4; i++) best.v[i] = vmaxq_f32(best.v[i], vld1q_f32(x + at + 4 * i));
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(best.v[0], best.v[1]), vmaxq_f32(best.v[2], best.v[3])));
+}
+#endif
+
+// The best of each block of a row, as whole numbers in the order of the logits (order_of). False: there is a NaN below all of them, and the
+// best of its block may be anything.
+bool peaks(const float* x, int n, int32_t* out) {
     int32_t lowest = INT32_MAX;
     for (int at = 0; at < n; at += kSampleBlock, x += kSampleBlock) {
         int32_t high = INT32_MIN;
@@ -63,11 +74,15 @@ int32_t peaks(const float* x, int n, int32_t* out) {
                 lowest = key < lowest ? key : lowest;
             }
         };
+#ifdef QUIRE_NEON
+        if (n - at >= kSampleBlock) high = order_of(best_of(x)), lowest = high < lowest ? high : lowest;
+#else
         if (n - at >= kSampleBlock) look(kSampleBlock);
+#endif
         else look(n - at);
         *out++ = high;
     }
-    return lowest;
+    return lowest >= kOrderOfMinusInf;
 }
 
 inline uint64_t block_mass(const float* x, const Weighing& w) {

@@ -125,7 +125,7 @@ inline void istore_i8(int8_t* p, I x) {  // values fit: the saturation never act
     __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
-inline int32_t isum(I x) {
+inline int32_t code_sum(I x) {
     __m256i b = _mm256_add_epi32(x.a, x.b);
     __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
     c = _mm_add_epi32(c, _mm_shuffle_epi32(c, 0x4e));

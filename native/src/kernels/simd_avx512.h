@@ -67,7 +67,7 @@ inline I ito(F a) { return _mm512_cvtps_epi32(a); }
 inline F ffrom(I a) { return _mm512_cvtepi32_ps(a); }
 inline F fpow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
 inline void istore_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
-inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a); }
+inline int32_t code_sum(I a) { return _mm512_reduce_add_epi32(a); }
 
 inline B bload(const uint8_t* p) { return _mm512_loadu_si512((const void*)p); }
 inline B band(B a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }

@@ -28,6 +28,7 @@ struct B {
 };
 
 #define QUIRE_QUARTERS for (int i = 0; i < 4; i++)
+#define QUIRE_EACH(N) _Pragma("GCC unroll 8") for (int i = 0; i < (N); i++)
 
 inline F fset(float x) {
     F r;
@@ -159,14 +160,6 @@ inline I iadd(I a, I b) {
     QUIRE_QUARTERS a.v[i] = vaddq_s32(a.v[i], b.v[i]);
     return a;
 }
-inline I isub(I a, I b) {
-    QUIRE_QUARTERS a.v[i] = vsubq_s32(a.v[i], b.v[i]);
-    return a;
-}
-inline I ihalve(I a) {
-    QUIRE_QUARTERS a.v[i] = vshrq_n_s32(a.v[i], 1);
-    return a;
-}
 inline I ito(F a) {
     I r;
     QUIRE_QUARTERS r.v[i] = vcvtnq_s32_f32(a.v[i]);
@@ -177,10 +170,14 @@ inline F ffrom(I a) {
     QUIRE_QUARTERS r.v[i] = vcvtq_f32_s32(a.v[i]);
     return r;
 }
-// ito(fmin(fmax(fround(a), -127), 127)), with one conversion that rounds and minima that are one instruction each.
+// Between -127 and 127, rounded: a whole number is what the lower bits of the sum with kPoint are, above kPointBits. An instruction that
+// rounds or converts takes its pipe, of which there is one, for two cycles.
+constexpr float kPoint = 0x1.8p23f;
+constexpr int32_t kPointBits = 0x4b400000;
 inline I icodes(F a) {
     I r;
-    QUIRE_QUARTERS r.v[i] = vcvtnq_s32_f32(vminq_f32(vmaxnmq_f32(a.v[i], vdupq_n_f32(-127.0f)), vdupq_n_f32(127.0f)));
+    QUIRE_QUARTERS r.v[i] = vreinterpretq_s32_f32(
+        vaddq_f32(vminq_f32(vmaxnmq_f32(a.v[i], vdupq_n_f32(-127.0f)), vdupq_n_f32(127.0f)), vdupq_n_f32(kPoint)));
     return r;
 }
 // Of four groups of 32: 127 / amax and amax / 127, both 0 where amax is too small. The maxima meet in hmax's order.
@@ -212,7 +209,10 @@ inline void istore_i8(int8_t* p, I a) {
     auto narrow = [](int32x4_t x, int32x4_t y) { return vuzp1q_s16(vreinterpretq_s16_s32(x), vreinterpretq_s16_s32(y)); };
     vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(narrow(a.v[0], a.v[1])), vreinterpretq_s8_s16(narrow(a.v[2], a.v[3]))));
 }
-inline int32_t isum(I a) { return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3]))); }
+inline int32_t code_sum(I a) {  // of icodes
+    const int32_t sum = vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+    return (int32_t)((uint32_t)sum - 16u * (uint32_t)kPointBits);
+}
 
 inline B bload(const uint8_t* p) {
     B r;
@@ -275,7 +275,7 @@ inline F fscale2(F p, F t) {
     return p;
 }
 
-// The exponentials of rows.h and attention.h, step by step for four registers: alone, each would wait for itself. A sum takes the
+// The exponentials of rows.h and attention.h, step by step for some registers: alone, each would wait for itself. A sum takes the
 // place of its addend, so constants come from memory again and again: a copy from a register takes a vector pipe, a load does
 // not. vmaxq and vminq do here what fmax and fmin do, as only x may be a NaN.
 inline float32x4_t ask(const float* p) {
@@ -284,18 +284,36 @@ inline float32x4_t ask(const float* p) {
     return r;
 }
 #define QUIRE_FOUR(x) {x, x, x, x}
-inline F fexp(F x) {
+template <int N> inline void exp_of(float32x4_t (&x)[N]) {
     alignas(16) static constexpr float kTerms[7][4] = {QUIRE_FOUR(1.0f / 720), QUIRE_FOUR(1.0f / 120), QUIRE_FOUR(1.0f / 24),
                                                        QUIRE_FOUR(1.0f / 6),   QUIRE_FOUR(0.5f),       QUIRE_FOUR(1.0f),
                                                        QUIRE_FOUR(1.0f)};
-    F n, p = fset(1.0f / 5040);
-    QUIRE_QUARTERS x.v[i] = vminq_f32(vdupq_n_f32(89.0f), vmaxq_f32(vdupq_n_f32(-104.0f), x.v[i]));
-    QUIRE_QUARTERS n.v[i] = vrndnq_f32(vmulq_f32(x.v[i], vdupq_n_f32(1.44269504f)));
-    QUIRE_QUARTERS x.v[i] = vfmaq_f32(x.v[i], n.v[i], vdupq_n_f32(-0x1.62e43p-1f));
-    QUIRE_QUARTERS x.v[i] = vfmaq_f32(x.v[i], n.v[i], vdupq_n_f32(0x1.05c61p-29f));
-    for (const auto& term : kTerms) QUIRE_QUARTERS p.v[i] = vfmaq_f32(ask(term), p.v[i], x.v[i]);
-    const I whole = ito(n), half = ihalve(whole);
-    return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
+    float32x4_t t[N], p[N];
+    QUIRE_EACH(N) x[i] = vminq_f32(vdupq_n_f32(89.0f), vmaxq_f32(vdupq_n_f32(-104.0f), x[i]));
+    QUIRE_EACH(N) t[i] = vaddq_f32(vmulq_f32(x[i], vdupq_n_f32(1.44269504f)), vdupq_n_f32(kPoint));
+    QUIRE_EACH(N) {
+        const float32x4_t n = vsubq_f32(t[i], vdupq_n_f32(kPoint));
+        x[i] = vfmaq_f32(vfmaq_f32(x[i], n, vdupq_n_f32(-0x1.62e43p-1f)), n, vdupq_n_f32(0x1.05c61p-29f));
+    }
+    QUIRE_EACH(N) p[i] = vfmaq_f32(ask(kTerms[0]), vdupq_n_f32(1.0f / 5040), x[i]);
+    for (int term = 1; term < 7; term++) QUIRE_EACH(N) p[i] = vfmaq_f32(ask(kTerms[term]), p[i], x[i]);
+    auto power = [](int32x4_t e) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, vdupq_n_s32(127)), 23)); };
+    QUIRE_EACH(N) {
+        const int32x4_t whole = vsubq_s32(vreinterpretq_s32_f32(t[i]), vdupq_n_s32(kPointBits)), half = vshrq_n_s32(whole, 1);
+        x[i] = vmulq_f32(vmulq_f32(p[i], power(half)), power(vsubq_s32(whole, half)));
+    }
+}
+inline F fexp(F x) {
+    exp_of(x.v);
+    return x;
+}
+// silu(gate) * up of 32 columns
+inline void swiglu_columns(const float* gate, const float* up, float* out) {
+    float32x4_t x[8];
+    QUIRE_EACH(8) x[i] = vsubq_f32(vdupq_n_f32(0.0f), vld1q_f32(gate + 4 * i));
+    exp_of(x);
+    QUIRE_EACH(8) x[i] = vmulq_f32(vdivq_f32(vld1q_f32(gate + 4 * i), vaddq_f32(vdupq_n_f32(1.0f), x[i])), vld1q_f32(up + 4 * i));
+    QUIRE_EACH(8) vst1q_f32(out + 4 * i, x[i]);
 }
 inline F fexp2(F x) {
     alignas(16) static constexpr float kTerms[5][4] = {QUIRE_FOUR(0x1.3cea88p-7f), QUIRE_FOUR(0x1.c6b752p-5f), QUIRE_FOUR(0x1.ebf9bcp-3f),

@@ -152,7 +152,7 @@ inline F fpow2(I n) {
     return r;
 }
 inline void istore_i8(int8_t* p, I a) { QUIRE_LANES p[i] = (int8_t)a.v[i]; }
-inline int32_t isum(I a) {
+inline int32_t code_sum(I a) {
     int32_t s = 0;
     QUIRE_LANES s += a.v[i];
     return s;
