@@ -198,6 +198,23 @@ void test_dense(const Kernels& isa, const Kernels& scalar, ThreadPool& pool) {
     }
 }
 
+// Any number of groups, from any group on: kernels may take some together, and what lies beside them is not theirs.
+void test_quantize(const Kernels& isa, const Kernels& scalar) {
+    const int most = 21;
+    const QuantShape shape(32 * most);
+    for (int first : {0, 3})
+        for (int groups = 0; first + groups <= most; groups++) {
+            std::vector<float> x = floats((size_t)(32 * groups), 5);
+            const float special[] = {0.0f, -0.0f, 1e-37f, 3e38f, -3e38f, 127.0f, 0.5f, 1.5f, -2.5f};
+            for (int i = 0; i < groups; i++) x[(size_t)(32 * i + below(32))] = special[below(sizeof special / sizeof *special)];
+            std::vector<uint8_t> a(shape.bytes, 0x55), b(shape.bytes, 0x55);
+            const int lane = below(16);
+            isa.quantize(x.data(), first, groups, a.data(), lane, shape);
+            scalar.quantize(x.data(), first, groups, b.data(), lane, shape);
+            same(isa.name, "quantized groups", a.data(), b.data(), shape.bytes);
+        }
+}
+
 void test_rows(const Kernels& isa, const Kernels& scalar) {
     std::vector<float> x = floats(4096, 30), y = floats(4096), a(4096), b(4096);
     const float special[] = {0.0f, -0.0f, INFINITY, -INFINITY, 88.7f, 88.8f, -87.4f, -103.9f, -104.1f, 1e-30f};
@@ -721,6 +738,7 @@ int main() {
             test_activations(*sets[i], *scalar_kernels());
             test_states(*sets[i], *scalar_kernels());
             test_affine(*sets[i], *scalar_kernels());
+            test_quantize(*sets[i], *scalar_kernels());
             test_dense(*sets[i], *scalar_kernels(), pool);
         }
         test_attention(*sets[i], *scalar_kernels(), KvType::Half);

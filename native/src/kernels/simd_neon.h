@@ -12,10 +12,10 @@
 namespace {
 
 constexpr int kWidth = 4;                         // lanes of a register
-constexpr int kTileColumns = 8;  // registers of columns that rows pass over together: two blocks (neon_rows.h)
+constexpr int kTileColumns = 8;                   // registers of columns that rows pass over together: two blocks (neon_rows.h)
 constexpr int kDenseRows = 4, kDenseColumns = 4;  // of the float register tile
 constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
-constexpr int kMaxQueries = 6, kMaxChains = 5;  // of attention's register tile: queries; queries times vectors, as far as they fit
+constexpr int kMaxQueries = 6, kMaxChains = 5;    // of attention's register tile: queries; queries times vectors, as far as they fit
 
 struct F {
     float32x4_t v[4];
