@@ -41,6 +41,9 @@ inline void copy_lane(const QuantShape& s, const uint8_t* from, int lane, uint8_
     const int32_t* sum = (const int32_t*)(from + s.sum) + lane;
     int32_t* out_sum = (int32_t*)(to + s.sum) + to_lane;
     for (int g = 0; g < 2 * groups; g++) out_sum[16 * g] = sum[16 * g];
+    const uint8_t* excess = from + s.excess + 16 * lane;
+    uint8_t* out_excess = to + s.excess + 16 * to_lane;
+    for (int g = 0; QuantShape::kHasExcess && g < groups; g++) memcpy(out_excess + 256 * g, excess + 256 * g, 16);
 }
 
 }  // namespace quire

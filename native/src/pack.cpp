@@ -103,6 +103,14 @@ template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uin
             for (int j = 0; j < 8; j++) put(j, q[j]);
         } else if constexpr (bits == 6) {
             for (int j = 0; j < 6; j++) put(j, q[j + j / 3] << 2 | (q[j < 3 ? 3 : 7] >> (4 - 2 * (j % 3)) & 0x03030303u));
+        } else if constexpr (bits == 4 && kNibbleRows) {
+            for (int j = 0; j < 8; j++) {
+                uint8_t* to = tile + 32 * j + 4 * (r % 8);
+                uint32_t word = 0;
+                if (r >= 8) memcpy(&word, to, 4), word |= (q[j] ^ 0x08080808u) << 4;
+                else word = q[j];
+                memcpy(to, &word, 4);
+            }
         } else if constexpr (bits >= 4) {
             for (int j = 0; j < 4; j++) put(j, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
             if constexpr (bits == 5) put(4, one_bit(q, 4));
@@ -209,7 +217,7 @@ void Matrix::measure() {
 
 void Matrix::lay_out() {
     measure();
-    memory = Mapping(bytes());
+    memory = Piece(bytes());
 }
 
 namespace {
@@ -274,11 +282,10 @@ namespace {
 
 using PackBlock = std::function<void(int block)>;
 
-// Lays out w and gives what packs one of its blocks of rows. `c` and `data` must outlive it.
+// Measures w and gives what packs one of its blocks of rows, once it has memory. `c` and `data` must outlive it.
 PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int64_t row_bytes) {
     Reader codes, scale, bias;
     w = shape_affine(c, n, row_bytes, codes, scale, bias);
-    w.lay_out();
     Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
     return [packer = std::move(packer)](int b) { packer.pack_block(b); };
 }
@@ -288,7 +295,6 @@ inline uint16_t half_to_bfloat(uint16_t h) { return (uint16_t)(float_to_bits(hal
 
 PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k, bool shorten) {
     w = shape_dense(shorten ? Type::BF16 : type, n, k);
-    w.lay_out();
     auto interleave = [&w, data, k](auto number, auto change) -> PackBlock {
         using T = decltype(number);
         return [&w, data, k, change](int b) {
@@ -348,6 +354,15 @@ std::vector<char> shortened(ThreadPool&, const std::vector<Weight>& weights) { r
 
 #endif
 
+// Side by side: a small matrix by itself would get no huge page.
+void give_memory(std::vector<Matrix>& matrices) {
+    size_t total = 0;
+    for (const Matrix& w : matrices) total += w.bytes();  // whole lines
+    const auto memory = std::make_shared<Mapping>(total);
+    size_t at = 0;
+    for (Matrix& w : matrices) w.memory = Piece(memory, at, w.bytes()), at += w.bytes();
+}
+
 }  // namespace
 
 std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
@@ -362,6 +377,7 @@ std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
                                   : dense(w, from.type, from.data, from.n, from.width, shorter[i]));
         ends.push_back((ends.empty() ? 0 : ends.back()) + w.blocks);
     }
+    give_memory(packed);
     pool.for_each(ends.empty() ? 0 : ends.back(), [&](int item) {
         const size_t i = (size_t)(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
         work[i](item - (i ? ends[i - 1] : 0));

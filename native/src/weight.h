@@ -3,9 +3,10 @@
 // A matrix is cut into blocks of 16 output rows. An affine block holds, region after region (each 64-byte aligned):
 //   codes   per 32 columns: 64-byte vectors of 16 rows x 4 consecutive columns ("quads"), as bit planes:
 //             8 bits  8 vectors, quad q in vector q
-//             4       4 vectors, quad j in the low nibbles of vector j, quad j + 4 in the high ones
+//             4       4 vectors, quad j in the low nibbles of vector j, quad j + 4 in the high ones; with kNibbleRows, 8 vectors of
+//                     32 bytes, quad q in vector q: rows 0 to 7 in the low nibbles, rows 8 to 15 in the high ones, their top bit flipped
 //             2       2 vectors, quad 4h + j in bits 2j, 2j + 1 of vector h
-//             5       the 4-bit plane, then bit 4 (1 vector, quad q in bit q)
+//             5       the first 4-bit plane, then bit 4 (1 vector, quad q in bit q)
 //             6       6 vectors: quads 0, 1, 2, 4, 5, 6 in their upper bits; in the lower two, quad 3 in the first three vectors and quad 7
 //                     in the others, its highest bits first
 //             3       the 2-bit plane, then bit 2 (1 vector)
@@ -29,13 +30,13 @@ enum class Type : int { F32 = 0, F16 = 1, BF16 = 2, Affine = 3 };
 
 // What codes are stored less, which flips their top bit: a dot product on ARM takes signed bytes, elsewhere unsigned ones. With a
 // bias, short codes stay as they are: it has their offset.
-constexpr uint8_t stored_less(int bits, bool bias) {
 #if defined(__aarch64__)
-    return bits == 8 || (!bias && (bits == 4 || bits == 6)) ? (uint8_t)(1 << (bits - 1)) : (uint8_t)0;
+constexpr uint8_t stored_less(int bits, bool bias) { return bits == 8 || (!bias && bits == 6) ? (uint8_t)(1 << (bits - 1)) : (uint8_t)0; }
+constexpr bool kNibbleRows = true;
 #else
-    return (void)bits, (void)bias, 0;
+constexpr uint8_t stored_less(int, bool) { return 0; }
+constexpr bool kNibbleRows = false;
 #endif
-}
 
 static inline size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
 
@@ -44,7 +45,7 @@ struct Matrix {
     int n = 0, k = 0;  // rows, columns
     int blocks = 0;    // of 16 rows
     size_t block_bytes = 0;
-    Mapping memory;
+    Piece memory;
 
     // affine only
     int bits = 0, group = 0, offset = 0;
@@ -65,21 +66,32 @@ struct Matrix {
 
 // Activations rounded to int8, in panels of 16 rows, so that what a matrix product reads is one stream:
 //   codes  per 32 columns: 16 rows x 32 int8
-//   then the scales, and the sums that offsets and biases of weights are multiplied by
+//   then the scales, and the sums that offsets and biases of weights are multiplied by; on ARM also what a sum that is made among the
+//   bits of a float32 (sum_bits) has too much when it is multiplied by the scale, four times over
 // Lanes past the last row hold anything.
+constexpr float kSumPoint = 0x1.8p23f;      // see sum_bits
+constexpr float kScaleLimit = 0x1p110f;  // see group_scale
+
 struct QuantShape {
     static constexpr int kLanes = 16;
     int k = 0;
     size_t sx = 0;     // float [k/32][16]  scale
     size_t sum = 0;    // int32 [k/16][16]  sum of each half group's int8
+    size_t excess = 0;  // float [k/32][16][4]  -kSumPoint * scale, where kHasExcess
     size_t bytes = 0;  // of a panel
+#if defined(__aarch64__)
+    static constexpr bool kHasExcess = true;
+#else
+    static constexpr bool kHasExcess = false;
+#endif
 
     QuantShape() = default;
     explicit QuantShape(int columns) : k(columns) {
         size_t g = (size_t)columns / 32;
         sx = 512 * g;
         sum = sx + 64 * g;
-        bytes = sum + 128 * g;
+        excess = sum + 128 * g;
+        bytes = excess + (kHasExcess ? 256 * g : 0);
     }
 
     // The same panels, seen from column 32 * g on, or with lane `lane` as the first: where such a view begins, and its shape.
@@ -89,6 +101,7 @@ struct QuantShape {
         s.k -= 32 * g;
         s.sx += 64 * (size_t)g + 4 * (size_t)lane - at(g, lane);
         s.sum += 128 * (size_t)g + 4 * (size_t)lane - at(g, lane);
+        s.excess += 256 * (size_t)g + 16 * (size_t)lane - at(g, lane);
         return s;
     }
 };

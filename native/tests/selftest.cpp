@@ -46,6 +46,14 @@ void same(const char* isa, const char* what, const void* a, const void* b, size_
     printf("FAILED %s %s\n", isa, what);
 }
 
+// Panels one after the other. What only some machines keep in them is compared, but not in the digest, which is the same everywhere.
+void same_panels(const char* isa, const char* what, const std::vector<uint8_t>& a, const std::vector<uint8_t>& b, const QuantShape& shape) {
+    for (size_t at = 0; at < a.size(); at += shape.bytes) {
+        same(isa, what, a.data() + at, b.data() + at, shape.excess);
+        if (memcmp(a.data() + at + shape.excess, b.data() + at + shape.excess, shape.bytes - shape.excess)) failures++, printf("FAILED %s %s\n", isa, what);
+    }
+}
+
 std::vector<float> floats(size_t n, float scale = 1) {
     std::vector<float> v(n);
     for (float& x : v) x = normal() * scale;
@@ -84,6 +92,15 @@ void place_six(uint8_t* tile, uint8_t less) {
     }
 }
 
+// A tile of four-bit codes, which the digest knows as quads j and j + 4 of the same row in a byte.
+void place_four(uint8_t* tile) {
+    uint8_t q[8][64];
+    for (int lane = 0; lane < 64; lane++)
+        for (int i = 0; i < 8; i++) q[i][lane] = tile[64 * (i % 4) + lane] >> (i < 4 ? 0 : 4) & 15;
+    for (int i = 0; i < 8; i++)
+        for (int lane = 0; lane < 32; lane++) tile[32 * i + lane] = (uint8_t)(q[i][lane] | (q[i][32 + lane] ^ 8) << 4);
+}
+
 Matrix random_affine(const Form& f, int n, int k) {
     Matrix w;
     w.type = Type::Affine;
@@ -95,7 +112,8 @@ Matrix random_affine(const Form& f, int n, int k) {
         uint8_t* block = w.block(b);
         const uint8_t less = stored_less(f.bits, f.bias);
         for (int t = 0; f.bits == 6 && t < w.tiles; t++) place_six(block + (size_t)t * w.code_bytes, less);
-        const uint8_t flip = f.bits == 8 ? less : f.bits == 4 ? (uint8_t)(less | less << 4) : (uint8_t)0;
+        for (int t = 0; f.bits == 4 && kNibbleRows && t < w.tiles; t++) place_four(block + (size_t)t * w.code_bytes);
+        const uint8_t flip = f.bits == 8 ? less : (uint8_t)0;
         for (size_t i = 0; i < (size_t)w.tiles * w.code_bytes; i++) block[i] ^= flip;
         auto factors = [&](size_t from, size_t to) {
             const size_t width = f.wide ? 4 : 2;
@@ -126,7 +144,7 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
             isa.quantize(&x[(size_t)(m * k)], 0, k / 32, qa.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
             scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, qb.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
         }
-        same(isa.name, "quantize", qa.data(), qb.data(), qa.size());
+        same_panels(isa.name, "quantize", qa, qb, shape);
         for (int m : {1, 2, 3, 5, 8, 19}) {
             std::vector<float> a((size_t)(m * n), 1), b((size_t)(m * n), 2);
             Epilogue e;
@@ -211,7 +229,7 @@ void test_quantize(const Kernels& isa, const Kernels& scalar) {
             const int lane = below(16);
             isa.quantize(x.data(), first, groups, a.data(), lane, shape);
             scalar.quantize(x.data(), first, groups, b.data(), lane, shape);
-            same(isa.name, "quantized groups", a.data(), b.data(), shape.bytes);
+            same_panels(isa.name, "quantized groups", a, b, shape);
         }
 }
 

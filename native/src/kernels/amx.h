@@ -60,7 +60,7 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shift
         if constexpr (BIAS) bw = fload(chunk.bias[g][0]);
         QUIRE_UNROLL16
         for (int r = 0; r < R; r++) {
-            a[r] = ffma(fmul(sw, fset(x.sx[16 * g + r])), ffrom(_mm512_load_si512(d + 16 * r)), a[r]);
+            a[r] = ffma(sw, fmul(fset(x.sx[16 * g + r]), ffrom(_mm512_load_si512(d + 16 * r))), a[r]);
             if constexpr (BIAS) a[r] = ffma(bw, fset(x.sxs[16 * g + r]), a[r]);
         }
     };

@@ -28,6 +28,13 @@ template <class Function, int... J> inline void unrolled(std::integer_sequence<i
     (f(std::integral_constant<int, J>{}), ...);
 }
 
+// The quads of 32 bytes with kNibbleRows.
+inline B nibble_rows(const uint8_t* p) {
+    uint8_t codes[64];
+    for (int i = 0; i < 32; i++) codes[i] = p[i] & 15, codes[32 + i] = (uint8_t)(p[i] >> 4 ^ 8);
+    return bload(codes);
+}
+
 // f(quad, codes) for the eight quads of a tile, as unsigned bytes; in no particular order. NEON has its own way.
 template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8_t* p, Function take) {
     constexpr uint8_t kLess = stored_less(BITS, BIAS);
@@ -39,7 +46,9 @@ template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8
         QUIRE_UNROLL
         for (int q = 0; q < 8; q++) f(q, bload(p + 64 * q));
     }
-    if constexpr (BITS == 4) {
+    if constexpr (BITS == 4 && kNibbleRows) {
+        for (int q = 0; q < 8; q++) f(q, nibble_rows(p + 32 * q));
+    } else if constexpr (BITS == 4) {
         QUIRE_UNROLL
         for (int j = 0; j < 4; j++) {
             B v = bload(p + 64 * j);
@@ -113,6 +122,14 @@ template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8
     }
 }
 
+}  // namespace
+
+#ifdef QUIRE_NEON
+#include "neon_rows.h"
+#else
+
+namespace {
+
 inline I iload(const int32_t* p) {
     I lanes;
     __builtin_memcpy(&lanes, p, sizeof lanes);
@@ -130,18 +147,9 @@ template <int MOST> struct Extras {
     template <int GROUP, bool BIAS> void fill(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, int by) {
         const float* scale = (const float*)(panel + s.sx) + 16 * (size_t)t0;
         for (int t = 0; t < tiles; t++) fstore(sx[t], fload_n(scale + 16 * t, rows));
-        sums_by<GROUP, BIAS>(sx[0], panel, s, t0, tiles, by);
-    }
-    // The same without the scales, and with whatever the panel has in lanes past the last row.
-    template <int GROUP, bool BIAS> void sums(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int by) {
-        sums_by<GROUP, BIAS>((const float*)(panel + s.sx) + 16 * (size_t)t0, panel, s, t0, tiles, by);
-    }
-
-  private:
-    template <int GROUP, bool BIAS> void sums_by(const float* scale, const uint8_t* panel, const QuantShape& s, int t0, int tiles, int by) {
         const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
-        for (int t = 0; t < tiles; t++, sum += 32, scale += 16) {
-            const F known = fload(scale);
+        for (int t = 0; t < tiles; t++, sum += 32) {
+            const F known = fload(sx[t]);
             for (int part = 0; part < 32 / GROUP; part++) {
                 const int g = 32 / GROUP * t + part;
                 const I total = GROUP == 32 ? iadd(iload(sum), iload(sum + 16)) : iload(sum + 16 * part);
@@ -164,8 +172,7 @@ struct Lanes {
     Lanes(const uint8_t* panel, const QuantShape& s, int t0)
         : codes((const int8_t*)panel + 512 * (size_t)t0), sx((const float*)(panel + s.sx) + 16 * (size_t)t0), shift(nullptr), sxs(nullptr) {}
 
-    template <int MOST> void take(const Extras<MOST>& extras) { take_sums(extras), sx = extras.sx[0]; }
-    template <int MOST> void take_sums(const Extras<MOST>& extras) { shift = extras.shift[0], sxs = extras.sxs[0]; }
+    template <int MOST> void take(const Extras<MOST>& extras) { shift = extras.shift[0], sxs = extras.sxs[0], sx = extras.sx[0]; }
 
     Lanes from(int lane) const {
         Lanes x = *this;
@@ -207,14 +214,6 @@ class Ahead {
         }
     }
 };
-
-}  // namespace
-
-#ifdef QUIRE_NEON
-#include "neon_rows.h"
-#else
-
-namespace {
 
 // Some tiles of one block, unpacked.
 struct Chunk {
@@ -296,7 +295,7 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
                 if constexpr (BIAS) bw = vload(from[n]->bias[t][part] + lane[n]);
                 QUIRE_UNROLL
                 for (int r = 0; r < R; r++) {
-                    a[r][n] = vfma(vmul(sw, vset(x.sx[16 * t + r])), vfrom(d[r][n]), a[r][n]);
+                    a[r][n] = vfma(sw, vmul(vset(x.sx[16 * t + r]), vfrom(d[r][n])), a[r][n]);
                     if constexpr (BIAS) a[r][n] = vfma(bw, vset(x.sxs[16 * g + r]), a[r][n]);
                 }
             }

@@ -1,7 +1,7 @@
 // The linear kernels. A row's result cannot depend on how many rows ride along, so every path computes, for one output
 // (row m of x, column n):
 //   affine, over groups in order:
-//     acc = fma(sw * sx, float(sum(code * q) - offset * sum(q)), acc);  with a bias:  acc = fma(bw, sx * sum(q), acc)
+//     acc = fma(sw, sx * float(sum(code * q) - offset * sum(q)), acc);  with a bias:  acc = fma(bw, sx * sum(q), acc)
 //     (the integers are exact, so their order is free: that is where the paths differ)
 //   dense: one fma chain over k in order.
 // After that: + bias, then residual + result.
@@ -44,11 +44,11 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
         });
         const F scale = fset(sx[16 * t]);
         if constexpr (GROUP == 32) {
-            acc = ffma(fmul(scale_of(w, block, t, 0), scale), ffrom(iadd(d[0], d[1])), acc);
+            acc = ffma(scale_of(w, block, t, 0), fmul(scale, ffrom(iadd(d[0], d[1]))), acc);
             if constexpr (BIAS) acc = ffma(bias_of(w, block, t, 0), fset(sx[16 * t] * (float)(first + second)), acc);
         } else {
             for (int part = 0; part < 2; part++) {
-                acc = ffma(fmul(scale_of(w, block, t, part), scale), ffrom(d[part]), acc);
+                acc = ffma(scale_of(w, block, t, part), fmul(scale, ffrom(d[part])), acc);
                 if constexpr (BIAS) acc = ffma(bias_of(w, block, t, part), fset(sx[16 * t] * (float)(part ? second : first)), acc);
             }
         }
@@ -96,7 +96,7 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
             if constexpr (BIAS) bw = bias_of(w, block, t0 + t, part);
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                acc[r] = ffma(fmul(sw, fset(x.sx[16 * t + r])), ffrom(d[part][r]), acc[r]);
+                acc[r] = ffma(sw, fmul(fset(x.sx[16 * t + r]), ffrom(d[part][r])), acc[r]);
                 if constexpr (BIAS) acc[r] = ffma(bw, fset(x.sxs[16 * (kParts * t + part) + r]), acc[r]);
             }
         }

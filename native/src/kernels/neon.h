@@ -3,11 +3,23 @@
 // a block, whose 32 columns of a tile are eight registers of codes. Here is one row of x, and what several have in common with it
 // (neon_rows.h).
 //
-// For each group, slice and row that leaves three operations beside eight dot products (four with a bias): sums start from a load,
-// they become floats by one subtraction, and what belongs to a row is taken by lane.
+// For each group, slice and row that leaves two operations beside eight dot products (three with a bias): sums start from a load, one
+// multiply-add by what belongs to the row makes floats of them, another adds them up.
 #pragma once
 
 #include "neon_codes.h"
+
+namespace {
+
+// What one row brings to two groups, beside its codes.
+struct alignas(16) TwoGroups {
+    float own[4];            // scale, scale, scale * sum, scale * sum
+    float excess[2][2][4];   // [group][half]: of the sums that are multiplied by the scale; see Coded
+    uint32_t start[2][2][4];  // four bits only: what sums of bytes as they are and of their upper halves start from
+};
+
+}  // namespace
+
 #ifdef QUIRE_NEON_DOT
 #include "neon_loops.h"
 #include "neon_row.h"
@@ -21,58 +33,16 @@ template <class Body, int... I> QUIRE_INLINE void each_of(std::integer_sequence<
 }
 template <int N, class Body> QUIRE_INLINE void each(const Body& body) { each_of(std::make_integer_sequence<int, N>{}, body); }
 
-// By name, because a compiler would rather copy a register: that takes a vector pipe, these do not.
-template <int TIMES> alignas(16) constexpr int32_t kSumStart[4] = {sum_bits(TIMES), sum_bits(TIMES), sum_bits(TIMES), sum_bits(TIMES)};
-template <int TIMES> QUIRE_INLINE W wbegin() {
+// Loads by name, because a compiler would rather copy a register: that takes a vector pipe, these do not.
+QUIRE_INLINE W load_again(const uint32_t* from) {
     W d;
-    asm volatile("ldr %q0, %1" : "=w"(d) : "m"(kSumStart<TIMES>));
+    asm volatile("ldr %q0, %1" : "=w"(d) : "m"(*(const uint32_t(*)[4])from));
     return d;
 }
-template <int TIMES> QUIRE_INLINE W wbegin(int32_t from) {
-    W d;
-    asm volatile("dup %0.4s, %w1" : "=w"(d) : "r"(from + sum_bits(TIMES)));
+QUIRE_INLINE V load_again(const float* from) {
+    V d;
+    asm volatile("ldr %q0, %1" : "=w"(d) : "m"(*(const float(*)[4])from));
     return d;
-}
-template <int TIMES> QUIRE_INLINE V wend(W sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f / TIMES)); }
-
-// R rows of x against a slice of one tile. Scales and biases are of this slice, 16 floats from one group to the next; what is
-// of the rows begins at the first one.
-template <int R, int BITS, int GROUP, bool BIAS, bool SHIFTED>
-QUIRE_INLINE void slice_rows(const C (&c)[8], const float* scale, const float* bias, const int8_t* codes, const float* sx,
-                       const uint32_t* shift, const float* sxs, V (&acc)[R]) {
-    constexpr int kStep = R < 4 ? R : 4, kParts = 32 / GROUP, kBy = kTimes<BITS, BIAS>;
-    auto some = [](const float* p) __attribute__((always_inline)) {
-        if constexpr (kStep == 4) return vld1q_f32(p);
-        if constexpr (kStep == 2) return vcombine_f32(vld1_f32(p), vdup_n_f32(0));
-        return vdupq_n_f32(*p);
-    };
-    each<R / kStep>([&](auto step) __attribute__((always_inline)) {
-        constexpr int r0 = decltype(step)::value * kStep;
-        const V own = some(sx + r0);
-        each<kParts>([&](auto part) __attribute__((always_inline)) {
-            W d[kStep];
-            each<kStep>([&](auto r) __attribute__((always_inline)) {
-                if constexpr (SHIFTED) d[r] = wbegin<kBy>((int32_t)shift[16 * part + r0 + r]);
-                else d[r] = wbegin<kBy>();
-            });
-            each<GROUP / 16>([&](auto h) __attribute__((always_inline)) {
-                X q[kStep];
-                each<kStep>([&](auto r) __attribute__((always_inline)) { q[r] = xload(codes + 32 * (r0 + r) + GROUP * part + 16 * h); });
-                each<4>([&](auto j) __attribute__((always_inline)) {
-                    each<kStep>([&](auto r) __attribute__((always_inline)) {
-                        d[r] = wdot<j>(d[r], c[GROUP / 4 * part + 4 * h + j], q[r]);
-                    });
-                });
-            });
-            const V sw = vload(scale + 16 * part);
-            V bw = sw, times = own;
-            if constexpr (BIAS) bw = vload(bias + 16 * part), times = some(sxs + 16 * part + r0);
-            each<kStep>([&](auto r) __attribute__((always_inline)) {
-                acc[r0 + r] = vfmaq_f32(acc[r0 + r], vmulq_laneq_f32(sw, own, r), wend<kBy>(d[r]));
-                if constexpr (BIAS) acc[r0 + r] = vfmaq_laneq_f32(acc[r0 + r], bw, times, r);
-            });
-        });
-    });
 }
 
 QUIRE_INLINE V half_four(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p))); }
@@ -104,15 +74,15 @@ inline bool half_factors(const Matrix& w) { return w.scales == Scales::Half && !
 constexpr int kSuper = 8;  // tiles whose byte factors share a scale
 enum class Kind { Half, Byte, Other };
 
-// Sums of the 16 rows of a tile against one row of x. Codes of 4 and 8 bits are taken a line of memory at a time, the others a slice.
+// Sums of the 16 rows of a tile against one row of x, as the bits of floats that begin with `start`, of either half. Codes of 8 bits are
+// taken a line of memory at a time, the others a slice.
 template <int BITS, int GROUP, bool BIAS>
-QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_t (&start)[2], V (&sum)[32 / GROUP][4]) {
+QUIRE_INLINE void tile_sums(const uint8_t* tile, int offset, X first, X second, const uint32_t (&start)[32 / GROUP][2], W (&d)[32 / GROUP][4]) {
     constexpr int kParts = 32 / GROUP;
-    W d[kParts][4];
     QUIRE_UNROLL
     for (int part = 0; part < kParts; part++)
         QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) d[part][n] = vdupq_n_s32(start[part] + sum_bits(kTimes<BITS, BIAS>));
+        for (int n = 0; n < 4; n++) d[part][n] = vreinterpretq_s32_u32(vdupq_n_u32(start[part][Coded<BITS, BIAS>::half(n)]));
     if constexpr (BITS == 8) {
         each<8>([&](auto q) __attribute__((always_inline)) {  // lines in their order, which is what memory gives fastest
             QUIRE_UNROLL
@@ -121,35 +91,16 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const int32_
                 sum_of = wdot<q % 4>(sum_of, vreinterpretq_s8_u8(vld1q_u8(tile + 64 * q + 16 * n)), q < 4 ? first : second);
             }
         });
-    } else if constexpr (BITS == 4) {
-        each<4>([&](auto j) __attribute__((always_inline)) {
-            C low[4], high[4];
-            QUIRE_UNROLL
-            for (int n = 0; n < 4; n++) {
-                const uint8x16_t v = vld1q_u8(tile + 64 * j + 16 * n);
-                low[n] = vreinterpretq_s8_u8(BIAS ? vandq_u8(v, vdupq_n_u8(15)) : vshlq_n_u8(v, 4));
-                high[n] = vreinterpretq_s8_u8(BIAS ? vshrq_n_u8(v, 4) : vandq_u8(v, vdupq_n_u8(0xf0)));
-            }
-            QUIRE_UNROLL
-            for (int n = 0; n < 4; n++) d[0][n] = wdot<j>(d[0][n], low[n], first);
-            QUIRE_UNROLL
-            for (int n = 0; n < 4; n++) d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], high[n], second);
-        });
     } else {
-        QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) {
+        each<4>([&](auto n) __attribute__((always_inline)) {
             C c[8];
-            slice_codes<BITS, BIAS>(tile + 16 * n, c);
+            slice_codes<BITS, BIAS, Coded<BITS, BIAS>::half(n)>(tile, n, offset, c);
             each<4>([&](auto j) __attribute__((always_inline)) {
                 d[0][n] = wdot<j>(d[0][n], c[j], first);
                 d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], c[j + 4], second);
             });
-        }
+        });
     }
-    QUIRE_UNROLL
-    for (int part = 0; part < kParts; part++)
-        QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) sum[part][n] = wend<kTimes<BITS, BIAS>>(d[part][n]);
 }
 
 // One lane of a panel, its numbers side by side: in a panel they are half a kilobyte apart, where they would keep to a few sets of the
@@ -159,18 +110,29 @@ struct OneRow {
     alignas(64) int8_t codes[32 * kTiles];
     alignas(64) float scale[kTiles];
     alignas(64) int32_t sum[2 * kTiles];
-    alignas(64) float own[kTiles][4];  // see RowArgs
+    alignas(64) TwoGroups own[kTiles];
 
-    template <int GROUP> QUIRE_INLINE void take(const uint8_t* x, const QuantShape& s, int tiles) {
+    template <int BITS, int GROUP, bool BIAS> QUIRE_INLINE void take(const uint8_t* x, const QuantShape& s, int tiles, int offset) {
+        using Of = Coded<BITS, BIAS>;
         for (int t = 0; t < tiles; t++) {
             vst1q_s8(codes + 32 * t, vld1q_s8((const int8_t*)x + 512 * (size_t)t));
             vst1q_s8(codes + 32 * t + 16, vld1q_s8((const int8_t*)x + 512 * (size_t)t + 16));
             scale[t] = ((const float*)(x + s.sx))[16 * (size_t)t];
             sum[2 * t] = ((const int32_t*)(x + s.sum))[32 * (size_t)t], sum[2 * t + 1] = ((const int32_t*)(x + s.sum))[32 * (size_t)t + 16];
-            if constexpr (GROUP == 32) {
-                own[t / 2][t % 2] = scale[t], own[t / 2][2 + t % 2] = scale[t] * (float)(sum[2 * t] + sum[2 * t + 1]);
-            } else {
-                for (int part = 0; part < 2; part++) own[t][part] = scale[t], own[t][2 + part] = scale[t] * (float)sum[2 * t + part];
+            const V excess = vld1q_f32((const float*)(x + s.excess) + 64 * (size_t)t);
+            for (int part = 0; part < 32 / GROUP; part++) {
+                const int g = 32 / GROUP * t + part, total = GROUP == 32 ? sum[2 * t] + sum[2 * t + 1] : sum[2 * t + part];
+                TwoGroups& to = own[g / 2];
+                to.own[g % 2] = scale[t], to.own[2 + g % 2] = scale[t] * (float)total;
+                uint32_t start[2];
+                for (int half = 0; half < Of::kHalves; half++) {
+                    vst1q_f32(to.excess[g % 2][half], vmulq_n_f32(excess, 1.0f / (float)Of::times(half)));
+                    start[half] = sum_bits(Of::times(half)) + (uint32_t)(Of::shift(half, offset) * total);
+                }
+                if constexpr (BITS == 4) {  // the upper codes are in both
+                    vst1q_u32(to.start[g % 2][0], vdupq_n_u32(start[0] + start[1]));
+                    vst1q_u32(to.start[g % 2][1], vdupq_n_u32(start[1]));
+                }
             }
         }
     }
@@ -178,14 +140,20 @@ struct OneRow {
 
 inline void prefetch_far(const void* p) { asm volatile("prfm pldl2keep, %a0" ::"p"(p)); }
 
-// acc += (scale * s) * sum of 16 rows; by name, so that they stay together (see neon_loops.h).
-QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const V (&sum)[4]) {
+// acc += scale * (s * sum, without its excess) of 16 rows; by name, so that they stay together (see neon_loops.h).
+template <int BITS, bool BIAS>
+QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const float (&excess)[2][4], const W (&sum)[4]) {
     V p[4];
-    asm volatile("fmul %4.4s, %8.4s, %16.s[0]\n fmul %5.4s, %9.4s, %16.s[0]\n fmul %6.4s, %10.4s, %16.s[0]\n fmul %7.4s, %11.4s, %16.s[0]\n"
-                 "fmla %0.4s, %4.4s, %12.4s\n fmla %1.4s, %5.4s, %13.4s\n fmla %2.4s, %6.4s, %14.4s\n fmla %3.4s, %7.4s, %15.4s\n"
-                 : "+w"(acc.v[0]), "+w"(acc.v[1]), "+w"(acc.v[2]), "+w"(acc.v[3]), "=&w"(p[0]), "=&w"(p[1]), "=&w"(p[2]), "=&w"(p[3])
+    each<4>([&](auto n) __attribute__((always_inline)) { p[n] = load_again(excess[Coded<BITS, BIAS>::half(n)]); });
+    asm volatile("fmla %4.4s, %12.4s, %16.s[0]\n fmla %5.4s, %13.4s, %16.s[0]\n fmla %6.4s, %14.4s, %16.s[0]\n fmla %7.4s, %15.4s, %16.s[0]\n"
+                 "fmla %0.4s, %4.4s, %8.4s\n fmla %1.4s, %5.4s, %9.4s\n fmla %2.4s, %6.4s, %10.4s\n fmla %3.4s, %7.4s, %11.4s\n"
+                 : "+w"(acc.v[0]), "+w"(acc.v[1]), "+w"(acc.v[2]), "+w"(acc.v[3]), "+&w"(p[0]), "+&w"(p[1]), "+&w"(p[2]), "+&w"(p[3])
                  : "w"(scale.v[0]), "w"(scale.v[1]), "w"(scale.v[2]), "w"(scale.v[3]), "w"(sum[0]), "w"(sum[1]), "w"(sum[2]), "w"(sum[3]), "w"(s));
 }
+
+// How far ahead lines are asked for: into the second cache, and the first; of a brief block, the next one's, whose beginning would else be
+// left out.
+constexpr size_t kFar = 16384, kNear = 1024, kBrief = 20480;
 
 #ifdef QUIRE_NEON_DOT
 // Tiles of a block from t0 on, as many as come in whole groups of two: how many those were.
@@ -206,14 +174,14 @@ inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles,
         if constexpr (KIND == Kind::Byte) put(w.super_at, supers);
         if constexpr (KIND == Kind::Byte && BIAS) put(w.bias_super_at, supers + 2);
         const RowArgs args = {block + at * (64 * BITS), block + w.scale_at + at * w.scale_bytes, block + w.bias_at + at * w.scale_bytes,
-                              x.codes + 32 * t, x.own[t / kEach], supers[0], (done - t < kMost ? done - t : kMost) / kEach, far};
+                              x.codes + 32 * t, x.own + t / kEach, supers[0], (done - t < kMost ? done - t : kMost) / kEach, far,
+                              w.block_bytes <= kBrief ? w.block_bytes : kNear};
         row_loop<BITS, BIAS, KIND == Kind::Byte>(args, acc);
     }
     return done;
 }
 #endif
 
-constexpr size_t kFar = 16384, kNear = 1024;  // how far ahead lines are asked for: into the second cache, and the first
 
 // How far behind block b, of [b0, b1), those lines lie: in whole blocks, so that what is asked for is what the same place will want, and
 // past the last of them in what comes then. (A distance: `then` may lie before the block.)
@@ -229,12 +197,12 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
     constexpr int kParts = 32 / GROUP;
     const uint8_t* block = w.block(b);
     const bool brief = w.block_bytes < 3 * kFar / 2;
-    const int shift = kTimes<BITS, BIAS> * (stored_less(BITS, BIAS) - w.offset);
+    using Of = Coded<BITS, BIAS>;
     const size_t scale_bytes = w.scale_bytes;
     int done = 0;
 #ifdef QUIRE_NEON_DOT
     if constexpr (KIND != Kind::Other && (BITS == 4 ? GROUP == 32 : BITS == 6 && GROUP == 16 && !BIAS && KIND == Kind::Byte))
-        if (!shift) done = row_by_name<BITS, GROUP, BIAS, KIND>(w, block, t0, tiles, x, far, acc);
+        if (BITS == 4 || !Of::shift(0, w.offset)) done = row_by_name<BITS, GROUP, BIAS, KIND>(w, block, t0, tiles, x, far, acc);
 #endif
     t0 += done;
     const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * scale_bytes;
@@ -258,18 +226,27 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
             for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
         ask(scale_at);
         if constexpr (BIAS) ask(bias_at);
-        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]}, start[2] = {shift * total[0], shift * total[1]};
-        V found[kParts][4];
-        tile_sums<BITS, GROUP, BIAS>(tile, xload(q), xload(q + 16), start, found);
+        const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]};
+        uint32_t start[kParts][2];
+        QUIRE_UNROLL
+        for (int part = 0; part < kParts; part++)
+            for (int half = 0; half < 2; half++)
+                start[part][half] = sum_bits(Of::times(half)) + (uint32_t)(Of::shift(half, w.offset) * total[part]);
+        W found[kParts][4];
+        tile_sums<BITS, GROUP, BIAS>(tile, w.offset, xload(q), xload(q + 16), start, found);
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
             const F scale = KIND == Kind::Half   ? half_sixteen(scale_at + 32 * part)
                             : KIND == Kind::Byte ? scales.of(scale_at + 16 * part)
                                                  : scale_of(w, block, t0 + t, part);
-            if constexpr (kParts == 2) add_scaled(acc, scale, sload(sx).v, found[part]);
-            else
+            [[maybe_unused]] const int g = kParts * (done + t) + part;
+            if constexpr (kParts == 2) add_scaled<BITS, BIAS>(acc, scale, sload(sx).v, x.own[g / 2].excess[g % 2], found[part]);
+            else  // the weights stream through the first cache: what can be made from the scale is not read
                 QUIRE_UNROLL
-                for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(scale.v[n], *sx), found[part][n]);
+                for (int n = 0; n < 4; n++) {
+                    const V excess = vdupq_n_f32(-kSumPoint / (float)Of::times(Of::half(n)) * *sx);
+                    acc.v[n] = vfmaq_f32(acc.v[n], scale.v[n], vfmaq_n_f32(excess, vreinterpretq_f32_s32(found[part][n]), *sx));
+                }
             if constexpr (BIAS) {
                 const F bias = KIND == Kind::Half   ? half_sixteen(bias_at + 32 * part)
                                : KIND == Kind::Byte ? biases.of(bias_at + 16 * part)
@@ -292,7 +269,7 @@ void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const Qua
                 const int tiles = w.tiles - t0 < OneRow::kTiles ? w.tiles - t0 : OneRow::kTiles;
                 if (b == b0 || w.tiles > OneRow::kTiles) {
                     const QuantShape rest = s.from(t0, 0);
-                    row.template take<GROUP>(x + QuantShape::at(t0, 0), rest, tiles);
+                    row.template take<BITS, GROUP, BIAS>(x + QuantShape::at(t0, 0), rest, tiles, w.offset);
                 }
                 acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, far_from(w, b, b0, b1, e.then), t0, tiles, row, acc);
             }

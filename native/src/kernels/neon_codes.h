@@ -5,16 +5,27 @@
 
 namespace {
 
-// Codes without a bias that are stored signed reach the dot in the upper bits of their bytes: to move them down would be one more
-// operation for each register. Their sums are as many times too large.
-template <int BITS, bool BIAS> constexpr int kTimes = stored_less(BITS, BIAS) ? 1 << (8 - BITS) : 1;
+// What codes of rows 0 to 7 of a block (half 0) and of its others are when they reach a dot product: `times` what they should be, because
+// those in the upper bits of their bytes stay there (to move them down would be one more operation for each register), and `less` so much.
+template <int BITS, bool BIAS> struct Coded {
+    static constexpr int kHalves = BITS == 4 ? 2 : 1;  // that differ
+    static constexpr int times(int half) { return BITS == 4 ? (half ? 16 : 1) : BITS == 6 && !BIAS ? 4 : 1; }
+    static constexpr int less(int half, int offset) {
+        if (BITS == 4) return half ? 8 : 0;
+        return stored_less(BITS, BIAS) ? stored_less(BITS, BIAS) : BIAS ? 0 : offset;
+    }
+    // What a sum is to have more for each 1 in the sum of x.
+    static constexpr int shift(int half, int offset) { return times(half) * (less(half, offset) - offset); }
+    static constexpr int half(int slice) { return BITS == 4 ? slice / 2 : 0; }
+};
 
-// A sum starts from the bits of 1.5 * 2^23 / times, so that it ends as the bits of that number plus the sum, and taking the number away
-// is the conversion to float32: exact below 2^22, and a group's sum is at most 32 * 127 * 255.
-constexpr int32_t sum_bits(int times) { return times == 16 ? 0x49400000 : times == 4 ? 0x4a400000 : 0x4b400000; }
+// A sum starts from the bits of kSumPoint / times, so that it ends as the bits of that number plus the sum, and a multiplication that
+// takes the excess away again is the conversion to float32: exact below 2^22, and a group's sum is at most 32 * 127 * 255.
+constexpr uint32_t sum_bits(int times) { return times == 16 ? 0x49400000u : times == 4 ? 0x4a400000u : 0x4b400000u; }
 
-// The eight quads of four rows of a tile (which begins at p, less the rows before them), as signed bytes: kTimes what they are.
-template <int BITS, bool BIAS> QUIRE_INLINE void slice_codes(const uint8_t* p, C (&c)[8]) {
+// The eight quads of the four rows of a slice, as Coded says.
+template <int BITS, bool BIAS, int HALF> QUIRE_INLINE void slice_codes(const uint8_t* tile, int slice, int offset, C (&c)[8]) {
+    const uint8_t* p = tile + 16 * (BITS == 4 ? slice % 2 : slice);
     auto load = [p](int at) __attribute__((always_inline)) { return vld1q_u8(p + at); };
     auto mask = [](uint8x16_t a, uint8_t m) __attribute__((always_inline)) { return vandq_u8(a, vdupq_n_u8(m)); };
     auto put = [&](int q, uint8x16_t a) __attribute__((always_inline)) { c[q] = vreinterpretq_s8_u8(a); };
@@ -24,11 +35,7 @@ template <int BITS, bool BIAS> QUIRE_INLINE void slice_codes(const uint8_t* p, C
     }
     if constexpr (BITS == 4) {
         QUIRE_UNROLL
-        for (int j = 0; j < 4; j++) {
-            const uint8x16_t v = load(64 * j);
-            put(j, BIAS ? mask(v, 15) : vshlq_n_u8(v, 4));
-            put(j + 4, BIAS ? vshrq_n_u8(v, 4) : mask(v, 0xf0));
-        }
+        for (int q = 0; q < 8; q++) put(q, mask(load(32 * q), HALF ? 0xf0 : 15));
     }
     if constexpr (BITS == 6) {
         QUIRE_UNROLL
@@ -55,28 +62,32 @@ template <int BITS, bool BIAS> QUIRE_INLINE void slice_codes(const uint8_t* p, C
             put(q, vorrq_u8(four, mask(vshlq_u8(one, vdupq_n_s8((int8_t)(4 - q))), 16)));
         }
     }
-}
-
-// The same less `base`, where they are not stored so.
-template <int BITS, bool BIAS> QUIRE_INLINE void slice_signed(const uint8_t* p, int base, C (&c)[8]) {
-    slice_codes<BITS, BIAS>(p, c);
-    if constexpr (!BIAS && !stored_less(BITS, BIAS))
+    if constexpr (!BIAS && BITS != 4 && !stored_less(BITS, BIAS))
         QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) c[q] = vsubq_s8(c[q], vdupq_n_s8((int8_t)base));
+        for (int q = 0; q < 8; q++) c[q] = vsubq_s8(c[q], vdupq_n_s8((int8_t)offset));
 }
 
-// What slice_signed takes off, or what is off already.
-template <int BITS, bool BIAS> QUIRE_INLINE int dot_base(const Matrix& w) {
-    return stored_less(BITS, BIAS) ? stored_less(BITS, BIAS) : BIAS ? 0 : w.offset;
-}
-
-// A tile, a slice after the other.
-template <int BITS, bool BIAS> QUIRE_INLINE void unpack_slices(const uint8_t* tile, int base, uint8_t* to) {
-    for (int n = 0; n < 4; n++) {
-        C c[8];
-        slice_signed<BITS, BIAS>(tile + 16 * n, base, c);
+// A tile, a slice after the other, all of it `times` 1 (but 4 of six bits) and `less` unpacked_less.
+template <int BITS, bool BIAS> constexpr int unpacked_less(int offset) { return BITS == 4 ? (BIAS ? 0 : 8) : Coded<BITS, BIAS>::less(0, offset); }
+template <int BITS, bool BIAS> QUIRE_INLINE void unpack_slices(const uint8_t* tile, int offset, uint8_t* to) {
+    auto put = [to](int slice, int q, C c) __attribute__((always_inline)) { vst1q_s8((int8_t*)to + 128 * slice + 16 * q, c); };
+    if constexpr (BITS == 4) {
         QUIRE_UNROLL
-        for (int q = 0; q < 8; q++) vst1q_s8((int8_t*)to + 128 * n + 16 * q, c[q]);
+        for (int q = 0; q < 8; q++)
+            QUIRE_UNROLL
+            for (int n = 0; n < 2; n++) {
+                const uint8x16_t v = vld1q_u8(tile + 32 * q + 16 * n);
+                const C low = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15))), high = vshrq_n_s8(vreinterpretq_s8_u8(v), 4);
+                put(n, q, BIAS ? low : vsubq_s8(low, vdupq_n_s8(8)));
+                put(n + 2, q, BIAS ? vaddq_s8(high, vdupq_n_s8(8)) : high);
+            }
+    } else {
+        for (int n = 0; n < 4; n++) {
+            C c[8];
+            slice_codes<BITS, BIAS, 0>(tile, n, offset, c);
+            QUIRE_UNROLL
+            for (int q = 0; q < 8; q++) put(n, q, c[q]);
+        }
     }
 }
 

@@ -44,7 +44,12 @@ void exp_rows(const float* x, int n, float* out) {
     for (int i = 0; i < n; i += 16) fstore_n(out + i, fexp(fload_n(x + i, n - i)), n - i);
 }
 
-// int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127. Groups too small for 127 / amax become zeros.
+// int8 per 32 columns: q = round(x * (127 / amax)), sx = amax / 127 without its two lowest bits, so that kSumPoint * sx is exact. Groups
+// too small for 127 / amax become zeros; one too large for kSumPoint * sx (1e33) has a scale that is not a number.
+inline float group_scale(float amax) {
+    if (amax >= kScaleLimit) return bits_to_float(0x7fc00000);
+    return bits_to_float(float_to_bits(amax / 127.0f) & ~3u);
+}
 __attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, float scale, int g, uint8_t* panel, int lane, const QuantShape& s) {
     const I qa = icodes(fmul(a, fset(inv))), qb = icodes(fmul(b, fset(inv)));
     int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
@@ -52,6 +57,10 @@ __attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, f
     istore_i8(codes + 16, qb);
     int32_t* sum = (int32_t*)(panel + s.sum) + lane;
     ((float*)(panel + s.sx) + lane)[16 * g] = scale;
+    if constexpr (QuantShape::kHasExcess) {
+        float* excess = (float*)(panel + s.excess) + 64 * (size_t)g + 4 * lane;
+        for (int i = 0; i < 4; i++) excess[i] = -kSumPoint * scale;
+    }
     sum[32 * g] = code_sum(qa);
     sum[32 * g + 16] = code_sum(qb);
 }
@@ -76,7 +85,7 @@ void quantize(const float* x, int first_group, int groups, uint8_t* panel, int l
         const F a = fload(x), b = fload(x + 16);
         const float amax = hmax(fmax(fabs_(a), fabs_(b)));
         const bool tiny = amax < 1e-36f;
-        quantize_group(a, b, tiny ? 0.0f : 127.0f / amax, tiny ? 0.0f : amax / 127.0f, g, panel, lane, s);
+        quantize_group(a, b, tiny ? 0.0f : 127.0f / amax, tiny ? 0.0f : group_scale(amax), g, panel, lane, s);
     }
 }
 
@@ -168,7 +177,7 @@ void rope(const float* x, const RopeArgs& r, float* out) {
     }
 }
 
-// Code q (0 to 7: which quad) of a row inside a tile, as it is stored; see weight.h.
+// Code q (0 to 7: which quad) of a row inside a tile; see weight.h. Whole bytes and six bits as they are stored.
 inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
     const uint8_t* half = tile + 192 * (q / 4) + lane;  // of 6 bits
     switch (bits) {
@@ -178,6 +187,7 @@ inline uint32_t code_at(const uint8_t* tile, int bits, int lane, int q) {
         case 3: return ((tile[64 * (q / 4) + lane] >> (2 * (q % 4))) & 3u) | ((tile[128 + lane] >> q) & 1u) << 2;
         default: break;
     }
+    if (bits == 4 && kNibbleRows) return lane < 32 ? tile[32 * q + lane] & 15u : (tile[32 * q + lane - 32] >> 4u) ^ 8u;
     uint32_t code = (tile[64 * (q % 4) + lane] >> (q < 4 ? 0 : 4)) & 15u;
     if (bits == 5) code |= ((tile[256 + lane] >> q) & 1u) << 4;
     return code;

@@ -9,6 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../weight.h"
+
 namespace {
 
 constexpr int kWidth = 4;                         // lanes of a register
@@ -180,7 +182,7 @@ inline I icodes(F a) {
         vaddq_f32(vminq_f32(vmaxnmq_f32(a.v[i], vdupq_n_f32(-127.0f)), vdupq_n_f32(127.0f)), vdupq_n_f32(kPoint)));
     return r;
 }
-// Of four groups of 32: 127 / amax and amax / 127, both 0 where amax is too small. The maxima meet in hmax's order.
+// Of four groups of 32: 127 / amax and group_scale, both 0 where amax is too small. The maxima meet in hmax's order.
 inline void factors_of_four(const float* x, float* inv, float* scale) {
     auto larger = [](float32x4_t a, float32x4_t b) { return vbslq_f32(vcagtq_f32(a, b), a, b); };  // without their signs
     float32x4_t most[4];
@@ -198,7 +200,9 @@ inline void factors_of_four(const float* x, float* inv, float* scale) {
     const uint32x4_t tiny = vcltq_f32(amax, vdupq_n_f32(1e-36f));
     auto unless_tiny = [&](float32x4_t v) { return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), tiny)); };
     vst1q_f32(inv, unless_tiny(vdivq_f32(vdupq_n_f32(127.0f), amax)));
-    vst1q_f32(scale, unless_tiny(vdivq_f32(amax, vdupq_n_f32(127.0f))));
+    const uint32x4_t bits = vbicq_u32(vreinterpretq_u32_f32(vdivq_f32(amax, vdupq_n_f32(127.0f))), vdupq_n_u32(3));
+    const uint32x4_t large = vcgeq_f32(amax, vdupq_n_f32(quire::kScaleLimit));
+    vst1q_f32(scale, unless_tiny(vreinterpretq_f32_u32(vbslq_u32(large, vdupq_n_u32(0x7fc00000), bits))));
 }
 inline F fpow2(I n) {
     F r;
