@@ -64,21 +64,21 @@ struct Matrix {
     size_t bytes() const { return block_bytes * (size_t)blocks; }
 };
 
+constexpr float kSumPoint = 0x1.8p23f;   // see sum_bits
+constexpr float kScaleLimit = 0x1p110f;  // see group_scale
+
 // Activations rounded to int8, in panels of 16 rows, so that what a matrix product reads is one stream:
 //   codes  per 32 columns: 16 rows x 32 int8
 //   then the scales, and the sums that offsets and biases of weights are multiplied by; on ARM also what a sum that is made among the
 //   bits of a float32 (sum_bits) has too much when it is multiplied by the scale, four times over
 // Lanes past the last row hold anything.
-constexpr float kSumPoint = 0x1.8p23f;      // see sum_bits
-constexpr float kScaleLimit = 0x1p110f;  // see group_scale
-
 struct QuantShape {
     static constexpr int kLanes = 16;
     int k = 0;
-    size_t sx = 0;     // float [k/32][16]  scale
-    size_t sum = 0;    // int32 [k/16][16]  sum of each half group's int8
+    size_t sx = 0;      // float [k/32][16]  scale
+    size_t sum = 0;     // int32 [k/16][16]  sum of each half group's int8
     size_t excess = 0;  // float [k/32][16][4]  -kSumPoint * scale, where kHasExcess
-    size_t bytes = 0;  // of a panel
+    size_t bytes = 0;   // of a panel
 #if defined(__aarch64__)
     static constexpr bool kHasExcess = true;
 #else

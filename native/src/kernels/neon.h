@@ -45,7 +45,6 @@ QUIRE_INLINE V load_again(const float* from) {
     return d;
 }
 
-QUIRE_INLINE V half_four(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p))); }
 QUIRE_INLINE F half_sixteen(const uint8_t* p) {
     const float16x8_t a = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)p)), b = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)p + 8));
     return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};

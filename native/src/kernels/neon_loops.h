@@ -33,8 +33,6 @@ struct alignas(16) LoopConstants {
 template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ? 0xfcfcfcfcu : HALF ? 0xf0f0f0f0u : 0x0f0f0f0fu};
 
 // clang-format off
-#define QUIRE_ALL(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7)
-
 // Eight registers of codes, four for the first sixteen columns and four for the others: bytes side by side; or packed: four bits 32 bytes
 // apart, six signed bits or eight 64. What comes in a crowd holds up the operations behind it: the later four come among the dot products
 // of the first, in four pieces.
@@ -110,18 +108,21 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     SCALE(28, s, 64) QUIRE_LAST(QUIRE_BEGIN) QUIRE_SUMS FACTOR(28, b, 64) QUIRE_SXS(29, 31, 64) QUIRE_BIASES(28, 29, 31)
 
 // The arguments, in their order.
-#define QUIRE_NAMES(DO) DO(c, 3) DO(s, 4) DO(b, 5) DO(x, 6) DO(sx, 7) DO(sxs, 8) DO(ex, 9) DO(st, 10) DO(step, 11) DO(n, 12) DO(ahead, 13) DO(as, 14) DO(be, 15) DO(bs, 16)
+#define QUIRE_NAMES(DO) \
+    DO(c, 3) DO(s, 4) DO(b, 5) DO(x, 6) DO(sx, 7) DO(sxs, 8) DO(ex, 9) DO(st, 10) DO(step, 11) DO(n, 12) DO(ahead, 13) DO(as, 14) DO(be, 15) DO(bs, 16)
 #define QUIRE_NAME(P, X) #P "_ .req x" #X "\n"
 #define QUIRE_UNNAME(P, X) ".unreq " #P "_\n"
 #define QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT, SXS)                                                                \
     asm volatile(QUIRE_NAMES(QUIRE_NAME) "ldp c_, s_, [%[a]]\n ldp b_, x_, [%[a], #16]\n ldp sx_, sxs_, [%[a], #32]\n"                 \
-                 "ldp ex_, st_, [%[a], #48]\n ldp step_, n_, [%[a], #64]\n ldp ahead_, as_, [%[a], #80]\n ldp be_, bs_, [%[a], #96]\n ldr q30, [%[k]]\n"               \
+                 "ldp ex_, st_, [%[a], #48]\n ldp step_, n_, [%[a], #64]\n ldp ahead_, as_, [%[a], #80]\n ldp be_, bs_, [%[a], #96]\n"            \
+                 "ldr q30, [%[k]]\n"                                                                                                 \
                  "1:\n" EARLY GROUP(SCALE, FACTOR, QUIRE_##LATE) QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256)                   \
                  QUIRE_ON(s, NEXT) QUIRE_ON(b, NEXT) QUIRE_ON(sxs, SXS) "subs n_, n_, #1\n b.ne 1b\n" QUIRE_NAMES(QUIRE_UNNAME)        \
                  : "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3), "+w"(r4), "+w"(r5), "+w"(r6), "+w"(r7)                                      \
                  : [a] "r"(&a), [k] "r"(&kLoopConstants<BITS, HALF>)                                                                  \
                  : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", \
-                   "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16")
+                   "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13",       \
+                   "x14", "x15", "x16")
 #define QUIRE_SLICE(EARLY, LATE, GROUP, SXS)                                                                                         \
     if constexpr (!HALVES) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, 128, SXS);                         \
     else if constexpr (HALF) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, 32, SXS);                    \

@@ -123,6 +123,21 @@ def test_linear_is_within_the_bound_of_its_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", extension().available())
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+@pytest.mark.parametrize("large", [1.4e33, np.inf, -np.inf])
+def test_a_row_too_large_for_its_scale_is_not_a_number(large: float, rows: int, isa: str) -> None:
+    """So that whoever looks at it finds out; just below, and in the rows beside it, nothing happens."""
+    weight, x = affine("Q4_0", 40, 256), activations(rows, 256)
+    x[-1, 5] = 1.2e33
+    fine = run_linear(NativeBackend(isa=isa), x, weight)
+    assert np.isfinite(fine).all()
+    x[-1, 5] = large
+    got = run_linear(NativeBackend(isa=isa), x, weight)
+    assert np.isnan(got[-1]).all()
+    np.testing.assert_array_equal(got[:-1], fine[:-1])
+
+
+@pytest.mark.parametrize("isa", extension().available())
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q2_K"])  # without and with a bias, by 32 and by 16
 def test_a_rows_linear_does_not_depend_on_how_many_ride_along(name: str, isa: str) -> None:
     """One row, a few and many take different kernels; every number must come out of them bit for bit."""
