@@ -76,7 +76,7 @@ enum class Kind { Half, Byte, Other };
 // Sums of the 16 rows of a tile against one row of x, as the bits of floats that begin with `start`, of either half. Codes of 8 bits are
 // taken a line of memory at a time, the others a slice.
 template <int BITS, int GROUP, bool BIAS>
-QUIRE_INLINE void tile_sums(const uint8_t* tile, int offset, X first, X second, const uint32_t (&start)[32 / GROUP][2], W (&d)[32 / GROUP][4]) {
+QUIRE_INLINE void tile_sums(const uint8_t* tile, X first, X second, const uint32_t (&start)[32 / GROUP][2], W (&d)[32 / GROUP][4]) {
     constexpr int kParts = 32 / GROUP;
     QUIRE_UNROLL
     for (int part = 0; part < kParts; part++)
@@ -93,7 +93,7 @@ QUIRE_INLINE void tile_sums(const uint8_t* tile, int offset, X first, X second, 
     } else {
         each<4>([&](auto n) __attribute__((always_inline)) {
             C c[8];
-            slice_codes<BITS, BIAS, Coded<BITS, BIAS>::half(n)>(tile, n, offset, c);
+            slice_codes<BITS, BIAS, Coded<BITS, BIAS>::half(n), true>(tile, n, 0, c);
             each<4>([&](auto j) __attribute__((always_inline)) {
                 d[0][n] = wdot<j>(d[0][n], c[j], first);
                 d[kParts - 1][n] = wdot<j>(d[kParts - 1][n], c[j + 4], second);
@@ -197,6 +197,7 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
     const uint8_t* block = w.block(b);
     const bool brief = w.block_bytes < 3 * kFar / 2;
     using Of = Coded<BITS, BIAS>;
+    const int shift[2] = {kSubtracts<BITS, BIAS> ? -w.offset : Of::shift(0, w.offset), Of::shift(1, w.offset)};
     const size_t scale_bytes = w.scale_bytes;
     int done = 0;
 #ifdef QUIRE_NEON_DOT
@@ -229,10 +230,10 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
         uint32_t start[kParts][2];
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++)
-            for (int half = 0; half < 2; half++)
-                start[part][half] = sum_bits(Of::times(half)) + (uint32_t)(Of::shift(half, w.offset) * total[part]);
+            for (int half = 0; half < Of::kHalves; half++)
+                start[part][half] = sum_bits(Of::times(half)) + (uint32_t)(shift[half] * total[part]);
         W found[kParts][4];
-        tile_sums<BITS, GROUP, BIAS>(tile, w.offset, xload(q), xload(q + 16), start, found);
+        tile_sums<BITS, GROUP, BIAS>(tile, xload(q), xload(q + 16), start, found);
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
             const F scale = KIND == Kind::Half   ? half_sixteen(scale_at + 32 * part)

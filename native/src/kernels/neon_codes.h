@@ -23,8 +23,12 @@ template <int BITS, bool BIAS> struct Coded {
 // takes the excess away again is the conversion to float32: exact below 2^22, and a group's sum is at most 32 * 127 * 255.
 constexpr uint32_t sum_bits(int times) { return times == 16 ? 0x49400000u : times == 4 ? 0x4a400000u : 0x4b400000u; }
 
-// The eight quads of the four rows of a slice, as Coded says.
-template <int BITS, bool BIAS, int HALF> QUIRE_INLINE void slice_codes(const uint8_t* tile, int slice, int offset, C (&c)[8]) {
+// Whether Coded says `less` of codes that are not stored so: one subtraction for each register, which eight rows share. For one row their
+// sum begins with less instead.
+template <int BITS, bool BIAS> constexpr bool kSubtracts = !BIAS && BITS != 4 && !stored_less(BITS, BIAS);
+
+// The eight quads of the four rows of a slice, as Coded says, or as they are stored.
+template <int BITS, bool BIAS, int HALF, bool STORED = false> QUIRE_INLINE void slice_codes(const uint8_t* tile, int slice, int offset, C (&c)[8]) {
     const uint8_t* p = tile + 16 * (BITS == 4 ? slice % 2 : slice);
     auto load = [p](int at) __attribute__((always_inline)) { return vld1q_u8(p + at); };
     auto mask = [](uint8x16_t a, uint8_t m) __attribute__((always_inline)) { return vandq_u8(a, vdupq_n_u8(m)); };
@@ -62,7 +66,7 @@ template <int BITS, bool BIAS, int HALF> QUIRE_INLINE void slice_codes(const uin
             put(q, vorrq_u8(four, mask(vshlq_u8(one, vdupq_n_s8((int8_t)(4 - q))), 16)));
         }
     }
-    if constexpr (!BIAS && BITS != 4 && !stored_less(BITS, BIAS))
+    if constexpr (kSubtracts<BITS, BIAS> && !STORED)
         QUIRE_UNROLL
         for (int q = 0; q < 8; q++) c[q] = vsubq_s8(c[q], vdupq_n_s8((int8_t)offset));
 }
