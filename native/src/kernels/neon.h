@@ -181,7 +181,6 @@ inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles,
 }
 #endif
 
-
 // How far behind block b, of [b0, b1), those lines lie: in whole blocks, so that what is asked for is what the same place will want, and
 // past the last of them in what comes then. (A distance: `then` may lie before the block.)
 inline size_t far_from(const Matrix& w, int b, int b0, int b1, const uint8_t* then) {
