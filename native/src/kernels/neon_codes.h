@@ -71,7 +71,8 @@ template <int BITS, bool BIAS, int HALF, bool STORED = false> QUIRE_INLINE void 
         for (int q = 0; q < 8; q++) c[q] = vsubq_s8(c[q], vdupq_n_s8((int8_t)offset));
 }
 
-// A tile, a slice after the other, all of it `times` 1 (but 4 of six bits) and `less` unpacked_less.
+// A tile, a slice after the other, all of it `times` unpacked_times and `less` unpacked_less.
+template <int BITS, bool BIAS> constexpr int unpacked_times() { return BITS == 4 && BIAS ? 1 : Coded<BITS, BIAS>::times(1); }
 template <int BITS, bool BIAS> constexpr int unpacked_less(int offset) { return BITS == 4 ? (BIAS ? 0 : 8) : Coded<BITS, BIAS>::less(0, offset); }
 template <int BITS, bool BIAS> QUIRE_INLINE void unpack_slices(const uint8_t* tile, int offset, uint8_t* to) {
     auto put = [to](int slice, int q, C c) __attribute__((always_inline)) { vst1q_s8((int8_t*)to + 128 * slice + 16 * q, c); };
@@ -81,9 +82,10 @@ template <int BITS, bool BIAS> QUIRE_INLINE void unpack_slices(const uint8_t* ti
             QUIRE_UNROLL
             for (int n = 0; n < 2; n++) {
                 const uint8x16_t v = vld1q_u8(tile + 32 * q + 16 * n);
-                const C low = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15))), high = vshrq_n_s8(vreinterpretq_s8_u8(v), 4);
-                put(n, q, BIAS ? low : vsubq_s8(low, vdupq_n_s8(8)));
-                put(n + 2, q, BIAS ? vaddq_s8(high, vdupq_n_s8(8)) : high);
+                const uint8x16_t low = BIAS ? vandq_u8(v, vdupq_n_u8(15)) : veorq_u8(vshlq_n_u8(v, 4), vdupq_n_u8(128));
+                const uint8x16_t high = BIAS ? vshrq_n_u8(veorq_u8(v, vdupq_n_u8(128)), 4) : vandq_u8(v, vdupq_n_u8(0xf0));
+                put(n, q, vreinterpretq_s8_u8(low));
+                put(n + 2, q, vreinterpretq_s8_u8(high));
             }
     } else {
         for (int n = 0; n < 4; n++) {

@@ -22,8 +22,16 @@ struct SliceArgs {
     size_t ahead_step;
     const uint8_t* beside;          // the same, but not with short packed codes
     size_t beside_step;
+    const uint8_t* packed;          // a quad of two slices that will be wanted, + 256 per tile, four bits: they become bytes meanwhile
+    uint8_t* unpacked;              // + 512 per tile
+
+    // Past n tiles of bytes, whose factors take so many.
+    void move(int n, int factors) {
+        codes += 512 * n, scale += factors * n, bias += factors * n, x += 512 * n, sx += 16 * n, sxs += 16 * n, excess += 64 * n;
+        start += (int)(step / 4) * n, ahead += ahead_step * (size_t)n, beside += beside_step * (size_t)n;
+    }
 };
-static_assert(sizeof(SliceArgs) == 112, "QUIRE_SLICE_LOOP loads them one after the other");
+static_assert(sizeof(SliceArgs) == 128, "QUIRE_SLICE_LOOP loads them one after the other");
 
 struct alignas(16) LoopConstants {
     uint32_t mask[4];
@@ -43,6 +51,14 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_EARLY_BYTES QUIRE_CODES(16, 0) QUIRE_CODES(17, 16) QUIRE_CODES(18, 32) QUIRE_CODES(19, 48)
 #define QUIRE_ASK_BOTH QUIRE_ASK(0) "add ahead_, ahead_, as_\n prfm pldl1keep, [be_]\n add be_, be_, bs_\n"
 #define QUIRE_LATE_BYTES QUIRE_CODES(20, 64), QUIRE_CODES(21, 80) QUIRE_ASK_BOTH, QUIRE_CODES(22, 96), QUIRE_CODES(23, 112) QUIRE_ON(c, 512)
+// The same, while a quad of packed codes becomes bytes. Only what has nothing to do works on them: a store from a vector register would take
+// a pipe of the dot products. They stay in the upper bits of their bytes, signed.
+#define QUIRE_QUAD "ldp x20, x21, [x17]\n add x17, x17, #256\n"
+#define QUIRE_LATE_SIGNED \
+    QUIRE_CODES(20, 64) QUIRE_QUAD, \
+    QUIRE_CODES(21, 80) QUIRE_ASK_BOTH "eor x20, x20, #0x0808080808080808\n eor x21, x21, #0x0808080808080808\n", \
+    QUIRE_CODES(22, 96) "and x22, x24, x20, lsl #4\n and x23, x24, x21, lsl #4\n stp x22, x23, [x19]\n", \
+    QUIRE_CODES(23, 112) QUIRE_ON(c, 512) "and x20, x20, x24\n and x21, x21, x24\n stp x20, x21, [x19, #256]\n add x19, x19, #512\n"
 #define QUIRE_EARLY_FOUR \
     QUIRE_CODES(16, 0) QUIRE_CODES(17, 32) QUIRE_CODES(18, 64) QUIRE_CODES(19, 96) QUIRE_MASK(16) QUIRE_MASK(17) QUIRE_MASK(18) QUIRE_MASK(19)
 #define QUIRE_LATE_FOUR \
@@ -112,24 +128,29 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     DO(c, 3) DO(s, 4) DO(b, 5) DO(x, 6) DO(sx, 7) DO(sxs, 8) DO(ex, 9) DO(st, 10) DO(step, 11) DO(n, 12) DO(ahead, 13) DO(as, 14) DO(be, 15) DO(bs, 16)
 #define QUIRE_NAME(P, X) #P "_ .req x" #X "\n"
 #define QUIRE_UNNAME(P, X) ".unreq " #P "_\n"
-#define QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT, SXS)                                                                \
+#define QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT, SXS, BEGIN, ...)                                                              \
     asm volatile(QUIRE_NAMES(QUIRE_NAME) "ldp c_, s_, [%[a]]\n ldp b_, x_, [%[a], #16]\n ldp sx_, sxs_, [%[a], #32]\n"                 \
                  "ldp ex_, st_, [%[a], #48]\n ldp step_, n_, [%[a], #64]\n ldp ahead_, as_, [%[a], #80]\n ldp be_, bs_, [%[a], #96]\n"            \
-                 "ldr q30, [%[k]]\n"                                                                                                 \
+                 "ldr q30, [%[k]]\n" BEGIN                                                                                           \
                  "1:\n" EARLY GROUP(SCALE, FACTOR, QUIRE_##LATE) QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256)                   \
                  QUIRE_ON(s, NEXT) QUIRE_ON(b, NEXT) QUIRE_ON(sxs, SXS) "subs n_, n_, #1\n b.ne 1b\n" QUIRE_NAMES(QUIRE_UNNAME)        \
                  : "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3), "+w"(r4), "+w"(r5), "+w"(r6), "+w"(r7)                                      \
-                 : [a] "r"(&a), [k] "r"(&kLoopConstants<BITS, HALF>)                                                                  \
+                 : [a] "r"(&a), [k] "r"(&kLoopConstants<BITS, UNPACKS ? 1 : HALF>)                                                                  \
                  : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", \
                    "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13",       \
-                   "x14", "x15", "x16")
+                   "x14", "x15", __VA_ARGS__)
 #define QUIRE_SLICE(EARLY, LATE, GROUP, SXS)                                                                                         \
-    if constexpr (!HALVES) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, 128, SXS);                         \
-    else if constexpr (HALF) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, 32, SXS);                    \
-    else QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, 32, SXS)
+    if constexpr (!HALVES) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, 128, SXS, "", "x16");                       \
+    else if constexpr (HALF) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, 32, SXS, "", "x16");                  \
+    else QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, 32, SXS, "", "x16")
 
-// Adds eight rows of x against a slice to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16.
-template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES> QUIRE_INLINE void slice_loop(const SliceArgs& a, V (&acc)[8]) {
+#define QUIRE_SLICE_UNPACKING(EARLY, LATE, GROUP)                                                                                    \
+    QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, 128, 64, "ldp x17, x19, [%[a], #112]\n ldr x24, [%[k]]\n",         \
+                     "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")
+
+// Adds eight rows of x against a slice to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16. UNPACKS: see
+// SliceArgs.
+template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = false> QUIRE_INLINE void slice_loop(const SliceArgs& a, V (&acc)[8]) {
     register V r0 asm("v8") = acc[0];
     register V r1 asm("v9") = acc[1];
     register V r2 asm("v10") = acc[2];
@@ -138,8 +159,9 @@ template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES> QUIRE_INLINE vo
     register V r5 asm("v13") = acc[5];
     register V r6 asm("v14") = acc[6];
     register V r7 asm("v15") = acc[7];
-    if constexpr (BITS == 0 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32, 64); }
-    if constexpr (BITS == 0 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS, 64); }
+    if constexpr (UNPACKS) { QUIRE_SLICE_UNPACKING(QUIRE_EARLY_BYTES, LATE_SIGNED, QUIRE_GROUP32); }
+    if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32, 64); }
+    if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS, 64); }
     if constexpr (BITS == 0 && GROUP == 16 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP16, 128); }
     if constexpr (BITS == 0 && GROUP == 16 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP16_BIAS, 128); }
     if constexpr (BITS == 4 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32, 64); }

@@ -3,13 +3,16 @@
 //
 // A few rows read the packed codes: storing a register takes a vector pipe, so that unpacking into memory pays only where many rows use
 // it. They go over a block after the other. Many rows have the codes of two blocks unpacked in the first cache, and pass over both; bytes
-// stay where they are.
+// stay where they are. In between, rows pass over one block while the integer pipes, which have nothing else to do, unpack what comes next.
 #pragma once
+
+#include <utility>
 
 #include "neon_slices.h"
 
 namespace {
 
+constexpr int kMeanwhileRows = 64;       // up to so many, unpacking is worth hiding: that takes one block at a time
 constexpr int kSums = 8 * 32 * 16;       // floats: 8 blocks of 32 rows, 2 of 128
 static_assert(kPair == 2 && kSums >= kPair * kMaxTall * 16, "every call has room for two blocks");
 
@@ -26,12 +29,17 @@ constexpr bool kPackedByName = kByName && (GROUP == 32 ? BITS == 4 || (BITS == 8
 template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
     using Of = Coded<BITS, BIAS>;
     static constexpr bool kInPlace = BITS == 8 && kPackedByName<BITS, GROUP, BIAS>;  // unpacked codes would be the same
-    static constexpr int kUnpackedTimes = BITS == 4 ? 1 : Of::times(0);
+    static constexpr int kUnpackedTimes = unpacked_times<BITS, BIAS>();
+    static constexpr bool kMeanwhile = kByName && BITS == 4 && GROUP == 32 && !BIAS;  // codes can be unpacked while rows pass over others
+    static constexpr int kPieces = 16;                                                // in which a tile is unpacked then
     const Matrix& w;
     const uint8_t* tile = nullptr;  // the first one
     int tiles = 0;
+    const uint8_t* then = nullptr;  // the first one after these, if they are to be unpacked, `then_tiles` of them; so many `pieces` are
+    int then_tiles = 0, pieces = 0;
     Factors factors;
-    alignas(64) uint8_t codes[kChunkTiles][512];  // [tile][slice][quad]
+    alignas(64) uint8_t sides[1 + kMeanwhile][kChunkTiles][512];  // [tile][slice][quad]
+    uint8_t (*codes)[512] = sides[0], (*spare)[512] = sides[kMeanwhile];  // of these tiles, and of those to come
 
     explicit BlockTiles(const Matrix& weight) : w(weight) {}  // clears nothing
 
@@ -44,7 +52,17 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
     void unpack(int b, int t0) {
         if (kInPlace && half_factors(w)) return;
         factors.template fill<GROUP, BIAS, kUnpackedTimes, kUnpackedTimes>(w, b, t0, tiles);
-        for (int t = 0; t < tiles && !kInPlace; t++) unpack_slices<BITS, BIAS>(tile + 64 * (size_t)(BITS * t), w.offset, codes[t]);
+        int t = 0;
+        if (then == tile && pieces == kPieces) std::swap(codes, spare), t = then_tiles;
+        for (; t < tiles && !kInPlace; t++) unpack_slices<BITS, BIAS>(tile + 64 * (size_t)(BITS * t), w.offset, codes[t]);
+        then = nullptr;
+    }
+
+    // What comes after these tiles is unpacked meanwhile, as far as there are as many.
+    void expect(int b, int t0, int count) {
+        then = w.block(b) + (size_t)t0 * w.code_bytes;
+        then_tiles = count < tiles ? count : tiles;
+        pieces = 0;
     }
 
     // As many lanes as `place` has rows against what is unpacked.
@@ -54,6 +72,9 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
             return packed(b, t0, x, coming, place);
         }
 #ifdef QUIRE_NEON_DOT
+        if constexpr (kMeanwhile)
+            if (place.rows > 4 && then && pieces < kPieces)
+                return by_name<0, false, true>(codes[0], 128, (const uint8_t*)factors.scale, (const uint8_t*)factors.bias, x, coming, place);
         if (place.rows > 4)
             return by_name<0, false>(codes[0], 128, (const uint8_t*)factors.scale, (const uint8_t*)factors.bias, x, coming, place);
 #endif
@@ -90,8 +111,8 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
 
   private:
 #ifdef QUIRE_NEON_DOT
-    // Slices lie `apart`.
-    template <int PACKED, bool HALVES>
+    // Slices lie `apart`. UNPACKS: a piece of what comes next with each.
+    template <int PACKED, bool HALVES, bool UNPACKS = false>
     void by_name(const uint8_t* from, size_t apart, const uint8_t* scale, const uint8_t* bias, const Lanes& x, const Coming& coming,
                  const Place& place) {
         constexpr size_t kFactors = HALVES ? 8 : 16;  // bytes for a slice
@@ -101,10 +122,22 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
                 const int slice = kEach * half + i;
                 V acc[8];
                 place.take(slice, acc);
-                slice_loop<PACKED, half, GROUP, BIAS, HALVES>({from + apart * (size_t)i, scale + kFactors * (size_t)slice, bias + kFactors * (size_t)slice,
-                                                               x.codes, x.sx, x.sxs, x.excess, x.start[half], 4 * x.step[half], tiles,
-                                                               coming.weights + coming.step * (size_t)(slice * tiles), coming.step,
-                                                               coming.x[slice], coming.x_step}, acc);
+                SliceArgs a{from + apart * (size_t)i, scale + kFactors * (size_t)slice, bias + kFactors * (size_t)slice, x.codes, x.sx, x.sxs, x.excess,
+                            x.start[half], 4 * x.step[half], tiles, coming.weights + coming.step * (size_t)(slice * tiles), coming.step,
+                            coming.x[slice], coming.x_step, nullptr, nullptr};
+                if constexpr (UNPACKS) {
+                    // A quad of slices 0 and 2, or 1 and 3.
+                    a.packed = then + 16 * (size_t)pieces;
+                    a.unpacked = spare[0] + 128 * (size_t)(pieces % 2) + 16 * (size_t)(pieces / 2);
+                    pieces++;
+                    a.tiles = then_tiles;
+                    slice_loop<0, 0, GROUP, BIAS, false, true>(a, acc);
+                    if (__builtin_expect(then_tiles < tiles, 0)) {
+                        a.move(then_tiles, 128);
+                        a.tiles = tiles - then_tiles;
+                        slice_loop<0, 0, GROUP, BIAS, false>(a, acc);
+                    }
+                } else slice_loop<PACKED, half, GROUP, BIAS, HALVES>(a, acc);
                 place.leave(slice, acc);
             }
         });
@@ -166,6 +199,13 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
         return ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
     }
 
+    // The same, of one size where that is possible: what is unpacked meanwhile is as much as what is passed over.
+    int even_chunk() const {
+        for (int n = kChunkTiles; 2 * n > kChunkTiles; n--)
+            if (w.tiles % n == 0 && (n % kSuper == 0 || !byte_factors(w))) return n;
+        return chunk();
+    }
+
     void few(int b0, int b1, const Epilogue& e) {
         const int together = kSums / (16 * tall()) < 8 ? kSums / (16 * tall()) : 8;  // blocks that share what is made of the rows
         const int most = chunk(), shift[2] = {Of::shift(0, w.offset), Of::kHalves == 2 ? Of::shift(1, w.offset) : 0};
@@ -200,17 +240,23 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
 
     void many(int b0, int b1, const Epilogue& e) {
         using Tiles = BlockTiles<BITS, GROUP, BIAS>;
-        const int most = chunk(), by = Tiles::kUnpackedTimes * (unpacked_less<BITS, BIAS>(w.offset) - w.offset), shift[2] = {by, by};
+        const bool meanwhile = Tiles::kMeanwhile && m <= kMeanwhileRows;
+        const int most = meanwhile ? even_chunk() : chunk(), pair = meanwhile ? 1 : kPair;
+        const int by = Tiles::kUnpackedTimes * (unpacked_less<BITS, BIAS>(w.offset) - w.offset), shift[2] = {by, by};
         Tiles block[kPair] = {Tiles(w), Tiles(w)};
         PanelSums panel_sums;
-        for (int b = b0; b < b1; b += kPair) {
-            const int blocks = b1 - b < kPair ? b1 - b : kPair;
+        for (int b = b0; b < b1; b += pair) {
+            const int blocks = b1 - b < pair ? b1 - b : pair;
             for (int t0 = 0; t0 < w.tiles; t0 += most) {
                 const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most, next = t0 + tiles < w.tiles ? t0 + tiles : 0;
                 for (int i = 0; i < blocks; i++) block[i].begin(b + i, t0, tiles), block[i].unpack(b + i, t0);
-                const int after = next ? b : b + kPair, passes = tall() / 8;
-                for (int i = 0; i < blocks; i++)
+                const int after = next ? b : b + pair, passes = tall() / 8;
+                // Codes are asked for before they are read: those that come next, or, where these are read already, those after them.
+                const int from = !meanwhile ? next : next + most < w.tiles ? next + most : 0, wanted = meanwhile && !from ? after + pair : after;
+                for (int i = 0; i < blocks; i++) {
                     if (after + i < w.blocks) ask_factors<BIAS>(w, w.block(after + i), next, most);
+                    if (meanwhile && after + i < b1) block[i].expect(after + i, next, w.tiles - next < most ? w.tiles - next : most);
+                }
                 for (int pass = 0, p = 0; p < (m + 15) / 16; p++) {
                     const Lanes lanes = panel(p, t0, tiles, shift, panel_sums);
                     for (int lane = 16 * p; lane < m && lane < 16 * p + 16; lane += 8, pass++) {
@@ -218,8 +264,8 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                         const int then = pass + 1;  // the next eight lanes, or the first ones over what comes next
                         const Lanes lanes_then = then < passes ? Lanes(x + (size_t)(then / 2) * s.bytes, s, t0).from(then % 2 * 8) : Lanes(x, s, next);
                         for (int i = 0; i < blocks; i++) {
-                            const int replaced = after + i < w.blocks ? after + i : b + i;
-                            block[i].unpacked(b + i, t0, lanes.from(lane % 16), coming(replaced, next, tiles, pass, passes, lanes_then, i),
+                            block[i].unpacked(b + i, t0, lanes.from(lane % 16),
+                                              coming(wanted + i < w.blocks ? wanted + i : b + i, from, tiles, pass, passes, lanes_then, i),
                                               place(i, lane, t0, next, 16 * (b + i - b0), e));
                         }
                     }
