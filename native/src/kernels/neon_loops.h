@@ -25,9 +25,9 @@ struct SliceArgs {
     const uint8_t* packed;          // a quad of two slices that will be wanted, + 256 per tile, four bits: they become bytes meanwhile
     uint8_t* unpacked;              // + 512 per tile
 
-    // Past n tiles of bytes, whose factors take so many.
-    void move(int n, int factors) {
-        codes += 512 * n, scale += factors * n, bias += factors * n, x += 512 * n, sx += 16 * n, sxs += 16 * n, excess += 64 * n;
+    // Past n tiles of bytes that have no bias.
+    void move(int n) {
+        codes += 512 * n, scale += 128 * n, x += 512 * n, sx += 16 * n, excess += 64 * n;
         start += (int)(step / 4) * n, ahead += ahead_step * (size_t)n, beside += beside_step * (size_t)n;
     }
 };
@@ -149,7 +149,7 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
                      "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")
 
 // Adds eight rows of x against a slice to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16. UNPACKS: see
-// SliceArgs.
+// SliceArgs; bytes without a bias.
 template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = false> QUIRE_INLINE void slice_loop(const SliceArgs& a, V (&acc)[8]) {
     register V r0 asm("v8") = acc[0];
     register V r1 asm("v9") = acc[1];
@@ -161,7 +161,7 @@ template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = 
     register V r7 asm("v15") = acc[7];
     if constexpr (UNPACKS) { QUIRE_SLICE_UNPACKING(QUIRE_EARLY_BYTES, LATE_SIGNED, QUIRE_GROUP32); }
     if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32, 64); }
-    if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS, 64); }
+    if constexpr (BITS == 0 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS, 64); }
     if constexpr (BITS == 0 && GROUP == 16 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP16, 128); }
     if constexpr (BITS == 0 && GROUP == 16 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP16_BIAS, 128); }
     if constexpr (BITS == 4 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32, 64); }

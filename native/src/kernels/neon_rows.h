@@ -133,7 +133,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
                     a.tiles = then_tiles;
                     slice_loop<0, 0, GROUP, BIAS, false, true>(a, acc);
                     if (__builtin_expect(then_tiles < tiles, 0)) {
-                        a.move(then_tiles, 128);
+                        a.move(then_tiles);
                         a.tiles = tiles - then_tiles;
                         slice_loop<0, 0, GROUP, BIAS, false>(a, acc);
                     }
