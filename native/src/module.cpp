@@ -76,7 +76,7 @@ std::vector<std::shared_ptr<Matrix>> py_pack(Machine& m, const std::vector<std::
         w.data = data.data(), w.n = (int64_t)data.shape(0), w.width = (int64_t)data.shape(1);
         const bool coded = nb::isinstance<Codec>(how);
         const int type = coded ? (int)Type::Affine : nb::cast<int>(how);
-        if (type < 0 || (!coded && type > 2)) throw std::invalid_argument("there is no such type");
+        if (type < 0 || type > 3) throw std::invalid_argument("there is no such type");
         if (data.itemsize() != (coded ? 1u : type == (int)Type::F32 ? 4u : 2u))
             throw std::invalid_argument("the array is not of that type");
         if (coded) w.codec = nb::cast<const Codec*>(how);
@@ -95,7 +95,7 @@ size_t py_affine_bytes(int64_t n, int64_t row_bytes, int block, int nbytes, int 
 }
 
 size_t py_dense_bytes(int64_t n, int64_t k, int type) {
-    if (type < 0 || type > 2) throw std::invalid_argument("there is no such type");
+    if (type < 0 || type > 3) throw std::invalid_argument("there is no such type");
     return dense_bytes((Type)type, n, k);
 }
 
@@ -280,7 +280,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
     m.def("available", &available);
     m.def("tensor_bytes", &Slot::bytes_of);
-    m.def("moe_bytes", [](int rows, int experts, int top, int width, int inner, std::pair<bool, bool> x, std::pair<bool, bool> y) {
+    m.def("moe_bytes", [](int rows, int experts, int top, int width, int inner, std::pair<int, bool> x, std::pair<int, bool> y) {
         return moe_bytes(rows, experts, top, width, inner, {x.first, x.second}, {y.first, y.second});
     });
     nb::class_<Machine>(m, "Machine")

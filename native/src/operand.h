@@ -23,6 +23,9 @@ struct Operand {
     }
 };
 
+// How many bytes a number of x has in the panels that a weight reads; 0: it reads rows.
+inline int bytes_of_x(const Matrix& w) { return w.type != Type::Affine ? 0 : w.bits == 16 ? 2 : 1; }
+
 // Rows [0, m) of x against blocks [b0, b1) of w.
 inline void multiply(const Kernels& k, const Matrix& w, int b0, int b1, const Operand& x, int m, const Epilogue& e) {
     if (w.type == Type::Affine) k.linear_affine(w, b0, b1, x.panel, x.shape, m, e);
@@ -44,6 +47,11 @@ inline void copy_lane(const QuantShape& s, const uint8_t* from, int lane, uint8_
     const uint8_t* excess = from + s.excess + 16 * lane;
     uint8_t* out_excess = to + s.excess + 16 * to_lane;
     for (int g = 0; QuantShape::kHasExcess && g < groups; g++) memcpy(out_excess + 256 * g, excess + 256 * g, 16);
+    if (!s.fine()) return;
+    for (int g = 0; g < groups; g++) memcpy(out + s.low + 512 * g, codes + s.low + 512 * g, 32);
+    const int32_t* low = (const int32_t*)(from + s.low_sum) + lane;
+    int32_t* out_low = (int32_t*)(to + s.low_sum) + to_lane;
+    for (int g = 0; g < groups; g++) out_low[16 * g] = low[16 * g];
 }
 
 }  // namespace quire

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -276,8 +275,6 @@ size_t affine_bytes(const Codec& codec, int64_t n, int64_t row_bytes) {
     return shape_affine(codec, n, row_bytes, codes, scale, bias).bytes();
 }
 
-size_t dense_bytes(Type type, int64_t n, int64_t k) { return shape_dense(type, n, k).bytes(); }
-
 namespace {
 
 using PackBlock = std::function<void(int block)>;
@@ -290,69 +287,98 @@ PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int6
     return [packer = std::move(packer)](int b) { packer.pack_block(b); };
 }
 
-// The same number, where bfloat16 holds it: `fits_bfloat` says for how many it does.
-inline uint16_t half_to_bfloat(uint16_t h) { return (uint16_t)(float_to_bits(half_to_float(h)) >> 16); }
+// 32 float16 numbers as 16-bit codes, and the scale: the power of two that leaves the largest of them two whole digits in base 256. Code
+// and scale hold every float16 that is not below an eighth of that largest one, and the others to 2^-15 of it. Where one is not finite,
+// the scale is not a number.
+struct SixteenCodes {
+    uint8_t upper[32], lower[32];
+    uint16_t scale = 0;
 
-PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k, bool shorten) {
-    w = shape_dense(shorten ? Type::BF16 : type, n, k);
-    auto interleave = [&w, data, k](auto number, auto change) -> PackBlock {
+    explicit SixteenCodes(const uint8_t* halves) {
+        float value[32];
+        int most = 0;
+        for (int i = 0; i < 32; i++) {
+            uint16_t h;
+            memcpy(&h, halves + 2 * i, 2);
+            value[i] = widen(h);
+            most = std::max(most, h & 0x7fff);
+        }
+        const uint8_t flip = 128 ^ stored_less(16, false);
+        if (most >= 0x7c00) {
+            scale = 0x7e00;
+            memset(upper, flip, 32), memset(lower, flip, 32);
+            return;
+        }
+        // A scale of 2^(exponent - 21). No float16 has anything below 2^-24, which is one in a code with the scale of exponent 5.
+        const int exponent = std::max(5, (most >> 10) + ((most & 1023) > 1015));
+        scale = exponent > 6 ? (uint16_t)((exponent - 6) << 10) : (uint16_t)(0x80 << (exponent - 4));
+        const float times = bits_to_float((uint32_t)(127 + 29 - exponent) << 23);
+        for (int i = 0; i < 32; i++) {
+            const int code = (int)(float_to_bits(value[i] * times + kSumPoint) - float_to_bits(kSumPoint)), low = (int8_t)code;
+            lower[i] = (uint8_t)(low ^ flip), upper[i] = (uint8_t)((code - low) >> 8 ^ flip);
+        }
+    }
+
+  private:
+#if defined(__aarch64__)
+    static float widen(uint16_t h) {
+        __fp16 number;
+        memcpy(&number, &h, 2);
+        return (float)number;
+    }
+#else
+    static float widen(uint16_t h) { return half_to_float(h); }
+#endif
+};
+
+Matrix shape_sixteen(int64_t n, int64_t k) {
+    if (k % 32) throw std::invalid_argument("codes of 16 bits come in groups of 32");
+    Matrix w = shape_dense(Type::F16, n, k);
+    w.type = Type::Affine;
+    w.bits = 16, w.group = 32, w.offset = 128;
+    w.measure();
+    return w;
+}
+
+PackBlock sixteen(Matrix& w, const void* data, int64_t n, int64_t k) {
+    w = shape_sixteen(n, k);
+    return [&w, data](int b) {
+        uint8_t* block = w.block(b);
+        for (int r = 0; r < 16; r++) {
+            const bool there = 16 * b + r < w.n;
+            const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)w.k * 2;
+            static const uint8_t none[64] = {};
+            for (int t = 0; t < w.tiles; t++) {
+                const SixteenCodes codes(there ? row + 64 * (size_t)t : none);
+                uint8_t* tile = block + (size_t)t * w.code_bytes + 4 * r;
+                for (int q = 0; q < 8; q++) {
+                    memcpy(tile + 64 * q, codes.upper + 4 * q, 4);
+                    memcpy(tile + 512 + 64 * q, codes.lower + 4 * q, 4);
+                }
+                memcpy(block + w.scale_at + (size_t)t * w.scale_bytes + 2 * r, &codes.scale, 2);
+            }
+        }
+    };
+}
+
+PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k) {
+    w = shape_dense(type, n, k);
+    auto interleave = [&w, data, k](auto number) -> PackBlock {
         using T = decltype(number);
-        return [&w, data, k, change](int b) {
+        return [&w, data, k](int b) {
             T* out = (T*)w.block(b);
             for (int r = 0; r < 16 && 16 * b + r < w.n; r++) {
                 const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)k * sizeof(T);
                 for (int64_t i = 0; i < k; i++) {
                     T value;
                     memcpy(&value, row + (size_t)i * sizeof(T), sizeof(T));
-                    out[i * 16 + r] = change(value);
+                    out[i * 16 + r] = value;
                 }
             }
         };
     };
-    if (shorten) return interleave(uint16_t{}, half_to_bfloat);
-    auto same = [](auto value) { return value; };
-    return type == Type::F32 ? interleave(uint32_t{}, same) : interleave(uint16_t{}, same);
+    return type == Type::F32 ? interleave(uint32_t{}) : interleave(uint16_t{});
 }
-
-#if defined(__aarch64__)
-
-// Whether bfloat16 holds each of these float16 numbers.
-bool fits_bfloat(const uint8_t* halves, size_t count) {
-    uint32_t lost = 0;
-    for (size_t i = 0; i < count; i++) {
-        __fp16 h;
-        memcpy(&h, halves + 2 * i, 2);
-        lost |= float_to_bits((float)h) & 0xffff;
-    }
-    return !lost;
-}
-
-// Which of the float16 weights can be bfloat16 without losing a bit: whatever their file says, most checkpoints were trained as that.
-// Widening bfloat16 is a shift, for which a Neoverse-N1 takes half the time that it takes to widen float16.
-std::vector<char> shortened(ThreadPool& pool, const std::vector<Weight>& weights) {
-    std::vector<std::atomic<bool>> fits(weights.size());
-    std::vector<std::pair<size_t, int64_t>> rows;  // weight, and its first of 16 rows
-    for (size_t i = 0; i < weights.size(); i++) {
-        const Weight& w = weights[i];
-        fits[i] = !w.codec && w.type == Type::F16 && w.width > 0;
-        if (fits[i])
-            for (int64_t n = 0; n < w.n; n += 16) rows.push_back({i, n});
-    }
-    pool.for_each((int)rows.size(), [&](int item) {
-        const auto [i, first] = rows[(size_t)item];
-        const Weight& w = weights[i];
-        if (!fits[i]) return;
-        const uint8_t* from = (const uint8_t*)w.data + (size_t)first * (size_t)w.width * 2;
-        if (!fits_bfloat(from, (size_t)std::min<int64_t>(16, w.n - first) * (size_t)w.width)) fits[i] = false;
-    });
-    return {fits.begin(), fits.end()};
-}
-
-#else
-
-std::vector<char> shortened(ThreadPool&, const std::vector<Weight>& weights) { return std::vector<char>(weights.size()); }
-
-#endif
 
 // Side by side: a small matrix by itself would get no huge page.
 void give_memory(std::vector<Matrix>& matrices) {
@@ -365,16 +391,18 @@ void give_memory(std::vector<Matrix>& matrices) {
 
 }  // namespace
 
+size_t dense_bytes(Type type, int64_t n, int64_t k) { return (type == Type::Affine ? shape_sixteen(n, k) : shape_dense(type, n, k)).bytes(); }
+
 std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
     std::vector<Matrix> packed(weights.size());
     std::vector<PackBlock> work;
     std::vector<int> ends;  // work items up to and with each weight
-    const std::vector<char> shorter = shortened(pool, weights);
     for (size_t i = 0; i < weights.size(); i++) {
         const Weight& from = weights[i];
         Matrix& w = packed[i];
         work.push_back(from.codec ? affine(w, *from.codec, (const uint8_t*)from.data, from.n, from.width)
-                                  : dense(w, from.type, from.data, from.n, from.width, shorter[i]));
+                            : from.type == Type::Affine ? sixteen(w, from.data, from.n, from.width)
+                                                        : dense(w, from.type, from.data, from.n, from.width));
         ends.push_back((ends.empty() ? 0 : ends.back()) + w.blocks);
     }
     give_memory(packed);

@@ -38,7 +38,8 @@ struct Codec {
     Factor bias;
 };
 
-// A matrix as it lies in a file: n rows of `width` bytes in the codec's blocks, or without a codec [n][width] of the type.
+// A matrix as it lies in a file: n rows of `width` bytes in the codec's blocks, or without a codec [n][width] of the type. Affine without a
+// codec: of float16 numbers, to be packed as codes of 16 bits.
 struct Weight {
     const Codec* codec = nullptr;
     Type type = Type::F32;
@@ -54,7 +55,7 @@ inline Matrix pack_dense(ThreadPool& pool, Type type, const void* data, int64_t 
     return std::move(pack(pool, {{nullptr, type, data, n, k}})[0]);
 }
 
-// The memory that those would take.
+// The memory that those would take; the type as a Weight's.
 size_t affine_bytes(const Codec& codec, int64_t n, int64_t row_bytes);
 size_t dense_bytes(Type type, int64_t n, int64_t k);
 

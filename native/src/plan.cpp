@@ -42,15 +42,15 @@ int Plan::pool(KvShape kv) {
 
 Plan::~Plan() = default;
 
-int Plan::slot(size_t offset, int width, bool quant, bool per_token) {
-    if (width < 1 || width > (1 << 24) || (quant && width % 32)) refuse("a tensor of width " + std::to_string(width));
+int Plan::slot(size_t offset, int width, int quant, bool per_token) {
+    if (width < 1 || width > (1 << 24) || quant < 0 || quant > 2 || (quant && width % 32)) refuse("a tensor of width " + std::to_string(width));
     Slot s;
     s.offset = offset;
     s.width = width;
     s.quant = quant;
     s.per_token = per_token;
     s.stride = Slot::stride_of(width, quant);
-    if (quant) s.shape = QuantShape(width);
+    if (quant) s.shape = QuantShape(width, quant == 2);
     const size_t bytes = Slot::bytes_of(width, quant, per_token ? limits_.max_tokens : limits_.max_rows);
     if (offset % 64 || offset > arena_memory_.size() || bytes > arena_memory_.size() - offset)
         refuse("a tensor lies outside the arena");

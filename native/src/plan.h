@@ -44,15 +44,16 @@ struct KvPool {
 };
 
 // A tensor of the program: rows of float32 (padded to 16), or panels of rows in int8 (QuantShape). A row per token, or per
-// logit row.
+// logit row. `quant` is how many bytes a number of a panel has, two in a fine one; 0: no panels.
 struct Slot {
     size_t offset = 0, stride = 0;  // bytes; from one row to the next, or from one panel to the next
     int width = 0;
-    bool quant = false, per_token = true;
+    int quant = 0;
+    bool per_token = true;
     QuantShape shape;
 
-    static size_t stride_of(int width, bool quant) { return quant ? QuantShape(width).bytes : ((size_t)width + 15) / 16 * 64; }
-    static size_t bytes_of(int width, bool quant, int rows) {
+    static size_t stride_of(int width, int quant) { return quant ? QuantShape(width, quant == 2).bytes : ((size_t)width + 15) / 16 * 64; }
+    static size_t bytes_of(int width, int quant, int rows) {
         return stride_of(width, quant) * (quant ? ((size_t)rows + 15) / 16 : (size_t)rows);
     }
 };
@@ -113,7 +114,7 @@ public:
          size_t arena_bytes);
     ~Plan();
 
-    int slot(size_t offset, int width, bool quant, bool per_token);
+    int slot(size_t offset, int width, int quant, bool per_token);
     int pool(KvShape kv);  // a further group of layers; the first is 0
 
     // Each checks its shapes, and throws std::invalid_argument. See steps_*.cpp.
@@ -232,9 +233,10 @@ private:
     std::mutex running_;
 };
 
-// What moe needs between its steps, for so many rows. gathered, inner: the forms (int8 or not) that gate and up, and down, read.
+// What moe needs between its steps, for so many rows. gathered, inner: the forms (panels or not) that gate and up, and down, read.
 struct Forms {
-    bool rounded = false, whole = false;
+    int rounded = 0;  // as Slot::quant
+    bool whole = false;
 };
 size_t moe_bytes(int rows, int experts, int top, int width, int inner_width, Forms gathered, Forms inner);
 

@@ -192,9 +192,9 @@ Slot shrunk_of(const Plan& plan, const Segment& s) { return s.site >= 0 ? plan.a
 }  // namespace
 
 void Plan::check_segment(const Segment& s) const {
-    const bool affine = s.weight->type == Type::Affine;
-    const Slot& in = affine ? quant_slot(s.in, "linear's input") : floats_slot(s.in, "linear's input");
+    const Slot& in = bytes_of_x(*s.weight) ? quant_slot(s.in, "linear's input") : floats_slot(s.in, "linear's input");
     if (in.width != s.weight->k) refuse("linear: the weight has another width");
+    if (in.quant < bytes_of_x(*s.weight)) refuse("linear: a weight of 16 bits needs a fine input");
     if (s.bias && s.bias->n != s.weight->n) refuse("linear: the bias has another width");
     if (s.site >= 0) check_site(s.site, s.shrunk, s.weight->n, in.per_token);
 }
@@ -235,11 +235,10 @@ void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
 
 void Plan::head_linear(int x, std::shared_ptr<const Matrix> weight, int heads, int out) {
     auto step = std::make_unique<HeadLinear>();
-    const bool affine = weight->type == Type::Affine;
-    step->in = affine ? quant_slot(x, "head_linear's input") : floats_slot(x, "head_linear's input");
+    step->in = bytes_of_x(*weight) ? quant_slot(x, "head_linear's input") : floats_slot(x, "head_linear's input");
     step->out = floats_slot(out, "head_linear's output");
     if (heads < 1 || weight->n % heads || step->in.width != heads * (int64_t)weight->k || step->out.width != weight->n ||
-        step->in.per_token != step->out.per_token)
+        step->in.per_token != step->out.per_token || step->in.quant < bytes_of_x(*weight))
         refuse("head_linear: shapes differ");
     step->heads = heads, step->n = weight->n / heads, step->k = weight->k;
     step->weight = std::move(weight);

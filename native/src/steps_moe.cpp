@@ -49,9 +49,9 @@ struct Room {
         source = take(64 * most), weight = take(64 * most), waiting = take(4 * most);
         next = take(4 * (size_t)count);
         tiles = take(sizeof(Tile) * (std::min(pairs, (size_t)count) + pairs / kRows));
-        if (x.rounded) rounded = take(most * QuantShape(width).bytes);
+        if (x.rounded) rounded = take(most * QuantShape(width, x.rounded == 2).bytes);
         if (x.whole) whole = take(16 * most * Slot::stride_of(width, false));
-        if (y.rounded) inner_rounded = take(most * QuantShape(inner).bytes);
+        if (y.rounded) inner_rounded = take(most * QuantShape(inner, y.rounded == 2).bytes);
         if (y.whole) inner_whole = take(16 * most * Slot::stride_of(inner, false));
     }
     // That so many rows can fill, in part: every expert may leave one unfinished.
@@ -66,7 +66,8 @@ bool affine(const Matrix& w) { return w.type == Type::Affine; }
 // What the four steps share.
 struct Mixture {
     Slot x, quant, logits, out;
-    Forms forms;  // of x
+    Forms forms;             // of x
+    QuantShape inner_shape;  // of what down reads
     Experts experts;
     Routing routing;
     Room room;
@@ -127,7 +128,7 @@ struct Mixture {
         return o;
     }
     uint8_t* inner_panel(const Run& run, int position) const {
-        return part<uint8_t>(run, room.inner_rounded) + (size_t)(position / 16) * QuantShape(inner).bytes;
+        return part<uint8_t>(run, room.inner_rounded) + (size_t)(position / 16) * inner_shape.bytes;
     }
     size_t inner_stride() const { return Slot::stride_of(inner, false) / sizeof(float); }
     float* inner_row(const Run& run, int position) const { return part<float>(run, room.inner_whole) + (size_t)position * inner_stride(); }
@@ -209,7 +210,7 @@ struct GateUp : MoeStep {
             float* out = rounded ? g : moe->inner_row(run, position) + 32 * column;
             if (w.clamped) k.clamped(g, u, w.limit, count, out);
             else k.swiglu(g, u, count, out);
-            if (rounded) k.quantize(out, column, 1, moe->inner_panel(run, position), position % 16, QuantShape(moe->inner));
+            if (rounded) k.quantize(out, column, 1, moe->inner_panel(run, position), position % 16, moe->inner_shape);
         }
     }
 };
@@ -236,7 +237,7 @@ struct Down : MoeStep {
             const Tile& t = tiles[i];
             const Matrix& m = *w.down[(size_t)t.expert];
             Operand x;
-            if (affine(m)) x.panel = moe->inner_panel(run, t.at), x.shape = QuantShape(moe->inner);
+            if (affine(m)) x.panel = moe->inner_panel(run, t.at), x.shape = moe->inner_shape;
             else x.rows = moe->inner_row(run, t.at), x.stride = moe->inner_stride();
             if (!w.down_bias.empty()) e.bias = w.down_bias[(size_t)t.expert]->data() + 16 * b0;
             multiply(run.plan.kernels(), m, b0, b1, x, t.rows, e);
@@ -255,14 +256,15 @@ Forms check_experts(const Matrices& all, const Vectors& biases, size_t count, in
     if (all.size() != count || (!biases.empty() && biases.size() != count)) refuse("an expert's weight is missing");
     for (const auto& w : all) {
         if (w->n != n || w->k != k) refuse("an expert has another shape");
-        (affine(*w) ? forms.rounded : forms.whole) = true;
+        if (affine(*w)) forms.rounded = std::max(forms.rounded, bytes_of_x(*w));
+        else forms.whole = true;
     }
     for (const auto& b : biases)
         if (b->n != n) refuse("an expert's bias has another width");
     return forms;
 }
 
-Forms both(Forms a, Forms b) { return {a.rounded || b.rounded, a.whole || b.whole}; }
+Forms both(Forms a, Forms b) { return {std::max(a.rounded, b.rounded), a.whole || b.whole}; }
 
 }  // namespace
 
@@ -281,6 +283,8 @@ void Plan::moe(int x, int quant, int logits, Experts experts, Routing routing, i
                       check_experts(experts.up, experts.up_bias, (size_t)count, inner, width));
     const Forms down = check_experts(experts.down, experts.down_bias, (size_t)count, width, inner);
     if (moe->forms.rounded) moe->quant = quant_slot(quant, "moe's int8 input");
+    if (moe->quant.quant < moe->forms.rounded) refuse("weights of 16 bits need a fine input");
+    if (down.rounded) moe->inner_shape = QuantShape(inner, down.rounded == 2);
     if (moe->forms.whole) moe->x = floats_slot(x, "moe's input");
     for (const Slot* s : {moe->forms.rounded ? &moe->quant : &moe->x, moe->forms.whole ? &moe->x : &moe->quant})
         if (s->width != width || s->per_token != moe->out.per_token) refuse("shapes differ");

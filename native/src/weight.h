@@ -10,6 +10,7 @@
 //             6       6 vectors: quads 0, 1, 2, 4, 5, 6 in their upper bits; in the lower two, quad 3 in the first three vectors and quad 7
 //                     in the others, its highest bits first
 //             3       the 2-bit plane, then bit 2 (1 vector)
+//             16      8 vectors of the upper bytes as for 8 bits, then 8 of the lower ones: a code is 256 * upper + lower, both less 128
 //           and of each code its top bit flipped where stored_less says so
 //   scales  per 32 columns and group: 16 float16 (Half), 16 int8 (Byte), or 16 bytes of scale | bias << 4 (Nibble)
 //   biases  as the scales, where there are any (and not in Nibble)
@@ -31,7 +32,7 @@ enum class Type : int { F32 = 0, F16 = 1, BF16 = 2, Affine = 3 };
 // What codes are stored less, which flips their top bit: a dot product on ARM takes signed bytes, elsewhere unsigned ones. With a
 // bias, short codes stay as they are: it has their offset.
 #if defined(__aarch64__)
-constexpr uint8_t stored_less(int bits, bool bias) { return bits == 8 || (!bias && bits == 6) ? (uint8_t)(1 << (bits - 1)) : (uint8_t)0; }
+constexpr uint8_t stored_less(int bits, bool bias) { return bits >= 8 ? (uint8_t)128 : !bias && bits == 6 ? (uint8_t)32 : (uint8_t)0; }
 constexpr bool kNibbleRows = true;
 #else
 constexpr uint8_t stored_less(int, bool) { return 0; }
@@ -71,6 +72,7 @@ constexpr float kScaleLimit = 0x1p110f;  // see group_scale
 //   codes  per 32 columns: 16 rows x 32 int8
 //   then the scales, and the sums that offsets and biases of weights are multiplied by; on ARM also what a sum that is made among the
 //   bits of a float32 (sum_bits) has too much when it is multiplied by the scale, four times over
+//   in fine panels, which weights of 16 bits read, what the codes lost: in 256ths of a step, as the codes are, and its sums
 // Lanes past the last row hold anything.
 struct QuantShape {
     static constexpr int kLanes = 16;
@@ -78,6 +80,8 @@ struct QuantShape {
     size_t sx = 0;      // float [k/32][16]  scale
     size_t sum = 0;     // int32 [k/16][16]  sum of each half group's int8
     size_t excess = 0;  // float [k/32][16][4]  -kSumPoint * scale, where kHasExcess
+    size_t low = 0;     // int8 [k/32][16][32]  of fine panels, else 0
+    size_t low_sum = 0;  // int32 [k/32][16]
     size_t bytes = 0;   // of a panel
 #if defined(__aarch64__)
     static constexpr bool kHasExcess = true;
@@ -86,13 +90,15 @@ struct QuantShape {
 #endif
 
     QuantShape() = default;
-    explicit QuantShape(int columns) : k(columns) {
+    explicit QuantShape(int columns, bool fine = false) : k(columns) {
         size_t g = (size_t)columns / 32;
         sx = 512 * g;
         sum = sx + 64 * g;
         excess = sum + 128 * g;
         bytes = excess + (kHasExcess ? 256 * g : 0);
+        if (fine) low = bytes, low_sum = low + 512 * g, bytes = low_sum + 64 * g;
     }
+    bool fine() const { return low != 0; }
 
     // The same panels, seen from column 32 * g on, or with lane `lane` as the first: where such a view begins, and its shape.
     static size_t at(int g, int lane) { return 512 * (size_t)g + 32 * (size_t)lane; }
@@ -102,6 +108,7 @@ struct QuantShape {
         s.sx += 64 * (size_t)g + 4 * (size_t)lane - at(g, lane);
         s.sum += 128 * (size_t)g + 4 * (size_t)lane - at(g, lane);
         s.excess += 256 * (size_t)g + 16 * (size_t)lane - at(g, lane);
+        if (fine()) s.low_sum += 64 * (size_t)g + 4 * (size_t)lane - at(g, lane);  // `low` lies as the codes do
         return s;
     }
 };

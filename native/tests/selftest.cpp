@@ -77,7 +77,7 @@ constexpr Form kForms[] = {
     {"6 byte", 6, 16, 32, Scales::Byte, false}, {"6 g32", 6, 32, 0, Scales::Half, true},
     {"2 g32", 2, 32, 1, Scales::Half, false}, {"3 bias", 3, 32, 0, Scales::Half, true},
     {"8 wide byte", 8, 16, 128, Scales::Byte, false, true}, {"5 wide byte", 5, 32, 9, Scales::Byte, false, true},
-    {"4 wide", 4, 32, 0, Scales::Half, true, true},
+    {"4 wide", 4, 32, 0, Scales::Half, true, true}, {"16", 16, 32, 128, Scales::Half, false},
 };
 
 // A tile of six-bit codes that came as four bits of each and then the upper two, which is how the digest knows them.
@@ -113,7 +113,7 @@ Matrix random_affine(const Form& f, int n, int k) {
         const uint8_t less = stored_less(f.bits, f.bias);
         for (int t = 0; f.bits == 6 && t < w.tiles; t++) place_six(block + (size_t)t * w.code_bytes, less);
         for (int t = 0; f.bits == 4 && kNibbleRows && t < w.tiles; t++) place_four(block + (size_t)t * w.code_bytes);
-        const uint8_t flip = f.bits == 8 ? less : (uint8_t)0;
+        const uint8_t flip = f.bits >= 8 ? less : (uint8_t)0;
         for (size_t i = 0; i < (size_t)w.tiles * w.code_bytes; i++) block[i] ^= flip;
         auto factors = [&](size_t from, size_t to) {
             const size_t width = f.wide ? 4 : 2;
@@ -133,7 +133,7 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
     for (const Form& f : kForms) {
         const int n = 16 * (1 + below(4)), k = 256 * (1 + below(2));
         Matrix w = random_affine(f, n, k);
-        QuantShape shape(k);
+        QuantShape shape(k, true);
         const int most = 19;
         std::vector<float> x = floats((size_t)most * (size_t)k), bias = floats((size_t)n), residual = floats((size_t)(most * n));
         for (int i = 0; i < 32; i++) x[(size_t)i] = 0;
@@ -172,7 +172,7 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
 // More rows than fit a panel, and more columns than are taken at a time; from the second block on, with another one to ask for.
 void test_tall(const Kernels& isa, const Kernels& scalar, int k) {
     const int n = 64, most = 128;
-    const QuantShape shape(k);
+    const QuantShape shape(k, true);
     const std::vector<float> x = floats((size_t)(most * k)), bias = floats((size_t)n), residual = floats((size_t)(most * n));
     std::vector<uint8_t> panels(shape.bytes * (most / 16), 0xff);
     for (int m = 0; m < most; m++)
@@ -220,7 +220,7 @@ void test_dense(const Kernels& isa, const Kernels& scalar, ThreadPool& pool) {
 // Any number of groups, from any group on: kernels may take some together, and what lies beside them is not theirs.
 void test_quantize(const Kernels& isa, const Kernels& scalar) {
     const int most = 21;
-    const QuantShape shape(32 * most);
+    const QuantShape shape(32 * most, true);
     for (int first : {0, 3})
         for (int groups = 0; first + groups <= most; groups++) {
             std::vector<float> x = floats((size_t)(32 * groups), 5);

@@ -21,11 +21,11 @@ MAX_HEAD_DIM = 256
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A tensor of the program. `quant` ones hold int8 groups made from a float tensor."""
+    """A tensor of the program. `quant` ones hold groups of integers made from a float tensor, of so many bytes: 1 or 2."""
 
     width: int
     per_token: bool = True
-    quant: bool = False
+    quant: int = 0
 
 
 @dataclass(slots=True, eq=False)

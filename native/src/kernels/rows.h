@@ -51,7 +51,8 @@ inline float group_scale(float amax) {
     return bits_to_float(float_to_bits(amax / 127.0f) & ~3u);
 }
 __attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, float scale, int g, uint8_t* panel, int lane, const QuantShape& s) {
-    const I qa = icodes(fmul(a, fset(inv))), qb = icodes(fmul(b, fset(inv)));
+    a = fmul(a, fset(inv)), b = fmul(b, fset(inv));
+    const I qa = icodes(a), qb = icodes(b);
     int8_t* codes = (int8_t*)panel + 512 * (size_t)g + 32 * lane;
     istore_i8(codes, qa);
     istore_i8(codes + 16, qb);
@@ -63,6 +64,12 @@ __attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, f
     }
     sum[32 * g] = code_sum(qa);
     sum[32 * g + 16] = code_sum(qb);
+    if (!s.fine()) return;
+    const F step = fset(256.0f);
+    const I la = icodes(fmul(fsub(a, fround(a)), step)), lb = icodes(fmul(fsub(b, fround(b)), step));
+    istore_i8(codes + s.low, la);
+    istore_i8(codes + s.low + 16, lb);
+    ((int32_t*)(panel + s.low_sum) + lane)[16 * g] = code_sum(la) + code_sum(lb);
 }
 void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
 #ifdef QUIRE_NEON  // four at a time, while the next four wait for their maxima and divisions; the last four once more if others are left
@@ -233,7 +240,11 @@ void dequantize_row(const Matrix& w, int row, float* out) {
         for (int part = 0; part < 32 / w.group; part++) {
             fstore(scale, scale_of(w, block, t, part));
             if (w.bias) fstore(bias, bias_of(w, block, t, part));
-            for (int i = part * w.group; i < (part + 1) * w.group; i++) {
+            for (int i = 0; w.bits == 16 && i < 32; i++) {
+                const int high = tile[64 * (i / 4) + 4 * r + i % 4] ^ less, low = tile[512 + 64 * (i / 4) + 4 * r + i % 4] ^ less;
+                out[32 * t + i] = (float)(256 * (high - w.offset) + low - w.offset) * (scale[r] * 0x1p-8f);
+            }
+            for (int i = part * w.group; w.bits < 16 && i < (part + 1) * w.group; i++) {
                 float v = (float)((int)(code_at(tile, w.bits, 4 * r + i % 4, i / 4) ^ less) - w.offset) * scale[r];
                 out[32 * t + i] = w.bias ? v + bias[r] : v;
             }

@@ -32,6 +32,9 @@ MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
+_SIXTEEN = (
+    3  # float16 numbers that are packed as integers of 16 bits with a scale for 32 of them: what products read fastest
+)
 
 
 class NativeProgram:
@@ -153,7 +156,9 @@ class NativeBackend:
         return self._native.sampler(self._machine, vocab_size)
 
     def _pack_adapters(self, matrices: list[Dense]) -> list[Any]:
-        return self._native.pack(self._machine, [self._as_packable(w) for w in matrices])
+        types = [_TYPES[w.dtype] for w in matrices]
+        data = [np.ascontiguousarray(w.data).view(bits) for w, (_, bits) in zip(matrices, types, strict=True)]
+        return self._native.pack(self._machine, [(each, number) for each, (number, _) in zip(data, types, strict=True)])
 
     def estimate(
         self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = {}
@@ -219,8 +224,9 @@ class NativeBackend:
         assert i.experts is not None and i.routing is not None
         w, out = i.experts, i.outputs[0]
 
-        def forms(*weights: Layout) -> tuple[bool, bool]:  # int8, float32
-            return any(isinstance(x, Affine) for x in weights), any(not isinstance(x, Affine) for x in weights)
+        def forms(*weights: Layout) -> tuple[int, bool]:  # bytes of integers, float32
+            sizes = {fuse.input_bytes(x) for x in weights}
+            return max(sizes), 0 in sizes
 
         rows = max_tokens if out.per_token else max_rows
         widths = out.width, w.gate[0].shape[0]
@@ -249,21 +255,27 @@ class NativeBackend:
     def _as_packable(self, w: Layout) -> tuple[Any, Any]:
         """The bytes of a matrix, and how C++ is to read them."""
         if isinstance(w, Float8):
-            return _bfloat16(w), _TYPES[FLOAT8][0]
+            return _bfloat16(w), self._number(w)
         data = np.ascontiguousarray(w.data)
         if isinstance(w, Dense):
-            number, bits = _TYPES[w.dtype]
-            return data.view(bits), number
+            return data.view(_TYPES[w.dtype][1]), self._number(w)
         if id(w.codec) not in self._codecs:
             self._codecs[id(w.codec)] = (w.codec, self._native.Codec(*_codec(w)))
         return data, self._codecs[id(w.codec)][1]
+
+    @staticmethod
+    def _number(w: Dense | Float8) -> int:
+        """The type that C++ packs it as."""
+        if isinstance(w, Float8):
+            return _TYPES[FLOAT8][0]
+        return _SIXTEEN if fuse.input_bytes(w) else _TYPES[w.dtype][0]
 
     def _weight_bytes(self, w: Layout) -> int:
         """What `_pack` will take for it."""
         if _is_vector(w):
             return 4 * -(-w.shape[0] // 16) * 16
         if not isinstance(w, Affine):
-            return self._native.dense_bytes(*w.shape, _TYPES[w.dtype if isinstance(w, Dense) else FLOAT8][0])
+            return self._native.dense_bytes(*w.shape, self._number(w))
         return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:

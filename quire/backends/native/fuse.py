@@ -12,37 +12,44 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from quire.backends.recorder import Instruction, Value
-from quire.layouts import Affine
+from quire.layouts import Affine, Dense, Layout
 
 Program: TypeAlias = list[Instruction]
 Pass: TypeAlias = Callable[[Program, Value], Program]
 
 
-def lower(program: Program) -> Program:
-    """Products over quantized weights get their input as int8, each from an instruction of its own.
+def input_bytes(weight: Layout) -> int:
+    """How many bytes a number of x has in a product with this weight: 1 for quantized ones, 2 for f16; 0: x stays float32."""
+    if isinstance(weight, Affine):
+        return 1
+    return 2 if isinstance(weight, Dense) and weight.dtype == "f16" and weight.shape[-1] % 32 == 0 else 0
 
-    A mixture of experts reads [logits, x where some experts are dense, x as int8 where some are quantized].
+
+def lower(program: Program) -> Program:
+    """Products over weights that are integers here get their input as integers, each from an instruction of its own.
+
+    A mixture of experts reads [logits, x where some experts need float32, x as integers where some need that].
     """
     out: Program = []
 
     program = fold_adapters(program)
 
-    def rounded(x: Value) -> Value:
-        made = Value(x.width, x.per_token, quant=True)
+    def rounded(x: Value, size: int) -> Value:
+        made = Value(x.width, x.per_token, quant=size)
         out.append(Instruction("quantize", [x], [made]))
         return made
 
     for i in program:
         for s in i.segments:
-            if isinstance(s.weight, Affine) and not s.x.quant:
-                s.x = rounded(s.x)
-        if i.op == "head_linear" and isinstance(i.weight, Affine):
-            i.inputs = [rounded(i.inputs[0])]
+            if (size := input_bytes(s.weight)) and not s.x.quant:
+                s.x = rounded(s.x, size)
+        if i.op == "head_linear" and i.weight is not None and (size := input_bytes(i.weight)):
+            i.inputs = [rounded(i.inputs[0], size)]
         elif i.op == "moe":
             assert i.experts is not None
             x, logits = i.inputs
-            kinds = {isinstance(w, Affine) for w in (*i.experts.gate, *i.experts.up)}
-            i.inputs = [logits, *([x] if False in kinds else []), *([rounded(x)] if True in kinds else [])]
+            sizes = {input_bytes(w) for w in (*i.experts.gate, *i.experts.up)}
+            i.inputs = [logits, *([x] if 0 in sizes else []), *([rounded(x, max(sizes))] if any(sizes) else [])]
         out.append(i)
     return out
 
@@ -79,7 +86,7 @@ def fold_adapters(program: Program) -> Program:
 
 
 def share_quantize(program: Program, output: Value) -> Program:
-    """One int8 form of each tensor, for all products that read it."""
+    """One integer form of each tensor, for all products that read it: the first byte of two is what the others need."""
     first: dict[Value, Value] = {}
     same: dict[Value, Value] = {}
     out: Program = []
@@ -88,6 +95,7 @@ def share_quantize(program: Program, output: Value) -> Program:
             x, rounded = i.inputs[0], i.outputs[0]
             if x in first:
                 same[rounded] = first[x]
+                first[x].quant = max(first[x].quant, rounded.quant)
                 continue
             first[x] = rounded
         i.inputs = [same.get(v, v) for v in i.inputs]

@@ -46,6 +46,38 @@ def weight(name: str, n: int, k: int, seed: int = 0) -> Layout:
     return affine(name, n, k, seed) if name in (*QUANTIZED, *EXPANDED) else dense(name.lower(), n, k, seed=seed)
 
 
+def two_bytes(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float16 weights [n, k] as the backend keeps them: upper and lower bytes [n, k / 32, 32], and scales [n, k / 32]."""
+    groups = numbers.astype(np.float64).reshape(len(numbers), -1, 32)
+    most = np.abs(groups).max(-1)
+    scale = 2.0 ** np.maximum(np.frexp(most)[1] - 7, -16)
+    scale = np.where(np.rint(most / scale * 256) > 127 * 256 + 127, 2 * scale, scale)
+    codes = np.rint(groups / scale[..., None] * 256)
+    lower = (codes + 128) % 256 - 128
+    return (codes - lower) / 256, lower, scale
+
+
+def two_byte_product(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """x [m, k] times float16 weights, to the bit: sums of integers, and one float32 addition for each of the two in a group."""
+    upper, lower, scale = two_bytes(numbers)
+    groups = x.astype(np.float32).reshape(len(x), -1, 32)
+    most = np.abs(groups).max(-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        steps = np.where(most < 1e-36, np.float32(0), np.float32(127) / most)
+    own = ((most / np.float32(127)).view(np.uint32) & ~np.uint32(3)).view(np.float32) * (steps > 0)
+    times = groups * steps[..., None]
+    q = np.clip(np.rint(times), -127, 127).astype(np.float64)
+    rest = np.clip(np.rint((times - np.rint(times)) * 256), -127, 127).astype(np.float64)
+    high = np.einsum("mgk,ngk->gmn", q, upper).astype(np.float32)
+    low = (np.einsum("mgk,ngk->gmn", rest, upper) + np.einsum("mgk,ngk->gmn", q, lower)).astype(np.float32)
+    out = np.zeros((len(x), len(numbers)), np.float32)
+    for g in range(groups.shape[1]):  # a product with a power of two is exact: a sum is all that is rounded
+        factor = scale[:, g].astype(np.float32)
+        out = out + factor * (own[:, g, None] * high[g])
+        out = out + factor / 256 * (own[:, g, None] * low[g])
+    return out
+
+
 def i32(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.ascontiguousarray(values, np.int32)
 

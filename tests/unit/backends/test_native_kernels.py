@@ -13,7 +13,17 @@ from quire.backends.choose import open_backend
 from quire.backends.native.backend import NativeBackend, extension
 from quire.backends.ops import KV
 from quire.layouts import Affine, Dense, Layout
-from tests.unit.backends.native_kit import EXPANDED, QUANTIZED, affine, codec, dense, ragged, rows_batch
+from tests.unit.backends.native_kit import (
+    EXPANDED,
+    QUANTIZED,
+    affine,
+    codec,
+    dense,
+    ragged,
+    rows_batch,
+    two_byte_product,
+    two_bytes,
+)  # fmt: skip
 
 NO_KV = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
 
@@ -165,21 +175,54 @@ def test_dense_linear(dtype: str) -> None:
     np.testing.assert_allclose(run_linear(NativeBackend(), x, weight, bias), want, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("odd", [None, 1 + 2**-8, 2**-14 + 2**-23, 2**-24 * 257])
-@pytest.mark.parametrize("m", [1, 3, 20])
-def test_halves_of_a_bfloat16_checkpoint_keep_every_bit(m: int, odd: float | None) -> None:
-    """Where bfloat16 holds them all they may be kept as that; one number that it does not hold (`odd`) forbids it."""
-    rng = np.random.default_rng(3)
-    wide = (rng.standard_normal((40, 96)) * 10.0 ** rng.uniform(-7, 0, (40, 96))).astype(np.float32)
-    values = ((wide.view(np.uint32) >> 16) << 16).view(np.float32).astype(np.float16)  # small ones are rounded again
+def halves(n: int, k: int, seed: int = 3) -> np.ndarray:
+    """Numbers of every size that float16 has, many of them small beside the largest of their group, and the ends of its range."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((n, k)) * 10.0 ** rng.uniform(-7, 0, (n, k))).astype(np.float16)
     values[0, :4] = 0.0, -0.0, 2**-24, -(2.0**-15)
-    if odd is not None:
-        values[39, 95] = odd
-        assert values[39, 95] == odd
-    x = rng.standard_normal((m, 96)).astype(np.float32)
-    backend = NativeBackend(threads=2)
-    got = run_linear(backend, x, Dense(values, "f16"))
-    assert got.tobytes() == run_linear(backend, x, Dense(values.astype(np.float32), "f32")).tobytes()
+    values[1] = 0
+    values[2, :32] = 2.0**-24 * np.arange(32)
+    values[3, :3] = 65504, -65504, 1
+    values[4, :3] = (
+        1 + 1015 / 1024,
+        -1 - 1016 / 1024,
+        2.0**-12,
+    )  # the last mantissa that fits, and the first that does not
+    return values
+
+
+@pytest.mark.parametrize("isa", extension().available())
+def test_halves_are_integers_of_two_bytes(isa: str) -> None:
+    """As another program packs them: every number within half a step, and all that are not small beside their largest exact."""
+    values = halves(40, 96)
+    upper, lower, scale = two_bytes(values)
+    want = ((256 * upper + lower) * (scale[..., None] / 256)).reshape(values.shape)
+    np.testing.assert_array_equal(embed_all(NativeBackend(isa=isa), Dense(values, "f16")), want.astype(np.float32))
+    most = np.repeat(np.abs(values.astype(np.float64)).reshape(40, -1, 32).max(-1), 32, axis=1)
+    off = np.abs(want - values.astype(np.float64))
+    assert (off <= most / 32256).all() and not off[np.abs(values.astype(np.float64)) * 8 >= most].any()
+
+
+@pytest.mark.parametrize("isa", extension().available())
+@pytest.mark.parametrize(("n", "k"), [(40, 96), (3, 128), (35, 800), (16, 9216)])
+def test_products_of_halves_to_the_bit(n: int, k: int, isa: str) -> None:
+    """Whatever rows come together, and over more columns than are taken at a time."""
+    values, x = halves(n, k) if n > 4 else dense("f16", n, k).data, activations(37, k)
+    x[0, :32] = 0
+    x[1, 0] = 3000
+    want = two_byte_product(x, values)
+    backend, weight = NativeBackend(threads=2, isa=isa), Dense(values, "f16")
+    for m in (1, 2, 3, 4, 7, 8, 17, 37):
+        np.testing.assert_array_equal(run_linear(backend, x[:m], weight), want[:m])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_half_that_is_no_number_makes_none(bad: float) -> None:
+    """In its own output, and in no other."""
+    values = halves(20, 96)
+    values[17, 40] = bad
+    got = run_linear(NativeBackend(), activations(3, 96), Dense(values, "f16"))
+    assert np.isnan(got[:, 17]).all() and np.isfinite(np.delete(got, 17, axis=1)).all()
 
 
 def test_exp_is_accurate_at_every_scale() -> None:
