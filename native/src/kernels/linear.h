@@ -4,7 +4,7 @@
 //     acc = fma(sw, sx * float(sum(code * q) - offset * sum(q)), acc);  with a bias:  acc = fma(bw, sx * sum(q), acc)
 //     (the integers are exact, so their order is free: that is where the paths differ)
 //   16 bits, over groups of 32 in order, with x in two bytes as well (q and, in 256ths of a step, r):
-//     acc = fma(sw, sx * float(sum(upper * q)), acc), then acc = fma(sw / 256, sx * float(sum(upper * r + lower * q)), acc)
+//     acc = fma(sw, sx * (float(256 * sum(upper * q) + sum(upper * r + lower * q)) / 256), acc)
 //   dense: one fma chain over k in order.
 // After that: + bias, then residual + result.
 //

@@ -153,6 +153,7 @@ QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const float (&excess)[
 // How far ahead lines are asked for: into the second cache, and the first; of a brief block, the next one's, whose beginning would else be
 // left out.
 constexpr size_t kFar = 16384, kNear = 1024, kBrief = 20480;
+constexpr size_t kNearBytes = 512;  // in long blocks of 8-bit codes, which are read line after line and asked for once
 
 #ifdef QUIRE_NEON_DOT
 // Tiles of a block from t0 on, as many as come in whole groups of two: how many those were.
@@ -182,10 +183,11 @@ inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles,
 #endif
 
 // How far behind block b, of [b0, b1), those lines lie: in whole blocks, so that what is asked for is what the same place will want, and
-// past the last of them in what comes then. (A distance: `then` may lie before the block.)
+// past the last of them in what comes then. (A distance: `then` may lie before the block.) Long blocks of codes and
+// float16 factors come better by what is asked for nearby: no distance.
 inline size_t far_from(const Matrix& w, int b, int b0, int b1, const uint8_t* then) {
     const int blocks = (int)((kFar + w.block_bytes - 1) / w.block_bytes), last = b1 - blocks > b0 ? b1 - blocks : b0;
-    if (b < last) return (size_t)blocks * w.block_bytes;
+    if (b < last) return half_factors(w) && w.block_bytes > 3 * kFar ? 0 : (size_t)blocks * w.block_bytes;
     return then ? (size_t)((uintptr_t)then - (uintptr_t)w.block(last)) : kNear;
 }
 
@@ -217,12 +219,12 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
                 if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)(t0 + t));
             }
         auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
+            if (BITS == 8 && !brief) return prefetch(p + kNearBytes);
             prefetch_far(p + far);
             if constexpr (BITS != 8) prefetch(p + kNear);
         };
-        if (BITS != 8 || brief)  // lines that are read in their order come by themselves, where there are many
-            QUIRE_UNROLL
-            for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
+        QUIRE_UNROLL
+        for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
         ask(scale_at);
         if constexpr (BIAS) ask(bias_at);
         const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]};

@@ -1,5 +1,5 @@
 // Weights of 16 bits on NEON, in place of sixteen.h: the same sums in the same order. Per tile and slice a row has 24 dot products for 32
-// columns, and four multiply-adds that make floats of their two sums and add them up (see neon.h).
+// columns, and five operations that make a float of their sum and add it up.
 #pragma once
 
 #include "neon_rows.h"
@@ -22,67 +22,81 @@ struct SixteenRow {
     }
 };
 
-// `tiles` tiles of a block from t0 on against one row. Lines come in their order.
-inline F sixteen_row(const Matrix& w, const uint8_t* block, size_t far, int t0, int tiles, const SixteenRow& x, F acc) {
+// `tiles` tiles of a block from t0 on against one row. Lines come in their order, and are asked for a little
+// ahead; those of another block too, `far` ahead, where it comes `then`.
+inline F sixteen_row(const Matrix& w, const uint8_t* block, size_t far, bool then, int t0, int tiles, const SixteenRow& x, F acc) {
     const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * w.scale_bytes;
+    auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
+        prefetch(p + kNear);
+        if (__builtin_expect(then, 0)) prefetch_far(p + far);
+    };
     for (int t = 0; t < tiles; t++, tile += 1024, scale_at += 32) {
-        W upper[4], lower[4];
+        W sum[4], rest[4];
         QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) upper[n] = load_again(kSumStarts.of[0]), lower[n] = load_again(kSumStarts.of[0]);
+        for (int n = 0; n < 4; n++) sum[n] = rest[n] = vdupq_n_s32(0);
         const X high[2] = {xload(x.codes[t]), xload(x.codes[t] + 16)}, low[2] = {xload(x.codes[t] + 32), xload(x.codes[t] + 48)};
         each<8>([&](auto q) __attribute__((always_inline)) {
-            prefetch_far(tile + far + 64 * q);
+            ask(tile + 64 * q);
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) {
                 const C c = cload(tile + 64 * q + 16 * n);
-                upper[n] = wdot<q % 4>(upper[n], c, high[q / 4]);
-                lower[n] = wdot<q % 4>(lower[n], c, low[q / 4]);
+                sum[n] = wdot<q % 4>(sum[n], c, high[q / 4]);
+                rest[n] = wdot<q % 4>(rest[n], c, low[q / 4]);
             }
         });
         each<8>([&](auto q) __attribute__((always_inline)) {
-            prefetch_far(tile + 512 + far + 64 * q);
+            ask(tile + 512 + 64 * q);
             QUIRE_UNROLL
-            for (int n = 0; n < 4; n++) lower[n] = wdot<q % 4>(lower[n], cload(tile + 512 + 64 * q + 16 * n), high[q / 4]);
+            for (int n = 0; n < 4; n++) rest[n] = wdot<q % 4>(rest[n], cload(tile + 512 + 64 * q + 16 * n), high[q / 4]);
         });
         prefetch_far(scale_at + far);
         const F scale = half_sixteen(scale_at);
-        const V own = vdupq_n_f32(x.scale[t]), excess = vmulq_n_f32(own, -kSumPoint);
+        const float own = x.scale[t];
         QUIRE_UNROLL
-        for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_f32(acc.v[n], scale.v[n], vfmaq_f32(excess, vreinterpretq_f32_s32(upper[n]), own));
-        QUIRE_UNROLL
-        for (int n = 0; n < 4; n++)
-            acc.v[n] = vfmaq_f32(acc.v[n], vmulq_n_f32(scale.v[n], 0x1p-8f), vfmaq_f32(excess, vreinterpretq_f32_s32(lower[n]), own));
+        for (int n = 0; n < 4; n++) {
+            const V whole = vcvtq_n_f32_s32(vaddq_s32(vshlq_n_s32(sum[n], 8), rest[n]), 8);
+            acc.v[n] = vfmaq_f32(acc.v[n], scale.v[n], vmulq_n_f32(whole, own));
+        }
     }
     return acc;
 }
 
-// R lanes of a panel against a slice of some tiles, whose factors are those of `scale`: of the upper sums, then of the lower ones.
+// R lanes of a panel against a slice of some tiles. `scale` has 16 floats for a tile.
 template <int R>
 QUIRE_INLINE void sixteen_slice(const uint8_t* codes, const float* scale, int tiles, const Lanes& x, size_t to_low, const uint8_t* coming, size_t step,
                                 V (&acc)[R]) {
-    for (int t = 0; t < tiles; t++, codes += 1024, scale += 32) {
+    constexpr int kStep = R < 4 ? R : 4;
+    for (int t = 0; t < tiles; t++, codes += 1024, scale += 16) {
         for (size_t line = 0; line < step; line += 64) prefetch(coming + line);
         coming += step;
         const int8_t* high = x.codes + 512 * (size_t)t;
-        const float *sx = x.sx + 16 * t, *excess = x.excess + 64 * t;
-        W upper[R], lower[R];
-        each<R>([&](auto r) __attribute__((always_inline)) { upper[r] = load_again(kSumStarts.of[0]), lower[r] = load_again(kSumStarts.of[0]); });
-        each<2>([&](auto h) __attribute__((always_inline)) {
-            X q[R], rest[R];
-            each<R>([&](auto r) __attribute__((always_inline)) { q[r] = xload(high + 32 * r + 16 * h), rest[r] = xload(high + to_low + 32 * r + 16 * h); });
-            each<4>([&](auto j) __attribute__((always_inline)) {
-                const C c = cload(codes + 64 * (4 * h + j)), d = cload(codes + 512 + 64 * (4 * h + j));
-                each<R>([&](auto r) __attribute__((always_inline)) { upper[r] = wdot<j>(upper[r], c, q[r]); });
-                each<R>([&](auto r) __attribute__((always_inline)) { lower[r] = wdot<j>(lower[r], c, rest[r]); });
-                each<R>([&](auto r) __attribute__((always_inline)) { lower[r] = wdot<j>(lower[r], d, q[r]); });
+        W sum[R];
+        auto dots = [&](const int8_t* from, const uint8_t* bytes) __attribute__((always_inline)) {
+            each<2>([&](auto h) __attribute__((always_inline)) {
+                C c[4];
+                each<4>([&](auto j) __attribute__((always_inline)) { c[j] = cload(bytes + 64 * (4 * h + j)); });
+                each<R / kStep>([&](auto part) __attribute__((always_inline)) {
+                    X q[kStep];
+                    each<kStep>([&](auto r) __attribute__((always_inline)) { q[r] = xload(from + 32 * (kStep * part + r) + 16 * h); });
+                    each<4>([&](auto j) __attribute__((always_inline)) {
+                        each<kStep>([&](auto r) __attribute__((always_inline)) { sum[kStep * part + r] = wdot<j>(sum[kStep * part + r], c[j], q[r]); });
+                    });
+                });
             });
-        });
-        const V own = R == 4 ? vld1q_f32(sx) : vcombine_f32(vld1_f32(sx), vdup_n_f32(0)), sw = vload(scale), less = vload(scale + 16);
-        each<R>([&](auto r) __attribute__((always_inline)) {
-            acc[r] = vfmaq_f32(acc[r], sw, vfmaq_laneq_f32(load_again(excess + 4 * r), vreinterpretq_f32_s32(upper[r]), own, r));
-        });
-        each<R>([&](auto r) __attribute__((always_inline)) {
-            acc[r] = vfmaq_f32(acc[r], less, vfmaq_laneq_f32(load_again(excess + 4 * r), vreinterpretq_f32_s32(lower[r]), own, r));
+        };
+        each<R>([&](auto r) __attribute__((always_inline)) { sum[r] = vdupq_n_s32(0); });
+        dots(high, codes);
+        each<R>([&](auto r) __attribute__((always_inline)) { sum[r] = vshlq_n_s32(sum[r], 8); });
+        dots(high + to_low, codes);
+        dots(high, codes + 512);
+        const V sw = vload(scale);
+        each<R / kStep>([&](auto part) __attribute__((always_inline)) {
+            const float* sx = x.sx + 16 * t + kStep * part;
+            const V own = kStep == 4 ? vld1q_f32(sx) : vcombine_f32(vld1_f32(sx), vdup_n_f32(0));
+            each<kStep>([&](auto r) __attribute__((always_inline)) {
+                constexpr int n = kStep * part + r;
+                acc[n] = vfmaq_f32(acc[n], sw, vmulq_laneq_f32(vcvtq_n_f32_s32(sum[n], 8), own, r));
+            });
         });
     }
 }
@@ -97,14 +111,14 @@ void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quant
             for (int t0 = 0; t0 < w.tiles; t0 += SixteenRow::kTiles) {
                 const int tiles = w.tiles - t0 < SixteenRow::kTiles ? w.tiles - t0 : SixteenRow::kTiles;
                 if (b == b0 || w.tiles > SixteenRow::kTiles) row.take(x, s, t0, tiles);
-                acc = sixteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), t0, tiles, row, acc);
+                acc = sixteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), b + 1 == b1 && e.then, t0, tiles, row, acc);
             }
             finish(e, 0, 16 * (b - b0), acc);
         }
         return;
     }
-    alignas(64) float sums[kMaxTall * 16], scale[kSixteenTiles][2][16];
-    const int chunks = (w.tiles + kSixteenTiles - 1) / kSixteenTiles, most = (w.tiles + chunks - 1) / chunks, groups = (m + 3) / 4;
+    alignas(64) float sums[kMaxTall * 16], scale[kSixteenTiles][16];
+    const int chunks = (w.tiles + kSixteenTiles - 1) / kSixteenTiles, most = (w.tiles + chunks - 1) / chunks, groups = (m + 7) / 8;
     const size_t step = (size_t)(256 + groups - 1) / (size_t)groups;  // bytes that are asked for with every tile of a slice
     for (int b = b0; b < b1; b++)
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
@@ -112,25 +126,23 @@ void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quant
             const uint8_t *block = w.block(b), *codes = block + (size_t)t0 * w.code_bytes, *then = b + 1 < b1 ? w.block(b + 1) : e.then;
             const uint8_t* coming = next ? block + (size_t)next * w.code_bytes : then ? then : codes;
             if (next || then) ask_ahead((next ? block : then) + w.scale_at + (size_t)next * w.scale_bytes, (size_t)most * w.scale_bytes);
-            for (int t = 0; t < tiles; t++) {
-                const F own = scale_of(w, block, t0 + t, 0);
-                fstore(scale[t][0], own), fstore(scale[t][1], fmul(own, fset(0x1p-8f)));
-            }
-            for (int first = 0; first < m; first += 4) {
+            for (int t = 0; t < tiles; t++) fstore(scale[t], scale_of(w, block, t0 + t, 0));
+            for (int first = 0; first < m; first += 8) {
                 const uint8_t* panel = x + (size_t)(first / 16) * s.bytes;
                 const Lanes lanes = Lanes(panel, s, t0).from(first % 16);
-                if (!next) ask_results(e, first, first + 4 < m ? first + 4 : m, 16 * (b - b0));
-                const Place place{sums + 16 * (first / 8 * 8) + 4 * (first % 8), t0 == 0, next ? nullptr : &e, first, m - first < 4 ? m - first : 4, 16 * (b - b0)};
+                if (!next) ask_results(e, first, first + 8 < m ? first + 8 : m, 16 * (b - b0));
+                const Place place{sums + 16 * first, t0 == 0, next ? nullptr : &e, first, m - first < 8 ? m - first : 8, 16 * (b - b0)};
                 auto some = [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
                     for (int slice = 0; slice < 4; slice++, coming += step * (size_t)tiles) {
                         V acc[R];
                         place.take(slice, acc);
-                        sixteen_slice<R>(codes + 16 * slice, scale[0][0] + 4 * slice, tiles, lanes, s.low, coming, step, acc);
+                        sixteen_slice<R>(codes + 16 * slice, scale[0] + 4 * slice, tiles, lanes, s.low, coming, step, acc);
                         place.leave(slice, acc);
                     }
                 };
-                if (place.rows > 2) some(std::integral_constant<int, 4>{});
+                if (place.rows > 4) some(std::integral_constant<int, 8>{});
+                else if (place.rows > 2) some(std::integral_constant<int, 4>{});
                 else some(std::integral_constant<int, 2>{});
             }
         }

@@ -13,6 +13,7 @@ constexpr int kDenseRows = 4, kDenseColumns = 2;  // of the float register tile
 #ifdef QUIRE_AVX_VNNI
 constexpr bool kTwoDots = false;  // 8-bit codes need a dot of their own
 #else
+#define QUIRE_WORD_DOTS 1  // products of 16-bit numbers are the fastest there are
 constexpr bool kTwoDots = true;
 #endif
 constexpr int kMaxQueries = 6, kMaxChains = 6;  // of attention's register tile: queries; queries times vectors
@@ -113,6 +114,7 @@ inline float hmax(F x) {
 inline I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+template <int N> inline I ishl(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
 inline I ihalve(I x) { return {_mm256_srai_epi32(x.a, 1), _mm256_srai_epi32(x.b, 1)}; }
 inline I ito(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F ffrom(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }

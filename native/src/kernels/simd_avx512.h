@@ -62,6 +62,7 @@ inline float hmax(F a) {
 inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+template <int N> inline I ishl(I a) { return _mm512_slli_epi32(a, N); }
 inline I ihalve(I a) { return _mm512_srai_epi32(a, 1); }
 inline I ito(F a) { return _mm512_cvtps_epi32(a); }
 inline F ffrom(I a) { return _mm512_cvtepi32_ps(a); }

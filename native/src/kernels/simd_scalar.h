@@ -129,6 +129,10 @@ inline I isub(I a, I b) {
     QUIRE_LANES a.v[i] -= b.v[i];
     return a;
 }
+template <int N> inline I ishl(I a) {
+    QUIRE_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] << N);
+    return a;
+}
 inline I ihalve(I a) {
     QUIRE_LANES a.v[i] >>= 1;
     return a;

@@ -58,7 +58,7 @@ def two_bytes(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def two_byte_product(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """x [m, k] times float16 weights, to the bit: sums of integers, and one float32 addition for each of the two in a group."""
+    """x [m, k] times float16 weights, to the bit: a sum of integers for each group, and float32 additions of those."""
     upper, lower, scale = two_bytes(numbers)
     groups = x.astype(np.float32).reshape(len(x), -1, 32)
     most = np.abs(groups).max(-1)
@@ -68,13 +68,11 @@ def two_byte_product(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     times = groups * steps[..., None]
     q = np.clip(np.rint(times), -127, 127).astype(np.float64)
     rest = np.clip(np.rint((times - np.rint(times)) * 256), -127, 127).astype(np.float64)
-    high = np.einsum("mgk,ngk->gmn", q, upper).astype(np.float32)
-    low = (np.einsum("mgk,ngk->gmn", rest, upper) + np.einsum("mgk,ngk->gmn", q, lower)).astype(np.float32)
+    low = np.einsum("mgk,ngk->gmn", rest, upper) + np.einsum("mgk,ngk->gmn", q, lower)
+    sums = (256 * np.einsum("mgk,ngk->gmn", q, upper) + low).astype(np.float32)
     out = np.zeros((len(x), len(numbers)), np.float32)
     for g in range(groups.shape[1]):  # a product with a power of two is exact: a sum is all that is rounded
-        factor = scale[:, g].astype(np.float32)
-        out = out + factor * (own[:, g, None] * high[g])
-        out = out + factor / 256 * (own[:, g, None] * low[g])
+        out = out + scale[:, g].astype(np.float32) * (own[:, g, None] * (sums[g] / 256))
     return out
 
 
