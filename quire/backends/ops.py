@@ -346,6 +346,11 @@ class Holds(Protocol):
         """Bytes of the weights that were loaded, where they are."""
         ...
 
+
+@runtime_checkable
+class Tells(Protocol):
+    """A backend that may do something to weights."""
+
     def told(self) -> list[str]:
         """What was done to them that nobody would guess, in sentences."""
         ...

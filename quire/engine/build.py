@@ -16,7 +16,7 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV_DTYPES, QUANTIZE, Backend, Holds
+from quire.backends.ops import KV_DTYPES, QUANTIZE, Backend, Tells
 from quire.config import (
     EngineConfig,
     Environment,
@@ -88,7 +88,7 @@ def build_engine(
         *device_lines,
         threads_line,
         *([] if task == "generate" else [f"task: {task}"]),
-        *(backend.told() if isinstance(backend, Holds) else []),
+        *(backend.told() if isinstance(backend, Tells) else []),
         *info.decisions,
         watch.line(),
     ]

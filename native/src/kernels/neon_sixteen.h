@@ -103,20 +103,21 @@ QUIRE_INLINE void sixteen_slice(const uint8_t* codes, const float* scale, int ti
 
 constexpr int kSixteenTiles = 24;  // that rows pass over at a time
 
-void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m == 1) {
-        SixteenRow row;
-        for (int b = b0; b < b1; b++) {
-            F acc = fzero();
-            for (int t0 = 0; t0 < w.tiles; t0 += SixteenRow::kTiles) {
-                const int tiles = w.tiles - t0 < SixteenRow::kTiles ? w.tiles - t0 : SixteenRow::kTiles;
-                if (b == b0 || w.tiles > SixteenRow::kTiles) row.take(x, s, t0, tiles);
-                acc = sixteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), b + 1 == b1 && e.then, t0, tiles, row, acc);
-            }
-            finish(e, 0, 16 * (b - b0), acc);
+void sixteen_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, const Epilogue& e) {
+    SixteenRow row;
+    for (int b = b0; b < b1; b++) {
+        F acc = fzero();
+        for (int t0 = 0; t0 < w.tiles; t0 += SixteenRow::kTiles) {
+            const int tiles = w.tiles - t0 < SixteenRow::kTiles ? w.tiles - t0 : SixteenRow::kTiles;
+            if (b == b0 || w.tiles > SixteenRow::kTiles) row.take(x, s, t0, tiles);
+            acc = sixteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), b + 1 == b1 && e.then, t0, tiles, row, acc);
         }
-        return;
+        finish(e, 0, 16 * (b - b0), acc);
     }
+}
+
+void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    if (m == 1) return sixteen_one_row(w, b0, b1, x, s, e);
     alignas(64) float sums[kMaxTall * 16], scale[kSixteenTiles][16];
     const int chunks = (w.tiles + kSixteenTiles - 1) / kSixteenTiles, most = (w.tiles + chunks - 1) / chunks, groups = (m + 7) / 8;
     const size_t step = (size_t)(256 + groups - 1) / (size_t)groups;  // bytes that are asked for with every tile of a slice

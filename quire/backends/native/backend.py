@@ -194,6 +194,15 @@ class NativeBackend:
     def implementations(self) -> dict[str, str]:
         return dict.fromkeys(OPS, f"C++ ({self.isa})")
 
+    def told(self) -> list[str]:
+        rounded = sum(w.nbytes for w, _ in self._packed.values() if fuse.input_bytes(w) == 2)
+        if not rounded:
+            return []
+        return [
+            f"f16 weights: {rounded / 2**20:.0f} MiB are integers of two bytes here, with a scale for each 32: "
+            "what is below 2^-15 of the largest of them is rounded away"
+        ]
+
     @property
     def packed_bytes(self) -> int:
         """Memory held by packed matrices."""

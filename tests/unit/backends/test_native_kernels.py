@@ -216,6 +216,16 @@ def test_products_of_halves_to_the_bit(n: int, k: int, isa: str) -> None:
         np.testing.assert_array_equal(run_linear(backend, x[:m], weight), want[:m])
 
 
+@pytest.mark.parametrize(
+    ("weight", "count"), [(dense("f16", 20, 96), 1), (dense("f16", 20, 71), 0), (dense("bf16", 20, 96), 0)]
+)
+def test_what_is_rounded_is_told(weight: Dense, count: int) -> None:
+    backend = NativeBackend()
+    assert backend.told() == []
+    run_linear(backend, activations(2, weight.shape[1]), weight)
+    assert len(backend.told()) == count and all("two bytes" in line for line in backend.told())
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_half_that_is_no_number_makes_none(bad: float) -> None:
     """In its own output, and in no other."""
