@@ -240,12 +240,12 @@ void dequantize_row(const Matrix& w, int row, float* out) {
         for (int part = 0; part < 32 / w.group; part++) {
             fstore(scale, scale_of(w, block, t, part));
             if (w.bias) fstore(bias, bias_of(w, block, t, part));
-            for (int i = 0; w.bits == 16 && i < 32; i++) {
-                const int high = tile[64 * (i / 4) + 4 * r + i % 4] ^ less, low = tile[512 + 64 * (i / 4) + 4 * r + i % 4] ^ less;
-                out[32 * t + i] = (float)(256 * (high - w.offset) + low - w.offset) * (scale[r] * 0x1p-8f);
-            }
-            for (int i = part * w.group; w.bits < 16 && i < (part + 1) * w.group; i++) {
-                float v = (float)((int)(code_at(tile, w.bits, 4 * r + i % 4, i / 4) ^ less) - w.offset) * scale[r];
+            auto code = [&](const uint8_t* from, int i) {
+                return (int)(code_at(from, w.bits == 16 ? 8 : w.bits, 4 * r + i % 4, i / 4) ^ less) - w.offset;
+            };
+            for (int i = part * w.group; i < (part + 1) * w.group; i++) {
+                float v = (float)code(tile, i) * scale[r];
+                if (w.bits == 16) v = (float)(256 * code(tile, i) + code(tile + 512, i)) * (scale[r] * 0x1p-8f);
                 out[32 * t + i] = w.bias ? v + bias[r] : v;
             }
         }
