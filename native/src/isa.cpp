@@ -60,8 +60,9 @@ int available_kernels(const Kernels** out, int capacity) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512dq");
+    if (avx512 && __builtin_cpu_supports("avx512vnni")) {
 #if defined(QUIRE_HAS_AMX)
         if (has_amx()) offer(amx_kernels());
 #endif
@@ -70,6 +71,7 @@ int available_kernels(const Kernels** out, int capacity) {
 #if defined(QUIRE_HAS_AVXVNNI)
     if (avx2 && has_avx_vnni()) offer(avxvnni_kernels());
 #endif
+    if (avx512) offer(avx512bw_kernels());
     if (avx2) offer(avx2_kernels());
 #elif defined(__aarch64__)
 #if defined(__linux__)

@@ -161,6 +161,7 @@ const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512bw_kernels();
 const Kernels* amx_kernels();
 const Kernels* neon_kernels();
 const Kernels* neondot_kernels();

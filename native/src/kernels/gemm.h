@@ -2,14 +2,14 @@
 // types) with their scales, and all rows of the item pass over them in register tiles of kTileRows x kTileColumns registers.
 // Partial sums wait in memory between chunks: storing a float and loading it back changes nothing.
 //
-// The tile works on single registers of kWidth lanes (types V, W, C, X of the simd headers), not on 16-lane vectors, so
+// The tile works on single registers of kWidth lanes (types V, W, C of the simd headers), not on 16-lane vectors, so
 // that its shape fits the register file of each instruction set.
 #pragma once
 
 #include <optional>
 #include <utility>
 
-#include "rows.h"
+#include "dots.h"
 
 namespace {
 
@@ -22,10 +22,6 @@ inline void finish(const Epilogue& e, int m, int column, F acc) {
     if (e.bias) acc = fadd(acc, fload(e.bias + column));
     if (e.residual) acc = fadd(fload(e.residual + (size_t)m * e.residual_stride + column), acc);
     fstore(e.out + (size_t)m * e.out_stride + column, acc);
-}
-
-template <class Function, int... J> inline void unrolled(std::integer_sequence<int, J...>, Function f) {
-    (f(std::integral_constant<int, J>{}), ...);
 }
 
 // The quads of 32 bytes with kNibbleRows.
@@ -242,7 +238,7 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
     for (int t = 0; t < tiles; t++) {
         uint8_t* out = to.codes[t];
         each_quad<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
-            if constexpr (kTiles) codes = bsub(codes, (uint8_t)base);
+            if constexpr (kTiles || code_base(BITS)) codes = bsub(codes, (uint8_t)base);
             bstore(out + 64 * q, codes);
         });
         for (int part = 0; part < 32 / GROUP; part++) {
@@ -256,7 +252,6 @@ inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Ch
 template <int R, int N, int BITS, int GROUP, bool BIAS>
 inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
     constexpr int kParts = 32 / GROUP;
-    constexpr bool kWide = kTwoDots && BITS == 8;
     const Chunk* from[N];
     int lane[N];
     V a[R][N];
@@ -268,25 +263,20 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
     for (int t = 0; t < tiles; t++) {
         for (int part = 0; part < kParts; part++) {
             const int g = kParts * t + part;
-            W d[R][N];
+            Dots<Register, BITS, GROUP> d[R][N];
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
                 const W start = wset(shifted ? (int32_t)x.shift[16 * g + r] : 0);
-                for (int n = 0; n < N; n++) d[r][n] = start;
+                for (int n = 0; n < N; n++) d[r][n].total = start;
             }
             QUIRE_UNROLL
-            for (int h = 0; h < GROUP / 16; h++) {
-                X q[R];
+            for (int j = 0; j < GROUP / 4; j++) {
                 QUIRE_UNROLL
-                for (int r = 0; r < R; r++) q[r] = xload(x.codes + 512 * (size_t)t + 32 * r + GROUP * part + 16 * h);
-                unrolled(std::make_integer_sequence<int, 4>{}, [&](auto j) __attribute__((always_inline)) {
+                for (int n = 0; n < N; n++) {
+                    const C c = cload(from[n]->codes[t] + 64 * (GROUP / 4 * part + j) + 4 * lane[n]);
                     QUIRE_UNROLL
-                    for (int n = 0; n < N; n++) {
-                        const C c = cload(from[n]->codes[t] + 64 * (GROUP / 4 * part + 4 * h + j) + 4 * lane[n]);
-                        QUIRE_UNROLL
-                        for (int r = 0; r < R; r++) d[r][n] = kWide ? wdot8<j>(d[r][n], c, q[r]) : wdot<j>(d[r][n], c, q[r]);
-                    }
-                });
+                    for (int r = 0; r < R; r++) d[r][n].add(j, c, x.codes + 512 * (size_t)t + 32 * r + GROUP * part + 4 * j);
+                }
             }
             QUIRE_UNROLL
             for (int n = 0; n < N; n++) {
@@ -295,7 +285,7 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
                 if constexpr (BIAS) bw = vload(from[n]->bias[t][part] + lane[n]);
                 QUIRE_UNROLL
                 for (int r = 0; r < R; r++) {
-                    a[r][n] = vfma(sw, vmul(vset(x.sx[16 * t + r]), vfrom(d[r][n])), a[r][n]);
+                    a[r][n] = vfma(sw, vmul(vset(x.sx[16 * t + r]), vfrom(d[r][n].total)), a[r][n]);
                     if constexpr (BIAS) a[r][n] = vfma(bw, vset(x.sxs[16 * g + r]), a[r][n]);
                 }
             }
@@ -341,7 +331,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
     Extras<kChunk> extras;
     constexpr bool kAsTiles = kTiles && GROUP == 32;  // groups of 16 would use half of a tile
     const bool as_tiles = kAsTiles && m >= kTilesFrom;
-    const int base = !as_tiles ? 0 : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
+    const int base = !as_tiles ? code_base(BITS) : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
 #ifdef QUIRE_AMX

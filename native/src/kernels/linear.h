@@ -22,11 +22,24 @@
 namespace {
 
 #ifndef QUIRE_NEON  // it has its own
+// Columns of one row that are added one after the other: dot products take their time, so that two chains run side by side.
+#ifdef QUIRE_WORD_SUMS
+template <int GROUP> constexpr int kChain = GROUP;
+#else
+template <int GROUP> constexpr int kChain = 16;
+#endif
+
+template <int BITS> inline B less_base(B codes) {
+    if constexpr (code_base(BITS) != 0) codes = bsub(codes, (uint8_t)code_base(BITS));
+    return codes;
+}
+
 // Block b of w against one row (a lane of a panel).
 template <int BITS, int GROUP, bool BIAS>
 inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
     const uint8_t* block = w.block(b);
-    const int shift = -w.offset;
+    constexpr int kParts = 32 / GROUP, kChains = 32 / kChain<GROUP>;
+    const int shift = code_base(BITS) - w.offset;
     const int tiles = w.tiles;
     const size_t code_bytes = w.code_bytes;
     // Ask for what the next block (or the next 8 KiB) needs while this one runs.
@@ -40,22 +53,18 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
         prefetch(block + w.scale_at + (size_t)t * w.scale_bytes + ahead);
         if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.scale_bytes + ahead);
         const int8_t* q = (const int8_t*)x + 512 * (size_t)t;
-        I d[2];  // of the first and the last 16 columns
         const int32_t first = sum[32 * t], second = sum[32 * t + 16];
-        if constexpr (GROUP == 32) d[0] = iset(shift * (first + second)), d[1] = iset(0);
-        else d[0] = iset(shift * first), d[1] = iset(shift * second);
+        const int32_t total[2] = {GROUP == 32 ? first + second : first, second};
+        Dots<Lanes16, BITS, 32 / kChains> d[kChains];
+        for (int i = 0; i < kChains; i++) d[i].total = iset(i < kParts ? shift * total[i] : 0);
         each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
-            d[j / 4] = BITS == 8 ? dot4_8(d[j / 4], codes, q + 4 * j) : dot4(d[j / 4], codes, q + 4 * j);
+            d[j * kChains / 8].add(j % (8 / kChains), less_base<BITS>(codes), q + 4 * j);
         });
+        if constexpr (kChains > kParts) d[0].total = iadd(d[0].total, d[1].total);
         const F scale = fset(sx[16 * t]);
-        if constexpr (GROUP == 32) {
-            acc = ffma(scale_of(w, block, t, 0), fmul(scale, ffrom(iadd(d[0], d[1]))), acc);
-            if constexpr (BIAS) acc = ffma(bias_of(w, block, t, 0), fset(sx[16 * t] * (float)(first + second)), acc);
-        } else {
-            for (int part = 0; part < 2; part++) {
-                acc = ffma(scale_of(w, block, t, part), fmul(scale, ffrom(d[part])), acc);
-                if constexpr (BIAS) acc = ffma(bias_of(w, block, t, part), fset(sx[16 * t] * (float)(part ? second : first)), acc);
-            }
+        for (int part = 0; part < kParts; part++) {
+            acc = ffma(scale_of(w, block, t, part), fmul(scale, ffrom(d[part].total)), acc);
+            if constexpr (BIAS) acc = ffma(bias_of(w, block, t, part), fset(sx[16 * t] * (float)total[part]), acc);
         }
     }
     return acc;
@@ -82,17 +91,14 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
         prefetch(block + w.scale_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
         if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
         const int8_t* q = x.codes + 512 * (size_t)t;
-        I d[kParts][R];
+        Dots<Lanes16, BITS, GROUP> d[kParts][R];
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++)
-            for (int r = 0; r < R; r++) d[part][r] = iset(shifted ? (int32_t)x.shift[16 * (kParts * t + part) + r] : 0);
+            for (int r = 0; r < R; r++) d[part][r].total = iset(shifted ? (int32_t)x.shift[16 * (kParts * t + part) + r] : 0);
         each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
-            const int part = GROUP == 32 ? 0 : j / 4;
+            codes = less_base<BITS>(codes);
             QUIRE_UNROLL
-            for (int r = 0; r < R; r++) {
-                const int8_t* four = q + 32 * r + 4 * j;
-                d[part][r] = BITS == 8 ? dot4_8(d[part][r], codes, four) : dot4(d[part][r], codes, four);
-            }
+            for (int r = 0; r < R; r++) d[j / (GROUP / 4)][r].add(j % (GROUP / 4), codes, q + 32 * r + 4 * j);
         });
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
@@ -101,7 +107,7 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
             if constexpr (BIAS) bw = bias_of(w, block, t0 + t, part);
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                acc[r] = ffma(sw, fmul(fset(x.sx[16 * t + r]), ffrom(d[part][r])), acc[r]);
+                acc[r] = ffma(sw, fmul(fset(x.sx[16 * t + r]), ffrom(d[part][r].total)), acc[r]);
                 if constexpr (BIAS) acc[r] = ffma(bw, fset(x.sxs[16 * (kParts * t + part) + r]), acc[r]);
             }
         }
@@ -117,7 +123,7 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
     Extras<kFewTiles> extras;  // not cleared: a call fills what it reads
 
     Few(const Matrix& weight, const uint8_t* panel, const QuantShape& shape, int rows)
-        : w(weight), x(panel), s(shape), m(rows), shift(-w.offset) {}
+        : w(weight), x(panel), s(shape), m(rows), shift(code_base(BITS) - w.offset) {}
 
     void fill(int t0) {
         extras.template fill<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift);

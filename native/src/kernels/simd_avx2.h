@@ -1,5 +1,5 @@
 // The 16-lane vocabulary on AVX2 with FMA and F16C: two registers per virtual vector. With QUIRE_AVX_VNNI the int8 dot is
-// one instruction; without, pairs of bytes are added in 16 bits, which cannot overflow while codes have at most 7 bits.
+// one instruction; without, products of bytes are added in 16 bits (dots.h).
 #pragma once
 
 #include <immintrin.h>
@@ -8,13 +8,13 @@
 namespace {
 
 constexpr int kWidth = 8;                         // lanes of a register
-constexpr int kTileRows = 4, kTileColumns = 1;    // of the int8 register tile: rows, registers of columns
 constexpr int kDenseRows = 4, kDenseColumns = 2;  // of the float register tile
+// Of the int8 register tile: rows, registers of columns.
 #ifdef QUIRE_AVX_VNNI
-constexpr bool kTwoDots = false;  // 8-bit codes need a dot of their own
+constexpr int kTileRows = 4, kTileColumns = 1;
 #else
-#define QUIRE_WORD_DOTS 1  // products of 16-bit numbers are the fastest there are
-constexpr bool kTwoDots = true;
+#define QUIRE_WORD_SUMS 1
+constexpr int kTileRows = 2, kTileColumns = 2;
 #endif
 constexpr int kMaxQueries = 6, kMaxChains = 6;  // of attention's register tile: queries; queries times vectors
 
@@ -150,26 +150,25 @@ inline __m256i quad_of(const int8_t* x) {
     return _mm256_set1_epi32(quad);
 }
 #ifdef QUIRE_AVX_VNNI
-inline __m256i dot_half(__m256i acc, __m256i codes, __m256i quad) { return _mm256_dpbusd_avx_epi32(acc, codes, quad); }
-inline __m256i dot_half_8(__m256i acc, __m256i codes, __m256i quad) { return _mm256_dpbusd_avx_epi32(acc, codes, quad); }
+inline __m256i dot4(__m256i acc, __m256i codes, const int8_t* x) { return _mm256_dpbusd_avx_epi32(acc, codes, quad_of(x)); }
+inline I dot4(I acc, B codes, const int8_t* x) { return {dot4(acc.a, codes.a, x), dot4(acc.b, codes.b, x)}; }
 #else
-inline __m256i dot_half(__m256i acc, __m256i codes, __m256i quad) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, quad), _mm256_set1_epi16(1)));
+inline __m256i in_order(__m256i a) {  // a compiler that makes a tree of many sums has no registers for it
+    asm("" : "+x"(a));
+    return a;
 }
-inline __m256i dot_half_8(__m256i acc, __m256i codes, __m256i quad) {  // even and odd bytes, widened: exact for every byte
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8), odd = _mm256_srai_epi16(quad, 8);
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)), even));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd));
+inline __m256i pairs(__m256i codes, const int8_t* x) { return _mm256_maddubs_epi16(codes, quad_of(x)); }
+inline __m256i add_words(__m256i a, __m256i b) { return in_order(_mm256_add_epi16(a, b)); }
+inline __m256i add_products(__m256i sum, __m256i words, __m256i x) { return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(words, x))); }
+inline __m256i add_pairs(__m256i sum, __m256i words) { return add_products(sum, words, _mm256_set1_epi16(1)); }
+inline __m256i dot4_signed(__m256i acc, __m256i codes, const int8_t* x) {
+    return add_pairs(acc, _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(quad_of(x), codes)));
 }
+inline I pairs(B codes, const int8_t* x) { return {pairs(codes.a, x), pairs(codes.b, x)}; }
+inline I add_words(I x, I y) { return {add_words(x.a, y.a), add_words(x.b, y.b)}; }
+inline I add_pairs(I sum, I words) { return {add_pairs(sum.a, words.a), add_pairs(sum.b, words.b)}; }
+inline I dot4_signed(I acc, B codes, const int8_t* x) { return {dot4_signed(acc.a, codes.a, x), dot4_signed(acc.b, codes.b, x)}; }
 #endif
-inline I dot4(I acc, B codes, const int8_t* x) {
-    const __m256i q = quad_of(x);
-    return {dot_half(acc.a, codes.a, q), dot_half(acc.b, codes.b, q)};
-}
-inline I dot4_8(I acc, B codes, const int8_t* x) {
-    const __m256i q = quad_of(x);
-    return {dot_half_8(acc.a, codes.a, q), dot_half_8(acc.b, codes.b, q)};
-}
 inline void bstore(uint8_t* p, B x) {
     _mm256_storeu_si256((__m256i*)p, x.a);
     _mm256_storeu_si256((__m256i*)(p + 32), x.b);
@@ -183,7 +182,6 @@ inline B bsub(B x, uint8_t y) {
 using V = __m256;
 using W = __m256i;
 using C = __m256i;
-using X = const int8_t*;
 inline V vload(const float* p) { return _mm256_loadu_ps(p); }
 inline void vstore(float* p, V a) { _mm256_storeu_ps(p, a); }
 inline V vset(float x) { return _mm256_set1_ps(x); }
@@ -192,9 +190,19 @@ inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V vfrom(W a) { return _mm256_cvtepi32_ps(a); }
 inline W wset(int32_t x) { return _mm256_set1_epi32(x); }
 inline C cload(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline X xload(const int8_t* p) { return p; }
-template <int J> inline W wdot(W acc, C codes, X x) { return dot_half(acc, codes, quad_of(x + 4 * J)); }
-template <int J> inline W wdot8(W acc, C codes, X x) { return dot_half_8(acc, codes, quad_of(x + 4 * J)); }
+#ifdef QUIRE_WORD_SUMS  // words of two bytes each (sixteen.h)
+inline C flip_top(C a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)128)); }
+inline W words_first(C low, C high) { return _mm256_unpacklo_epi8(low, high); }
+inline W words_second(C low, C high) { return _mm256_unpackhi_epi8(low, high); }
+inline W upper_bytes(W words) { return _mm256_srai_epi16(words, 8); }
+inline W four_words(const int16_t* x) {
+    int64_t four;
+    __builtin_memcpy(&four, x, 8);
+    return _mm256_set1_epi64x(four);
+}
+inline W sums_of_two(W a, W b) { return _mm256_hadd_epi32(a, b); }
+inline I together(const W (&slices)[2]) { return {slices[0], slices[1]}; }
+#endif
 // Assembly: gcc takes a function that only prefetches for one without effect, and drops its calls.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" ::"m"(*(const char*)p)); }
 

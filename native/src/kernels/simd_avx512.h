@@ -1,4 +1,5 @@
-// The 16-lane vocabulary on AVX-512 (F, BW, VL, DQ, VNNI): one register per virtual vector.
+// The 16-lane vocabulary on AVX-512 (F, BW, VL, DQ): one register per virtual vector. The int8 dot is VNNI's; with QUIRE_NO_VNNI, products of
+// bytes are added in 16 bits (dots.h).
 // Every simd_*.h defines the same names with the same results, bit for bit; simd_scalar.h is the specification.
 #pragma once
 
@@ -10,7 +11,9 @@ namespace {
 constexpr int kWidth = 16;                        // lanes of a register
 constexpr int kTileRows = 4, kTileColumns = 2;    // of the int8 register tile: rows, registers of columns
 constexpr int kDenseRows = 8, kDenseColumns = 2;  // of the float register tile
-constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
+#ifdef QUIRE_NO_VNNI
+#define QUIRE_WORD_SUMS 1
+#endif
 constexpr int kMaxQueries = 6, kMaxChains = 24;  // of attention's register tile: queries; queries times vectors
 
 using F = __m512;
@@ -75,12 +78,27 @@ inline B band(B a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((
 inline B bor(B a, B b) { return _mm512_or_si512(a, b); }
 template <int N> inline B bshr(B a) { return _mm512_srli_epi16(a, N); }  // bits cross bytes: mask afterwards
 template <int N> inline B bshl(B a) { return _mm512_slli_epi16(a, N); }
-inline I dot4(I acc, B codes, const int8_t* x) {
+inline I quad_of(const int8_t* x) {
     int32_t quad;
     __builtin_memcpy(&quad, x, 4);
-    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(quad));
+    return _mm512_set1_epi32(quad);
 }
-inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
+#ifndef QUIRE_NO_VNNI
+inline I dot4(I acc, B codes, const int8_t* x) { return _mm512_dpbusd_epi32(acc, codes, quad_of(x)); }
+#else
+inline I in_order(I a) {  // a compiler that makes a tree of many sums has no registers for it
+    asm("" : "+v"(a));
+    return a;
+}
+inline I pairs(B codes, const int8_t* x) { return _mm512_maddubs_epi16(codes, quad_of(x)); }
+inline I add_words(I a, I b) { return in_order(_mm512_add_epi16(a, b)); }
+inline I add_products(I sum, I words, I x) { return in_order(_mm512_add_epi32(sum, _mm512_madd_epi16(words, x))); }
+inline I add_pairs(I sum, I words) { return add_products(sum, words, _mm512_set1_epi16(1)); }
+inline I dot4_signed(I acc, B codes, const int8_t* x) {
+    const I quad = quad_of(x), with_sign = _mm512_mask_sub_epi8(quad, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), quad);
+    return add_pairs(acc, _mm512_maddubs_epi16(_mm512_abs_epi8(codes), with_sign));
+}
+#endif
 inline F fload_u4(const uint8_t* p, int shift) {
     __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(b, (unsigned)shift), _mm512_set1_epi32(15)));
@@ -92,7 +110,6 @@ inline B bsub(B a, uint8_t x) { return _mm512_sub_epi8(a, _mm512_set1_epi8((char
 using V = F;
 using W = I;
 using C = B;
-using X = const int8_t*;
 inline V vload(const float* p) { return fload(p); }
 inline void vstore(float* p, V a) { fstore(p, a); }
 inline V vset(float x) { return fset(x); }
@@ -101,9 +118,22 @@ inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
 inline V vfrom(W a) { return ffrom(a); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
-inline X xload(const int8_t* p) { return p; }
-template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
-template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
+#ifdef QUIRE_WORD_SUMS  // words of two bytes each (sixteen.h)
+inline C flip_top(C a) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)128)); }
+inline W words_first(C low, C high) { return _mm512_unpacklo_epi8(low, high); }
+inline W words_second(C low, C high) { return _mm512_unpackhi_epi8(low, high); }
+inline W upper_bytes(W words) { return _mm512_srai_epi16(words, 8); }
+inline W four_words(const int16_t* x) {
+    int64_t four;
+    __builtin_memcpy(&four, x, 8);
+    return _mm512_set1_epi64(four);
+}
+inline W sums_of_two(W a, W b) {
+    const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
+}
+inline I together(const W (&slices)[1]) { return slices[0]; }
+#endif
 // Assembly: gcc takes a function that only prefetches for one without effect, and drops its calls.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" ::"m"(*(const char*)p)); }
 

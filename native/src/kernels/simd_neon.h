@@ -16,7 +16,6 @@ namespace {
 constexpr int kWidth = 4;                         // lanes of a register
 constexpr int kTileColumns = 8;                   // registers of columns that rows pass over together: two blocks (neon_rows.h)
 constexpr int kDenseRows = 4, kDenseColumns = 4;  // of the float register tile
-constexpr bool kTwoDots = false;                  // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 6, kMaxChains = 5;    // of attention's register tile: queries; queries times vectors, as far as they fit
 
 struct F {
@@ -270,7 +269,6 @@ template <int J> inline W wdot(W acc, C codes, X x) {
     return vaddq_s32(acc, vpaddq_s32(low, high));
 #endif
 }
-template <int J> inline W wdot8(W acc, C codes, X x) { return wdot<J>(acc, codes, x); }
 
 // Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
 inline F fscale2(F p, F t) {

@@ -13,7 +13,6 @@ namespace {
 constexpr int kWidth = 16;                          // lanes of a register
 constexpr int kTileRows = 2, kTileColumns = 1;      // of the int8 register tile: rows, registers of columns
 constexpr int kDenseRows = 2, kDenseColumns = 1;    // of the float register tile
-constexpr bool kTwoDots = false;                    // 8-bit codes need a dot of their own
 constexpr int kMaxQueries = 2, kMaxChains = 2;  // of attention's register tile: queries; queries times vectors
 
 struct F {
@@ -187,7 +186,6 @@ inline I dot4(I acc, B codes, const int8_t* x) {
     QUIRE_LANES for (int j = 0; j < 4; j++) acc.v[i] += (int32_t)codes.v[4 * i + j] * x[j];
     return acc;
 }
-inline I dot4_8(I acc, B codes, const int8_t* x) { return dot4(acc, codes, x); }
 inline void bstore(uint8_t* p, B a) { memcpy(p, a.v, 64); }
 inline B bsub(B a, uint8_t x) {
     for (int i = 0; i < 64; i++) a.v[i] = (uint8_t)(a.v[i] - x);
@@ -199,7 +197,6 @@ inline void prefetch(const void*) {}
 using V = F;
 using W = I;
 using C = B;
-using X = const int8_t*;
 inline V vload(const float* p) { return fload(p); }
 inline void vstore(float* p, V a) { fstore(p, a); }
 inline V vset(float x) { return fset(x); }
@@ -208,9 +205,6 @@ inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
 inline V vfrom(W a) { return ffrom(a); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
-inline X xload(const int8_t* p) { return p; }
-template <int J> inline W wdot(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
-template <int J> inline W wdot8(W acc, C codes, X x) { return dot4(acc, codes, x + 4 * J); }
 
 // Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
 inline F fscale2(F p, F t) {

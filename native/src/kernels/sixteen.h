@@ -5,7 +5,7 @@
 
 namespace {
 
-#ifndef QUIRE_WORD_DOTS
+#ifndef QUIRE_WORD_SUMS
 constexpr int kSixteenRows = kWidth == 16 && kDenseRows >= 8 ? 8 : 2;  // whose sums fit the registers
 
 // What a tile makes of R lanes: 256 * sum(upper * q) + sum(upper * r + lower * q). `total` and `rest` are the sums of q and of r: bytes of
@@ -16,58 +16,50 @@ inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* 
     for (int r = 0; r < R; r++) d[r] = iset((int32_t)(0u - 128u * total[r]));
     each_quad<8, false>(tile, [&](int q, B codes) __attribute__((always_inline)) {
         QUIRE_UNROLL
-        for (int r = 0; r < R; r++) d[r] = dot4_8(d[r], codes, high + 32 * r + 4 * q);
+        for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, high + 32 * r + 4 * q);
     });
     QUIRE_UNROLL
     for (int r = 0; r < R; r++) d[r] = iadd(ishl<8>(d[r]), iset((int32_t)(0u - 128u * (total[r] + rest[r]))));
     each_quad<8, false>(tile, [&](int q, B codes) __attribute__((always_inline)) {
         QUIRE_UNROLL
-        for (int r = 0; r < R; r++) d[r] = dot4_8(d[r], codes, low + 32 * r + 4 * q);
+        for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, low + 32 * r + 4 * q);
     });
     each_quad<8, false>(tile + 512, [&](int q, B codes) __attribute__((always_inline)) {
         QUIRE_UNROLL
-        for (int r = 0; r < R; r++) d[r] = dot4_8(d[r], codes, high + 32 * r + 4 * q);
+        for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, high + 32 * r + 4 * q);
     });
 }
 #else
-constexpr int kSixteenRows = 4;
+constexpr int kSixteenRows = kWidth == 16 ? 8 : 4;
 
-// The same with whole codes: as words they are 128 more than they should be, and their upper bytes are what they should be.
-struct Words {
-    __m256i even, odd;  // of four columns
-
-    Words(__m256i upper, __m256i lower) {
-        const __m256i low = _mm256_set1_epi16(255), flip = _mm256_set1_epi16((int16_t)0x8000);
-        even = _mm256_xor_si256(_mm256_or_si256(_mm256_slli_epi16(upper, 8), _mm256_and_si256(lower, low)), flip);
-        odd = _mm256_xor_si256(_mm256_or_si256(_mm256_andnot_si256(low, upper), _mm256_srli_epi16(lower, 8)), flip);
-    }
-    explicit Words(const int8_t* x) {
-        const __m256i quad = quad_of(x);
-        even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8), odd = _mm256_srai_epi16(quad, 8);
-    }
-    Words upper() const {
-        Words w = *this;
-        w.even = _mm256_srai_epi16(even, 8), w.odd = _mm256_srai_epi16(odd, 8);
-        return w;
-    }
-    __m256i dot(__m256i acc, const Words& x) const {
-        return _mm256_add_epi32(_mm256_add_epi32(acc, _mm256_madd_epi16(even, x.even)), _mm256_madd_epi16(odd, x.odd));
-    }
-};
-
+// The same with whole codes in words, which are 128 more than they should be; their upper bytes are what they should be. Interleaving bytes
+// makes words of four rows in the order of `first` (rows 0, 1 of four) and `second` (2, 3), two sums for each row.
 template <int R>
 inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* low, const uint32_t (&total)[R], const uint32_t (&)[R], I (&d)[R]) {
-    QUIRE_UNROLL
-    for (int r = 0; r < R; r++) d[r] = iset((int32_t)(0u - 128u * total[r]));
-    for (int q = 0; q < 8; q++) {
-        const B upper = bload(tile + 64 * q), lower = bload(tile + 512 + 64 * q);
-        const Words a(upper.a, lower.a), b(upper.b, lower.b), up = a.upper(), other = b.upper();
+    alignas(64) int16_t x[R][64];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < 32; i++) x[r][i] = high[32 * r + i], x[r][32 + i] = low[32 * r + i];
+    W sums[R][kSlices];
+    for (int slice = 0; slice < kSlices; slice++) {
+        W first[R], second[R];
         QUIRE_UNROLL
-        for (int r = 0; r < R; r++) {
-            const Words x(high + 32 * r + 4 * q), rest(low + 32 * r + 4 * q);
-            d[r] = {up.dot(a.dot(d[r].a, x), rest), other.dot(b.dot(d[r].b, x), rest)};
+        for (int r = 0; r < R; r++) first[r] = second[r] = wset(0);
+        for (int q = 0; q < 8; q++) {
+            const uint8_t* at = tile + 64 * q + 4 * kWidth * slice;
+            const C upper = flip_top(cload(at)), lower = cload(at + 512);
+            const W a = words_first(lower, upper), b = words_second(lower, upper), up = upper_bytes(a), other = upper_bytes(b);
+            QUIRE_UNROLL
+            for (int r = 0; r < R; r++) {
+                const W four = four_words(x[r] + 4 * q), rest = four_words(x[r] + 32 + 4 * q);
+                first[r] = add_products(add_products(first[r], a, four), up, rest);
+                second[r] = add_products(add_products(second[r], b, four), other, rest);
+            }
         }
+        QUIRE_UNROLL
+        for (int r = 0; r < R; r++) sums[r][slice] = sums_of_two(first[r], second[r]);
     }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; r++) d[r] = iadd(together(sums[r]), iset((int32_t)(0u - 128u * total[r])));
 }
 #endif
 
