@@ -101,13 +101,15 @@ void place_four(uint8_t* tile) {
         for (int lane = 0; lane < 32; lane++) tile[32 * i + lane] = (uint8_t)(q[i][lane] | (q[i][32 + lane] ^ 8) << 4);
 }
 
-Matrix random_affine(const Form& f, int n, int k) {
+// `extreme`: every second block has the largest codes, the others the smallest.
+Matrix random_affine(const Form& f, int n, int k, bool extreme = false) {
     Matrix w;
     w.type = Type::Affine;
     w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias, w.wide = f.wide;
     w.lay_out();
     uint8_t* p = w.memory.data();
     for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
+    for (int b = 0; extreme && b < w.blocks; b++) memset(w.block(b), b % 2 ? 0xff : 0, (size_t)w.tiles * w.code_bytes);
     for (int b = 0; b < w.blocks; b++) {  // the regions of floats must hold finite ones
         uint8_t* block = w.block(b);
         const uint8_t less = stored_less(f.bits, f.bias);
@@ -193,6 +195,33 @@ void test_tall(const Kernels& isa, const Kernels& scalar, int k) {
             isa.linear_affine(w, 1, w.blocks, panels.data(), shape, m, e);
             same(isa.name, f.name, a.data(), b.data(), (size_t)(m * n) * sizeof(float));
             std::fill(a.begin(), a.end(), 0.0f);
+        }
+    }
+}
+
+// The largest and smallest codes against numbers that are all as large as their group allows, of either sign: no sum may overflow.
+void test_extremes(const Kernels& isa, const Kernels& scalar) {
+    const int n = 64, k = 512, most = 32;
+    const QuantShape shape(k, true);
+    std::vector<float> x((size_t)(most * k));
+    for (size_t i = 0; i < x.size(); i++) {
+        const size_t row = i / (size_t)k;
+        x[i] = row % 4 == 0 ? 1.0f : row % 4 == 1 ? -1.0f : row % 4 == 2 ? (i % 2 ? 1.0f : -1.0f) : random_bits() % 2 ? 1.0f : -1.0f;
+    }
+    std::vector<uint8_t> panels(shape.bytes * (most / 16));
+    for (int m = 0; m < most; m++)
+        scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, panels.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
+    for (const Form& f : kForms) {
+        const Matrix w = random_affine(f, n, k, true);
+        std::vector<float> a((size_t)(most * n)), b((size_t)(most * n));
+        Epilogue e;
+        e.out_stride = (size_t)n;
+        e.out = b.data();
+        scalar.linear_affine(w, 0, w.blocks, panels.data(), shape, most, e);
+        e.out = a.data();
+        for (int m : {1, 2, 4, 8, 16, most}) {
+            isa.linear_affine(w, 0, w.blocks, panels.data(), shape, m, e);
+            same(isa.name, f.name, a.data(), b.data(), (size_t)(m * n) * sizeof(float));
         }
     }
 }
@@ -771,6 +800,7 @@ int main() {
         test_sampling(sets[i], scalar_kernels());
         test_tall(*sets[i], *scalar_kernels(), 1280);
         test_tall(*sets[i], *scalar_kernels(), 928);  // cannot be cut into parts of one size
+        test_extremes(*sets[i], *scalar_kernels());
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }
     printf("%d checks, %d failures\n", checks, failures);
