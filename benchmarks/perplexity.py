@@ -1,7 +1,10 @@
 """Perplexity of a model over a text with K and V kept as f16 and as int8, and what int8 buys in decode speed.
 
+With `--against FILE` the other side is another file of the same model, K and V in f16 on both: what a quantization costs, or
+a way to multiply (float16 weights beside the same numbers in float32).
+
 The text is cut into windows of `--context` tokens, one every `--stride`; each predicts the tokens that no window before it
-has, so that every prediction but the first window's sees at least context - stride tokens. Both dtypes see the same
+has, so that every prediction but the first window's sees at least context - stride tokens. Both sides see the same
 windows: the difference has a standard error over windows, paired. Speed is a greedy stream through the whole engine at
 given depths, f16 and int8 in turn, the prompt coming from the prefix cache after the first round.
 """
@@ -12,7 +15,8 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,40 +136,57 @@ class Stream:
         self._engine.close()
 
 
-def measure_quality(args: argparse.Namespace, path: str, threads: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Side:
+    """One of the two that are compared: a file, and what its keys and values are kept in."""
+
+    name: str
+    path: str
+    dtype: str = "f16"
+
+
+def measure_quality(args: argparse.Namespace, sides: tuple[Side, Side], threads: int) -> dict[str, Any]:
+    """Of each text: the perplexity of both sides, and how much more the second loses."""
     from quire.backends.choose import open_backend
     from quire.chat.tokenizer import Tokenizer
     from quire.models import load
     from quire.weights.gguf import GGUF
 
-    with GGUF.open(path) as gguf:
-        tokenizer = Tokenizer.from_gguf(gguf.metadata)
-        model = load(gguf)
+    with ExitStack() as stack:
+        files = {side.path: stack.enter_context(GGUF.open(side.path)) for side in sides}
+        tokenizers = {path: Tokenizer.from_gguf(gguf.metadata) for path, gguf in files.items()}
+        models = {path: load(gguf) for path, gguf in files.items()}
         backend = open_backend("native", threads=threads)
-        scorers = {dtype: Scorer(backend, model, args.context, dtype) for dtype in KV_DTYPES}
+        scorers = {side.name: Scorer(backend, models[side.path], args.context, side.dtype) for side in sides}
+        base, other = (side.name for side in sides)
         found: dict[str, Any] = {}
         for file in texts(args.text):
             text = file.read_text(encoding="utf-8")[: args.tokens * 8]
-            tokens = tokenizer.encode(text, add_special=False, parse_special=False)[: args.tokens]
-            lost = {dtype: losses(s, tokens, args.context, args.stride) for dtype, s in scorers.items()}
-            delta, error = difference(lost["int8"], lost["f16"])
+            read = [t.encode(text, add_special=False, parse_special=False)[: args.tokens] for t in tokenizers.values()]
+            if any(tokens != read[0] for tokens in read):
+                sys.exit(
+                    f"{file.name}: the two models do not read the same tokens in it, so their losses cannot be compared"
+                )
+            tokens = read[0]
+            lost = {name: losses(s, tokens, args.context, args.stride) for name, s in scorers.items()}
+            delta, error = difference(lost[other], lost[base])
             found[file.name] = {
                 "tokens": len(tokens) - 1,
-                "windows": len(lost["f16"]),
-                "perplexity": {dtype: perplexity(x) for dtype, x in lost.items()},
+                "windows": len(lost[base]),
+                "perplexity": {name: perplexity(x) for name, x in lost.items()},
                 "loss_difference": delta,
                 "standard_error": error,
             }
-            line = "   ".join(f"{dtype} {perplexity(x):.4f}" for dtype, x in lost.items())
+            line = "   ".join(f"{name} {perplexity(x):.4f}" for name, x in lost.items())
             print(
                 f"  {file.name:14} {len(tokens) - 1:6} tokens   {line}   loss {delta:+.5f} +- {error:.5f}", flush=True
             )
     return found
 
 
-def measure_speed(args: argparse.Namespace, path: str, threads: int) -> dict[str, Any]:
+def measure_speed(args: argparse.Namespace, depths: list[int], path: str, threads: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for depth in args.depths:
+    for depth in depths:
         streams = {dtype: Stream(path, threads, dtype, depth, args.decode) for dtype in KV_DTYPES}
         for stream in streams.values():
             stream.speed()  # the prefill
@@ -192,6 +213,7 @@ def texts(place: Path) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="a name or a path; the default model when absent")
+    parser.add_argument("--against", default=None, help="compare it with this model instead; a name or a path")
     parser.add_argument(
         "--text", type=Path, default=ROOT.parent / "shared" / "data" / "text", help="a file or a folder"
     )
@@ -200,7 +222,7 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=256)
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
     parser.add_argument(
-        "--depths", type=int, nargs="*", default=[2048, 8192 - 64], help="for decode speed; none: skip it"
+        "--depths", type=int, nargs="*", default=None, help="for decode speed (2048 8128); none, or --against: skip it"
     )
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -209,18 +231,39 @@ def main() -> None:
     from quire.weights.store import Store
 
     path, threads = str(Store().resolve(args.model or DEFAULT_MODEL)), args.threads or available_cores()
+    sides = tuple(Side(dtype, path, dtype) for dtype in KV_DTYPES)
+    if args.against:
+        other = str(Store().resolve(args.against))
+        sides = (Side(Path(other).stem, other), Side(Path(path).stem, path))
+        if len({side.name for side in sides}) < 2:
+            sys.exit(f"--against {args.against}: that is the same model, or has the same file name")
+        if args.depths:
+            sys.exit("--depths measures the two kinds of keys and values, and --against compares files: one at a time")
+    depths = [] if args.against else [2048, 8192 - 64] if args.depths is None else args.depths
     quality: dict[str, Any] = {}
     speed: dict[str, Any] = {}
     if args.tokens:
         print(f"{args.model or 'default model'}: perplexity, windows of {args.context} every {args.stride} tokens")
-        quality = measure_quality(args, path, threads)
-    if args.depths:
+        quality = measure_quality(args, (sides[0], sides[1]), threads)
+    if depths:
         print(f"decode tokens/s, {threads} threads, median of {args.rounds} (lowest to highest)")
-        speed = measure_speed(args, path, threads)
+        speed = measure_speed(args, depths, path, threads)
     if args.save:
         sizes = {"context": args.context, "stride": args.stride, "threads": threads, "decode": args.decode}
-        name = "perplexity" if quality else f"kv-dtypes-depth{'-'.join(map(str, args.depths))}"
-        print("saved", save(name, {"model": Path(path).name, **sizes, "quality": quality, "decode": speed}))
+        name = "perplexity" if quality else f"kv-dtypes-depth{'-'.join(map(str, depths))}"
+        print(
+            "saved",
+            save(
+                name,
+                {
+                    "model": Path(path).name,
+                    "against": args.against and Path(sides[0].path).name,
+                    **sizes,
+                    "quality": quality,
+                    "decode": speed,
+                },
+            ),
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Environment:
     threads: int | str | None = None  # QUIRE_THREADS; a text where it is no number, which asked_threads refuses
     kv_memory: str | None = None  # QUIRE_KV_MEMORY, for instance "2GiB"
     api_key: str | None = None  # QUIRE_API_KEY
-    isa: str | None = None  # QUIRE_ISA: force a kernel set (scalar, neon, avx2, avx512)
+    isa: str | None = None  # QUIRE_ISA: force a kernel set: scalar, neon(dot), avx2, avxvnni, avx512(bw), amx
     hf_endpoint: str = "https://huggingface.co"  # HF_ENDPOINT
     hf_token: str | None = None  # HF_TOKEN
     hf_cache: Path | None = None  # HF_HUB_CACHE, or under HF_HOME: where the hub's own tools keep what they downloaded

@@ -113,22 +113,51 @@ TARGET("avx2,avxvnni") uint64_t vnni256(int64_t rounds) {
     return (uint64_t)_mm256_extract_epi64(sum, 0);
 }
 
-// Without a dot-product instruction: products in pairs to 16 bits, pairs of those to 32 bits, an addition.
-TARGET("avx2") uint64_t madd256(int64_t rounds) {
-    __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(2), ones = _mm256_set1_epi16(1), sum = _mm256_setzero_si256();
-#define F(s) __m256i s = sum;
+// Without a dot-product instruction: products in pairs to 16 bits, eight of those sums (as many as codes of four bits allow) in 16 bits,
+// pairs of them to 32 bits, an addition.
+constexpr int kWords = 8;
+TARGET("avx512f,avx512bw") uint64_t words512(int64_t rounds) {
+    __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(2), ones = _mm512_set1_epi16(1), total = _mm512_setzero_si512();
+#define F(s) __m512i s = total;
+    EACH(F)
+#undef F
+    for (int64_t r = 0; r < rounds; r++) {
+        __m512i p;
+#define F(s) s = _mm512_maddubs_epi16(a, b); KEEP(s)
+        EACH(F)
+#undef F
+        for (int i = 1; i < kWords; i++) {
+#define F(s) p = _mm512_maddubs_epi16(a, b); KEEP(p) s = _mm512_add_epi16(s, p); KEEP(s)
+            EACH(F)
+#undef F
+        }
+#define F(s) p = _mm512_madd_epi16(s, ones); KEEP(p) total = _mm512_add_epi32(total, p); KEEP(total)
+        EACH(F)
+#undef F
+    }
+    return (uint64_t)_mm_cvtsi128_si64(_mm512_castsi512_si128(total));
+}
+
+TARGET("avx2") uint64_t words256(int64_t rounds) {
+    __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(2), ones = _mm256_set1_epi16(1), total = _mm256_setzero_si256();
+#define F(s) __m256i s = total;
     EACH(F)
 #undef F
     for (int64_t r = 0; r < rounds; r++) {
         __m256i p;
-#define F(s) p = _mm256_maddubs_epi16(a, b); KEEP(p) s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones)); KEEP(s)
+#define F(s) s = _mm256_maddubs_epi16(a, b); KEEP(s)
+        EACH(F)
+#undef F
+        for (int i = 1; i < kWords; i++) {
+#define F(s) p = _mm256_maddubs_epi16(a, b); KEEP(p) s = _mm256_add_epi16(s, p); KEEP(s)
+            EACH(F)
+#undef F
+        }
+#define F(s) p = _mm256_madd_epi16(s, ones); KEEP(p) total = _mm256_add_epi32(total, p); KEEP(total)
         EACH(F)
 #undef F
     }
-#define F(s) sum = _mm256_xor_si256(sum, s);
-    EACH(F)
-#undef F
-    return (uint64_t)_mm256_extract_epi64(sum, 0);
+    return (uint64_t)_mm256_extract_epi64(total, 0);
 }
 
 TARGET("avx512f") uint64_t fma512(int64_t rounds) {
@@ -338,7 +367,8 @@ int main(int argc, char** argv) {
     if (avx2) read = read_avx2;
     if (avx512 && __builtin_cpu_supports("avx512vnni")) show("avx512vnni", threads, vnni512, kChains * 128.0);
     if (avx2 && has_avxvnni()) show("avxvnni", threads, vnni256, kChains * 64.0);
-    if (avx2) show("avx2", threads, madd256, kChains * 64.0);
+    if (avx512) show("avx512bw", threads, words512, kWords * kChains * 128.0);
+    if (avx2) show("avx2", threads, words256, kWords * kChains * 64.0);
 #if defined(HAVE_AMX)
     if (has_amx()) show("amx", threads, amx, 6 * 16 * 16 * 64 * 2.0);
 #endif

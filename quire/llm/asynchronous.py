@@ -34,7 +34,7 @@ class Options(TypedDict, total=False):
     quantize: str  # of the torch backends, matrices as they load: "fp8", "fp8-block", "int8", "int4", or "keep" (a file's codes)
     deterministic: bool  # bitwise the same in any batch: always so on the CPU, a mode with a price on a GPU
     threads: int | None  # what was measured to be fastest
-    isa: str | None  # force a kernel set: "scalar", "neon", "avx2", "avx512"
+    isa: str | None  # force a kernel set, such as "avx2" or "scalar"
     context: int | None  # longest sequence, in tokens: what the model was made for
     kv_memory: int | str | None  # bytes, or a text such as "1GiB"
     kv_dtype: str  # how K and V are kept: "f16", or "int8" or "fp8" for half the memory

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import Scorer, difference, losses, perplexity, windows
+from benchmarks.perplexity import Scorer, difference, losses, main, perplexity, windows
 from quire.backends.choose import open_backend
 from quire.models import load
 from quire.weights.gguf import GGUF
@@ -56,3 +56,35 @@ def test_the_default_model_agrees_with_transformers(model_path: Path) -> None:
     for dtype in ("f16", "int8"):
         found = perplexity(ours(model_path, tokens, recorded.CONTEXT, recorded.STRIDE, dtype))
         assert found == pytest.approx(recorded.PERPLEXITY, rel=0.03)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr("sys.argv", ["perplexity", *map(str, arguments), "--context", "32", "--stride", "16"])
+    main()
+
+
+def test_a_file_is_compared_with_another(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With itself under another name: two models are loaded, and there is nothing between them."""
+    text, other = tmp_path / "text", tmp_path / "other.gguf"
+    text.write_text(recorded.TEXT)
+    other.symlink_to(model_path)
+    compare(monkeypatch, "--model", model_path, "--against", other, "--text", text, "--tokens", 80)
+    shown = capsys.readouterr().out
+    assert "loss +0.00000 +- 0.00000" in shown and f"other {perplexity_in(shown, model_path.stem)}" in shown
+    assert "decode" not in shown
+
+
+def perplexity_in(shown: str, name: str) -> str:
+    return shown.split(f"   {name} ")[1].split()[0]
+
+
+@pytest.mark.parametrize(("more", "why"), [((), "the same file name"), (("--depths", 64), "one at a time")])
+def test_a_comparison_that_says_nothing_is_refused(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], why: str
+) -> None:
+    other = tmp_path / "other.gguf"
+    other.symlink_to(model_path)
+    with pytest.raises(SystemExit, match=why):
+        compare(monkeypatch, "--model", model_path, "--against", other if more else model_path, *more)
