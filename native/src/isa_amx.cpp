@@ -1,12 +1,35 @@
-// The amx kernel set: AVX-512 with matrix tiles for products of many rows.
+// The amx kernel set: avx512's, with matrix tiles where they pay.
 #define QUIRE_AMX 1
 #include "kernels/simd_avx512.h"
-#include "kernels/table.h"
+#include "kernels/gemm.h"
+
+namespace {
+
+template <int BITS>
+void tiled(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    if (w.bias) return affine_gemm<BITS, 32, true>(w, b0, b1, x, s, m, e);
+    affine_gemm<BITS, 32, false>(w, b0, b1, x, s, m, e);
+}
+
+// Groups of 16 would use half of a tile, and codes of 16 bits have kernels of their own.
+void linear_tiled(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    if (m < kTilesFrom || w.group != 32 || w.bits == 16) return avx512_kernels()->linear_affine(w, b0, b1, x, s, m, e);
+    switch (w.bits) {
+        case 2: return tiled<2>(w, b0, b1, x, s, m, e);
+        case 3: return tiled<3>(w, b0, b1, x, s, m, e);
+        case 4: return tiled<4>(w, b0, b1, x, s, m, e);
+        case 5: return tiled<5>(w, b0, b1, x, s, m, e);
+        case 6: return tiled<6>(w, b0, b1, x, s, m, e);
+        default: return tiled<8>(w, b0, b1, x, s, m, e);
+    }
+}
+
+}  // namespace
 
 namespace quire {
 
 const Kernels* amx_kernels() {
-    static constexpr Kernels table = make_table("amx");
+    static const Kernels table = with_linear(*avx512_kernels(), "amx", linear_tiled);
     return &table;
 }
 

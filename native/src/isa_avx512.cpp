@@ -1,11 +1,11 @@
-// The avx512 kernel set: this file is compiled with the flags of its instruction set, and nothing in it may run without them.
+// The avx512 kernel set: avx512bw's, with VNNI's dot product of bytes.
 #include "kernels/simd_avx512.h"
-#include "kernels/table.h"
+#include "kernels/linear.h"
 
 namespace quire {
 
 const Kernels* avx512_kernels() {
-    static constexpr Kernels table = make_table("avx512");
+    static const Kernels table = with_linear(*avx512bw_kernels(), "avx512", linear_affine);
     return &table;
 }
 

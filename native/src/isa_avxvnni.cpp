@@ -1,12 +1,12 @@
-// The avxvnni kernel set: AVX2 with its own int8 dot product (client CPUs without AVX-512).
+// The avxvnni kernel set: avx2's, with a dot product of bytes (client CPUs without AVX-512).
 #define QUIRE_AVX_VNNI 1
 #include "kernels/simd_avx2.h"
-#include "kernels/table.h"
+#include "kernels/linear.h"
 
 namespace quire {
 
 const Kernels* avxvnni_kernels() {
-    static constexpr Kernels table = make_table("avxvnni");
+    static const Kernels table = with_linear(*avx2_kernels(), "avxvnni", linear_affine);
     return &table;
 }
 

@@ -157,6 +157,13 @@ struct Kernels {
     void (*rule_out)(const float* x, const uint8_t* allowed, int n, float* out);
 };
 
+// A kernel set that differs from another one in its linear_affine alone: the rest is compiled once.
+static inline Kernels with_linear(const Kernels& base, const char* name, decltype(Kernels::linear_affine) linear) {
+    Kernels set = base;
+    set.name = name, set.linear_affine = linear;
+    return set;
+}
+
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();

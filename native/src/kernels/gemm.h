@@ -6,8 +6,7 @@
 // that its shape fits the register file of each instruction set.
 #pragma once
 
-#include <optional>
-#include <utility>
+#include <type_traits>
 
 #include "dots.h"
 
@@ -225,7 +224,6 @@ struct Chunk {
 #else
 namespace {
 constexpr bool kTiles = false;
-constexpr int kTilesFrom = 0;
 }  // namespace
 #endif
 
@@ -329,14 +327,11 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
     alignas(64) float acc[kMaxTall * 16 * kPair];
     Chunk chunk[kPair];
     Extras<kChunk> extras;
-    constexpr bool kAsTiles = kTiles && GROUP == 32;  // groups of 16 would use half of a tile
-    const bool as_tiles = kAsTiles && m >= kTilesFrom;
-    const int base = !as_tiles ? code_base(BITS) : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
+    const int base = !kTiles ? code_base(BITS) : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
 #ifdef QUIRE_AMX
-    std::optional<TileScope> scope;
-    if (as_tiles) scope.emplace();
+    const TileScope scope;
 #endif
     for (int b = b0; b < b1; b += kPair) {
         const int blocks = b1 - b < kPair ? b1 - b : kPair;
@@ -347,31 +342,27 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
             for (int i = 0; i < blocks; i++) unpack_chunk<BITS, GROUP, BIAS>(w, b + i, t0, tiles, base, chunk[i]);
             const int next = t0 + tiles < w.tiles ? t0 + tiles : 0;
             Ahead ahead(w, next ? b : b + kPair, next, w.tiles - next < most ? w.tiles - next : most,
-                        as_tiles ? tall / 16 * blocks * tiles : m / kTileRows + 1);
+                        kTiles ? tall / 16 * blocks * tiles : m / kTileRows + 1);
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
                 float* at = acc + (size_t)m0 * stride;
                 const int rows = m - m0 < 16 ? m - m0 : 16;
                 Lanes lanes(panel, s, t0);
-                if (BIAS || shift || (as_tiles && rows < 16)) {
+                if (BIAS || shift || (kTiles && rows < 16)) {
                     extras.template fill<GROUP, BIAS>(panel, s, t0, tiles, rows, shift);
                     lanes.take(extras);
                 }
 #ifdef QUIRE_AMX
-                if constexpr (kAsTiles) {
-                    if (as_tiles) {
-                        auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
-                            for (int i = 0; i < blocks; i++)
-                                tile_block<decltype(lanes_done)::value, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride, ahead);
-                        };
-                        if (rows > 12) pass(std::integral_constant<int, 16>{});
-                        else if (rows > 8) pass(std::integral_constant<int, 12>{});
-                        else pass(std::integral_constant<int, 8>{});
-                        continue;
-                    }
-                }
-#endif
+                auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
+                    for (int i = 0; i < blocks; i++)
+                        tile_block<decltype(lanes_done)::value, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride, ahead);
+                };
+                if (rows > 12) pass(std::integral_constant<int, 16>{});
+                else if (rows > 8) pass(std::integral_constant<int, 12>{});
+                else pass(std::integral_constant<int, 8>{});
+#else
                 affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
+#endif
             }
         }
         for (int r = 0; r < m; r++)

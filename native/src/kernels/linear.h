@@ -151,9 +151,12 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
 constexpr bool kManyRegisters = kWidth == 16 && kDenseRows >= 8;
 constexpr int kFewAffine = kManyRegisters ? 16 : 2;
 
+// Whether a GGUF type has this form. Others come from elsewhere and always pass over unpacked codes: half of the compiler's time would be theirs.
 template <int BITS, int GROUP, bool BIAS>
-void affine_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m > kFewAffine) return affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+constexpr bool kCommon = GROUP == 32 ? BITS == 4 || BITS == 5 || BITS == 8 : BIAS ? BITS == 2 : BITS == 3 || BITS == 6 || BITS == 8;
+
+template <int BITS, int GROUP, bool BIAS>
+void affine_panel_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     Few<BITS, GROUP, BIAS> few(w, x, s, m);
     if (w.tiles <= kFewTiles) few.fill(0);
     for (int b = b0; b < b1; b++) {
@@ -165,6 +168,14 @@ void affine_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
         }
         if (lane < m) few.template block<2>(b, lane, e, column);
     }
+}
+
+template <int BITS, int GROUP, bool BIAS>
+void affine_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    if constexpr (kCommon<BITS, GROUP, BIAS>) {
+        if (m <= kFewAffine) return affine_panel_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    }
+    affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
 }
 
 #endif

@@ -1,4 +1,4 @@
-// Fills a kernel table. The last include of each isa_*.cpp.
+// Fills a kernel table. The last include of an isa_*.cpp that has kernels of every kind.
 #pragma once
 
 #include "activations.h"
