@@ -6,6 +6,7 @@
 // stay where they are. In between, rows pass over one block while the integer pipes, which have nothing else to do, unpack what comes next.
 #pragma once
 
+#include <optional>
 #include <utility>
 
 #include "neon_slices.h"
