@@ -114,7 +114,7 @@ TARGET("avx2,avxvnni") uint64_t vnni256(int64_t rounds) {
 }
 
 // Without a dot-product instruction: products in pairs to 16 bits, eight of those sums (as many as codes of four bits allow) in 16 bits,
-// pairs of them to 32 bits, an addition.
+// pairs of them to 32 bits, an addition. KEEP(a): a compiler that knows the factors multiplies them once.
 constexpr int kWords = 8;
 TARGET("avx512f,avx512bw") uint64_t words512(int64_t rounds) {
     __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(2), ones = _mm512_set1_epi16(1), total = _mm512_setzero_si512();
@@ -123,11 +123,11 @@ TARGET("avx512f,avx512bw") uint64_t words512(int64_t rounds) {
 #undef F
     for (int64_t r = 0; r < rounds; r++) {
         __m512i p;
-#define F(s) s = _mm512_maddubs_epi16(a, b); KEEP(s)
+#define F(s) KEEP(a) s = _mm512_maddubs_epi16(a, b); KEEP(s)
         EACH(F)
 #undef F
         for (int i = 1; i < kWords; i++) {
-#define F(s) p = _mm512_maddubs_epi16(a, b); KEEP(p) s = _mm512_add_epi16(s, p); KEEP(s)
+#define F(s) KEEP(a) p = _mm512_maddubs_epi16(a, b); KEEP(p) s = _mm512_add_epi16(s, p); KEEP(s)
             EACH(F)
 #undef F
         }
@@ -145,11 +145,11 @@ TARGET("avx2") uint64_t words256(int64_t rounds) {
 #undef F
     for (int64_t r = 0; r < rounds; r++) {
         __m256i p;
-#define F(s) s = _mm256_maddubs_epi16(a, b); KEEP(s)
+#define F(s) KEEP(a) s = _mm256_maddubs_epi16(a, b); KEEP(s)
         EACH(F)
 #undef F
         for (int i = 1; i < kWords; i++) {
-#define F(s) p = _mm256_maddubs_epi16(a, b); KEEP(p) s = _mm256_add_epi16(s, p); KEEP(s)
+#define F(s) KEEP(a) p = _mm256_maddubs_epi16(a, b); KEEP(p) s = _mm256_add_epi16(s, p); KEEP(s)
             EACH(F)
 #undef F
         }
