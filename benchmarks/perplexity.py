@@ -237,6 +237,8 @@ def main() -> None:
         sides = (Side(Path(other).stem, other), Side(Path(path).stem, path))
         if len({side.name for side in sides}) < 2:
             sys.exit(f"--against {args.against}: that is the same model, or has the same file name")
+        if not args.tokens:
+            sys.exit("--tokens 0 measures speed alone, and --against compares what is read: give it some tokens")
         if args.depths:
             sys.exit("--depths measures the two kinds of keys and values, and --against compares files: one at a time")
     depths = [] if args.against else [2048, 8192 - 64] if args.depths is None else args.depths
@@ -251,19 +253,9 @@ def main() -> None:
     if args.save:
         sizes = {"context": args.context, "stride": args.stride, "threads": threads, "decode": args.decode}
         name = "perplexity" if quality else f"kv-dtypes-depth{'-'.join(map(str, depths))}"
-        print(
-            "saved",
-            save(
-                name,
-                {
-                    "model": Path(path).name,
-                    "against": args.against and Path(sides[0].path).name,
-                    **sizes,
-                    "quality": quality,
-                    "decode": speed,
-                },
-            ),
-        )
+        other = Path(sides[0].path).name if args.against else None
+        body = {"model": Path(path).name, "against": other, **sizes, "quality": quality, "decode": speed}
+        print("saved", save(name, body))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ def perplexity_in(shown: str, name: str) -> str:
     return shown.split(f"   {name} ")[1].split()[0]
 
 
-@pytest.mark.parametrize(("more", "why"), [((), "the same file name"), (("--depths", 64), "one at a time")])
+@pytest.mark.parametrize(
+    ("more", "why"), [((), "the same file name"), (("--depths", 64), "one at a time"), (("--tokens", 0), "some tokens")]
+)
 def test_a_comparison_that_says_nothing_is_refused(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], why: str
 ) -> None:
