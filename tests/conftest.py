@@ -21,9 +21,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Workers beside one another fill the cores. Threads of numpy's and torch's own would be in each other's way, and spin while
-# they wait: the models here are tiny, and three times the time goes into that.
+# they wait: the models here are tiny, and five times the time goes into that. The limit holds where a backend asks torch for
+# more, which it does for the whole process.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
 # A shell that runs a job in the background makes it ignore interrupts, and its children inherit that: the tests that
