@@ -81,12 +81,13 @@ def render(paths: list[Path]) -> str:
     """Everything between the markers: each machine's tables, the machine with the newest record first."""
     machines: dict[str, list[Path]] = {}
     for path in sorted(paths, reverse=True):
-        machines.setdefault(named(json.loads(path.read_text())["machine"]["cpu"]), []).append(path)
+        about = json.loads(path.read_text())["machine"]
+        machines.setdefault(f"{named(about['cpu'])}, {about['cores']} cores", []).append(path)
     parts = [of_machine(sorted(own)) for own in machines.values()]
     if len(parts) < 2:
         return parts[0] if parts else "No record has been written yet."
     return "\n\n".join(
-        f"### {cpu}\n\n" + text.replace("\n### ", "\n#### ") for cpu, text in zip(machines, parts, strict=True)
+        f"### {name}\n\n" + text.replace("\n### ", "\n#### ") for name, text in zip(machines, parts, strict=True)
     )
 
 

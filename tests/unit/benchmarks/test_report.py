@@ -53,6 +53,17 @@ def test_the_tables_have_figures_verdicts_and_where_they_came_from(tmp_path: Pat
     assert start == "| file |  | unit | quire | n |"  # no peer: no columns for one
 
 
+def test_machines_of_one_name_and_other_cores_are_told_apart(tmp_path: Path) -> None:
+    paths = write(tmp_path)
+    large = json.loads(paths[0].read_text())
+    large["machine"]["cores"] = 16
+    paths.append(tmp_path / "cpu-2.json")
+    paths[1].write_text(json.dumps(large))
+    text = report.render(paths)
+    assert text.index("### A CPU, 16 cores") < text.index("### A CPU, 2 cores")
+    assert text.count("q4_1 | depth 0") == 2
+
+
 def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     new = report.replace(page, "new")
