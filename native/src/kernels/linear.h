@@ -34,9 +34,9 @@ template <int BITS> inline B less_base(B codes) {
     return codes;
 }
 
-// Block b of w against one row (a lane of a panel).
+// Block b of w against one row: a lane of a panel.
 template <int BITS, int GROUP, bool BIAS>
-inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s) {
+inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& s, int lane) {
     const uint8_t* block = w.block(b);
     constexpr int kParts = 32 / GROUP, kChains = 32 / kChain<GROUP>;
     const int shift = code_base(BITS) - w.offset;
@@ -44,8 +44,9 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     const size_t code_bytes = w.code_bytes;
     // Ask for what the next block (or the next 8 KiB) needs while this one runs.
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
-    const float* sx = (const float*)(x + s.sx);
-    const int32_t* sum = (const int32_t*)(x + s.sum);
+    const float* sx = (const float*)(x + s.sx) + lane;
+    const int32_t* sum = (const int32_t*)(x + s.sum) + lane;
+    x += 32 * lane;
     F acc = fzero();
     for (int t = 0; t < tiles; t++) {
         const uint8_t* tile = block + (size_t)t * code_bytes;
@@ -72,7 +73,7 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
 
 template <int BITS, int GROUP, bool BIAS>
 void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, const Epilogue& e) {
-    for (int b = b0; b < b1; b++) finish(e, 0, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, x, s));
+    for (int b = b0; b < b1; b++) finish(e, 0, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, x, s, 0));
 }
 
 constexpr int kFewTiles = 128;  // whose Extras are kept at a time
@@ -170,12 +171,26 @@ void affine_panel_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const 
     }
 }
 
+// Row by row, as every other path must come out: for a set without a tile, where rows gain nothing by each other.
+template <int BITS, int GROUP, bool BIAS>
+void affine_each_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    for (int i = 0; i < m; i++) {
+        const uint8_t* panel = x + (size_t)(i / QuantShape::kLanes) * s.bytes;
+        for (int b = b0; b < b1; b++)
+            finish(e, i, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, panel, s, i % QuantShape::kLanes));
+    }
+}
+
 template <int BITS, int GROUP, bool BIAS>
 void affine_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if constexpr (kCommon<BITS, GROUP, BIAS>) {
-        if (m <= kFewAffine) return affine_panel_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    if constexpr (kTileRows == 1) {
+        affine_each_row<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+    } else {
+        if constexpr (kCommon<BITS, GROUP, BIAS>) {
+            if (m <= kFewAffine) return affine_panel_rows<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
+        }
+        affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
     }
-    affine_gemm<BITS, GROUP, BIAS>(w, b0, b1, x, s, m, e);
 }
 
 #endif
