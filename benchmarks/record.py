@@ -24,13 +24,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores and versions."""
-    from quire.config import VERSION, available_cores
+    """CPU, cores and versions; and the kernel set, where QUIRE_ISA asked for another than the machine's best."""
+    from quire.config import VERSION, Environment, available_cores
 
+    asked = Environment.read().isa
     return {
         "cpu": cpu_name(),
         "architecture": platform.machine(),
         "cores": available_cores(),
+        **({"kernels": asked} if asked else {}),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "python": platform.python_version(),

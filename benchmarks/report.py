@@ -77,12 +77,18 @@ def peaks_table(head: dict[str, Any]) -> list[str]:
     return lines
 
 
+def name_of(machine: dict[str, Any]) -> str:
+    """What tells one machine's tables from another's."""
+    kernels = f", {machine['kernels']} kernels" if "kernels" in machine else ""
+    return f"{named(machine['cpu'])}, {machine['cores']} cores{kernels}"
+
+
 def render(paths: list[Path]) -> str:
     """Everything between the markers: each machine's tables, the machine with the newest record first."""
     machines: dict[str, list[Path]] = {}
     for path in sorted(paths, reverse=True):
         about = json.loads(path.read_text())["machine"]
-        machines.setdefault(f"{named(about['cpu'])}, {about['cores']} cores", []).append(path)
+        machines.setdefault(name_of(about), []).append(path)
     parts = [of_machine(sorted(own)) for own in machines.values()]
     if len(parts) < 2:
         return parts[0] if parts else "No record has been written yet."

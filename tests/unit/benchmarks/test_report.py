@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import plot, report
 from benchmarks.figures import OURS, Figure
+from benchmarks.record import machine
 from benchmarks.report import BEGIN, END
 
 HEAD = {
@@ -53,15 +54,24 @@ def test_the_tables_have_figures_verdicts_and_where_they_came_from(tmp_path: Pat
     assert start == "| file |  | unit | quire | n |"  # no peer: no columns for one
 
 
-def test_machines_of_one_name_and_other_cores_are_told_apart(tmp_path: Path) -> None:
+def test_machines_of_one_name_are_told_apart_by_cores_and_kernels(tmp_path: Path) -> None:
     paths = write(tmp_path)
-    large = json.loads(paths[0].read_text())
-    large["machine"]["cores"] = 16
-    paths.append(tmp_path / "cpu-2.json")
-    paths[1].write_text(json.dumps(large))
+    for i, changes in enumerate(({"cores": 16}, {"kernels": "avx2"})):
+        other = json.loads(paths[0].read_text())
+        other["machine"] |= changes
+        paths.append(tmp_path / f"cpu-{2 + i}.json")
+        paths[-1].write_text(json.dumps(other))
     text = report.render(paths)
-    assert text.index("### A CPU, 16 cores") < text.index("### A CPU, 2 cores")
-    assert text.count("q4_1 | depth 0") == 2
+    headings = [line for line in text.splitlines() if line.startswith("### ")]
+    assert headings == ["### A CPU, 2 cores, avx2 kernels", "### A CPU, 16 cores", "### A CPU, 2 cores"]
+    assert text.count("q4_1 | depth 0") == 3
+
+
+def test_a_record_says_which_kernels_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_ISA", raising=False)
+    assert "kernels" not in machine()
+    monkeypatch.setenv("QUIRE_ISA", "avx2")
+    assert machine()["kernels"] == "avx2"
 
 
 def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
