@@ -24,7 +24,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores and versions; and the kernel set, where QUIRE_ISA asked for another than the machine's best."""
+    """CPU, cores and versions; and the kernel set, where QUIRE_ISA asked for one."""
     from quire.config import VERSION, Environment, available_cores
 
     asked = Environment.read().isa

@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kWidth = 16;                          // lanes of a register
-constexpr int kTileRows = 1, kTileColumns = 1;      // of the int8 register tile: rows, registers of columns
+constexpr int kTileRows = 1, kTileColumns = 1;      // of the int8 register tile: one row, so there is none
 constexpr int kDenseRows = 2, kDenseColumns = 1;    // of the float register tile
 constexpr int kMaxQueries = 2, kMaxChains = 2;  // of attention's register tile: queries; queries times vectors
 
