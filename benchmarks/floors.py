@@ -22,6 +22,13 @@ from benchmarks.record import ROOT
 BUILD = ROOT / "build" / "peaks"
 # The dot-product instruction, best first; what stands in for it on x86 CPUs that have none is named after their vectors. "amx" is told apart.
 DOT = ("avx512vnni", "avxvnni", "avx512bw", "avx2", "sdot")
+# What a kernel set leaves alone of a CPU that has it. Sets that are not named here use everything, or (scalar) nothing that has a peak.
+BEYOND = {
+    "avx512": ("amx",),
+    "avxvnni": ("amx", "avx512vnni", "avx512bw"),
+    "avx512bw": ("amx", "avx512vnni", "avxvnni"),
+    "avx2": ("amx", "avx512vnni", "avx512bw", "avxvnni"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,11 @@ class Peaks:
     def dot(self, threads: int) -> tuple[str, float] | None:
         """The best int8 dot-product instruction of this CPU, and operations per second."""
         return next(((name, self.int8[name][str(threads)] * 1e9) for name in DOT if name in self.int8), None)
+
+    def within(self, kernels: str | None) -> Peaks:
+        """Without the int8 rates of instructions that this kernel set does not use; None: the best set, which uses all."""
+        beyond = BEYOND.get(kernels or "", ())
+        return replace(self, int8={name: rates for name, rates in self.int8.items() if name not in beyond})
 
     def or_better(self, other: Peaks) -> Peaks:
         """These int8 rates, or the other's where it did better: a busy moment must not make a ceiling low."""
@@ -74,7 +86,9 @@ def build() -> Path | str:
 
 
 def measure(threads: int, *, int8_alone: bool = False) -> Peaks | str:
-    """The peaks of this machine now, or why there are none."""
+    """The peaks of this machine now, as far as the kernel set asked for can use them, or why there are none."""
+    from quire.config import Environment
+
     program = build()
     if isinstance(program, str):
         return program
@@ -84,7 +98,7 @@ def measure(threads: int, *, int8_alone: bool = False) -> Peaks | str:
     done = subprocess.run([str(program), str(threads), *part], capture_output=True, text=True)
     if done.returncode:
         return f"the program that measures peaks failed: {done.stderr[-500:]}"
-    return parse(json.loads(done.stdout))
+    return parse(json.loads(done.stdout)).within(Environment.read().isa)
 
 
 def parse(body: dict[str, Any]) -> Peaks:

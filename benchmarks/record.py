@@ -118,9 +118,13 @@ def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
 
 
 def newest(paths: list[Path]) -> dict[tuple[str, str, str, str], tuple[Figure, dict[str, Any]]]:
-    """Each figure from the latest record that has it, with that record's head."""
+    """Each figure from the latest record that has it, with that record's head. Where one commit was measured several times, a
+    run that was broken off does not replace one with more rounds."""
     found: dict[tuple[str, str, str, str], tuple[Figure, dict[str, Any]]] = {}
     for head, figures in sorted((load(p) for p in paths), key=lambda r: r[0]["machine"]["date"]):
         for figure in figures:
-            found[figure.key] = (figure, head)
+            before = found.get(figure.key)
+            same = before and before[1]["machine"]["commit"] == head["machine"]["commit"]
+            if not before or not same or figure.rounds >= before[0].rounds:
+                found[figure.key] = (figure, head)
     return found

@@ -2,7 +2,7 @@
 
     python -m benchmarks.report [--results FOLDER] [--page FILE] [--print]
 
-Each figure comes from the latest record that has it; below the tables stand the machine, the versions and the commits they
+Each figure comes from the latest record that has it (of one commit's, the one with the most rounds); below the tables stand the machine, the versions and the commits they
 came from. Only what lies between the two markers in the page is replaced.
 """
 

@@ -27,6 +27,14 @@ def test_the_dot_product_rate_is_the_best_instruction_and_not_the_tiles() -> Non
     assert Peaks(1, {}, {}, {}).dot(1) is None
 
 
+def test_the_ceiling_of_a_kernel_set_is_that_of_the_instructions_it_uses() -> None:
+    assert PEAKS.within("avx2").dot(2) == ("avx2", 90e9)
+    assert PEAKS.within("avx2").amx(2) is None
+    assert PEAKS.within("avx512").dot(2) == ("avx512vnni", 200e9)
+    assert PEAKS.within("avx512").amx(2) is None
+    assert PEAKS.within(None) == PEAKS.within("amx") == PEAKS
+
+
 def test_a_ceiling_is_the_best_that_was_seen() -> None:
     busy = Peaks(2, {"avx512vnni": {"1": 120.0, "2": 150.0}, "avx2": {"1": 1.0, "2": 1.0}}, {}, {})
     both = PEAKS.or_better(busy)

@@ -104,17 +104,25 @@ def test_a_record_says_what_was_measured_and_where(tmp_path: Path) -> None:
 
 
 def test_each_figure_comes_from_the_latest_record_that_has_it(tmp_path: Path) -> None:
-    def write(name: str, date: str, whats: list[str], value: float) -> Path:
-        figures = [Figure("decode", w, "s", "f", values={OURS: {"": [value]}}).to_json() for w in whats]
-        path = tmp_path / name
-        path.write_text(json.dumps({"machine": {"date": date}, "figures": figures}))
-        return path
-
     # The names are in the other order than the dates.
-    late = write("a.json", "2030-01-02T00:00:00", ["depth 0"], 2.0)
-    early = write("b.json", "2030-01-01T00:00:00", ["depth 0", "depth 2048"], 1.0)
+    late = write_record(tmp_path / "a.json", "2030-01-02T00:00:00", "b", ["depth 0"], [2.0])
+    early = write_record(tmp_path / "b.json", "2030-01-01T00:00:00", "a", ["depth 0", "depth 2048"], [1.0, 1.0])
     found = newest([late, early])
-    assert [f.ours for f, _ in found.values()] == [[2.0], [1.0]]
+    assert [f.ours for f, _ in found.values()] == [[2.0], [1.0, 1.0]]
+
+
+def test_a_run_broken_off_does_not_replace_more_rounds_of_its_commit(tmp_path: Path) -> None:
+    whole = write_record(tmp_path / "a.json", "2030-01-01T00:00:00", "a", ["depth 0"], [1.0, 1.0, 1.0])
+    broken = write_record(tmp_path / "b.json", "2030-01-02T00:00:00", "a", ["depth 0"], [2.0])
+    again = write_record(tmp_path / "c.json", "2030-01-03T00:00:00", "a", ["depth 0"], [3.0, 3.0, 3.0])
+    assert [f.ours for f, _ in newest([whole, broken]).values()] == [[1.0, 1.0, 1.0]]
+    assert [f.ours for f, _ in newest([whole, broken, again]).values()] == [[3.0, 3.0, 3.0]]
+
+
+def write_record(path: Path, date: str, commit: str, whats: list[str], values: list[float]) -> Path:
+    figures = [Figure("decode", w, "s", "f", values={OURS: {"": values}}).to_json() for w in whats]
+    path.write_text(json.dumps({"machine": {"date": date, "commit": commit}, "figures": figures}))
+    return path
 
 
 def test_a_record_of_another_shape(tmp_path: Path) -> None:
