@@ -217,7 +217,7 @@ class Scheduler:
         for seq in running:  # preemption takes from the end, so this stays in step
             at, same, lease = seq.computed + seq.in_flight, seq.again, seq.lease
             # The device knows its token, and the runner its page; and it does not end here.
-            if free and seq.sampling and same and lease and at < lease.dirty * size and at < seq.max_len - 1:
+            if free and same and lease and at < lease.dirty * size and at < seq.max_len - 1:
                 seq.in_flight += 1
                 seq.sampling += 1
                 work.append(same)
@@ -237,7 +237,7 @@ class Scheduler:
     def _compute(self, seq: Sequence, work: list[Work]) -> None:
         """Plan what a running sequence can compute now, making room by preemption if it must."""
         start = seq.computed + seq.in_flight  # an upper bound when the device knows better
-        guess = seq.sampling > 0 or (self._drafts > 0 and seq.sampled_here)
+        guess = seq.sampling > 0 or seq.sampled_here  # the device knows the token
         if guess:
             n = min(1 + self._drafts, seq.max_len - 1 - start)  # the last token's own KV is never needed
             if n <= 0:

@@ -20,13 +20,16 @@ P = 4
 
 
 class Desk:
-    """A scheduler, and a device that answers each sampled row with `say(work)`."""
+    """A scheduler, and a device that answers each sampled row with `say(work, tokens that its slot has computed then)`."""
 
-    def __init__(self, pages: int = 64, say: Callable[[Work], list[int]] = lambda w: [7], **options: Any) -> None:
+    def __init__(
+        self, pages: int = 64, say: Callable[[Work, int], list[int]] = lambda w, n: [7], **options: Any
+    ) -> None:
         settings: dict[str, Any] = {"slots": 8, "budget": 64, "context": 1000, "draw": lambda: 42}
         self.tree = PrefixTree(Pool(pages), P)
         self.scheduler = Scheduler(self.tree, **(settings | options))
         self.say = say
+        self.length: dict[int, int] = {}  # of each slot
 
     def add(self, name: str, prompt: int | list[int], first: int = 100, **options: Any) -> int:
         tokens = prompt if isinstance(prompt, list) else list(range(first, first + prompt))
@@ -36,8 +39,11 @@ class Desk:
     def answer(self, plan: Plan) -> Result:
         rows = []
         for work in plan.work:
-            tokens = self.say(work) if work.sample else []
-            rows.append(Row(work.n if work.start >= 0 else len(tokens), tokens))
+            told = work.start >= 0
+            before = work.start if told else self.length.get(work.slot, 0)
+            tokens = self.say(work, before + (work.n if told else 1)) if work.sample else []
+            rows.append(Row(work.n if told else len(tokens), tokens))
+            self.length[work.slot] = before + rows[-1].accepted
         return Result(rows)
 
     def plan(self) -> Plan:
@@ -75,7 +81,7 @@ def shape(plan: Plan) -> list[tuple[int, int]]:
 
 
 def test_a_request_from_prompt_to_finish() -> None:
-    desk = Desk(say=lambda w: [w.start])
+    desk = Desk(say=lambda w, n: [n])
     key = desk.add("a", 6, max_tokens=3)
     plan = desk.plan()
     work = plan.work[0]
@@ -84,13 +90,16 @@ def test_a_request_from_prompt_to_finish() -> None:
     assert len(work.pages) == 2 and work.page_from == 0
     assert plan.opened[0].slot == work.slot and plan.opened[0].tokens == work.tokens
     assert desk.scheduler.admitted == ["a"]
-    assert desk.commit(plan) == [Event(id="a", tokens=[0])]
+    assert desk.commit(plan) == [Event(id="a", tokens=[6])]
     plan = desk.plan()
     assert (plan.opened, plan.closed, desk.scheduler.admitted) == ([], [], [])
-    assert (plan.work[0].start, plan.work[0].tokens, plan.work[0].pages) == (6, [0], [])
-    desk.commit(plan)
-    (last,) = desk.step()
-    assert (last.tokens, last.finish, last.stop_id) == ([7], "length", None)
+    work = plan.work[0]  # the device has sampled its token, and is not told it
+    assert (work.n, work.start, work.tokens, work.pages, work.sample) == (1, -1, None, [], True)
+    assert desk.commit(plan) == [Event(id="a", tokens=[7])]
+    plan = desk.plan()
+    assert plan.work[0] is work  # nothing about it is new
+    (last,) = desk.commit(plan)
+    assert (last.tokens, last.finish, last.stop_id) == ([8], "length", None)
     assert last.receipt is not None
     assert (last.receipt.prompt_tokens, last.receipt.output_tokens, last.receipt.steps) == (6, 3, 3)
     assert (last.receipt.chunks, last.receipt.cached_tokens, last.receipt.seed) == (1, 0, 42)
@@ -134,20 +143,20 @@ def test_seed_mixing_is_pinned() -> None:
 
 
 def test_an_eos_token_ends_it_and_is_delivered() -> None:
-    desk = Desk(say=lambda w: [2])
+    desk = Desk(say=lambda w, n: [2])
     desk.add("a", 4, eos_ids=(2,))
     (event,) = desk.step()
     assert (event.tokens, event.finish, event.stop_id) == ([2], "stop", 2)
 
 
 def test_ignore_eos_goes_on() -> None:
-    desk = Desk(say=lambda w: [2])
+    desk = Desk(say=lambda w, n: [2])
     desk.add("a", 4, eos_ids=(2,), ignore_eos=True, max_tokens=5)
     assert [e.finish for e in desk.finish()] == [None] * 4 + ["length"]
 
 
 def test_no_stop_before_min_tokens() -> None:
-    desk = Desk(say=lambda w: [2])
+    desk = Desk(say=lambda w, n: [2])
     desk.add("a", 4, eos_ids=(2,), min_tokens=3)
     assert [e.finish for e in desk.finish()] == [None, None, None, "stop"]
 
@@ -176,7 +185,7 @@ def test_an_error_row_ends_its_sequence_alone() -> None:
 
 
 def test_tokens_after_the_end_are_dropped_with_their_logprobs() -> None:
-    desk = Desk(drafts=3, say=lambda w: [7])
+    desk = Desk(drafts=3, say=lambda w, n: [7])
     desk.add("a", 4, eos_ids=(2,), logprobs=0)
     desk.step()
     plan = desk.plan()
@@ -321,7 +330,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
 
 
 def test_generated_pages_are_shared_with_the_next_turn() -> None:
-    desk = Desk(say=lambda w: [w.start + w.n])
+    desk = Desk(say=lambda w, n: [n])
     desk.add("a", 6, max_tokens=7)
     (*_, last) = desk.finish()
     assert last.finish == "length"
@@ -412,7 +421,7 @@ def fill(desk: Desk, count: int, **options: Any) -> None:
 
 
 def test_the_latest_is_preempted_and_resumes_where_it_was() -> None:
-    desk = Desk(pages=9, say=lambda w: [w.start + w.n + 1000])
+    desk = Desk(pages=9, say=lambda w, n: [n + 1000])
     fill(desk, 3)
     events = desk.finish()
     by_id: dict[str, list[int]] = {}
