@@ -19,6 +19,12 @@ namespace quire {
 #if defined(__x86_64__)
 namespace {
 
+#if defined(QUIRE_EMULATE)
+constexpr bool kEmulated = true;
+#else
+constexpr bool kEmulated = false;
+#endif
+
 // Bits that not every compiler knows by name. Leaf 1: F16C; leaf 7, subleaf 1: AVX-VNNI.
 bool has_f16c() {
     unsigned a, b, c, d;
@@ -27,13 +33,14 @@ bool has_f16c() {
 #if defined(QUIRE_HAS_AVXVNNI)
 bool has_avx_vnni() {
     unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    return kEmulated || (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1));
 }
 #endif
 
 // Leaf 7: AMX-TILE and AMX-INT8. The system must save the tiles (XCR0), and Linux gives them to a process that asks.
 #if defined(QUIRE_HAS_AMX)
 bool has_amx() {
+    if (kEmulated) return true;
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
@@ -62,7 +69,7 @@ int available_kernels(const Kernels** out, int capacity) {
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512vnni")) {
+    if (avx512 && (kEmulated || __builtin_cpu_supports("avx512vnni"))) {
 #if defined(QUIRE_HAS_AMX)
         if (has_amx()) offer(amx_kernels());
 #endif

@@ -18,6 +18,12 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {16, 16, 16, 8};
 };
 
+#ifdef QUIRE_EMULATE
+struct TileScope {
+    TileScope() {}
+};
+template <int> inline void tile_group(const int8_t* x, const uint8_t* codes, int32_t* buffer) { emulated_tile(x, codes, buffer); }
+#else
 // Tiles are configured while this lives; releasing them keeps context switches cheap.
 struct TileScope {
     TileScope() {
@@ -42,6 +48,7 @@ template <int SUMS> inline void tile_group(const int8_t* x, const uint8_t* codes
     else QUIRE_TILE(1);
 }
 #undef QUIRE_TILE
+#endif
 
 // The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
 // last row is scaled by the zeros that `x` has for them, or not looked at.
@@ -84,6 +91,17 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shift
     }
     QUIRE_UNROLL16
     for (int r = 0; r < R; r++) fstore(acc + (size_t)r * stride, a[r]);
+}
+
+// `rows` rows of a panel against `blocks` unpacked blocks.
+template <bool BIAS>
+void tile_panel(const Chunk* chunk, int blocks, int tiles, const Lanes& x, int rows, bool shifted, float* acc, size_t stride, Ahead& ahead) {
+    auto pass = [&](auto lanes) __attribute__((always_inline)) {
+        for (int i = 0; i < blocks; i++) tile_block<decltype(lanes)::value, BIAS>(chunk[i], tiles, x, shifted, acc + 16 * i, stride, ahead);
+    };
+    if (rows > 12) pass(std::integral_constant<int, 16>{});
+    else if (rows > 8) pass(std::integral_constant<int, 12>{});
+    else pass(std::integral_constant<int, 8>{});
 }
 
 }  // namespace

@@ -8,10 +8,13 @@
 
 namespace {
 
+// code_base: what codes have lost when they meet Dots. summed_as: codes of so many bits are added like these.
 #ifdef QUIRE_WORD_SUMS
-constexpr int code_base(int bits) { return bits == 8 ? 128 : 0; }  // what codes have lost when they meet Dots
+constexpr int code_base(int bits) { return bits == 8 ? 128 : 0; }
+constexpr int summed_as(int bits) { return bits < 4 ? 4 : bits; }
 #else
 constexpr int code_base(int) { return 0; }
+constexpr int summed_as(int) { return 8; }
 #endif
 
 struct Lanes16 {

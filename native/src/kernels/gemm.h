@@ -231,7 +231,7 @@ namespace {
 
 // `base` is what each code loses on the way, so that it fits a signed byte.
 template <int BITS, int GROUP, bool BIAS>
-inline void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to) {
+void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to) {
     const uint8_t* block = w.block(b);
     for (int t = 0; t < tiles; t++) {
         uint8_t* out = to.codes[t];
@@ -322,12 +322,16 @@ void affine_panel(const Chunk* chunk, int blocks, int tiles, const Lanes& x, int
     affine_strip<1, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
 }
 
+using Unpack = void (*)(const Matrix&, int b, int t0, int tiles, int base, Chunk&);
+
+// Once for all forms whose codes are added alike: calling `unpack` costs nothing, and copies would cost a minute of compiling.
 template <int BITS, int GROUP, bool BIAS>
-void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e, int base,
+                              Unpack unpack) {
     alignas(64) float acc[kMaxTall * 16 * kPair];
     Chunk chunk[kPair];
     Extras<kChunk> extras;
-    const int base = !kTiles ? code_base(BITS) : BITS == 8 ? 128 : w.offset, shift = base - w.offset;
+    const int shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
 #ifdef QUIRE_AMX
@@ -339,7 +343,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
         for (size_t i = 0; i < (size_t)tall * stride; i += 16) fstore(acc + i, fzero());
         for (int t0 = 0, tiles; t0 < w.tiles; t0 += tiles) {
             tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
-            for (int i = 0; i < blocks; i++) unpack_chunk<BITS, GROUP, BIAS>(w, b + i, t0, tiles, base, chunk[i]);
+            for (int i = 0; i < blocks; i++) unpack(w, b + i, t0, tiles, base, chunk[i]);
             const int next = t0 + tiles < w.tiles ? t0 + tiles : 0;
             Ahead ahead(w, next ? b : b + kPair, next, w.tiles - next < most ? w.tiles - next : most,
                         kTiles ? tall / 16 * blocks * tiles : m / kTileRows + 1);
@@ -353,13 +357,7 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
                     lanes.take(extras);
                 }
 #ifdef QUIRE_AMX
-                auto pass = [&](auto lanes_done) __attribute__((always_inline)) {
-                    for (int i = 0; i < blocks; i++)
-                        tile_block<decltype(lanes_done)::value, BIAS>(chunk[i], tiles, lanes, shift != 0, at + 16 * i, stride, ahead);
-                };
-                if (rows > 12) pass(std::integral_constant<int, 16>{});
-                else if (rows > 8) pass(std::integral_constant<int, 12>{});
-                else pass(std::integral_constant<int, 8>{});
+                tile_panel<BIAS>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
 #else
                 affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
 #endif
@@ -368,6 +366,12 @@ void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantS
         for (int r = 0; r < m; r++)
             for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc + (size_t)r * stride + (size_t)(16 * i)));
     }
+}
+
+template <int BITS, int GROUP, bool BIAS>
+void affine_gemm(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    const int base = !kTiles ? code_base(BITS) : BITS == 8 ? 128 : w.offset;
+    affine_passes<summed_as(BITS), GROUP, BIAS>(w, b0, b1, x, s, m, e, base, unpack_chunk<BITS, GROUP, BIAS>);
 }
 
 }  // namespace

@@ -5,6 +5,10 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#ifdef QUIRE_EMULATE
+#include "emulated.h"
+#endif
+
 namespace {
 
 constexpr int kWidth = 8;                         // lanes of a register
@@ -150,7 +154,11 @@ inline __m256i quad_of(const int8_t* x) {
     return _mm256_set1_epi32(quad);
 }
 #ifdef QUIRE_AVX_VNNI
+#ifdef QUIRE_EMULATE
+inline __m256i dot4(__m256i acc, __m256i codes, const int8_t* x) { return emulated_dot(acc, codes, quad_of(x)); }
+#else
 inline __m256i dot4(__m256i acc, __m256i codes, const int8_t* x) { return _mm256_dpbusd_avx_epi32(acc, codes, quad_of(x)); }
+#endif
 inline I dot4(I acc, B codes, const int8_t* x) { return {dot4(acc.a, codes.a, x), dot4(acc.b, codes.b, x)}; }
 #else
 inline __m256i in_order(__m256i a) {  // a compiler that makes a tree of many sums has no registers for it

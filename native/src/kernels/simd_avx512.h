@@ -6,6 +6,10 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#ifdef QUIRE_EMULATE
+#include "emulated.h"
+#endif
+
 namespace {
 
 constexpr int kWidth = 16;                        // lanes of a register
@@ -83,7 +87,9 @@ inline I quad_of(const int8_t* x) {
     __builtin_memcpy(&quad, x, 4);
     return _mm512_set1_epi32(quad);
 }
-#ifndef QUIRE_NO_VNNI
+#if !defined(QUIRE_NO_VNNI) && defined(QUIRE_EMULATE)
+inline I dot4(I acc, B codes, const int8_t* x) { return emulated_dot(acc, codes, quad_of(x)); }
+#elif !defined(QUIRE_NO_VNNI)
 inline I dot4(I acc, B codes, const int8_t* x) { return _mm512_dpbusd_epi32(acc, codes, quad_of(x)); }
 #else
 inline I in_order(I a) {  // a compiler that makes a tree of many sums has no registers for it
