@@ -2,8 +2,8 @@
 
     python -m benchmarks.report [--results FOLDER] [--page FILE] [--print]
 
-Each figure comes from the latest record that has it (of one commit's, the one with the most rounds); below the tables stand the machine, the versions and the commits they
-came from. Only what lies between the two markers in the page is replaced.
+Each figure comes from the latest record that has it (of one commit's, the one with the most rounds); below the tables stand
+the machine, the versions and the commits they came from. Only what lies between the two markers in the page is replaced.
 """
 
 from __future__ import annotations

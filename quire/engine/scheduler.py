@@ -1,8 +1,8 @@
 """The scheduler: the only place that decides. It touches no tensor, no clock and no I/O, and names no feature.
 
 plan() says what the next step computes, commit() takes its results. Any number of plans may be in flight in between, as
-long as they are executed and committed in order: the device then knows a sequence's last token and true length, and
-the scheduler an upper bound.
+long as they are executed and committed in order. What the device has sampled it is never told: it knows a sequence's last
+token and true length, and while steps are in flight the scheduler knows an upper bound.
 
   * running sequences come first: those with one token to compute (nobody waits behind a long prompt), then chunks of
     prompts; then waiting ones are admitted, each group in `order` (policy, then arrival)
@@ -237,8 +237,8 @@ class Scheduler:
     def _compute(self, seq: Sequence, work: list[Work]) -> None:
         """Plan what a running sequence can compute now, making room by preemption if it must."""
         start = seq.computed + seq.in_flight  # an upper bound when the device knows better
-        guess = seq.sampling > 0 or seq.sampled_here  # the device knows the token
-        if guess:
+        on_device = seq.sampling > 0 or seq.sampled_here
+        if on_device:
             n = min(1 + self._drafts, seq.max_len - 1 - start)  # the last token's own KV is never needed
             if n <= 0:
                 return
@@ -250,7 +250,7 @@ class Scheduler:
                 return
         lease = seq.held
         upto = start + n
-        if guess and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
+        if on_device and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
             n, upto = 1, start + 1  # nobody gives way to a guess
         if upto > lease.room:
             while not self.tree.extend(lease, upto):
@@ -263,7 +263,7 @@ class Scheduler:
         for limit in self._step_limits:
             limit.charge(seq, start, n)
         page_from, pages, more = lease.changes()
-        sample = guess or upto == len(seq.tokens)
+        sample = on_device or upto == len(seq.tokens)
         seq.in_flight += n
         if sample:
             seq.sampling += 1
@@ -272,16 +272,16 @@ class Scheduler:
             epoch=seq.epoch,
             slot=seq.slot,
             n=n,
-            start=-1 if guess else start,
-            tokens=None if guess else seq.tokens[start:upto],
-            drafts=n - 1 if guess else 0,
+            start=-1 if on_device else start,
+            tokens=None if on_device else seq.tokens[start:upto],
+            drafts=n - 1 if on_device else 0,
             sample=sample,
             prompt_logits=min(upto, seq.prompt_rows) - start if start < seq.prompt_rows else 0,
             page_from=page_from,
             pages=pages,
             more=more,
         )
-        if guess and n == 1 and not pages:
+        if on_device and n == 1 and not pages:
             seq.again = made
         work.append(made)
 
@@ -427,7 +427,7 @@ class Scheduler:
         return None, new
 
     def _news(self, seq: Sequence, work: Work, row: Row, finish: str | None, taken: int) -> list[Event]:
-        """The event of a row that ends a sequence or computed part of its prompt's logprobs, if there is one."""
+        """The event of a row that ends a sequence or computed part of its prompt's logprobs, if on_device is one."""
         prompt, have = tuple[Logprob, ...](), seq.prompt_logprobs
         if work.prompt_logits and len(have) < seq.prompt_rows:
             have += row.prompt_logprobs[len(have) - work.start :]  # after a preemption some come again

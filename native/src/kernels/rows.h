@@ -7,13 +7,13 @@
 #include "../kernels.h"
 
 #define QUIRE_UNROLL _Pragma("GCC unroll 8")
+#define QUIRE_UNROLL16 _Pragma("GCC unroll 16")
 // One copy of it, whatever it is given.
 #if defined(__clang__)
 #define QUIRE_ONCE __attribute__((noinline))
 #else
 #define QUIRE_ONCE __attribute__((noinline, noclone))
 #endif
-#define QUIRE_UNROLL16 _Pragma("GCC unroll 16")
 
 namespace {
 
