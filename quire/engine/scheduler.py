@@ -427,7 +427,7 @@ class Scheduler:
         return None, new
 
     def _news(self, seq: Sequence, work: Work, row: Row, finish: str | None, taken: int) -> list[Event]:
-        """The event of a row that ends a sequence or computed part of its prompt's logprobs, if on_device is one."""
+        """The event of a row that ends a sequence or computed part of its prompt's logprobs, if there is one."""
         prompt, have = tuple[Logprob, ...](), seq.prompt_logprobs
         if work.prompt_logits and len(have) < seq.prompt_rows:
             have += row.prompt_logprobs[len(have) - work.start :]  # after a preemption some come again
