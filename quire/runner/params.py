@@ -100,4 +100,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise BadRequest(f"{name} is {value}: it must be in {bracket}{low:g}, {high:g}]", param=name)
+        raise BadRequest(f"{name} is {value}: it must be in {bracket}{low:.10g}, {high:.10g}]", param=name)

@@ -1,11 +1,13 @@
 """Each rule against the naive oracle and, where it is installed, against transformers' own processors."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from naive_sampling import distribution
 
+from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.rules import RULES, Choice, History, needs_history, rules_for
 
@@ -201,3 +203,15 @@ class TestTransformers:
         )
         logits = _logits(seed)
         self._compare(params, warpers, logits, prompt=[3, 3, 9, int(logits.argmax()), int(logits.argmin())])
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (SamplingParams(max_tokens=-3), "max_tokens is -3: it must be in [1, 2147483647]"),
+        (SamplingParams(top_p=0.0), "top_p is 0.0: it must be in (0, 1]"),
+    ],
+)
+def test_a_bound_is_said_in_full(params: SamplingParams, said: str):
+    with pytest.raises(BadRequest, match=re.escape(said)):
+        params.validate(V)
