@@ -104,13 +104,17 @@ class FakeCompleter:
         self.enforces: Constraint | None = None  # what it answers with, if anything
         self.answer = answer
         self.delay = 0.0
-        self.before_first = 0.0
+        self.gate: asyncio.Event | None = None  # nothing comes before it is set, but
+        self.free = 0  # ... for the next so many requests
+        self.gate_at = 0  # how many tokens pass it
+        self.held = 0  # how many requests wait at it
         self.raises: QuireError | None = None  # before any token
         self.dies: Exception | None = None  # after three tokens
         self.error_event: str | None = None
         self.seen: list[Generation] = []
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
         self.running = 0
+        self.most = 0  # that ran at a time
         self.aborted = 0
 
     async def encode_prompt(self, text: str) -> list[int]:
@@ -132,6 +136,7 @@ class FakeCompleter:
     async def stream(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
         self.seen.append(generation)
         self.running += 1
+        self.most = max(self.most, self.running)
         done = False
         try:
             async for chunk in self._chunks(generation):
@@ -144,7 +149,8 @@ class FakeCompleter:
     async def _chunks(self, g: Generation) -> AsyncIterator[Chunk]:
         if self.raises is not None:
             raise self.raises
-        await asyncio.sleep(self.before_first)
+        if self.gate_at == 0:
+            await self._wait()
         if self.error_event is not None:
             yield Chunk(finish="error", error=self.error_event)
             return
@@ -162,6 +168,8 @@ class FakeCompleter:
             held = b""
             for i, byte in enumerate(data):
                 await asyncio.sleep(self.delay)
+                if i == self.gate_at > 0:
+                    await self._wait()
                 if self.dies is not None and i == 3:
                     raise self.dies
                 held += bytes([byte])
@@ -190,6 +198,16 @@ class FakeCompleter:
                     finish=finish if last else None,
                     receipt=receipt if last else None,
                 )
+
+    async def _wait(self) -> None:
+        if self.gate is None or self.free > 0:
+            self.free -= self.free > 0
+            return
+        self.held += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.held -= 1
 
     def _entry(self, token: int, k: int | None) -> TokenLogprob:
         def text(t: int) -> TokenText:
@@ -221,6 +239,31 @@ async def client_for(
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=URL, trust_env=False) as client:
         yield client
+
+
+async def settled(turns: int = 50) -> None:
+    """Whatever can happen without waiting has happened."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+def opened_by(http: httpx.AsyncClient, word: bytes, times: int) -> asyncio.Event:
+    """A completer's gate that opens once the server has sent `word` so many times."""
+    transport: Any = http._transport
+    app, gate, left = transport.app, asyncio.Event(), times
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def sent(message: Any) -> None:
+            nonlocal left
+            left -= message.get("body", b"").count(word)
+            if left <= 0:
+                gate.set()
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    transport.app = watched
+    return gate
 
 
 def events(text: str) -> list[Any]:

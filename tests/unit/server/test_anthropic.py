@@ -14,7 +14,7 @@ from quire.config import ServerConfig
 from quire.engine.types import Receipt
 from quire.observe.errors import Busy, EngineDead, QuireError
 from quire.server import sse
-from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
+from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, opened_by, service_over
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "a longer question, over sixteen bytes"}]
@@ -119,10 +119,10 @@ async def test_every_event_of_a_stream():
 
 async def test_silence_is_a_ping(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sse, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.01)
     completer = FakeCompleter()
-    completer.before_first = 0.2
     async with client_for(completer) as http:
+        completer.gate = opened_by(http, b"event: ping", 3)
         found = events((await http.post(MESSAGES, json=ask(stream=True))).text)
     assert [e["type"] for e in found[:4]] == ["message_start", "ping", "ping", "ping"]
     assert text_of(found) == "Hello, wörld"
@@ -286,7 +286,7 @@ async def test_an_error_event_in_mid_stream(dies: Exception, code: str):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_stops_its_request(stream: bool):
     completer = FakeCompleter(answer="x" * 100)
-    completer.delay = 0.01
+    completer.delay = 0.3  # half a minute for all of it
     config = ServerConfig()
     from quire.server.app import create_app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.observe.errors import Busy, EngineDead
-from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, events
+from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, events, opened_by
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -254,10 +254,10 @@ async def test_engine_errors_never_show_the_machine():
 
 async def test_a_long_wait_is_kept_alive(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("quire.server.sse.FIRST_SECONDS", 0.02)
-    monkeypatch.setattr("quire.server.sse.KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("quire.server.sse.KEEP_ALIVE_SECONDS", 0.01)
     completer = FakeCompleter()
-    completer.before_first = 0.2
     async with client_for(completer) as http:
+        completer.gate = opened_by(http, b": waiting", 2)
         r = await http.post("/v1/chat/completions", json=HI | {"stream": True})
     assert r.text.count(": waiting\n\n") >= 2
     assert events(r.text)[-1] == "[DONE]"

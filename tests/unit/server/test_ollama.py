@@ -74,11 +74,10 @@ async def test_chat_whole_and_streamed():
 
 async def test_total_duration_is_the_time_it_took():
     completer = FakeCompleter()
-    completer.before_first = 0.2
+    completer.delay = 0.02
     async with client_for(completer) as http:
         body = (await http.post(GENERATE, json=HI | {"stream": False})).json()
-    assert 0.2e9 <= body["total_duration"] < 5e9
-    assert body["load_duration"] < 0.1e9
+    assert body["load_duration"] + 13 * 0.02e9 <= body["total_duration"] < 600e9  # nanoseconds; the load was none of it
 
 
 async def test_every_option_arrives():
@@ -275,7 +274,7 @@ async def test_a_request_waits_for_a_model_that_loads():
         service.attach(completer.client, completer)
         body = (await waiting).json()
     assert body["response"] == ANSWER
-    assert 0.1e9 < body["load_duration"] <= body["total_duration"]
+    assert 0 < body["load_duration"] <= body["total_duration"]
 
 
 async def test_a_drain_ends_the_wait():
