@@ -180,10 +180,9 @@ def test_ctrl_c_aborts_generate() -> None:
     with LLM() as llm:
         timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
         timer.start()
-        began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a"] * 100, SamplingParams(max_tokens=2000))
-        assert time.monotonic() - began < 2
+        assert llm.stats().output_tokens < 50 * 2000  # it stopped in the middle
         _until(lambda: llm.stats().running == llm.stats().waiting == 0)
         assert llm.generate("a", FIVE)[0].text == "bcdef"
 
@@ -314,7 +313,7 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 of 3 prompts, 15 tokens" in err
 
 
-def _until(check: Any, seconds: float = 5.0) -> None:
+def _until(check: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < end, "it did not happen"

@@ -296,7 +296,7 @@ def test_an_idle_pool_costs_nothing() -> None:
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(0.4)
-    assert time.process_time() - before < 0.02
+    assert time.process_time() - before < 0.1  # a thread that spins uses all of it
 
 
 def test_bad_codecs_are_refused() -> None:

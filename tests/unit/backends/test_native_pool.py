@@ -60,7 +60,7 @@ def test_an_idle_pool_costs_nothing() -> None:
     time.sleep(0.05)  # they have given up spinning
     before = time.process_time()
     time.sleep(0.3)
-    assert time.process_time() - before < 0.03
+    assert time.process_time() - before < 0.1  # threads that spin use all of it, each
 
 
 def test_threads_that_the_system_does_not_give_are_an_error() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from quire.backends.native import available, tune
 from quire.backends.native.tune import Candidate, Speed
 from quire.machine import Cores
+from tests.effort import at_most
 
 
 def alike(n: int, quota: float | None = None) -> Cores:
@@ -85,9 +85,8 @@ def test_measured_once_and_kept(tmp_path: Path, stopwatch: list[int]) -> None:
     made = tune.decide(tmp_path / "home", alike(4), "avx2")
     assert made.candidate.threads == 4 and made.kept
     assert made.line.startswith("threads: 4 of 4 cores (measured 20") and "1 thread 1.0 GB/s" in made.line
-    begun = time.perf_counter()
     again = tune.decide(tmp_path / "home", alike(4), "avx2")
-    assert time.perf_counter() - begun < 0.05 and len(stopwatch) == 1
+    assert len(stopwatch) == 1
     assert again == made
     assert tune.decide(tmp_path / "home", alike(4), "avx2", again=True).candidate == made.candidate
     assert len(stopwatch) == 2
@@ -152,10 +151,8 @@ def test_a_busy_machine_is_measured_and_not_remembered(tmp_path: Path, stopwatch
 
 
 def test_measuring_is_real_and_short() -> None:
-    begun = time.perf_counter()
-    speeds = list(tune.measure([Candidate(1), Candidate(2)], available()[0], budget=0.3))
-    took = time.perf_counter() - begun
+    with at_most(5.0):  # a third of a second on each core
+        speeds = list(tune.measure([Candidate(1), Candidate(2)], available()[0], budget=0.3))
     assert speeds[0].candidate == Candidate(1)
     assert all(s.stream > 1e8 and s.compute > 1e8 for s in speeds)
-    assert took < 5, took  # a third of a second on a machine of its own
     assert len(list(tune.measure([Candidate(1)] * 50, available()[0], budget=0.0))) == 1  # and it stops

@@ -12,6 +12,7 @@ import pytest
 from quire.chat import fence, patterns
 from quire.chat.hub import read_tokenizer
 from quire.observe.errors import BadModelFile, BadRequest
+from tests.effort import at_most
 from tests.unit.chat import hub_kit
 
 pytest.importorskip("transformers", reason="needs the test extra: it writes the tokenizers")
@@ -42,14 +43,8 @@ def test_known_expressions_are_linear():
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
         for unit in (" ", "\n", "a", "A", "1", ".", "\u4e00", " \n", "a ", "'s", "\r", "\u0301", "\u00a0"):
             text = unit * (16_000 // len(unit)) + "\u00d7"
-            times = []
-            for _ in range(2):  # the second only for who was interrupted
-                start = time.perf_counter()
+            with at_most(0.5, (pattern, unit)):
                 split.pre_tokenize_str(text)
-                times.append(time.perf_counter() - start)
-                if times[-1] < 0.5:
-                    break
-            assert min(times) < 0.5, (pattern, unit, times)
 
 
 def test_an_unknown_expression_gives_what_transformers_gives(tmp_path: Path):
@@ -74,7 +69,7 @@ def test_a_hostile_expression_costs_one_request(pattern: str, tmp_path: Path, mo
     start = time.monotonic()
     with pytest.raises(BadRequest, match=r"within 1 seconds|cannot be tokenized"):
         tokenizer.encode("a" * 30_000 + "!bc", add_special=False, parse_special=True)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert tokenizer.encode("hello", add_special=False, parse_special=True)  # the next request is served
 
 

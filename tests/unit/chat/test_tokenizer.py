@@ -393,14 +393,14 @@ def test_construction_is_quick(model_path: Any):
 def test_a_long_text_leaves_other_threads_alone():
     """The library's plain call keeps the interpreter lock: a server's streams would stand still meanwhile."""
     tokenizer = Tokenizer.from_gguf(byte_level())
-    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    text = "The quick brown fox jumps over the lazy dog. " * 40_000
     turns = 0
     worker = threading.Thread(target=lambda: tokenizer.encode(text, add_special=False, parse_special=True))
     worker.start()
     while worker.is_alive():
         time.sleep(0.0005)
         turns += 1
-    assert turns > 20
+    assert turns > 4  # one or two where the lock is kept
 
 
 @pytest.mark.parametrize("length", [0, 10, library.LONG - 1, library.LONG, 3 * library.LONG])

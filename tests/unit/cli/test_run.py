@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -298,9 +299,9 @@ def test_spinner_moves_on_a_terminal_only_and_cleans_up(monkeypatch: pytest.Monk
     err = Screen()
     monkeypatch.setattr(sys, "stderr", err)
     with run.Spinner("loading"):
-        import time
-
-        time.sleep(0.4)
+        end = time.monotonic() + 20
+        while "⠋ loading" not in err.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
     assert "⠋ loading" in err.getvalue()
     assert err.getvalue().endswith("\r\x1b[K")
     plain = io.StringIO()

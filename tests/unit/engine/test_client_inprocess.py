@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def tokens(events: list[Event]) -> list[int]:
     return [t for e in events for t in e.tokens]
 
 
-async def until(check: object, seconds: float = 5.0) -> None:
+async def until(check: object, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not check():  # type: ignore[operator]
         assert time.monotonic() < end, "it did not happen"
@@ -178,9 +179,7 @@ async def test_close_aborts_what_runs() -> None:
     await c.start()
     task = asyncio.create_task(collect(c, request("a", 1, None)))
     await until(lambda: c.stats().running == 1)
-    began = time.monotonic()
-    await c.close()
-    assert time.monotonic() - began < 2
+    await asyncio.wait_for(c.close(), 20)  # all of it would take twice as long
     assert (await task)[-1].finish == "abort"
 
 
@@ -243,11 +242,12 @@ async def test_idle_costs_nothing() -> None:
     await asyncio.sleep(1.0)
     after = resource.getrusage(resource.RUSAGE_SELF)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used < 0.01
+    assert used < 0.05  # a thread that looks around all the time uses all of it
     await c.close()
 
 
-async def test_who_stops_waiting_for_an_adapter_harms_nobody() -> None:
+async def test_who_stops_waiting_for_an_adapter_harms_nobody(tmp_path: Path) -> None:
+    door = tmp_path / "door"
     c = client("slow=0.05")
     await c.start()
     running = asyncio.create_task(collect(c, request("a", 1, 8)))
@@ -255,12 +255,13 @@ async def test_who_stops_waiting_for_an_adapter_harms_nobody() -> None:
     early = asyncio.create_task(c.load_adapter("early", "x"))  # waits for a step to end
     await asyncio.sleep(0)
     early.cancel()
-    late = asyncio.create_task(c.load_adapter("late", "slow=0.2"))
-    await asyncio.sleep(0.15)  # it is being loaded
+    late = asyncio.create_task(c.load_adapter("late", "door=" + str(door).replace("/", "|")))
+    await until(door.with_suffix(".reached").exists)  # it is being loaded
     late.cancel()
     for task in (early, late):
         with pytest.raises(asyncio.CancelledError):
             await task
+    door.touch()
     assert tokens(await running) == list(range(2, 10))
     await until(lambda: [a.name for a in c.adapters] == ["late"])  # as the engine has it
     await c.unload_adapter("late")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-import time
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,11 +172,13 @@ def test_a_request_that_was_never_admitted_spent_its_time_in_the_queue() -> None
     assert event.receipt.prefill_seconds == event.receipt.decode_seconds == 0
 
 
-def test_deadline() -> None:
-    engine = make(config(), CountingRunner(slow=0.01))
-    engine.add(request("late", [1], max_tokens=3000, deadline=time.time() + 0.1))
-    engine.add(request("past", [2], deadline=time.time() - 1))
-    engine.add(request("fine", [3], max_tokens=20, deadline=time.time() + 100))
+def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(1000.0)
+    monkeypatch.setattr("quire.engine.engine.time", SimpleNamespace(time=lambda: next(seconds)))
+    engine = make(config(), CountingRunner())
+    engine.add(request("late", [1], max_tokens=3000, deadline=1030.0))
+    engine.add(request("past", [2], deadline=999.0))
+    engine.add(request("fine", [3], max_tokens=20, deadline=1e9))
     news = run(engine)
     assert (news["late"][-1].finish, news["late"][-1].error) == ("abort", "deadline passed")
     assert 0 < len(tokens(news["late"])) < 100

@@ -8,7 +8,6 @@ import random
 import resource
 import struct
 import sys
-import time
 from pathlib import Path
 
 import gguf as oracle
@@ -20,6 +19,7 @@ from quire.layouts import Affine, Dense
 from quire.observe.errors import BadModelFile, NotFound
 from quire.weights import gguf_strings
 from quire.weights.gguf import GGUF, Strings, describe
+from tests.effort import at_most
 from tests.fuzz import maker
 from tests.fuzz.maker import ARRAY, STRING, TYPES, U32, Maker
 from tests.readers import Reader
@@ -155,12 +155,9 @@ def test_the_default_model(model_path: Path) -> None:
 def test_the_default_model_opens_fast(model_path: Path) -> None:
     """A few milliseconds; the bound is loose, for busy machines. A loop per byte would take a second."""
     GGUF.open(model_path)
-    best = 1.0
-    for _ in range(5):
-        start = time.perf_counter()
-        with GGUF.open(model_path):
-            best = min(best, time.perf_counter() - start)
-    assert best < 0.06
+    with at_most(0.3):
+        for _ in range(5):
+            GGUF.open(model_path).close()
 
 
 def test_a_vocabulary_beside_the_checkout(shared_data: Path) -> None:
@@ -244,10 +241,8 @@ def test_nothing_but_the_header_is_read(tmp_path: Path) -> None:
         os.truncate(path, len(made.build()) + (1 << 40))
     except OSError as e:
         pytest.skip(f"needs a file system that holds sparse files of a terabyte: {e}")
-    start = time.perf_counter()
-    with GGUF.open(path) as ours:
+    with at_most(1.0), GGUF.open(path) as ours:
         assert ours.tensor("vast").nbytes == 1 << 40
-        assert time.perf_counter() - start < 1
 
 
 def test_typed_getters(tmp_path: Path) -> None:
