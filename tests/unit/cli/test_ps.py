@@ -114,12 +114,12 @@ def test_one_that_does_not_answer_is_listed_quickly(home: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        for i in range(5):
+        for i in range(16):
             write(home, f"{i}.json", pid=os.getpid(), port=silent.getsockname()[1])
         began = time.monotonic()
         listed = json.loads(ps("--json").stdout)
-        assert time.monotonic() - began < 2
-    assert [s["state"] for s in listed] == ["not answering"] * 5
+        assert time.monotonic() - began < 7  # one after the other they take eight
+    assert [s["state"] for s in listed] == ["not answering"] * 16
 
 
 def test_notes_of_the_dead_are_removed_and_nonsense_is_left_alone(home: Path) -> None:
