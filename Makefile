@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test test-large test-clients check fmt lint type bench bench-cpu clean
+.PHONY: help run serve setup test test-large test-stalled test-clients check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help: ## This list
 	@echo "Quire: make TARGET"
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo 'For instance: make run PROMPT="Why is the sky blue?"  make run MODEL=./model.gguf  make serve ARGS="--port 9000"'
 
 run: $(VENV)/.installed ## Set up, fetch the default model, and chat (or answer PROMPT="...")
@@ -51,6 +51,9 @@ test: lint ## Set up, then lint, type check and every test
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched, and the longest ones
 	@$(BIN)/python -m pytest -m large -rs tests/unit tests/null tests/e2e
+
+test-stalled: $(VENV)/.tested ## The tests that wait for something, with processes that stand still at random (Linux)
+	@$(BIN)/python -m tests.stalled $(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not large" $(if $(ARGS),$(ARGS),tests/unit/server tests/unit/engine tests/unit/cli tests/unit/test_llm.py tests/unit/benchmarks tests/unit/weights tests/unit/chat tests/e2e)
 
 test-clients: build/clients/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
 	@build/clients/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/e2e/clients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import threading
 import time
@@ -178,3 +179,13 @@ def test_a_long_conversation_is_not_hostile():
     messages = [{"role": "user", "content": "word " * 20_000}, {"role": "assistant", "content": "ok " * 20_000}] * 10
     source = "{% for m in messages %}{{ '<' + m.role + '>' + m.content|trim + '\n' }}{% endfor %}"
     assert len(ChatTemplate(source, seconds=20).render(messages)) > 1_500_000
+
+
+def test_a_machine_that_is_busy_with_others_stops_no_template(monkeypatch: pytest.MonkeyPatch):
+    """Hours pass between two steps, and the thread did next to nothing in them."""
+    hours = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr("quire.chat.template_budget.time.monotonic", lambda: next(hours))
+    template = ChatTemplate("{% for i in range(10) %}{{ messages[0].content }}{% endfor %}", seconds=5)
+    assert template.render(MESSAGES) == "x" * 10
+    with pytest.raises(BadRequest, match=r"more than 0\.3 seconds"):
+        ChatTemplate(STOPPED["nested loops"], seconds=0.3).render(MESSAGES)
