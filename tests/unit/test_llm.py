@@ -236,7 +236,7 @@ def test_a_forgotten_model_is_let_go() -> None:
     del llm
     gc.collect()
     assert gone() is None
-    thread.join(5)
+    thread.join(20)
     assert not thread.is_alive()
 
 
@@ -286,7 +286,7 @@ async def test_closing_while_it_loads_lets_it_go(monkeypatch: pytest.MonkeyPatch
 
     def held(*args: Any) -> Loaded:
         loading.set()
-        go_on.wait(5)
+        go_on.wait(30)
         loaded = real(*args)
         threads.append(loaded.client._thread)
         return loaded
@@ -294,7 +294,7 @@ async def test_closing_while_it_loads_lets_it_go(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(asynchronous, "load", held)
     llm = AsyncLLM()
     task = asyncio.create_task(llm.start())
-    await asyncio.to_thread(loading.wait, 5)
+    await asyncio.to_thread(loading.wait, 20)
     await llm.close()
     go_on.set()
     with pytest.raises(Unavailable, match="closed"):

@@ -283,6 +283,6 @@ async def test_an_engine_that_fails_keeps_nobody_waiting_for_an_adapter() -> Non
         waiting = asyncio.create_task(c.load_adapter("x", "x"))
         await asyncio.sleep(0)
     with pytest.raises(EngineDead, match="TypeError"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 20)
     with pytest.raises(Unavailable):
         await c.load_adapter("y", "y")

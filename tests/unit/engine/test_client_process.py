@@ -151,7 +151,7 @@ async def test_death_fails_what_it_held_and_restarts(sig: signal.Signals) -> Non
         assert pid is not None
         os.kill(pid, sig)
         with pytest.raises(EngineDead, match=sig.name):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 20)
         assert not c.alive
         assert sig.name in c.why
         with pytest.raises(Unavailable, match="restarted") as caught:
@@ -387,7 +387,7 @@ async def test_a_message_that_cannot_be_read_ends_the_engine_clearly() -> None:
         assert c._child is not None and c._child._socket is not None
         c._child._socket.send(b"\xc1 not msgpack")
         with pytest.raises(EngineDead, match=r"DecodeError|ValidationError"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 20)
         await until(lambda: c.alive)
     finally:
         await c.close()

@@ -135,7 +135,7 @@ async def test_who_leaves_during_the_first_look_does_not_spoil_it(tmp_path):
     store.close()
     store = kept(tmp_path / "responses.db")
     free = threading.Event()
-    busy = asyncio.create_task(store._database.run(lambda link: free.wait(5)))
+    busy = asyncio.create_task(store._database.run(lambda link: free.wait(30)))
     await asyncio.sleep(0)
     first = asyncio.create_task(store.get("a"))
     await asyncio.sleep(0)

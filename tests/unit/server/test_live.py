@@ -43,7 +43,7 @@ class Live:
         return self.process.stdout
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=5)
+        return httpx.get(self.url + path, timeout=20)
 
     def post(self, **more: Any) -> httpx.Response:
         return httpx.post(self.url + CHAT, json=HI | more, timeout=20)
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_stops_its_request(start: Callable[..., Live], stre
 def test_drain_finishes_what_runs_and_refuses_the_rest(start: Callable[..., Live]):
     live = start(delay=0.04, drain=20)
     answers: list[httpx.Response] = []
-    kept = httpx.Client(base_url=live.url, timeout=5)
+    kept = httpx.Client(base_url=live.url, timeout=20)
     kept.get("/health")
     threads = [threading.Thread(target=lambda s=s: answers.append(live.post(stream=s))) for s in (True, False)]
     for t in threads:

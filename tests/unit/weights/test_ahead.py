@@ -151,4 +151,4 @@ def test_a_stop_ends_who_is_fetching():
     threading.Timer(0.05, coming.stop).start()
     with pytest.raises(ahead.NotWanted):
         next(iter(coming))
-    assert ended.wait(5)
+    assert ended.wait(20)
