@@ -68,17 +68,18 @@ __attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, f
         float* excess = (float*)(panel + s.excess) + 64 * (size_t)g + 4 * lane;
         for (int i = 0; i < 4; i++) excess[i] = -kSumPoint * scale;
     }
-    sum[32 * g] = code_sum(qa);
-    sum[32 * g + 16] = code_sum(qb);
+    code_sums(qa, qb, sum + 32 * g, sum + 32 * g + 16);
     if (!s.fine()) return;
     const F step = fset(256.0f);
     const I la = icodes(fmul(fsub(a, fround(a)), step)), lb = icodes(fmul(fsub(b, fround(b)), step));
     istore_i8(codes + s.low, la);
     istore_i8(codes + s.low + 16, lb);
-    ((int32_t*)(panel + s.low_sum) + lane)[16 * g] = code_sum(la) + code_sum(lb);
+    int32_t of_a, of_b;
+    code_sums(la, lb, &of_a, &of_b);
+    ((int32_t*)(panel + s.low_sum) + lane)[16 * g] = of_a + of_b;
 }
 void quantize(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& s) {
-#ifdef QUIRE_NEON  // four at a time, while the next four wait for their maxima and divisions; the last four once more if others are left
+#ifndef QUIRE_SCALAR  // four at a time, while the next four wait for their maxima and divisions; the last four once more if others are left
     if (groups >= 4) {
         float inv[2][4], scale[2][4];
         factors_of_four(x, inv[0], scale[0]);

@@ -108,9 +108,12 @@ inline float hsum(F x) {
     c = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
+inline __m128 four_largest(F x) {
+    const __m256 b = _mm256_max_ps(x.a, x.b);
+    return _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+}
 inline float hmax(F x) {
-    __m256 b = _mm256_max_ps(x.a, x.b);
-    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    __m128 c = four_largest(x);
     c = _mm_max_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
@@ -127,16 +130,11 @@ inline F fpow2(I n) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
 }
-inline void istore_i8(int8_t* p, I x) {  // values fit: the saturation never acts
-    __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
-    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+inline __m128i bytes_of(I x) {  // values fit: the saturation never acts
+    const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    return _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
-inline int32_t code_sum(I x) {
-    __m256i b = _mm256_add_epi32(x.a, x.b);
-    __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
-    c = _mm_add_epi32(c, _mm_shuffle_epi32(c, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xb1)));
-}
+inline void istore_i8(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, bytes_of(x)); }
 
 inline B bload(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
@@ -251,3 +249,5 @@ inline uint64_t usum(U8 x) {
 }
 
 }  // namespace
+
+#include "x86_factors.h"

@@ -59,9 +59,12 @@ inline float hsum(F a) {
     c = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
+inline __m128 four_largest(F a) {
+    const __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    return _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+}
 inline float hmax(F a) {
-    __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    __m128 c = four_largest(a);
     c = _mm_max_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
@@ -74,8 +77,8 @@ inline I ihalve(I a) { return _mm512_srai_epi32(a, 1); }
 inline I ito(F a) { return _mm512_cvtps_epi32(a); }
 inline F ffrom(I a) { return _mm512_cvtepi32_ps(a); }
 inline F fpow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
-inline void istore_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
-inline int32_t code_sum(I a) { return _mm512_reduce_add_epi32(a); }
+inline __m128i bytes_of(I a) { return _mm512_cvtepi32_epi8(a); }
+inline void istore_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, bytes_of(a)); }
 
 inline B bload(const uint8_t* p) { return _mm512_loadu_si512((const void*)p); }
 inline B band(B a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
@@ -167,3 +170,5 @@ inline U8 uadd_bits(U8 sum, D8 a) { return _mm512_add_epi64(sum, _mm512_castpd_s
 inline uint64_t usum(U8 a) { return (uint64_t)_mm512_reduce_add_epi64(a); }
 
 }  // namespace
+
+#include "x86_factors.h"

@@ -212,9 +212,13 @@ inline void istore_i8(int8_t* p, I a) {
     auto narrow = [](int32x4_t x, int32x4_t y) { return vuzp1q_s16(vreinterpretq_s16_s32(x), vreinterpretq_s16_s32(y)); };
     vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(narrow(a.v[0], a.v[1])), vreinterpretq_s8_s16(narrow(a.v[2], a.v[3]))));
 }
-inline int32_t code_sum(I a) {  // of icodes
-    const int32_t sum = vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
-    return (int32_t)((uint32_t)sum - 16u * (uint32_t)kPointBits);
+inline void code_sums(I a, I b, int32_t* of_a, int32_t* of_b) {  // of icodes
+    auto sum = [](const I& x) {
+        const int32_t all = vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3])));
+        return (int32_t)((uint32_t)all - 16u * (uint32_t)kPointBits);
+    };
+    *of_a = sum(a);
+    *of_b = sum(b);
 }
 
 inline B bload(const uint8_t* p) {
