@@ -255,6 +255,9 @@ void test_quantize(const Kernels& isa, const Kernels& scalar) {
             std::vector<float> x = floats((size_t)(32 * groups), 5);
             const float special[] = {0.0f, -0.0f, 1e-37f, 3e38f, -3e38f, 127.0f, 0.5f, 1.5f, -2.5f};
             for (int i = 0; i < groups; i++) x[(size_t)(32 * i + below(32))] = special[below(sizeof special / sizeof *special)];
+            for (int i = 0; i < groups; i++)  // and some that are too small altogether, or as small as can be
+                if (const int kind = below(6); kind < 3)
+                    for (int j = 32 * i; j < 32 * i + 32; j++) x[(size_t)j] = kind ? fmodf(x[(size_t)j], 5.0f) * (kind == 1 ? 1e-37f : 1e-36f) : 0.0f;
             std::vector<uint8_t> a(shape.bytes, 0x55), b(shape.bytes, 0x55);
             const int lane = below(16);
             isa.quantize(x.data(), first, groups, a.data(), lane, shape);
