@@ -29,9 +29,12 @@ inline __mmask16 first(int n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)
 inline F fzero() { return _mm512_setzero_ps(); }
 inline F fset(float x) { return _mm512_set1_ps(x); }
 inline F fload(const float* p) { return _mm512_loadu_ps(p); }
-inline F fload_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline F fload_n(const float* p, int n) { return n >= 16 ? fload(p) : _mm512_maskz_loadu_ps(first(n), p); }
 inline void fstore(float* p, F a) { _mm512_storeu_ps(p, a); }
-inline void fstore_n(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
+inline void fstore_n(float* p, F a, int n) {  // what was stored with a mask cannot be loaded before it has left the store buffer
+    if (n >= 16) fstore(p, a);
+    else _mm512_mask_storeu_ps(p, first(n), a);
+}
 inline F fload_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline F fload_half_n(const uint16_t* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 inline void fstore_half_n(uint16_t* p, F a, int n) {
