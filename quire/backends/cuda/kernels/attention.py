@@ -19,18 +19,14 @@ same operations in the same order: `merge`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.combine import Workspace, combine, combine_in_order, merge, with_sink
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.cuda.kernels.programs import LOG2E, SEQUENCES, Tile, average, cut, find_block, leave_part, nothing
 from quire.backends.torch.quantized import LARGEST
-
-LOG2E = tl.constexpr(1.4426950408889634)
-SEQUENCES = 1024  # that many are searched through at once: fewer would be one more kernel to compile
 
 
 @triton.jit
@@ -123,6 +119,58 @@ def _walk(
     )  # fmt: skip
 
 
+@triton.jit
+def _span(
+    pos, kv_len, kv_begin, seq, row, known, window, M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, BEGIN: tl.constexpr,
+):  # fmt: skip
+    """The last token that each of the rows sees, the least of those, and the tokens begin .. end that some row sees."""
+    length = tl.load(kv_len + seq)
+    if CAUSAL:
+        where = tl.load(pos + row, mask=known, other=-1)
+        lowest = tl.min(tl.where(known, where, 2147483647), 0)
+        end = tl.minimum(length, tl.max(where, 0) + 1)
+    else:
+        where = tl.full([M], 2147483647, tl.int32)
+        lowest = length
+        end = length
+    begin = 0
+    if BEGIN:
+        begin = tl.load(kv_begin + seq)
+    if WINDOW:
+        begin = tl.maximum(begin, lowest - window + 1)
+        begin = begin // BLOCK_N * BLOCK_N  # the same cuts whatever the first row of the tile
+        if BEGIN:
+            begin = tl.maximum(begin, tl.load(kv_begin + seq))
+    return where, lowest, begin, end
+
+
+@triton.jit
+def _parts(
+    q, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale, softcap, window,
+    stride_page, stride_slot, stride_scale, SCALED: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Weighted values, peaks and sums of weights over begin .. end; with SPLIT part by part, merged in order."""
+    acc, peak, total = nothing(M, D_PAD)
+    if SPLIT > 0:
+        for start in range(begin // SPLIT * SPLIT, end, SPLIT):
+            part_acc, part_peak, part_total = nothing(M, D_PAD)
+            part_acc, part_peak, part_total = _walk(
+                part_acc, part_peak, part_total, q, where, lowest, k_base, v_base, ks_base, vs_base, table_row,
+                tl.maximum(begin, start), tl.minimum(end, start + SPLIT), scale, softcap, window, stride_page,
+                stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
+            )  # fmt: skip
+            acc, peak, total = merge(acc, peak, total, part_acc, part_peak, part_total)
+    else:
+        acc, peak, total = _walk(
+            acc, peak, total, q, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale,
+            softcap, window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
+        )  # fmt: skip
+    return acc, peak, total
+
+
 # Counts, bounds and where small arrays lie: one compiled kernel serves whatever they are.
 @Launcher
 @triton.jit(
@@ -145,121 +193,48 @@ def _attend(
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     split = tl.program_id(2)
-    if UNIFORM:  # no sequence has more than BLOCK_Q rows: the program is the sequence
-        seq = tl.program_id(0)
-        block = 0
-    else:  # sequence s starts at block q_start[s] // BLOCK_Q + s; later blocks see more, so they go first
-        index = tl.num_programs(0) - 1 - tl.program_id(0)
-        lane = tl.arange(0, SEQ_PAD)
-        starts = tl.load(q_start + lane, mask=lane < sequences, other=0) // BLOCK_Q + lane
-        seq = tl.sum(((starts <= index) & (lane < sequences)).to(tl.int32), 0) - 1
-        block = index - tl.load(q_start + seq) // BLOCK_Q - seq
+    seq, block = find_block(q_start, sequences, BLOCK_Q, SEQ_PAD, UNIFORM)
     row_first = tl.load(q_start + seq)
     rows = tl.load(q_start + seq + 1) - row_first
     if (block * BLOCK_Q >= rows) | (rows <= min_rows) | (rows > max_rows):
         return
-    lane_m = tl.arange(0, BLOCK_Q * GROUP_PAD)
-    local = block * BLOCK_Q + lane_m // GROUP_PAD
-    member = lane_m % GROUP_PAD
+    M: tl.constexpr = BLOCK_Q * GROUP_PAD
+    lane = tl.arange(0, M)
+    local = block * BLOCK_Q + lane // GROUP_PAD
+    member = lane % GROUP_PAD
     real = (local < rows) & (member < GROUP)
     row = row_first + local
     q_head = head * GROUP + member
-    length = tl.load(kv_len + seq)
-    if CAUSAL:
-        where = tl.load(pos + row, mask=local < rows, other=-1)
-        last = tl.max(where, 0)
-        lowest = tl.min(tl.where(local < rows, where, 2147483647), 0)
-        end = tl.minimum(length, last + 1)
-    else:
-        where = tl.full([BLOCK_Q * GROUP_PAD], 2147483647, tl.int32)
-        lowest = length
-        end = length
-    begin = 0
-    if BEGIN:
-        begin = tl.load(kv_begin + seq)
-    if WINDOW:
-        begin = tl.maximum(begin, lowest - window + 1)
-        begin = begin // BLOCK_N * BLOCK_N  # the same cuts whatever the first row of the tile
-        if BEGIN:
-            begin = tl.maximum(begin, tl.load(kv_begin + seq))
-    if SPLIT > 0:
-        if PARTIAL:
-            begin = tl.maximum(begin, split * SPLIT)
-            end = tl.minimum(end, split * SPLIT + SPLIT)
-    else:
-        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
-        begin = begin + split * share
-        end = tl.minimum(end, begin + share)
-    dims = tl.arange(0, D_PAD)
+    where, lowest, begin, end = _span(
+        pos, kv_len, kv_begin, seq, row, local < rows, window, M, BLOCK_N, CAUSAL, WINDOW, BEGIN
+    )
+    begin, end = cut(begin, end, split, splits, BLOCK_N, SPLIT, PARTIAL)
     if PARTIAL:
         place = (row.to(tl.int64) * kv_heads * GROUP + q_head) * parts + part_first + split
         if begin >= end:
-            tl.store(lse + place, tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32), mask=real)
+            tl.store(lse + place, tl.full([M], float("-inf"), tl.float32), mask=real)
             return
-    query = tl.load(
-        q + row.to(tl.int64)[:, None] * stride_qt + q_head[:, None] * stride_qh + dims[None, :],
-        mask=real[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )
+    dims = tl.arange(0, D_PAD)
+    keep = real[:, None] & (dims < D)[None, :]
+    source = q + row.to(tl.int64)[:, None] * stride_qt + q_head[:, None] * stride_qh
+    query = tl.load(source + dims[None, :], mask=keep, other=0.0)
     if SCALED > 0.0:
         query = query.to(tl.float16)  # e4m3 becomes fp16 in one instruction, bf16 in many
     if not SOFTCAP:
         scale = scale * LOG2E
-    acc = tl.zeros([BLOCK_Q * GROUP_PAD, D_PAD], tl.float32)
-    peak = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
-    k_base = k_cache + head * stride_head
-    v_base = v_cache + head * stride_head
-    ks_base = k_scale + head * PAGE
-    vs_base = v_scale + head * PAGE
-    stride_scale = kv_heads * PAGE
-    table_row = table + seq.to(tl.int64) * stride_table
-    if SPLIT > 0:
-        for start in range(begin // SPLIT * SPLIT, end, SPLIT):
-            part_acc, part_peak, part_total = _walk(
-                tl.zeros([BLOCK_Q * GROUP_PAD, D_PAD], tl.float32),
-                tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32), tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32),
-                query, where, lowest, k_base, v_base, ks_base, vs_base, table_row, tl.maximum(begin, start),
-                tl.minimum(end, start + SPLIT), scale, softcap, window, stride_page, stride_slot, stride_scale, SCALED,
-                D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
-            )  # fmt: skip
-            acc, peak, total = merge(acc, peak, total, part_acc, part_peak, part_total)
+    acc, peak, total = _parts(
+        query, where, lowest, k_cache + head * stride_head, v_cache + head * stride_head, k_scale + head * PAGE,
+        v_scale + head * PAGE, table + seq.to(tl.int64) * stride_table, begin, end, scale, softcap, window, stride_page,
+        stride_slot, kv_heads * PAGE, SCALED, M, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP, SPLIT,
+    )  # fmt: skip
+    if PARTIAL:
+        leave_part(part, lse, sums, place, acc, peak, total, real, keep, dims, D, SCALED, SPLIT)
     else:
-        acc, peak, total = _walk(
-            acc, peak, total, query, where, lowest, k_base, v_base, ks_base, vs_base, table_row, begin, end, scale,
-            softcap, window, stride_page, stride_slot, stride_scale, SCALED, D, D_PAD, PAGE, BLOCK_N, WINDOW, SOFTCAP,
-        )  # fmt: skip
-    if PARTIAL and SPLIT > 0:  # as it is: the merge goes on where this ends
-        tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
-        tl.store(lse + place, peak, mask=real)
-        tl.store(sums + place, total, mask=real)
-    else:
-        if not PARTIAL and SINKS:
+        if SINKS:
             sink = tl.load(sinks + q_head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
             acc, peak, total = with_sink(acc, peak, total, sink)
-        factor = tl.where(total > 0.0, 1.0 / total, 0.0)
-        if SCALED > 0.0:
-            factor = factor / SCALED
-        acc = acc * factor[:, None]
-        if PARTIAL:
-            tl.store(part + place[:, None] * D + dims[None, :], acc, mask=real[:, None] & (dims < D)[None, :])
-            tl.store(lse + place, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=real)
-        else:
-            tl.store(
-                out + row.to(tl.int64)[:, None] * stride_ot + q_head[:, None] * stride_oh + dims[None, :],
-                acc.to(out.dtype.element_ty),
-                mask=real[:, None] & (dims < D)[None, :],
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A launch configuration. `rows` is the M tile: query tokens times the heads of a group."""
-
-    rows: int
-    block_n: int
-    warps: int
-    stages: int
+        target = out + row.to(tl.int64)[:, None] * stride_ot + q_head[:, None] * stride_oh
+        tl.store(target + dims[None, :], average(acc, total, SCALED).to(out.dtype.element_ty), mask=keep)
 
 
 PROMPT = Tile(128, 64, 4, 3)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.cuda.kernels.programs import LOG2E
 
-LOG2E = tl.constexpr(1.4426950408889634)
 _AHEAD = 8  # parts that are loaded before the first of them is merged
 
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.backends.cuda.kernels.attention import LOG2E, SEQUENCES, Tile
 from quire.backends.cuda.kernels.combine import Workspace, combine, combine_in_order, merge
 from quire.backends.cuda.kernels.launch import Launcher
+from quire.backends.cuda.kernels.programs import LOG2E, SEQUENCES, Tile, average, cut, find_block, leave_part, nothing
 from quire.backends.torch.quantized import LARGEST
 
 
@@ -92,6 +92,31 @@ def _walk(
     )  # fmt: skip
 
 
+@triton.jit
+def _parts(
+    q, q_rest, where, lowest, keys, scales, table_row, begin, end, scale, stride_page, stride_slot, M: tl.constexpr,
+    D: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Weighted values, peaks and sums of weights over begin .. end; with SPLIT part by part, merged in order."""
+    acc, peak, total = nothing(M, LATENT_PAD)
+    if SPLIT > 0:
+        for start in range(begin, end, SPLIT):
+            part_acc, part_peak, part_total = nothing(M, LATENT_PAD)
+            part_acc, part_peak, part_total = _walk(
+                part_acc, part_peak, part_total, q, q_rest, where, lowest, keys, scales, table_row, start,
+                tl.minimum(end, start + SPLIT), scale, stride_page, stride_slot, D, LATENT, LATENT_PAD, REST_PAD, PAGE,
+                BLOCK_N, SCALED,
+            )  # fmt: skip
+            acc, peak, total = merge(acc, peak, total, part_acc, part_peak, part_total)
+    else:
+        acc, peak, total = _walk(
+            acc, peak, total, q, q_rest, where, lowest, keys, scales, table_row, begin, end, scale, stride_page,
+            stride_slot, D, LATENT, LATENT_PAD, REST_PAD, PAGE, BLOCK_N, SCALED,
+        )  # fmt: skip
+    return acc, peak, total
+
+
 @Launcher
 @triton.jit(
     do_not_specialize=["sequences", "splits", "parts", "stride_table"],
@@ -108,44 +133,28 @@ def _latent(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split = tl.program_id(2)
-    if UNIFORM:  # no sequence has more than BLOCK_Q rows: the program is the sequence
-        seq = tl.program_id(0)
-        block = 0
-    else:  # sequence s starts at block q_start[s] // BLOCK_Q + s; later blocks see more, so they go first
-        index = tl.num_programs(0) - 1 - tl.program_id(0)
-        lane = tl.arange(0, SEQ_PAD)
-        starts = tl.load(q_start + lane, mask=lane < sequences, other=0) // BLOCK_Q + lane
-        seq = tl.sum(((starts <= index) & (lane < sequences)).to(tl.int32), 0) - 1
-        block = index - tl.load(q_start + seq) // BLOCK_Q - seq
+    seq, block = find_block(q_start, sequences, BLOCK_Q, SEQ_PAD, UNIFORM)
     row_first = tl.load(q_start + seq)
     rows = tl.load(q_start + seq + 1) - row_first
     if block * BLOCK_Q >= rows:
         return
     M: tl.constexpr = BLOCK_Q * HEADS
-    lane_m = tl.arange(0, M)
-    local = block * BLOCK_Q + lane_m // HEADS
-    head = tl.program_id(1) * HEADS + lane_m % HEADS
+    lane = tl.arange(0, M)
+    local = block * BLOCK_Q + lane // HEADS
+    head = tl.program_id(1) * HEADS + lane % HEADS
     real = (local < rows) & (head < H)
     row = row_first + local
     where = tl.load(pos + row, mask=local < rows, other=-1)
     lowest = tl.min(tl.where(local < rows, where, 2147483647), 0)
-    begin = 0
     end = tl.minimum(tl.load(kv_len + seq), tl.max(where, 0) + 1)
-    if SPLIT > 0:
-        if PARTIAL:
-            begin = split * SPLIT
-            end = tl.minimum(end, begin + SPLIT)
-    else:
-        share = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
-        begin = split * share
-        end = tl.minimum(end, begin + share)
-    dims = tl.arange(0, LATENT_PAD)
-    keep = real[:, None] & (dims < LATENT)[None, :]
+    begin, end = cut(0, end, split, splits, BLOCK_N, SPLIT, PARTIAL)
     if PARTIAL:
         place = (row.to(tl.int64) * H + head) * parts + split
         if begin >= end:
             tl.store(lse + place, tl.full([M], float("-inf"), tl.float32), mask=real)
             return
+    dims = tl.arange(0, LATENT_PAD)
+    keep = real[:, None] & (dims < LATENT)[None, :]
     source = q + row.to(tl.int64) * stride_qt + head * stride_qh
     query = tl.load(source[:, None] + dims[None, :], mask=keep, other=0.0)
     rest = query
@@ -155,40 +164,15 @@ def _latent(
     if SCALED > 0.0:
         query = query.to(tl.float16)  # e4m3 becomes fp16 in one instruction, bf16 in many
         rest = rest.to(tl.float16)
-    scale = scale * LOG2E
-    acc = tl.zeros([M, LATENT_PAD], tl.float32)
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    table_row = table + seq.to(tl.int64) * stride_table
-    if SPLIT > 0:
-        for start in range(begin, end, SPLIT):
-            part_acc, part_peak, part_total = _walk(
-                tl.zeros([M, LATENT_PAD], tl.float32), tl.full([M], float("-inf"), tl.float32),
-                tl.zeros([M], tl.float32), query, rest, where, lowest, keys, scales, table_row, start,
-                tl.minimum(end, start + SPLIT), scale, stride_page, stride_slot, D, LATENT, LATENT_PAD, REST_PAD, PAGE,
-                BLOCK_N, SCALED,
-            )  # fmt: skip
-            acc, peak, total = merge(acc, peak, total, part_acc, part_peak, part_total)
+    acc, peak, total = _parts(
+        query, rest, where, lowest, keys, scales, table + seq.to(tl.int64) * stride_table, begin, end, scale * LOG2E,
+        stride_page, stride_slot, M, D, LATENT, LATENT_PAD, REST_PAD, PAGE, BLOCK_N, SCALED, SPLIT,
+    )  # fmt: skip
+    if PARTIAL:
+        leave_part(part, lse, sums, place, acc, peak, total, real, keep, dims, LATENT, SCALED, SPLIT)
     else:
-        acc, peak, total = _walk(
-            acc, peak, total, query, rest, where, lowest, keys, scales, table_row, begin, end, scale, stride_page,
-            stride_slot, D, LATENT, LATENT_PAD, REST_PAD, PAGE, BLOCK_N, SCALED,
-        )  # fmt: skip
-    if PARTIAL and SPLIT > 0:  # as it is: the merge goes on where this ends
-        tl.store(part + place[:, None] * LATENT + dims[None, :], acc, mask=keep)
-        tl.store(lse + place, peak, mask=real)
-        tl.store(sums + place, total, mask=real)
-    else:
-        factor = tl.where(total > 0.0, 1.0 / total, 0.0)
-        if SCALED > 0.0:
-            factor = factor / SCALED
-        acc = acc * factor[:, None]
-        if PARTIAL:
-            tl.store(part + place[:, None] * LATENT + dims[None, :], acc, mask=keep)
-            tl.store(lse + place, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=real)
-        else:
-            target = out + row.to(tl.int64) * stride_ot + head * stride_oh
-            tl.store(target[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=keep)
+        target = out + row.to(tl.int64) * stride_ot + head * stride_oh
+        tl.store(target[:, None] + dims[None, :], average(acc, total, SCALED).to(out.dtype.element_ty), mask=keep)
 
 
 # Rows are 16 for the decode of few heads, and in the invariant mode, whose programs hold two sums; else 64. What a block

@@ -31,6 +31,41 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
     return a, b, rest
 
 
+@triton.jit
+def _load(source, columns, keep, stride_p, PARTS: tl.constexpr):
+    """Those columns of the heads, from the parts of a split product, added in their order."""
+    x = tl.load(source + columns[None, :], mask=keep, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        x += tl.load(source + i * stride_p + columns[None, :], mask=keep, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _code(x, scale, WHOLE: tl.constexpr):
+    x = x / scale[:, None]
+    if WHOLE:
+        x = tl.floor(x + 0.5)
+    return x
+
+
+@triton.jit
+def _coded(a, b, rest, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
+    """The heads as codes, and their scales: the largest number of a head becomes the largest code."""
+    peak = tl.maximum(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), tl.max(tl.abs(rest), 1))
+    # Anything times zero is zero, unless it is not finite: then so is the sum, and the scale no number.
+    off = tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1) + tl.sum(rest * 0.0, 1)
+    scale = tl.maximum(peak, 1e-30) / LARGEST + off
+    return _code(a, scale, WHOLE), _code(b, scale, WHOLE), _code(rest, scale, WHOLE), scale
+
+
+@triton.jit
+def _store(target, first, second, tail, a, b, rest, own, half_keep, tail_keep, kind: tl.constexpr):
+    """The columns of those heads that are `own`."""
+    tl.store(target + first[None, :], a.to(kind), mask=own[:, None] & half_keep[None, :])
+    tl.store(target + second[None, :], b.to(kind), mask=own[:, None] & half_keep[None, :])
+    tl.store(target + tail[None, :], rest.to(kind), mask=own[:, None] & tail_keep[None, :])
+
+
 @Launcher
 @triton.jit(do_not_specialize_on_alignment=["pos", "write"])  # they lie anywhere in a copied buffer
 def _rope(
@@ -61,14 +96,9 @@ def _rope(
     slot = tl.load(write + row).to(tl.int64)
     source = qkv + row * stride_t + head[:, None] * D
     known = (head < heads + 2 * kv_heads)[:, None]
-    a = tl.load(source + first[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
-    b = tl.load(source + second[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
-    rest = tl.load(source + tail[None, :], mask=known & tail_keep[None, :], other=0.0).to(tl.float32)
-    for i in tl.static_range(1, PARTS):
-        more = source + i * stride_p
-        a += tl.load(more + first[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
-        b += tl.load(more + second[None, :], mask=known & half_keep[None, :], other=0.0).to(tl.float32)
-        rest += tl.load(more + tail[None, :], mask=known & tail_keep[None, :], other=0.0).to(tl.float32)
+    a = _load(source, first, known & half_keep[None, :], stride_p, PARTS)
+    b = _load(source, second, known & half_keep[None, :], stride_p, PARTS)
+    rest = _load(source, tail, known & tail_keep[None, :], stride_p, PARTS)
     is_q = head < heads
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
@@ -81,42 +111,20 @@ def _rope(
     ra = tl.where(is_v[:, None], a, a * cos - b * sin)
     rb = tl.where(is_v[:, None], b, a * sin + b * cos)
     target = q_out + row * stride_qt + head[:, None] * stride_qh
-    keep = is_q[:, None] & half_keep[None, :]
-    tl.store(target + first[None, :], ra.to(q_out.dtype.element_ty), mask=keep)
-    tl.store(target + second[None, :], rb.to(q_out.dtype.element_ty), mask=keep)
-    tl.store(target + tail[None, :], rest.to(q_out.dtype.element_ty), mask=is_q[:, None] & tail_keep[None, :])
+    _store(target, first, second, tail, ra, rb, rest, is_q, half_keep, tail_keep, q_out.dtype.element_ty)
     if slot < 0:  # a row that only pads the batch
         return
     kind = k_cache.dtype.element_ty
     if LARGEST > 0:
-        peak = tl.maximum(tl.maximum(tl.max(tl.abs(ra), 1), tl.max(tl.abs(rb), 1)), tl.max(tl.abs(rest), 1))
-        # Anything times zero is zero, unless it is not finite: then so is the sum, and the scale no number.
-        off = tl.sum(ra * 0.0, 1) + tl.sum(rb * 0.0, 1) + tl.sum(rest * 0.0, 1)
-        scale = tl.maximum(peak, 1e-30) / LARGEST + off
-        ca = ra / scale[:, None]
-        cb = rb / scale[:, None]
-        cr = rest / scale[:, None]
-        if kind == tl.int8:
-            ca = tl.floor(ca + 0.5)
-            cb = tl.floor(cb + 0.5)
-            cr = tl.floor(cr + 0.5)
+        ra, rb, rest, scale = _coded(ra, rb, rest, LARGEST, kind == tl.int8)
     for values in tl.static_range(2):
         own = is_v if values else is_k
-        cache = v_cache if values else k_cache
         index = tl.where(own, head - heads - values * kv_heads, 0)
-        sa = ra
-        sb = rb
-        sr = rest
         if LARGEST > 0:
             beside = (v_scale if values else k_scale) + (slot // PAGE * kv_heads + index) * PAGE + slot % PAGE
             tl.store(beside, scale, mask=own)
-            sa = ca
-            sb = cb
-            sr = cr
-        place = cache + slot * stride_slot + index[:, None] * stride_kh
-        tl.store(place + first[None, :], sa.to(kind), mask=own[:, None] & half_keep[None, :])
-        tl.store(place + second[None, :], sb.to(kind), mask=own[:, None] & half_keep[None, :])
-        tl.store(place + tail[None, :], sr.to(kind), mask=own[:, None] & tail_keep[None, :])
+        place = (v_cache if values else k_cache) + slot * stride_slot + index[:, None] * stride_kh
+        _store(place, first, second, tail, ra, rb, rest, own, half_keep, tail_keep, kind)
 
 
 def angle_table(frequencies: torch.Tensor, positions: int, magnitude: float = 1.0) -> torch.Tensor:
