@@ -201,6 +201,10 @@ inline C flip_top(C a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)128))
 inline W words_first(C low, C high) { return _mm256_unpacklo_epi8(low, high); }
 inline W words_second(C low, C high) { return _mm256_unpackhi_epi8(low, high); }
 inline W upper_bytes(W words) { return _mm256_srai_epi16(words, 8); }
+inline void store_words(int16_t* to, const int8_t* x) {  // 32 of them
+    _mm256_store_si256((__m256i*)to, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)x)));
+    _mm256_store_si256((__m256i*)to + 1, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(x + 16))));
+}
 inline W four_words(const int16_t* x) {
     int64_t four;
     __builtin_memcpy(&four, x, 8);

@@ -135,6 +135,9 @@ inline C flip_top(C a) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)128))
 inline W words_first(C low, C high) { return _mm512_unpacklo_epi8(low, high); }
 inline W words_second(C low, C high) { return _mm512_unpackhi_epi8(low, high); }
 inline W upper_bytes(W words) { return _mm512_srai_epi16(words, 8); }
+inline void store_words(int16_t* to, const int8_t* x) {  // 32 of them
+    _mm512_store_si512((void*)to, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)x)));
+}
 inline W four_words(const int16_t* x) {
     int64_t four;
     __builtin_memcpy(&four, x, 8);

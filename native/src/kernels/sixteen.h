@@ -37,8 +37,7 @@ constexpr int kSixteenRows = kWidth == 16 ? 8 : 4;
 template <int R>
 inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* low, const uint32_t (&total)[R], const uint32_t (&)[R], I (&d)[R]) {
     alignas(64) int16_t x[R][64];
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < 32; i++) x[r][i] = high[32 * r + i], x[r][32 + i] = low[32 * r + i];
+    for (int r = 0; r < R; r++) store_words(x[r], high + 32 * r), store_words(x[r] + 32, low + 32 * r);
     W sums[R][kSlices];
     for (int slice = 0; slice < kSlices; slice++) {
         W first[R], second[R];
