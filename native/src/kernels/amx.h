@@ -50,54 +50,67 @@ template <int SUMS> inline void tile_group(const int8_t* x, const uint8_t* codes
 #undef QUIRE_TILE
 #endif
 
+// The scales of a panel's rows: where they are, or in its extras.
+struct TileScales {
+    const float* first;
+    size_t step;  // per tile
+
+    TileScales(const float* of, size_t apart) : first(of), step(apart) {}
+    explicit TileScales(const Extra<32>* extra) : first(extra->sx), step(sizeof *extra / sizeof(float)) {}
+};
+
 // The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
 // last row is scaled by the zeros that `x` has for them, or not looked at.
 template <int R, bool BIAS>
-inline void tile_block(const Chunk& chunk, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride, Ahead& ahead) {
+inline void tile_block(const Chunk& chunk, int tiles, const Lanes<32>& x, TileScales scales, bool shifted, int rows, const Sums& to, int column, Ahead& ahead) {
     alignas(64) int32_t sums[4][256];  // a tile's store must land before it can be read: drain two groups later
     F a[R];
     QUIRE_UNROLL16
-    for (int r = 0; r < R; r++) a[r] = fload(acc + (size_t)r * stride);
+    for (int r = 0; r < R; r++) a[r] = sums_before(to, r, column);
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
         ahead.ask();
+        const auto& extra = x.extra[g].part[0];
+        const float* sx = scales.first + scales.step * (size_t)g;
         if (shifted)  // only for 8-bit codes with an offset that is not 128
-            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)x.shift[16 * g + r]))));
+            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)extra.start[r]))));
         const F sw = fload(chunk.scale[g][0]);
         F bw = sw;
         if constexpr (BIAS) bw = fload(chunk.bias[g][0]);
         QUIRE_UNROLL16
         for (int r = 0; r < R; r++) {
-            a[r] = ffma(sw, fmul(fset(x.sx[16 * g + r]), ffrom(_mm512_load_si512(d + 16 * r))), a[r]);
-            if constexpr (BIAS) a[r] = ffma(bw, fset(x.sxs[16 * g + r]), a[r]);
+            a[r] = ffma(sw, fmul(fset(sx[r]), ffrom(_mm512_load_si512(d + 16 * r))), a[r]);
+            if constexpr (BIAS) a[r] = ffma(bw, fset(extra.sxs[r]), a[r]);
         }
     };
     auto codes = [&](int g) { return chunk.codes[g]; };
-    auto rows = [&](int g) { return x.codes + 512 * (size_t)g; };
+    auto lanes = [&](int g) { return x.codes + 512 * (size_t)g; };
     int g = 0;
     for (; g + 4 <= tiles; g += 4) {
-        tile_group<0>(rows(g), codes(g), sums[0]);
+        tile_group<0>(lanes(g), codes(g), sums[0]);
         if (g) drain(g - 2, sums[2]);
-        tile_group<1>(rows(g + 1), codes(g + 1), sums[1]);
+        tile_group<1>(lanes(g + 1), codes(g + 1), sums[1]);
         if (g) drain(g - 1, sums[3]);
-        tile_group<0>(rows(g + 2), codes(g + 2), sums[2]);
+        tile_group<0>(lanes(g + 2), codes(g + 2), sums[2]);
         drain(g, sums[0]);
-        tile_group<1>(rows(g + 3), codes(g + 3), sums[3]);
+        tile_group<1>(lanes(g + 3), codes(g + 3), sums[3]);
         drain(g + 1, sums[1]);
     }
     if (g) drain(g - 2, sums[2]), drain(g - 1, sums[3]);
     for (; g < tiles; g++) {
-        tile_group<0>(rows(g), codes(g), sums[0]);
+        tile_group<0>(lanes(g), codes(g), sums[0]);
         drain(g, sums[0]);
     }
     QUIRE_UNROLL16
-    for (int r = 0; r < R; r++) fstore(acc + (size_t)r * stride, a[r]);
+    for (int r = 0; r < R; r++)
+        if (r < rows) sums_after(to, r, column, a[r]);
 }
 
 // `rows` rows of a panel against `blocks` unpacked blocks.
 template <bool BIAS>
-void tile_panel(const Chunk* chunk, int blocks, int tiles, const Lanes& x, int rows, bool shifted, float* acc, size_t stride, Ahead& ahead) {
+void tile_panel(const Chunk* chunk, int blocks, int tiles, const Lanes<32>& x, TileScales scales, int rows, bool shifted, const Sums& to,
+                Ahead& ahead) {
     auto pass = [&](auto lanes) __attribute__((always_inline)) {
-        for (int i = 0; i < blocks; i++) tile_block<decltype(lanes)::value, BIAS>(chunk[i], tiles, x, shifted, acc + 16 * i, stride, ahead);
+        for (int i = 0; i < blocks; i++) tile_block<decltype(lanes)::value, BIAS>(chunk[i], tiles, x, scales, shifted, rows, to, 16 * i, ahead);
     };
     if (rows > 12) pass(std::integral_constant<int, 16>{});
     else if (rows > 8) pass(std::integral_constant<int, 12>{});

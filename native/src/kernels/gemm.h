@@ -125,56 +125,65 @@ template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8
 
 namespace {
 
-inline I iload(const int32_t* p) {
-    I lanes;
-    __builtin_memcpy(&lanes, p, sizeof lanes);
-    return lanes;
-}
+// kTogether: lanes whose extras lie together, as many as are multiplied at a time, so that few lines are read.
+// kFromPoint: whether sums start from the bits of kSumPoint, and end as the bits of that number plus the sum: one fma with sx and `excess`
+// takes it away, exactly, and multiplies. Matrix tiles start from 0.
+#ifdef QUIRE_AMX
+constexpr int kTogether = 16;
+constexpr bool kFromPoint = false;
+#else
+constexpr int kTogether = 8;
+constexpr bool kFromPoint = true;
+#endif
 
-// What the rows of a panel bring to every block beside their codes, over up to MOST tiles: made once, so that a product's
-// inner loop has nothing to do in scalar registers. Lanes past the last row are zeros: what a panel has there may be no
-// number, or one that is slow to multiply.
-template <int MOST> struct Extras {
-    alignas(64) float sx[MOST][16];
-    alignas(64) uint32_t shift[2 * MOST][16];  // [group][lane]: what the integer sum starts from, where that is not 0
-    alignas(64) float sxs[2 * MOST][16];      // sx * sum, for the bias
+// What some rows of a panel bring to a tile of 32 columns beside their codes.
+template <int GROUP> struct Extra {
+    float sx[kTogether];
+    float excess[kTogether];  // -kSumPoint * sx
+    struct {
+        uint32_t start[kTogether];  // what the integer sum starts from
+        float sxs[kTogether];       // sx * sum, for the bias
+    } part[32 / GROUP];
 
-    template <int GROUP, bool BIAS> void fill(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, int by) {
-        const float* scale = (const float*)(panel + s.sx) + 16 * (size_t)t0;
-        for (int t = 0; t < tiles; t++) fstore(sx[t], fload_n(scale + 16 * t, rows));
-        const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
-        for (int t = 0; t < tiles; t++, sum += 32) {
-            const F known = fload(sx[t]);
-            for (int part = 0; part < 32 / GROUP; part++) {
-                const int g = 32 / GROUP * t + part;
-                const I total = GROUP == 32 ? iadd(iload(sum), iload(sum + 16)) : iload(sum + 16 * part);
-                if constexpr (BIAS) fstore(sxs[g], fmul(known, ffrom(total)));
-                if (!by) continue;
-                __builtin_memcpy(shift[g], &total, sizeof total);
-                for (uint32_t& of : shift[g]) of *= (uint32_t)by;
-            }
-        }
-    }
+    // Its lanes from `lane` on.
+    const Extra* from(int lane) const { return (const Extra*)(sx + lane); }
 };
 
-// The lanes of a panel that a tile reads, from the chunk's first tile on.
-struct Lanes {
-    const int8_t* codes;   // + 512 per tile
-    const float* sx;       // + 16 per tile
-    const uint32_t* shift;  // + 16 per group; unsigned: the lanes past the last row may wrap
-    const float* sxs;      // + 16 per group
+template <int GROUP, int MOST> using Extras = Extra<GROUP>[16 / kTogether][MOST];  // of a panel
 
-    Lanes(const uint8_t* panel, const QuantShape& s, int t0)
-        : codes((const int8_t*)panel + 512 * (size_t)t0), sx((const float*)(panel + s.sx) + 16 * (size_t)t0), shift(nullptr), sxs(nullptr) {}
-
-    template <int MOST> void take(const Extras<MOST>& extras) { shift = extras.shift[0], sxs = extras.sxs[0], sx = extras.sx[0]; }
-
-    Lanes from(int lane) const {
-        Lanes x = *this;
-        x.codes += 32 * lane, x.sx += lane;
-        if (shift) x.shift += lane, x.sxs += lane;
-        return x;
+// Made once, so that a product's inner loop has nothing to do in scalar registers. `by`: what a sum needs for each of the row's codes, because
+// of what weights are stored more. Lanes past the last row are zeros: what a panel has there may be no number, or one that is slow to multiply.
+template <int GROUP, bool BIAS, int MOST>
+inline void fill_extras(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, int by, Extras<GROUP, MOST>& to) {
+    const float* scale = (const float*)(panel + s.sx) + 16 * (size_t)t0;
+    const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
+    const I times = iset(by), point = iset(kFromPoint ? (int32_t)float_to_bits(kSumPoint) : 0);
+    for (int t = 0; t < tiles; t++, scale += 16, sum += 32) {
+        Extra<GROUP>&first = to[0][t], &second = to[16 / kTogether - 1][t];
+        auto store = [](F lanes, void* low, void* high) {
+            if constexpr (kTogether == 16) fstore((float*)low, lanes);
+            else fstore_halves((float*)low, (float*)high, lanes);
+        };
+        const F known = fload_n(scale, rows);
+        store(known, first.sx, second.sx);
+        if constexpr (kFromPoint) store(fmul(known, fset(-kSumPoint)), first.excess, second.excess);
+        for (int part = 0; part < 32 / GROUP; part++) {
+            const I total = GROUP == 32 ? iadd(iload_n(sum, rows), iload_n(sum + 16, rows)) : iload_n(sum + 16 * part, rows);
+            auto &one = first.part[part], &other = second.part[part];
+            store(fbits(iadd(imul(total, times), point)), one.start, other.start);
+            if constexpr (BIAS) store(fmul(known, ffrom(total)), one.sxs, other.sxs);
+        }
     }
+}
+
+// Lanes of a panel, from the chunk's first tile on.
+template <int GROUP> struct Lanes {
+    const int8_t* codes;        // + 512 per tile
+    const Extra<GROUP>* extra;  // + 1 per tile
+
+    template <int MOST>
+    Lanes(const int8_t* panel, const Extras<GROUP, MOST>& extras, int lane)
+        : codes(panel + 32 * lane), extra(extras[lane / kTogether]->from(lane % kTogether)) {}
 };
 
 // The packed weights that will be unpacked next, asked for a few lines at a time while rows pass over the chunk before: all at
@@ -209,6 +218,32 @@ class Ahead {
         }
     }
 };
+
+// Where the sums of some rows come from and go to: partial ones to memory, and to their place with the last chunk.
+struct Sums {
+    float* partial;
+    size_t stride;
+    bool first;         // chunk: sums start from 0
+    const Epilogue* e;  // with the last chunk, else nothing
+    int row, column;    // of the epilogue
+
+    Sums from(int lane) const {
+        Sums s = *this;
+        s.partial += (size_t)lane * stride, s.row += lane;
+        return s;
+    }
+};
+
+inline V sums_before(const Sums& s, int r, int column) { return s.first ? vset(0.0f) : vload(s.partial + (size_t)r * s.stride + (size_t)column); }
+
+inline void sums_after(const Sums& s, int r, int column, V acc) {
+    if (!s.e) return vstore(s.partial + (size_t)r * s.stride + (size_t)column, acc);
+    const Epilogue& e = *s.e;
+    const size_t row = (size_t)(s.row + r), at = (size_t)(s.column + column);
+    if (e.bias) acc = vadd(acc, vload(e.bias + at));
+    if (e.residual) acc = vadd(vload(e.residual + row * e.residual_stride + at), acc);
+    vstore(e.out + row * e.out_stride + at, acc);
+}
 
 // Some tiles of one block, unpacked.
 struct Chunk {
@@ -246,9 +281,9 @@ void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to
     }
 }
 
-// R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles. acc[r * stride + column].
+// R rows against N registers of columns, from `slice` of chunk[0] on, over `tiles` tiles.
 template <int R, int N, int BITS, int GROUP, bool BIAS>
-inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x, bool shifted, float* acc, size_t stride) {
+inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes<GROUP>& x, const Sums& sums) {
     constexpr int kParts = 32 / GROUP;
     const Chunk* from[N];
     int lane[N];
@@ -256,15 +291,15 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
     for (int n = 0; n < N; n++) {
         from[n] = chunk + (slice + n) / kSlices;
         lane[n] = (slice + n) % kSlices * kWidth;
-        for (int r = 0; r < R; r++) a[r][n] = vload(acc + r * stride + (size_t)((slice + n) * kWidth));
+        for (int r = 0; r < R; r++) a[r][n] = sums_before(sums, r, (slice + n) * kWidth);
     }
     for (int t = 0; t < tiles; t++) {
+        const Extra<GROUP>& extra = x.extra[t];
         for (int part = 0; part < kParts; part++) {
-            const int g = kParts * t + part;
             Dots<Register, BITS, GROUP> d[R][N];
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                const W start = wset(shifted ? (int32_t)x.shift[16 * g + r] : 0);
+                const W start = wset((int32_t)extra.part[part].start[r]);
                 for (int n = 0; n < N; n++) d[r][n].total = start;
             }
             QUIRE_UNROLL
@@ -283,43 +318,43 @@ inline void affine_tile(const Chunk* chunk, int slice, int tiles, const Lanes& x
                 if constexpr (BIAS) bw = vload(from[n]->bias[t][part] + lane[n]);
                 QUIRE_UNROLL
                 for (int r = 0; r < R; r++) {
-                    a[r][n] = vfma(sw, vmul(vset(x.sx[16 * t + r]), vfrom(d[r][n].total)), a[r][n]);
-                    if constexpr (BIAS) a[r][n] = vfma(bw, vset(x.sxs[16 * g + r]), a[r][n]);
+                    a[r][n] = vfma(sw, vfma(vbits(d[r][n].total), vset(extra.sx[r]), vset(extra.excess[r])), a[r][n]);
+                    if constexpr (BIAS) a[r][n] = vfma(bw, vset(extra.part[part].sxs[r]), a[r][n]);
                 }
             }
         }
     }
     for (int n = 0; n < N; n++)
-        for (int r = 0; r < R; r++) vstore(acc + r * stride + (size_t)((slice + n) * kWidth), a[r][n]);
+        for (int r = 0; r < R; r++) sums_after(sums, r, (slice + n) * kWidth, a[r][n]);
 }
 
 // `rows` rows of a panel from `lane` on against `blocks` unpacked blocks.
 template <int R, int BITS, int GROUP, bool BIAS>
-inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const Lanes& lanes, int lane, int rows, bool shifted, float* acc,
-                        size_t stride, Ahead& ahead) {
+inline int affine_strip(const Chunk* chunk, int blocks, int tiles, const int8_t* codes, const Extras<GROUP, kChunk>& extras, int lane, int rows,
+                        const Sums& sums, Ahead& ahead) {
     for (; rows - lane >= R; lane += R) {
         ahead.ask();
-        const Lanes x = lanes.from(lane);
-        float* at = acc + (size_t)lane * stride;
+        const Lanes<GROUP> x(codes, extras, lane);
+        const Sums of = sums.from(lane);
         int slice = 0;
         for (; slice + kTileColumns <= blocks * kSlices; slice += kTileColumns)
-            affine_tile<R, kTileColumns, BITS, GROUP, BIAS>(chunk, slice, tiles, x, shifted, at, stride);
+            affine_tile<R, kTileColumns, BITS, GROUP, BIAS>(chunk, slice, tiles, x, of);
         if constexpr (kPair > 1)
-            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, BITS, GROUP, BIAS>(chunk, slice, tiles, x, shifted, at, stride);
+            for (; slice < blocks * kSlices; slice++) affine_tile<R, 1, BITS, GROUP, BIAS>(chunk, slice, tiles, x, of);
     }
     return lane;
 }
 
 template <int BITS, int GROUP, bool BIAS>
-void affine_panel(const Chunk* chunk, int blocks, int tiles, const Lanes& x, int rows, bool shifted, float* acc, size_t stride,
-                  Ahead& ahead) {
+void affine_panel(const Chunk* chunk, int blocks, int tiles, const int8_t* codes, const Extras<GROUP, kChunk>& extras, int rows,
+                  const Sums& sums, Ahead& ahead) {
     int lane = 0;
-    lane = affine_strip<kTileRows, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+    lane = affine_strip<kTileRows, BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, lane, rows, sums, ahead);
     if constexpr (kTileRows > 4)
-        lane = affine_strip<4, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+        lane = affine_strip<4, BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, lane, rows, sums, ahead);
     if constexpr (kTileRows > 2)
-        lane = affine_strip<2, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
-    affine_strip<1, BITS, GROUP, BIAS>(chunk, blocks, tiles, x, lane, rows, shifted, acc, stride, ahead);
+        lane = affine_strip<2, BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, lane, rows, sums, ahead);
+    affine_strip<1, BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, lane, rows, sums, ahead);
 }
 
 using Unpack = void (*)(const Matrix&, int b, int t0, int tiles, int base, Chunk&);
@@ -330,7 +365,7 @@ QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x,
                               Unpack unpack) {
     alignas(64) float acc[kMaxTall * 16 * kPair];
     Chunk chunk[kPair];
-    Extras<kChunk> extras;
+    alignas(64) Extras<GROUP, kChunk> extras;
     const int shift = base - w.offset;
     const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
@@ -340,7 +375,6 @@ QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x,
     for (int b = b0; b < b1; b += kPair) {
         const int blocks = b1 - b < kPair ? b1 - b : kPair;
         const size_t stride = (size_t)(16 * blocks);
-        for (size_t i = 0; i < (size_t)tall * stride; i += 16) fstore(acc + i, fzero());
         for (int t0 = 0, tiles; t0 < w.tiles; t0 += tiles) {
             tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
             for (int i = 0; i < blocks; i++) unpack(w, b + i, t0, tiles, base, chunk[i]);
@@ -349,22 +383,20 @@ QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x,
                         kTiles ? tall / 16 * blocks * tiles : m / kTileRows + 1);
             for (int m0 = 0; m0 < m; m0 += 16) {
                 const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
-                float* at = acc + (size_t)m0 * stride;
                 const int rows = m - m0 < 16 ? m - m0 : 16;
-                Lanes lanes(panel, s, t0);
-                if (BIAS || shift || (kTiles && rows < 16)) {
-                    extras.template fill<GROUP, BIAS>(panel, s, t0, tiles, rows, shift);
-                    lanes.take(extras);
-                }
+                const int8_t* codes = (const int8_t*)panel + 512 * (size_t)t0;
+                const Sums sums{acc + (size_t)m0 * stride, stride, t0 == 0, next ? nullptr : &e, m0, 16 * (b - b0)};
 #ifdef QUIRE_AMX
-                tile_panel<BIAS>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
+                const bool plain = !BIAS && !shift && rows == 16;
+                if (!plain) fill_extras<GROUP, BIAS>(panel, s, t0, tiles, rows, shift, extras);
+                const TileScales sx = plain ? TileScales{(const float*)(panel + s.sx) + 16 * (size_t)t0, 16} : TileScales(extras[0]);
+                tile_panel<BIAS>(chunk, blocks, tiles, Lanes<GROUP>(codes, extras, 0), sx, rows, shift != 0, sums, ahead);
 #else
-                affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, lanes, rows, shift != 0, at, stride, ahead);
+                fill_extras<GROUP, BIAS>(panel, s, t0, tiles, rows, shift, extras);
+                affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, rows, sums, ahead);
 #endif
             }
         }
-        for (int r = 0; r < m; r++)
-            for (int i = 0; i < blocks; i++) finish(e, r, 16 * (b - b0 + i), fload(acc + (size_t)r * stride + (size_t)(16 * i)));
     }
 }
 

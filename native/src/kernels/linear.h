@@ -81,7 +81,7 @@ constexpr int kFewTiles = 128;  // whose Extras are kept at a time
 // `tiles` tiles of block b from t0 on against R lanes of a panel, straight from the packed codes: unpacking them into memory
 // pays where many rows use them.
 template <int BITS, int GROUP, bool BIAS, int R>
-inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x, bool shifted, F (&acc)[R]) {
+inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes<GROUP>& x, F (&acc)[R]) {
     constexpr int kParts = 32 / GROUP;
     const uint8_t* block = w.block(b);
     const size_t code_bytes = w.code_bytes;
@@ -92,10 +92,11 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
         prefetch(block + w.scale_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
         if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
         const int8_t* q = x.codes + 512 * (size_t)t;
+        const Extra<GROUP>& extra = x.extra[t];
         Dots<Lanes16, BITS, GROUP> d[kParts][R];
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++)
-            for (int r = 0; r < R; r++) d[part][r].total = iset(shifted ? (int32_t)x.shift[16 * (kParts * t + part) + r] : 0);
+            for (int r = 0; r < R; r++) d[part][r].total = iset((int32_t)extra.part[part].start[r]);
         each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
             codes = less_base<BITS>(codes);
             QUIRE_UNROLL
@@ -108,8 +109,8 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes& x
             if constexpr (BIAS) bw = bias_of(w, block, t0 + t, part);
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
-                acc[r] = ffma(sw, fmul(fset(x.sx[16 * t + r]), ffrom(d[part][r].total)), acc[r]);
-                if constexpr (BIAS) acc[r] = ffma(bw, fset(x.sxs[16 * (kParts * t + part) + r]), acc[r]);
+                acc[r] = ffma(sw, ffma(fbits(d[part][r].total), fset(extra.sx[r]), fset(extra.excess[r])), acc[r]);
+                if constexpr (BIAS) acc[r] = ffma(bw, fset(extra.part[part].sxs[r]), acc[r]);
             }
         }
     }
@@ -121,13 +122,13 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
     const uint8_t* x;
     const QuantShape& s;
     const int m, shift;
-    Extras<kFewTiles> extras;  // not cleared: a call fills what it reads
+    alignas(64) Extras<GROUP, kFewTiles> extras;  // not cleared: a call fills what it reads
 
     Few(const Matrix& weight, const uint8_t* panel, const QuantShape& shape, int rows)
         : w(weight), x(panel), s(shape), m(rows), shift(code_base(BITS) - w.offset) {}
 
     void fill(int t0) {
-        extras.template fill<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift);
+        fill_extras<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift, extras);
     }
 
     // Block b against lanes [lane, lane + R). Only those below m are rows; what is made of the others is dropped.
@@ -137,9 +138,8 @@ template <int BITS, int GROUP, bool BIAS> struct Few {
         for (int r = 0; r < R; r++) acc[r] = fzero();
         for (int t0 = 0; t0 < w.tiles; t0 += kFewTiles) {
             if (w.tiles > kFewTiles) fill(t0);  // a wide matrix: again for every block
-            Lanes lanes(x, s, t0);
-            lanes.take(extras);
-            affine_few<BITS, GROUP, BIAS, R>(w, b, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, lanes.from(lane), shift != 0, acc);
+            const Lanes<GROUP> lanes((const int8_t*)x + 512 * (size_t)t0, extras, lane);
+            affine_few<BITS, GROUP, BIAS, R>(w, b, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, lanes, acc);
         }
         QUIRE_UNROLL
         for (int r = 0; r < R; r++)

@@ -49,6 +49,10 @@ inline void fstore_n(float* p, F v, int n) {
     _mm256_maskstore_ps(p, lanes(n, 0), v.a);
     if (n > 8) _mm256_maskstore_ps(p + 8, lanes(n, 8), v.b);
 }
+inline void fstore_halves(float* low, float* high, F v) {
+    _mm256_storeu_ps(low, v.a);
+    _mm256_storeu_ps(high, v.b);
+}
 inline F fload_half(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
@@ -119,11 +123,17 @@ inline float hmax(F x) {
 }
 
 inline I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I iload_n(const int32_t* p, int n) {
+    if (n >= 16) return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+    return {_mm256_maskload_epi32(p, lanes(n, 0)), n > 8 ? _mm256_maskload_epi32(p + 8, lanes(n, 8)) : _mm256_setzero_si256()};
+}
 inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I imul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 template <int N> inline I ishl(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
 inline I ihalve(I x) { return {_mm256_srai_epi32(x.a, 1), _mm256_srai_epi32(x.b, 1)}; }
 inline I ito(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F fbits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline F ffrom(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline F fpow2(I n) {
     const __m256i bias = _mm256_set1_epi32(127);
@@ -191,9 +201,9 @@ using C = __m256i;
 inline V vload(const float* p) { return _mm256_loadu_ps(p); }
 inline void vstore(float* p, V a) { _mm256_storeu_ps(p, a); }
 inline V vset(float x) { return _mm256_set1_ps(x); }
-inline V vmul(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V vadd(V a, V b) { return _mm256_add_ps(a, b); }
 inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
-inline V vfrom(W a) { return _mm256_cvtepi32_ps(a); }
+inline V vbits(W a) { return _mm256_castsi256_ps(a); }
 inline W wset(int32_t x) { return _mm256_set1_epi32(x); }
 inline C cload(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 #ifdef QUIRE_WORD_SUMS  // words of two bytes each (sixteen.h)

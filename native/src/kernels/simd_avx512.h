@@ -35,6 +35,10 @@ inline void fstore_n(float* p, F a, int n) {  // what was stored with a mask can
     if (n >= 16) fstore(p, a);
     else _mm512_mask_storeu_ps(p, first(n), a);
 }
+inline void fstore_halves(float* low, float* high, F a) {
+    _mm256_storeu_ps(low, _mm512_castps512_ps256(a));
+    _mm256_storeu_ps(high, _mm512_extractf32x8_ps(a, 1));
+}
 inline F fload_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline F fload_half_n(const uint16_t* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 inline void fstore_half_n(uint16_t* p, F a, int n) {
@@ -73,12 +77,15 @@ inline float hmax(F a) {
 }
 
 inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline I iload_n(const int32_t* p, int n) { return n >= 16 ? _mm512_loadu_si512((const void*)p) : _mm512_maskz_loadu_epi32(first(n), p); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 template <int N> inline I ishl(I a) { return _mm512_slli_epi32(a, N); }
 inline I ihalve(I a) { return _mm512_srai_epi32(a, 1); }
 inline I ito(F a) { return _mm512_cvtps_epi32(a); }
 inline F ffrom(I a) { return _mm512_cvtepi32_ps(a); }
+inline F fbits(I a) { return _mm512_castsi512_ps(a); }
 inline F fpow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
 inline __m128i bytes_of(I a) { return _mm512_cvtepi32_epi8(a); }
 inline void istore_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, bytes_of(a)); }
@@ -125,9 +132,9 @@ using C = B;
 inline V vload(const float* p) { return fload(p); }
 inline void vstore(float* p, V a) { fstore(p, a); }
 inline V vset(float x) { return fset(x); }
-inline V vmul(V a, V b) { return fmul(a, b); }
+inline V vadd(V a, V b) { return fadd(a, b); }
 inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
-inline V vfrom(W a) { return ffrom(a); }
+inline V vbits(W a) { return fbits(a); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
 #ifdef QUIRE_WORD_SUMS  // words of two bytes each (sixteen.h)

@@ -49,6 +49,9 @@ inline void fstore(float* p, F a) { QUIRE_LANES p[i] = a.v[i]; }
 inline void fstore_n(float* p, F a, int n) {
     for (int i = 0; i < n && i < 16; i++) p[i] = a.v[i];
 }
+inline void fstore_halves(float* low, float* high, F a) {
+    for (int i = 0; i < 8; i++) low[i] = a.v[i], high[i] = a.v[8 + i];
+}
 inline F fload_half_n(const uint16_t* p, int n) {
     F r;
     QUIRE_LANES r.v[i] = i < n ? quire::half_to_float(p[i]) : 0.0f;
@@ -122,12 +125,21 @@ inline I iset(int32_t x) {
     QUIRE_LANES r.v[i] = x;
     return r;
 }
+inline I iload_n(const int32_t* p, int n) {
+    I r;
+    QUIRE_LANES r.v[i] = i < n ? p[i] : 0;
+    return r;
+}
 inline I iadd(I a, I b) {
     QUIRE_LANES a.v[i] += b.v[i];
     return a;
 }
 inline I isub(I a, I b) {
     QUIRE_LANES a.v[i] -= b.v[i];
+    return a;
+}
+inline I imul(I a, I b) {
+    QUIRE_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] * (uint32_t)b.v[i]);
     return a;
 }
 template <int N> inline I ishl(I a) {
@@ -141,6 +153,11 @@ inline I ihalve(I a) {
 inline I ito(F a) {  // of numbers already rounded; anything out of range (or NaN) becomes 0, and its user is NaN anyway
     I r;
     QUIRE_LANES r.v[i] = a.v[i] > -2147483000.0f && a.v[i] < 2147483000.0f ? (int32_t)a.v[i] : 0;
+    return r;
+}
+inline F fbits(I a) {
+    F r;
+    __builtin_memcpy(&r, &a, sizeof r);
     return r;
 }
 inline F ffrom(I a) {
@@ -201,9 +218,9 @@ using C = B;
 inline V vload(const float* p) { return fload(p); }
 inline void vstore(float* p, V a) { fstore(p, a); }
 inline V vset(float x) { return fset(x); }
-inline V vmul(V a, V b) { return fmul(a, b); }
+inline V vadd(V a, V b) { return fadd(a, b); }
 inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
-inline V vfrom(W a) { return ffrom(a); }
+inline V vbits(W a) { return fbits(a); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
 
