@@ -1,8 +1,8 @@
 """How much of the int8 dot-product ceiling prefill reaches on the 1B shape, for the 4-bit types.
 
 The operations are those of the layers' matrices and of one row of the output matrix: attention, norms and quantizing the
-activations are in the time but not in the count. The ceiling is measured again in every round, and the best seen so far
-counts. Where the CPU has tile instructions (AMX), their ceiling is a second figure: kernels that use them pass the first.
+activations are in the time but not in the count. The ceiling is measured in every round, right before our turn and right after
+it, and the better of the two counts: a host that is shared does not have the speed of its best moment all day. Where the CPU has tile instructions (AMX), their ceiling is a second figure: kernels that use them pass the first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ AMX_SHARE = "share of the AMX ceiling"
 RATE = "int8 operations"
 
 
-def quire(world: World, path: Path) -> Sample:
+def ceiling(world: World) -> floors.Peaks:
     now = floors.measure(world.threads, int8_alone=True)
-    if isinstance(now, str) or world.peaks is None:
-        raise RuntimeError(str(now))
-    peaks = world.peaks = world.peaks.or_better(now)
+    if isinstance(now, str):
+        raise RuntimeError(now)
+    return now
+
+
+def quire(world: World, path: Path) -> Sample:
+    before = ceiling(world)
     speed = ours.measure(path, world.threads, [ours.prefill(TOKENS)])[0]["tokens/s"]
+    peaks = before.or_better(ceiling(world))
     cost = world.cost(path)
     rate = speed * (cost.operations + cost.output_operations / TOKENS)
     dot, amx = peaks.dot(world.threads), peaks.amx(world.threads)
