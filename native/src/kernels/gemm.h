@@ -357,47 +357,56 @@ void affine_panel(const Chunk* chunk, int blocks, int tiles, const int8_t* codes
     affine_strip<1, BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, lane, rows, sums, ahead);
 }
 
+// Blocks whose sums wait in memory together: what rows bring beside their codes is made once for all of them. Matrix tiles mostly need none.
+constexpr int kSpan = kTiles ? kPair : 8;
+
 using Unpack = void (*)(const Matrix&, int b, int t0, int tiles, int base, Chunk&);
 
 // Once for all forms whose codes are added alike: calling `unpack` costs nothing, and copies would cost a minute of compiling.
 template <int BITS, int GROUP, bool BIAS>
 QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e, int base,
                               Unpack unpack) {
-    alignas(64) float acc[kMaxTall * 16 * kPair];
+    alignas(64) float acc[kSpan * kMaxTall * 16];
     Chunk chunk[kPair];
-    alignas(64) Extras<GROUP, kChunk> extras;
+    alignas(64) Extras<GROUP, kChunk> extras[kMaxTall / 16];
     const int shift = base - w.offset;
-    const int tall = (m + 15) / 16 * 16;  // tiles take whole panels
+    const int panels = (m + 15) / 16;
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
+    auto rows_of = [m](int panel) { return m - 16 * panel < 16 ? m - 16 * panel : 16; };
 #ifdef QUIRE_AMX
+    auto plain = [&](int panel) { return !BIAS && !shift && rows_of(panel) == 16; };  // its scales are read where they are
     const TileScope scope;
+#else
+    auto plain = [](int) { return false; };
 #endif
-    for (int b = b0; b < b1; b += kPair) {
-        const int blocks = b1 - b < kPair ? b1 - b : kPair;
-        const size_t stride = (size_t)(16 * blocks);
+    for (int from = b0; from < b1; from += kSpan)
         for (int t0 = 0, tiles; t0 < w.tiles; t0 += tiles) {
             tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
-            for (int i = 0; i < blocks; i++) unpack(w, b + i, t0, tiles, base, chunk[i]);
-            const int next = t0 + tiles < w.tiles ? t0 + tiles : 0;
-            Ahead ahead(w, next ? b : b + kPair, next, w.tiles - next < most ? w.tiles - next : most,
-                        kTiles ? tall / 16 * blocks * tiles : m / kTileRows + 1);
-            for (int m0 = 0; m0 < m; m0 += 16) {
-                const uint8_t* panel = x + (size_t)(m0 / 16) * s.bytes;
-                const int rows = m - m0 < 16 ? m - m0 : 16;
-                const int8_t* codes = (const int8_t*)panel + 512 * (size_t)t0;
-                const Sums sums{acc + (size_t)m0 * stride, stride, t0 == 0, next ? nullptr : &e, m0, 16 * (b - b0)};
+            for (int i = 0; i < panels; i++)
+                if (!plain(i)) fill_extras<GROUP, BIAS>(x + (size_t)i * s.bytes, s, t0, tiles, rows_of(i), shift, extras[i]);
+            const bool last = t0 + tiles == w.tiles;
+            const int end = b1 - from < kSpan ? b1 : from + kSpan;
+            for (int b = from; b < end; b += kPair) {
+                const int blocks = end - b < kPair ? end - b : kPair;
+                for (int i = 0; i < blocks; i++) unpack(w, b + i, t0, tiles, base, chunk[i]);
+                const bool more = b + kPair < end;
+                const int then = more ? t0 : last ? 0 : t0 + tiles;
+                Ahead ahead(w, more ? b + kPair : last ? end : from, then, w.tiles - then < most ? w.tiles - then : most,
+                            kTiles ? panels * blocks * tiles : m / kTileRows + 1);
+                for (int i = 0; i < panels; i++) {
+                    const uint8_t* panel = x + (size_t)i * s.bytes;
+                    const int8_t* codes = (const int8_t*)panel + 512 * (size_t)t0;
+                    float* partial = acc + (size_t)((b - from) * kMaxTall * 16 + 16 * i * 16 * blocks);
+                    const Sums sums{partial, (size_t)(16 * blocks), t0 == 0, last ? &e : nullptr, 16 * i, 16 * (b - b0)};
 #ifdef QUIRE_AMX
-                const bool plain = !BIAS && !shift && rows == 16;
-                if (!plain) fill_extras<GROUP, BIAS>(panel, s, t0, tiles, rows, shift, extras);
-                const TileScales sx = plain ? TileScales{(const float*)(panel + s.sx) + 16 * (size_t)t0, 16} : TileScales(extras[0]);
-                tile_panel<BIAS>(chunk, blocks, tiles, Lanes<GROUP>(codes, extras, 0), sx, rows, shift != 0, sums, ahead);
+                    const TileScales sx = plain(i) ? TileScales{(const float*)(panel + s.sx) + 16 * (size_t)t0, 16} : TileScales(extras[i][0]);
+                    tile_panel<BIAS>(chunk, blocks, tiles, Lanes<GROUP>(codes, extras[i], 0), sx, rows_of(i), shift != 0, sums, ahead);
 #else
-                fill_extras<GROUP, BIAS>(panel, s, t0, tiles, rows, shift, extras);
-                affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras, rows, sums, ahead);
+                    affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras[i], rows_of(i), sums, ahead);
 #endif
+                }
             }
         }
-    }
 }
 
 template <int BITS, int GROUP, bool BIAS>
