@@ -1,8 +1,9 @@
 """How much of the int8 dot-product ceiling prefill reaches on the 1B shape, for the 4-bit types.
 
 The operations are those of the layers' matrices and of one row of the output matrix: attention, norms and quantizing the
-activations are in the time but not in the count. The ceiling is measured in every round, right before our turn and right after
-it, and the better of the two counts: a host that is shared does not have the speed of its best moment all day. Where the CPU has tile instructions (AMX), their ceiling is a second figure: kernels that use them pass the first.
+activations are in the time but not in the count. The ceiling is measured in every round, right before our turn and right
+after it, and the better of the two counts: a host that is shared does not have the speed of its best moment all day. Where
+the CPU has tile instructions (AMX), their ceiling is a second figure: kernels that use them pass the first.
 """
 
 from __future__ import annotations

@@ -60,9 +60,10 @@ struct TileScales {
 };
 
 // The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
-// last row is scaled by the zeros that `x` has for them, or not looked at.
+// last row is scaled by the zeros that the extras have for them, or not looked at; nothing of it is stored.
 template <int R, bool BIAS>
-inline void tile_block(const Chunk& chunk, int tiles, const Lanes<32>& x, TileScales scales, bool shifted, int rows, const Sums& to, int column, Ahead& ahead) {
+inline void tile_block(const Chunk& chunk, int tiles, const Lanes<32>& x, TileScales scales, bool shifted, int rows, const Sums& to, int column,
+                       Ahead& ahead) {
     alignas(64) int32_t sums[4][256];  // a tile's store must land before it can be read: drain two groups later
     F a[R];
     QUIRE_UNROLL16

@@ -236,13 +236,16 @@ struct Sums {
 
 inline V sums_before(const Sums& s, int r, int column) { return s.first ? vset(0.0f) : vload(s.partial + (size_t)r * s.stride + (size_t)column); }
 
+// What `finish` does to a block, for one register.
+inline void finish_register(const Epilogue& e, size_t row, size_t column, V acc) {
+    if (e.bias) acc = vadd(acc, vload(e.bias + column));
+    if (e.residual) acc = vadd(vload(e.residual + row * e.residual_stride + column), acc);
+    vstore(e.out + row * e.out_stride + column, acc);
+}
+
 inline void sums_after(const Sums& s, int r, int column, V acc) {
-    if (!s.e) return vstore(s.partial + (size_t)r * s.stride + (size_t)column, acc);
-    const Epilogue& e = *s.e;
-    const size_t row = (size_t)(s.row + r), at = (size_t)(s.column + column);
-    if (e.bias) acc = vadd(acc, vload(e.bias + at));
-    if (e.residual) acc = vadd(vload(e.residual + row * e.residual_stride + at), acc);
-    vstore(e.out + row * e.out_stride + at, acc);
+    if (s.e) finish_register(*s.e, (size_t)(s.row + r), (size_t)(s.column + column), acc);
+    else vstore(s.partial + (size_t)r * s.stride + (size_t)column, acc);
 }
 
 // Some tiles of one block, unpacked.
