@@ -86,8 +86,7 @@ def costs(model: str, tokens: int) -> dict[str, float]:
         (scheduler, "plan", "plan"),
         (scheduler, "commit", "commit"),
         (runner._intake, "apply", "slots"),
-        (runner._intake, "build", "batch"),
-        (runner._program, "run", "model"),
+        (runner, "_go_on", "batch and model"),
         (runner._sampler, "sample", "sampler"),
         (engine, "step", "a whole step"),
     ):

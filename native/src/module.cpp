@@ -11,9 +11,9 @@
 
 #include <string.h>
 
+#include "module.h"
 #include "pack.h"
 #include "plan.h"
-#include "sample_module.h"
 
 namespace nb = nanobind;
 using namespace quire;
@@ -192,10 +192,7 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
         nb::gil_scoped_release free;
         plan.run(b, pointers);
     }
-    const Slot& out = plan.output_slot();
-    const size_t rows = (size_t)(out.per_token ? b.tokens : b.rows), shape[2] = {rows, (size_t)out.width};
-    const int64_t strides[2] = {(int64_t)(out.stride / sizeof(float)), 1};
-    return nb::cast(nb::ndarray<nb::numpy, float>(const_cast<float*>(plan.output_data()), 2, shape, self, strides));
+    return output_of(self, (size_t)(plan.output_slot().per_token ? b.tokens : b.rows));
 }
 
 void bind_plan(nb::module_& m) {
@@ -275,6 +272,14 @@ void bind_plan(nb::module_& m) {
 
 }  // namespace
 
+nb::object quire::output_of(nb::handle plan, size_t rows) {
+    const Plan& p = nb::cast<const Plan&>(plan);
+    const Slot& out = p.output_slot();
+    const size_t shape[2] = {rows, (size_t)out.width};
+    const int64_t strides[2] = {(int64_t)(out.stride / sizeof(float)), 1};
+    return nb::cast(nb::ndarray<nb::numpy, float>(const_cast<float*>(p.output_data()), 2, shape, plan, strides));
+}
+
 NB_MODULE(_native, m) {
     // A process that ends with an error still holds objects in its traceback: no reason to print pages after the message.
     nb::set_leak_warnings(false);
@@ -298,6 +303,7 @@ NB_MODULE(_native, m) {
     m.def("vector", &py_vector);
     bind_plan(m);
     bind_sampler(m);
+    bind_steady(m);
     m.def("sampler", [](const Machine& x, int vocabulary) {
         if (vocabulary < 1 || vocabulary > 1 << 28) throw std::invalid_argument("a vocabulary has between 1 and 2^28 tokens");
         return std::make_unique<Sampler>(x.pool, x.kernels, vocabulary);

@@ -1,12 +1,12 @@
 // Binds sample.h: checks everything that crosses the border, so that no index leads outside a row.
-#include "sample_module.h"
-
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+
+#include "module.h"
 
 namespace nb = nanobind;
 
@@ -18,12 +18,6 @@ using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Counts = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Allowed = nb::ndarray<const bool, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// Handles of one sampler's wishes; the vocabulary is that of the sampler.
-struct Bound {
-    Wish wish;
-    int vocabulary;
-};
 
 void check_id(int64_t id, int vocabulary) {
     if (id < 0 || id >= vocabulary) throw std::invalid_argument("a token is outside the vocabulary");

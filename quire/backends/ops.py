@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.backends.adapters import Site
-from quire.backends.batch import Batch
+from quire.backends.batch import I32, Batch
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
 
@@ -425,6 +428,38 @@ class Samples(Protocol):
     """A program that brings a sampler for the host, on the threads that its kernels have."""
 
     def host_sampler(self, vocab_size: int) -> HostSampler: ...
+
+
+class SlotArrays(Protocol):
+    """What a runner keeps of its slots, an element or a row for each: see quire/runner/slots.py."""
+
+    last: I32
+    length: I32
+    position: npt.NDArray[np.int64]
+    adapter: I32
+    live: npt.NDArray[np.bool_]
+    tables: list[I32]
+
+
+class HostSteps(Protocol):
+    """Steps in which each of some slots goes on by the token that it knows: from the slots' arrays, and back into them."""
+
+    def run(self, slot: npt.NDArray[np.intp]) -> Floats | None:
+        """Compute the next token of each of these slots: their logits. None: nothing was done, one of them is special."""
+        ...
+
+    def choose(self, wishes: Sequence[Any]) -> list[int] | None:
+        """The tokens after it, as HostSampler.choose finds them. None: nothing was done, there is more to say than a token."""
+        ...
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """A program that can go on from a runner's slots by itself, `most` of them at a time."""
+
+    def host_steps(
+        self, sampler: HostSampler, slots: SlotArrays, page_size: int, max_context: int, most: int
+    ) -> HostSteps: ...
 
 
 @runtime_checkable

@@ -130,7 +130,7 @@ class BatchBuilder:
         None: one of them cannot be written, or a group is special. `build` says which, or knows how.
         """
         pos = slots.length[slot]
-        if any(slots.windows) or any(slots.states) or slot.size > self._single:
+        if slots.special or slot.size > self._single:
             return None
         if _most(slots.last[slot].view(np.uint32)) >= self._vocab_size:  # as unsigned, "none yet" is very large
             return None
@@ -151,7 +151,7 @@ class BatchBuilder:
 
     def _plain(self, work: Sequence[Work], slots: Slots) -> bool:
         """Whether each work is one row that is sampled, of a sequence of its own, and no group is special."""
-        if any(slots.windows) or any(slots.states) or len(work) > self._single:
+        if slots.special or len(work) > self._single:
             return False
         if any(w.drafts or w.prompt_logits or not w.sample for w in work):
             return False

@@ -32,11 +32,12 @@ Works: TypeAlias = dict[int, Work]  # by their place in the plan, in the order o
 class Pending:
     """A forward that was given to the device: logits wait in it for `sample`."""
 
-    __slots__ = ("_rows", "drafts", "guesses", "logits", "plan", "sampled", "works")
+    __slots__ = ("_rows", "drafts", "guesses", "logits", "plan", "sampled", "steady", "works")
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self._rows: list[Row] | None = None  # until somebody has something to note
+        self.steady = False  # every work goes on by a token, and nothing below is filled in but the logits
         self.works: Works = {}  # what is computed, by its place in plan.work
         self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
         self.drafts: dict[int, list[int]] = {}  # by place in plan.work: what is guessed to come next
@@ -54,6 +55,14 @@ class Pending:
     def blank(self) -> bool:
         """Whether nothing was noted in the answer yet."""
         return self._rows is None
+
+    def each(self) -> None:
+        """Fill in what is below for a steady step: its works are to be looked at one by one."""
+        self.steady = False
+        self.works = dict(enumerate(self.plan.work))
+        self.sampled = list(self.works)
+        for row in self.rows:
+            row.accepted = 1
 
     def rows_of(self, index: int) -> int:
         """Rows of logits of a sampled work."""
@@ -157,11 +166,15 @@ class Intake:
                 del works[index]
         return None
 
+    def going_on(self, plan: Plan) -> Index | None:
+        """The slots of a steady plan, whatever is to be said about them."""
+        return self._steady.slot if self.proposer is None and self._steady.take(plan.work) else None
+
     def steady(self, plan: Plan) -> Index | None:
         """The slots of a steady plan, if nothing is to be said about any one of them. None: look at each."""
-        if self.proposer is not None or not self._steady.take(plan.work):
+        slot = self.going_on(plan)
+        if slot is None:
             return None
-        slot = self._steady.slot
         fine = self.slots.live[slot].all() and (self.loras is None or (self.slots.adapter[slot] < 0).all())
         return slot if fine else None
 

@@ -21,11 +21,11 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from quire.backends.ops import KV, Program, Samples
+from quire.backends.ops import KV, HostSteps, Program, Samples, Steps
 from quire.layouts import Floats
 from quire.runner.intake import Intake, Pending, reason
 from quire.runner.lora import Loras
-from quire.runner.plan import Plan, Result, Work
+from quire.runner.plan import Plan, Result, Row, Work
 from quire.runner.sampler import Chosen, Masks, Sampler
 from quire.runner.speculate import Proposer
 
@@ -89,7 +89,12 @@ class Runner:
             proposer=proposer,
         )
         self._slots = self._intake.slots
-        self._sampler = Sampler(vocab_size, program.host_sampler(vocab_size) if isinstance(program, Samples) else None)
+        native = program.host_sampler(vocab_size) if isinstance(program, Samples) else None
+        self._sampler = Sampler(vocab_size, native)
+        self._steps: HostSteps | None = None
+        if native is not None and isinstance(program, Steps) and not self._slots.special:
+            most = min(max_seqs, max_rows, max_tokens - 1)
+            self._steps = program.host_steps(native, self._slots, kv.page_size, max_context, most)
         self._unsampled: Pending | None = None
         self._closed = False
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -177,12 +182,22 @@ class Runner:
     def _forward(self, pending: Pending) -> None:
         try:
             self._intake.apply(pending.plan)
+            if self._go_on(pending):
+                return
             logits = self._run(pending)
             pending.sampled = [i for i, w in pending.works.items() if w.sample]
             guessed = sum(map(len, pending.guesses.values())) if pending.guesses else 0
             pending.logits = logits[: len(pending.sampled) + guessed]
         except Exception as error:
             self._intake.fail_step(pending, error)
+
+    def _go_on(self, pending: Pending) -> bool:
+        """A steady step, where the program takes those itself."""
+        if self._steps is None or (slot := self._intake.going_on(pending.plan)) is None:
+            return False
+        pending.logits = self._steps.run(slot)
+        pending.steady = pending.logits is not None
+        return pending.steady
 
     def _run(self, pending: Pending) -> Floats:
         """Run the program over the work; prompt rows are answered here."""
@@ -213,6 +228,10 @@ class Runner:
             pending.rows[index].prompt_logprobs = new
 
     def _sample(self, pending: Pending, masks: Masks | None) -> Result:
+        if pending.steady:
+            if not masks and (tokens := self._next_tokens(pending)) is not None:
+                return Result([Row(1, [token]) for token in tokens])
+            pending.each()
         plan, rows, logits = pending.plan, pending.rows, pending.logits
         pending.logits = None
         places = [j for j, i in enumerate(pending.sampled) if rows[i].error is None]
@@ -227,6 +246,12 @@ class Runner:
                 log.exception("step %d failed", plan.step)
                 self._intake.fail(pending, indices, reason(error))
         return Result(rows)
+
+    def _next_tokens(self, pending: Pending) -> list[int] | None:
+        """The token of each row of a steady step. None: rows have to be told apart."""
+        assert self._steps is not None
+        streams = self._slots.streams_of([w.slot for w in pending.plan.work])
+        return self._steps.choose(self._sampler.wishes(streams))
 
     def _choose(self, pending: Pending, indices: list[int], logits: Floats, masks: Masks) -> None:
         """Sample the rows of `indices`, and tell the slots what came out."""

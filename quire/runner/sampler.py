@@ -109,6 +109,11 @@ class Sampler:
             first += own.shape[0]
         return chosen
 
+    def wishes(self, streams: Sequence[Stream]) -> list[Any]:
+        """What each stream asks the compiled module for."""
+        assert self._native is not None
+        return [stream.wish or _wish(self._native, stream) for stream in streams]
+
     def logprobs(self, logits: Floats, tokens: Sequence[int], top: int) -> list[Logprob]:
         """`logprob` of one token a row. Raises ValueError when a row is not numbers."""
         if self._native is None:
@@ -127,7 +132,7 @@ class Sampler:
         drafts: Sequence[Sequence[int]],
         masks: Masks | None,
     ) -> list[Chosen]:
-        wishes = [stream.wish or _wish(native, stream) for stream in streams]
+        wishes = self.wishes(streams)
         seen = [(i, s.history.ids, s.history.counts) for i, s in enumerate(streams) if s.history is not None]
         ruled = [(i, np.atleast_2d(mask)) for i, mask in masks.items()] if masks else ()
         chosen, first = [], 0

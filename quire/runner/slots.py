@@ -60,6 +60,11 @@ class Slots:
         return self.last.size
 
     @property
+    def special(self) -> bool:
+        """Whether some group's pages are not just those of every token so far."""
+        return any(self.windows) or any(self.states)
+
+    @property
     def table(self) -> I32:
         """The first group's."""
         return self.tables[0]

@@ -16,7 +16,7 @@ from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch
 from quire.backends.early import take_early
 from quire.backends.native import arena, extension, fuse
-from quire.backends.ops import KV, Forward, HostSampler, Needs, check_kv
+from quire.backends.ops import KV, Forward, HostSampler, HostSteps, Needs, SlotArrays, check_kv
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
 from quire.layouts import Affine, Codec, Dense, Float8, Floats, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
@@ -40,8 +40,16 @@ _SIXTEEN = (
 class NativeProgram:
     """A compiled forward with its KV pool."""
 
-    def __init__(self, plan: Any, inputs: dict[str, int], sites: Sites, sampler: Callable[[int], HostSampler]):
+    def __init__(
+        self,
+        plan: Any,
+        inputs: dict[str, int],
+        sites: Sites,
+        sampler: Callable[[int], HostSampler],
+        steps: Callable[..., HostSteps],
+    ):
         self._plan = plan
+        self._steps = steps
         self.host_sampler = sampler
         self._inputs = inputs
         self._sites = sites
@@ -55,6 +63,13 @@ class NativeProgram:
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
             [(t.pages, t.write) for t in batch.more], batch.adapters,
         )  # fmt: skip
+
+    def host_steps(
+        self, sampler: HostSampler, slots: SlotArrays, page_size: int, max_context: int, most: int
+    ) -> HostSteps:
+        """Steady steps without Python in between."""
+        arrays = (slots.last, slots.length, slots.position, slots.adapter, slots.live, slots.tables)
+        return self._steps(self._plan, sampler, *arrays, page_size, max_context, most)
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         """From the next run on, slot `slot` holds these pairs and no others. They are packed first, so a failure changes nothing."""
@@ -146,7 +161,9 @@ class NativeBackend:
         self._drafts.clear()
         self._pack(draft.program, packed)
         plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
-        made = NativeProgram(plan, dict(inputs), Sites(numbers, self._pack_adapters), self.host_sampler)
+        made = NativeProgram(
+            plan, dict(inputs), Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
+        )
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
         return made
