@@ -78,6 +78,11 @@ void Plan::output(int slot) {
     if (scratch_bytes_) scratch_memory_ = Mapping(scratch_bytes_ * (size_t)pool_->threads());
     scratch_ = scratch_memory_.data();
     items_.resize(steps_.size());
+    if (!steps_.empty() && !output_slot().per_token) {
+        Mapping memory((size_t)limits_.max_rows * peaks_stride() * sizeof(int32_t));
+        auto* to = (int32_t*)memory.data();
+        if (steps_.back()->leaves_peaks(slot, to, peaks_stride())) peaks_ = to, peaks_memory_ = std::move(memory);
+    }
     const Step* next = nullptr;
     for (int round = 0; round < 2; round++)  // the last one is followed by the first
         for (size_t i = steps_.size(); i-- > 0;) {
@@ -153,7 +158,8 @@ std::vector<std::pair<std::string, double>> Plan::profiled() const {
 }
 
 std::string Plan::describe() const {
-    return std::to_string(steps_.size()) + " steps, arena " + std::to_string(arena_memory_.size()) + " bytes";
+    return std::to_string(steps_.size()) + " steps, arena " + std::to_string(arena_memory_.size()) + " bytes, peaks " +
+           std::to_string(peaks_memory_.size()) + " bytes";
 }
 
 }  // namespace quire

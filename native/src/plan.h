@@ -80,6 +80,8 @@ struct Step {
     virtual bool streams() const { return false; }
     virtual const uint8_t* begins(int /*thread*/) const { return nullptr; }
     const Step* next = nullptr;  // the one of those that comes after this one, also in the run after this one
+    // Whether it will leave the peaks of that slot's rows there (see Plan::peaks), as it makes them.
+    virtual bool leaves_peaks(int /*slot*/, int32_t* /*to*/, size_t /*stride*/) { return false; }
 };
 
 // One weight of a linear step. Slots are -1 where there is none.
@@ -164,6 +166,10 @@ public:
     void run(const BatchView& batch, const std::vector<const float*>& inputs);
     const float* output_data() const { return floats(slots_[(size_t)output_], 0); }
     const Slot& output_slot() const { return slots_[(size_t)output_]; }
+    // The best of each kSampleBlock columns of a row of the output, as the kernel of that name tells it, but kNoPeak where it found
+    // something that is not a number. Nothing where the output comes from elsewhere than a product.
+    const int32_t* peaks(int row) const { return peaks_ ? peaks_ + (size_t)row * peaks_stride() : nullptr; }
+    size_t peaks_stride() const { return ((size_t)output_slot().width + kSampleBlock - 1) / kSampleBlock; }
     const std::vector<int>& inputs() const { return inputs_; }
     const Slot& at(int slot) const { return slots_[(size_t)slot]; }
 
@@ -224,7 +230,8 @@ private:
     std::vector<Stretch> by_token_, by_row_;  // of this run
     std::vector<int> inputs_;
     int output_ = -1;
-    Mapping arena_memory_, scratch_memory_;
+    Mapping arena_memory_, scratch_memory_, peaks_memory_;
+    int32_t* peaks_ = nullptr;
     uint8_t *arena_ = nullptr, *scratch_ = nullptr;
     size_t scratch_bytes_ = 0;
     std::vector<int> items_;  // per step, of this run

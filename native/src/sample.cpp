@@ -84,11 +84,11 @@ public:
     // Who helps to weigh a row, or nobody.
     void share(ThreadPool* pool) { pool_ = pool; }
 
-    // The logits of a row, looked at for the first time. False: they are not numbers.
-    bool open(const float* logits) {
+    // The logits of a row, looked at for the first time, where nobody did so before and left its peaks. False: they are not numbers.
+    bool open(const float* logits, const int32_t* peaks = nullptr) {
         x_ = logits;
         touched_.clear();
-        return look();
+        return look(peaks);
     }
 
     int32_t choose(const Wish& wish, int64_t position, const Seen& seen, const uint8_t* allowed);
@@ -106,7 +106,7 @@ private:
         uint64_t held;  // the mass of the run
     };
 
-    bool look();
+    bool look(const int32_t* known = nullptr);
     double& touch(int32_t id);
     void adjust(const Wish& wish, const Seen& seen, bool held_back, const uint8_t* allowed);
     int32_t best();
@@ -152,9 +152,10 @@ private:
 
 // ---- scores
 
-bool Sampler::Row::look() {
+bool Sampler::Row::look(const int32_t* known) {
     weighed_ = 0;
-    const bool fine = k_->peaks(x_, n_, peaks_.data());
+    if (known) std::copy(known, known + blocks_, peaks_.begin());
+    const bool fine = known ? *std::min_element(known, known + blocks_) >= kOrderOfMinusInf : k_->peaks(x_, n_, peaks_.data());
     high_ = *std::max_element(peaks_.begin(), peaks_.end());
     return fine && high_ < kOrderOfInf && high_ > kOrderOfMinusInf;
 }
@@ -478,7 +479,7 @@ void Sampler::answer(Row& row, const Ask& ask, Answer& out) const {
         const float* logits = ask.logits + j * ask.stride;
         const uint8_t* allowed = ask.allowed ? ask.allowed + j * ask.allowed_stride : nullptr;
         if (!ids.empty()) seen = {ids.data(), counts.data(), (int64_t)ids.size()};
-        const int32_t token = row.open(logits) ? row.choose(*ask.wish, ask.position + (int64_t)j, seen, allowed) : kBroken;
+        const int32_t token = row.open(logits, j ? nullptr : ask.peaks) ? row.choose(*ask.wish, ask.position + (int64_t)j, seen, allowed) : kBroken;
         out.tokens.push_back(token);
         if (token < 0) return;
         if (ask.wish->logprobs >= 0) out.told.push_back(row.tell(logits, token, ask.wish->logprobs));

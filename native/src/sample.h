@@ -49,6 +49,7 @@ struct Ask {
     int64_t position = 0;  // tokens generated before the first row
     std::vector<int32_t> drafts;
     Seen seen;
+    const int32_t* peaks = nullptr;  // of the first row, where they are known (see Plan::peaks)
     const uint8_t* allowed = nullptr;  // [vocabulary] of the first row, or none
     size_t allowed_stride = 0;
 };

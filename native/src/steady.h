@@ -24,6 +24,14 @@ struct SlotArrays {
     int table = 0;
 };
 
+// Rows of logits, and their peaks where they are known; the strides are in numbers.
+struct LogitRows {
+    const float* logits = nullptr;
+    size_t stride = 0;
+    const int32_t* peaks = nullptr;
+    size_t peaks_stride = 0;
+};
+
 class Steady {
 public:
     // `most`: sequences of one row that a step has room for.
@@ -36,9 +44,9 @@ public:
     // That batch was computed.
     void computed();
 
-    // The tokens that follow it, chosen from its rows of logits. False, with nothing done: one has to be told more than its token, or
+    // The tokens that follow it, chosen from its rows of logits, whose peaks may be known. False, with nothing done: one has to be told more than its token, or
     // looks back, or has none.
-    bool choose(Sampler& sampler, const float* logits, size_t stride, const std::vector<const Wish*>& wishes, std::vector<int32_t>& tokens);
+    bool choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, std::vector<int32_t>& tokens);
 
 private:
     SlotArrays slots_;

@@ -61,10 +61,11 @@ public:
             own.push_back(&b->wish);
         }
         std::vector<int32_t> tokens;
+        const LogitRows rows{plan.output_data(), plan.output_slot().stride / sizeof(float), plan.peaks(0), plan.peaks_stride()};
         bool chosen;
         {
             nb::gil_scoped_release free;
-            chosen = computed_ && steady_->choose(sampler, plan.output_data(), plan.output_slot().stride / sizeof(float), own, tokens);
+            chosen = computed_ && steady_->choose(sampler, rows, own, tokens);
         }
         if (!chosen) return nb::none();
         computed_ = false;

@@ -16,6 +16,8 @@ namespace {
 
 constexpr int kRows = 128;      // rows of x in an item: they stay in the second cache while the weights pass
 constexpr int kStreaming = 32;  // rows up to which a product waits for its weights
+constexpr int kPeakBlocks = kSampleBlock / 16;  // blocks of a weight whose results have one peak
+constexpr size_t kNear = 64 << 10;  // bytes of results that are looked at again while a cache has them
 
 struct Part {
     Segment segment;
@@ -60,14 +62,23 @@ struct Linear : Shared {
     const char* name() const override { return "linear"; }
     std::vector<Part> parts;
     int blocks = 0;
+    int grain = 1;  // blocks that stay together
+    int32_t* peaks = nullptr;
+    size_t peaks_stride = 0;
 
-    void prepare(const Run& run) override { share(blocks, run.rows(parts[0].out), run.threads, 8); }
+    bool leaves_peaks(int slot, int32_t* to, size_t stride) override {
+        if (parts.size() != 1 || parts[0].segment.out != slot) return false;
+        grain = kPeakBlocks, peaks = to, peaks_stride = stride;
+        return true;
+    }
+    void prepare(const Run& run) override { share((blocks + grain - 1) / grain, run.rows(parts[0].out), run.threads, 8 / grain); }
     int items(const Run& run) const override { return times(run.rows(parts[0].out)); }
     void work(const Run& run, int item, int thread) const override {
         const int m0 = item / spread.items * kRows, index = index_of(item, thread);
         const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
         const uint8_t* then = after(run, index, thread);
-        int b0 = spread.from(index), b1 = spread.to(index);
+        int b0 = grain * spread.from(index), b1 = grain * spread.to(index);
+        if (peaks) return some(run, b0, b1 < blocks ? b1 : blocks, m0, m, then);
         for (const Part& p : parts) {
             const int most = p.segment.weight->blocks;
             if (b0 < most && b0 < b1) part(run, p, b0, b1 < most ? b1 : most, m0, m, b1 <= most ? then : (&p + 1)->segment.weight->block(0));
@@ -88,8 +99,23 @@ struct Linear : Shared {
         adapt(run, p, b0, b1, m0, m, e);
     }
 
+    // A few blocks after others, with the peaks of what they made.
+    void some(const Run& run, int b0, int b1, int m0, int m, const uint8_t* then) const {
+        const Part& p = parts[0];
+        const int fit = (int)(kNear / (16 * sizeof(float) * (size_t)m)), each = fit < kPeakBlocks ? kPeakBlocks : fit / kPeakBlocks * kPeakBlocks;
+        for (int b = b0; b < b1; b += each) {
+            const int end = b + each < b1 ? b + each : b1, from = 16 * b, n = p.segment.weight->n;
+            part(run, p, b, end, m0, m, end < b1 ? p.segment.weight->block(end) : then);
+            const int count = 16 * end < n ? 16 * end - from : n - from;
+            for (int r = m0; r < m0 + m; r++) {
+                int32_t* to = peaks + (size_t)r * peaks_stride + from / kSampleBlock;
+                if (!run.plan.kernels().peaks(run.plan.floats(p.out, r) + from, count, to)) *to = kNoPeak;
+            }
+        }
+    }
+
     const uint8_t* first_of(int index) const override {
-        int b = spread.from(index);
+        int b = grain * spread.from(index);
         for (const Part& p : parts) {
             if (b < p.segment.weight->blocks) return p.segment.weight->block(b);
             b -= p.segment.weight->blocks;

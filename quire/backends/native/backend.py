@@ -194,7 +194,8 @@ class NativeBackend:
         # Keys and values of encoders are laid out anew in each step, in one piece of memory per shape of heads.
         laid = {(v[1].width, v[0].width // i.heads) for i in draft.program if i.op == "encode" for v in [i.inputs]}
         pages = sum(8 * (max_tokens + 15) * width for width, _ in laid)
-        return Needs(weights, draft.arena + tables + pages + self.threads * SCRATCH)
+        peaks = 4 * max_rows * -(-draft.recording.output.width // 64)  # of logits, for the sampler
+        return Needs(weights, draft.arena + tables + pages + peaks + self.threads * SCRATCH)
 
     def adopt(self, layout: Layout, matrix: Any) -> None:
         """Use a matrix of the extension for a layout, whatever numbers that holds: how the machine is measured."""

@@ -54,11 +54,13 @@ class Counting:
 class Pair:
     """Two runners of one model: in one the program takes its own steps, in the other Python does."""
 
-    def __init__(self, model: TinyLlama | None = None, threads: int = 2):
+    def __init__(self, model: TinyLlama | None = None, threads: int = 2, seqs: int = SEQS):
         model = model or TinyLlama(head_dim=8)
-        kv = model.places.kv(1, PAGE, KV_HEADS, model.head_dim).sized((16,))
-        made = [NativeBackend(threads).compile(model.forward, kv=kv, max_tokens=64, max_rows=40) for _ in range(2)]
-        sizes = {"vocab_size": V, "max_seqs": SEQS, "max_tokens": 64, "max_context": CONTEXT, "max_rows": 40}
+        self._vocab = len(model.table.data)
+        kv = model.places.kv(1, PAGE, KV_HEADS, model.head_dim).sized((2 * seqs,))
+        most = {"max_tokens": 64 + 8 * seqs, "max_rows": 32 + seqs}
+        made = [NativeBackend(threads).compile(model.forward, kv=kv, **most) for _ in range(2)]
+        sizes = {"vocab_size": self._vocab, "max_seqs": seqs, "max_context": CONTEXT, **most}
         self.own, self.plain = (Runner(p, kv=kv, **sizes) for p in (made[0], Plain(made[1])))
         assert self.plain._steps is None and self.own._steps is not None
         self.own._steps = self.counts = Counting(self.own._steps)
@@ -75,8 +77,8 @@ class Pair:
         return results[0]
 
     def begin(self, *params: SamplingParams) -> None:
-        """Sequences in slots 0 and so on, with prompts of 3, 4, ... tokens and two pages each."""
-        prompts = [[(7 * s + 11 * i) % 80 + 5 for i in range(3 + s)] for s in range(len(params))]
+        """Sequences in slots 0 and so on, with prompts of 3 to 7 tokens and two pages each."""
+        prompts = [[(7 * s + 11 * i) % (self._vocab - 9) + 5 for i in range(3 + s % 5)] for s in range(len(params))]
         work = [known(s, p, 0, sample=True, page_from=0, pages=[2 * s, 2 * s + 1]) for s, p in enumerate(prompts)]
         self.step(*work, opened=[opening(s, p, params[s], seed=s) for s, p in enumerate(prompts)])
 
@@ -181,6 +183,45 @@ def test_logits_that_are_not_numbers_fail_one_sequence() -> None:
     assert pair.counts.ran == 1
     pair.step(decode(0), decode(2))
     assert (pair.counts.ran, pair.counts.chose) == (2, 1)
+
+
+@pytest.mark.parametrize("vocab", [70, 128, 129, 1500, 5003])
+@pytest.mark.parametrize("seqs", [1, 9, 33, 140])
+def test_peaks_of_any_vocabulary_and_company(vocab: int, seqs: int) -> None:
+    pair = Pair(TinyLlama(head_dim=8, vocab=vocab), threads=3, seqs=seqs)
+    kinds = list(SILENT.values())
+    pair.begin(*[kinds[s % len(kinds)] for s in range(seqs)])
+    for _ in range(3):
+        pair.step(*map(decode, range(seqs)))
+    assert pair.counts.ran == pair.counts.chose == 3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_lies_behind_the_vocabulary_is_no_peak(sign: int) -> None:
+    model = TinyLlama(head_dim=8, vocab=70)  # of five blocks of a matrix, the last one not full
+    model.head.data[:] = (
+        sign * np.linspace(1, 2, 70, dtype=np.float32)[:, None] * model.head.data[7]
+    )  # all logits of one sign
+    pair = Pair(model)
+    pair.begin(GREEDY, SILENT["drawn"])
+    for _ in range(3):
+        pair.step(decode(0), decode(1))
+    assert pair.counts.chose == 3
+
+
+@pytest.mark.parametrize("what", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("token", [0, 63, 64, 700, 1023, 1402])
+def test_a_peak_tells_of_what_is_not_a_number(what: float, token: int) -> None:
+    model = TinyLlama(head_dim=8, vocab=1403)
+    model.head.data[token] = what
+    pair = Pair(model)
+    work = [known(s, [8, 9], 0, page_from=0, pages=[s]) for s in range(2)]
+    pair.step(*work, opened=[opening(s, [8, 9, 10], GREEDY) for s in range(2)])
+    for runner in (pair.own, pair.plain):
+        runner._slots.last[:2] = 10
+    rows = pair.step(decode(0), decode(1)).rows
+    assert all("NaN" in (row.error or "") for row in rows)
+    assert (pair.counts.ran, pair.counts.chose) == (1, 0)
 
 
 def test_an_adapter_is_for_python() -> None:

@@ -54,7 +54,14 @@ class RowExact(ReferenceOps):
 
 
 class TinyLlama:
-    def __init__(self, seed: int = 0, windows: tuple[int | None, ...] = (None,) * LAYERS, *, head_dim: int = HEAD_DIM):
+    def __init__(
+        self,
+        seed: int = 0,
+        windows: tuple[int | None, ...] = (None,) * LAYERS,
+        *,
+        head_dim: int = HEAD_DIM,
+        vocab: int = V,
+    ):
         """`head_dim`: another one for backends that have no heads as small as RowExact's."""
         self.head_dim = head_dim
         self.places = Places(windows, CONTEXT)
@@ -64,7 +71,7 @@ class TinyLlama:
         def weight(*shape: int) -> Dense:
             return Dense((rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32), "f32")
 
-        self.table, self.head = weight(V, WIDTH), weight(V, WIDTH)
+        self.table, self.head = weight(vocab, WIDTH), weight(vocab, WIDTH)
         self.head.data[:] *= 8
         self.table.data[:] *= 4
         self.norm = Dense(np.ones(WIDTH, np.float32), "f32")
