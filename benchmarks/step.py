@@ -87,7 +87,7 @@ def costs(model: str, tokens: int) -> dict[str, float]:
         (scheduler, "commit", "commit"),
         (runner._intake, "apply", "slots"),
         (runner, "_go_on", "batch and model"),
-        (runner._sampler, "sample", "sampler"),
+        (runner, "_sample", "choosing"),
         (engine, "step", "a whole step"),
     ):
         clock.around(owner, method, name)

@@ -2,6 +2,10 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <tuple>
+#include <vector>
 
 #include "sample.h"
 
@@ -12,6 +16,14 @@ struct Bound {
     Wish wish;
     int vocabulary;
 };
+
+// Of sequence i: distinct tokens, and how often each was generated.
+using Ids = nanobind::ndarray<const int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using Counts = nanobind::ndarray<const double, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using SeenTuple = std::tuple<size_t, Ids, Counts>;
+
+// By sequence, of n; checked. The arrays must outlive it.
+std::vector<Seen> seen_of(const Sampler& s, const std::vector<SeenTuple>& seen, size_t n);
 
 // The first rows of a plan's output, as an array that lives as long as the plan.
 nanobind::object output_of(nanobind::handle plan, size_t rows);

@@ -190,7 +190,18 @@ void Sampler::Row::adjust(const Wish& wish, const Seen& seen, bool held_back, co
         }
     for (const Touched& t : touched_) place_[(size_t)t.id] = 0;
     x_ = scores_.data();
-    look();
+    if (allowed || 4 * (touched_.size() + wish.stops.size()) > (size_t)blocks_) {
+        look();
+        return;
+    }
+    auto again = [&](int32_t id) {  // the others' peaks are what they were
+        const int block = id / kSampleBlock, from = block * kSampleBlock;
+        k_->peaks(x_ + from, std::min(kSampleBlock, n_ - from), peaks_.data() + block);
+    };
+    for (const Touched& t : touched_) again(t.id);
+    if (held_back)
+        for (int32_t id : wish.stops) again(id);
+    high_ = *std::max_element(peaks_.begin(), peaks_.end());
 }
 
 // The best token, of equals the smaller id; kRuledOut when there is none. Sets the peak.

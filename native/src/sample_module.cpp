@@ -15,8 +15,6 @@ namespace quire {
 namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Counts = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Allowed = nb::ndarray<const bool, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void check_id(int64_t id, int vocabulary) {
@@ -45,7 +43,7 @@ void check_logits(const Sampler& s, const Logits& logits, size_t rows) {
 nb::tuple told_tuple(const Told& t) { return nb::make_tuple(t.logprob, t.rank, t.top); }
 
 nb::list choose(Sampler& s, const Logits& logits, const std::vector<const Bound*>& wishes, const std::vector<int64_t>& positions,
-                const std::vector<std::vector<int32_t>>& drafts, const std::vector<std::tuple<size_t, Ids, Counts>>& seen,
+                const std::vector<std::vector<int32_t>>& drafts, const std::vector<SeenTuple>& seen,
                 const std::vector<std::pair<size_t, Allowed>>& masks) {
     const size_t n = wishes.size();
     if (positions.size() != n || (!drafts.empty() && drafts.size() != n)) throw std::invalid_argument("sequences differ in number");
@@ -59,11 +57,8 @@ nb::list choose(Sampler& s, const Logits& logits, const std::vector<const Bound*
         row += 1 + asks[i].drafts.size();
     }
     check_logits(s, logits, row);
-    for (const auto& [i, ids, counts] : seen) {
-        if (i >= n || ids.shape(0) != counts.shape(0)) throw std::invalid_argument("a history that is nobody's, or without its counts");
-        for (size_t j = 0; j < ids.shape(0); j++) check_id(ids.data()[j], s.vocabulary());
-        asks[i].seen = {ids.data(), counts.data(), (int64_t)ids.shape(0)};
-    }
+    const std::vector<Seen> histories = seen_of(s, seen, n);
+    for (size_t i = 0; i < n; i++) asks[i].seen = histories[i];
     for (const auto& [i, mask] : masks) {
         if (i >= n || mask.shape(0) < 1 + asks[i].drafts.size() || mask.shape(1) != (size_t)s.vocabulary())
             throw std::invalid_argument("a mask that is nobody's, or not [rows, vocabulary]");
@@ -101,6 +96,16 @@ nb::object logprobs(Sampler& s, const Logits& logits, const std::vector<int32_t>
 }
 
 }  // namespace
+
+std::vector<Seen> seen_of(const Sampler& s, const std::vector<SeenTuple>& seen, size_t n) {
+    std::vector<Seen> found(n);
+    for (const auto& [i, ids, counts] : seen) {
+        if (i >= n || ids.shape(0) != counts.shape(0)) throw std::invalid_argument("a history that is nobody's, or without its counts");
+        for (size_t j = 0; j < ids.shape(0); j++) check_id(ids.data()[j], s.vocabulary());
+        found[i] = {ids.data(), counts.data(), (int64_t)ids.shape(0)};
+    }
+    return found;
+}
 
 void bind_sampler(nb::module_& m) {
     nb::class_<Bound>(m, "Wish");

@@ -52,12 +52,13 @@ void Steady::computed() {
     for (int32_t s : now_) slots_.length[s]++;
 }
 
-bool Steady::choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, std::vector<int32_t>& tokens) {
-    if (wishes.size() != now_.size()) return false;
+bool Steady::choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, const std::vector<Seen>& seen,
+                    std::vector<int32_t>& tokens) {
+    if (wishes.size() != now_.size() || seen.size() != now_.size()) return false;
     std::vector<Ask> asks(now_.size());
     for (size_t i = 0; i < asks.size(); i++) {
-        if (wishes[i]->penalizes() || wishes[i]->logprobs >= 0) return false;
-        asks[i].wish = wishes[i], asks[i].position = slots_.position[now_[i]];
+        if ((wishes[i]->penalizes() && !seen[i].ids) || wishes[i]->logprobs >= 0) return false;
+        asks[i].wish = wishes[i], asks[i].seen = seen[i], asks[i].position = slots_.position[now_[i]];
         asks[i].logits = rows.logits + i * rows.stride, asks[i].stride = rows.stride;
         if (rows.peaks) asks[i].peaks = rows.peaks + i * rows.peaks_stride;
     }

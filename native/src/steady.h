@@ -44,9 +44,10 @@ public:
     // That batch was computed.
     void computed();
 
-    // The tokens that follow it, chosen from its rows of logits, whose peaks may be known. False, with nothing done: one has to be told more than its token, or
-    // looks back, or has none.
-    bool choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, std::vector<int32_t>& tokens);
+    // The tokens that follow it, chosen from its rows of logits. `seen`: what each sequence holds, where its wish looks back. False, with
+    // nothing done: one is to be told more than its token, or has none, or what it looks back at is missing.
+    bool choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, const std::vector<Seen>& seen,
+                std::vector<int32_t>& tokens);
 
 private:
     SlotArrays slots_;

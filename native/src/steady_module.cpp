@@ -1,5 +1,6 @@
 // Binds steady.h: holds on to the slots' arrays, and checks their sizes once.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -52,7 +53,7 @@ public:
         return computed_ ? output_of(plan_, slot.shape(0)) : nb::none();
     }
 
-    nb::object choose(const std::vector<const Bound*>& wishes) {
+    nb::object choose(const std::vector<const Bound*>& wishes, const std::vector<SeenTuple>& seen) {
         Sampler& sampler = nb::cast<Sampler&>(sampler_);
         const Plan& plan = nb::cast<Plan&>(plan_);
         std::vector<const Wish*> own;
@@ -60,12 +61,13 @@ public:
             if (!b || b->vocabulary != sampler.vocabulary()) throw std::invalid_argument("a wish of another sampler");
             own.push_back(&b->wish);
         }
+        const std::vector<Seen> histories = seen_of(sampler, seen, wishes.size());
         std::vector<int32_t> tokens;
         const LogitRows rows{plan.output_data(), plan.output_slot().stride / sizeof(float), plan.peaks(0), plan.peaks_stride()};
         bool chosen;
         {
             nb::gil_scoped_release free;
-            chosen = computed_ && steady_->choose(sampler, rows, own, tokens);
+            chosen = computed_ && steady_->choose(sampler, rows, own, histories, tokens);
         }
         if (!chosen) return nb::none();
         computed_ = false;

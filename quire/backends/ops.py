@@ -448,8 +448,8 @@ class HostSteps(Protocol):
         """Compute the next token of each of these slots: their logits. None: nothing was done, one of them is special."""
         ...
 
-    def choose(self, wishes: Sequence[Any]) -> list[int] | None:
-        """The tokens after it, as HostSampler.choose finds them. None: nothing was done, there is more to say than a token."""
+    def choose(self, wishes: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
+        """The tokens after it, as HostSampler.choose finds them, with its `seen`. None: nothing was done, there is more to say than a token."""
         ...
 
 

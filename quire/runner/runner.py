@@ -251,7 +251,12 @@ class Runner:
         """The token of each row of a steady step. None: rows have to be told apart."""
         assert self._steps is not None
         streams = self._slots.streams_of([w.slot for w in pending.plan.work])
-        return self._steps.choose(self._sampler.wishes(streams))
+        histories = [(i, s.history) for i, s in enumerate(streams) if s.history is not None]
+        tokens = self._steps.choose(self._sampler.wishes(streams), [(i, h.ids, h.counts) for i, h in histories])
+        if tokens is not None:
+            for i, history in histories:
+                history.add(tokens[i])
+        return tokens
 
     def _choose(self, pending: Pending, indices: list[int], logits: Floats, masks: Masks) -> None:
         """Sample the rows of `indices`, and tell the slots what came out."""
