@@ -112,7 +112,7 @@ static inline int32_t order_of(float x) {
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-constexpr int32_t kNoPeak = INT32_MIN;  // in place of a peak: there is a NaN (which one may be what order_of makes this of)
+constexpr int32_t kNoPeak = INT32_MIN;  // in place of a peak: something in its block is not a number. (No number has this order.)
 
 // A token of score s weighs 2^((s - peak) * by); its mass is that many times `unit`, as the nearest whole number.
 struct Weighing {

@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <utility>
 #include <vector>
 
 #include "batch.h"
@@ -52,7 +53,7 @@ public:
 private:
     SlotArrays slots_;
     int vocabulary_, max_context_, most_;
-    std::vector<int32_t> now_;    // the slots of the last batch
+    std::vector<int32_t> now_;     // the slots of the last batch
     std::vector<int32_t> memory_;  // that it lies in
 };
 

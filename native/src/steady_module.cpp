@@ -48,7 +48,12 @@ public:
         {
             nb::gil_scoped_release free;
             BatchView batch;
-            if ((computed_ = steady_->batch(slot.data(), slot.shape(0), batch))) plan.run(batch, {}), steady_->computed();
+            computed_ = false;
+            if (steady_->batch(slot.data(), slot.shape(0), batch)) {
+                plan.run(batch, {});
+                steady_->computed();
+                computed_ = true;
+            }
         }
         return computed_ ? output_of(plan_, slot.shape(0)) : nb::none();
     }
