@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from tiny_llama import KV_HEADS, TinyLlama, V, decode, known, opening
+from tiny_llama import KV_HEADS, WIDTH, TinyLlama, V, decode, known, opening
 
+from quire.backends.adapters import Pair as Halves
+from quire.backends.adapters import Site
 from quire.backends.native.backend import NativeBackend
+from quire.layouts import Dense
+from quire.runner.lora import Loras
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan, Result
 from quire.runner.runner import Runner
@@ -62,6 +67,7 @@ class Pair:
         most = {"max_tokens": 64 + 8 * seqs, "max_rows": 32 + seqs}
         made = [NativeBackend(threads).compile(model.forward, kv=kv, **most) for _ in range(2)]
         sizes = {"vocab_size": self._vocab, "max_seqs": seqs, "max_context": CONTEXT, **most}
+        self.programs = made
         self.own, self.plain = (Runner(p, kv=kv, **sizes) for p in (made[0], Plain(made[1])))
         assert self.plain._steps is None and self.own._steps is not None
         self.own._steps = self.counts = Counting(self.own._steps)
@@ -224,14 +230,36 @@ def test_a_peak_tells_of_what_is_not_a_number(what: float, token: int) -> None:
     assert (pair.counts.ran, pair.counts.chose) == (1, 0)
 
 
-def test_an_adapter_is_for_python() -> None:
-    pair = Pair()
-    pair.begin(GREEDY, GREEDY)
-    slot = np.array([0, 1], np.intp)
-    pair.own._slots.adapter[1] = 0
-    assert pair.counts.run(slot) is None
-    pair.own._slots.adapter[1] = -1
-    assert pair.counts.run(slot) is not None
+class Adapted(TinyLlama):
+    """With a place for adapters at its logits."""
+
+    site = Site("head", V, WIDTH, slots=2, rank=4)
+
+    def logits(self, ops: Any, batch: Any, x: Any) -> Any:
+        return ops.adapt(super().logits(ops, batch, x), x, batch.taken_adapters, self.site)
+
+
+def test_adapters_beside_none_and_in_any_order() -> None:
+    pair = Pair(Adapted(head_dim=8), seqs=6)
+    for runner, program in ((pair.own, pair.programs[0]), (pair.plain, pair.programs[1])):
+        loras = Loras(program, 2)
+        runner.adopt(loras)
+        rng = np.random.default_rng(3)
+        for key in ("one", "two"):
+            a, b = (Dense(4 * rng.standard_normal(shape).astype(np.float32), "f32") for shape in ((4, WIDTH), (V, 4)))
+            loras.put(key, {Adapted.site: Halves(a, b, 1.0)})
+    names = ["", "two", "one", "one", "", "two"]
+    prompts = [[8, 9, 10 + s] for s in range(6)]
+    opened = [msgspec.structs.replace(opening(s, p, GREEDY), adapter=names[s]) for s, p in enumerate(prompts)]
+    first = [known(s, p, 0, sample=True, page_from=0, pages=[2 * s]) for s, p in enumerate(prompts)]
+    alike = [row.tokens for row in pair.step(*first, opened=opened).rows]
+    assert pair.own._slots.adapter[:6].tolist() == [-1, 1, 0, 0, -1, 1]
+    for slots in ([0, 4, 2, 3, 1, 5], [2, 3], [1], [0, 1], [4]):
+        pair.step(*map(decode, slots))
+    assert pair.counts.ran == pair.counts.chose == 5
+    pair.step(*map(decode, [1, 2, 0]))  # Python puts rows of one adapter together
+    assert pair.counts.ran == 5
+    assert len(set(map(tuple, alike))) > 1
 
 
 def test_what_crosses_the_border_is_checked() -> None:

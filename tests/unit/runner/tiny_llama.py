@@ -99,7 +99,10 @@ class TinyLlama:
             x = ops.add(x, ops.linear(a, wo))
             h = ops.rms_norm(x, self.norm, 1e-5)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, gate), ops.linear(h, up)), down))
-        return ops.linear(ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, 1e-5), self.head)
+        return self.logits(ops, batch, ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, 1e-5))
+
+    def logits(self, ops: Ops, batch: Batch, x: Tensor) -> Tensor:
+        return ops.linear(x, self.head)
 
 
 MODEL = TinyLlama()
