@@ -11,9 +11,9 @@ void tiled(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& 
     affine_gemm<BITS, 32, false>(w, b0, b1, x, s, m, e);
 }
 
-// Groups of 16 would use half of a tile, and codes of 16 bits have kernels of their own.
+// Groups of 16 would use half of a tile, and codes of 14 bits have kernels of their own.
 void linear_tiled(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m < kTilesFrom || w.group != 32 || w.bits == 16) return avx512_kernels()->linear_affine(w, b0, b1, x, s, m, e);
+    if (m < kTilesFrom || w.group != 32 || w.bits == 14) return avx512_kernels()->linear_affine(w, b0, b1, x, s, m, e);
     switch (w.bits) {
         case 2: return tiled<2>(w, b0, b1, x, s, m, e);
         case 3: return tiled<3>(w, b0, b1, x, s, m, e);

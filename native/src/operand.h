@@ -24,7 +24,7 @@ struct Operand {
 };
 
 // How many bytes a number of x has in the panels that a weight reads; 0: it reads rows.
-inline int bytes_of_x(const Matrix& w) { return w.type != Type::Affine ? 0 : w.bits == 16 ? 2 : 1; }
+inline int bytes_of_x(const Matrix& w) { return w.type != Type::Affine ? 0 : w.bits == 14 ? 2 : 1; }
 
 // Rows [0, m) of x against blocks [b0, b1) of w.
 inline void multiply(const Kernels& k, const Matrix& w, int b0, int b1, const Operand& x, int m, const Epilogue& e) {

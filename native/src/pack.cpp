@@ -287,14 +287,14 @@ PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int6
     return [packer = std::move(packer)](int b) { packer.pack_block(b); };
 }
 
-// 32 float16 numbers as 16-bit codes, and the scale: the power of two that leaves the largest of them two whole digits in base 256. Code
-// and scale hold every float16 that is not below an eighth of that largest one, and the others to 2^-15 of it. Where one is not finite,
+// 16 rows of 32 float16 numbers as codes of 14 bits, and each row's scale: the power of two that leaves the largest of them a whole byte. Code
+// and scale hold every float16 that is not below half of that largest one, and the others to 2^-13 of it. Where one is not finite,
 // the scale is not a number.
-struct SixteenCodes {
-    uint8_t upper[32], lower[32];
-    uint16_t scale = 0;
+struct FourteenCodes {
+    uint8_t upper[16][32], lower[16][32];
+    uint16_t scale[16];
 
-    explicit SixteenCodes(const uint8_t* halves) {
+    void take(int row, const uint8_t* halves) {
         float value[32];
         int most = 0;
         for (int i = 0; i < 32; i++) {
@@ -303,19 +303,18 @@ struct SixteenCodes {
             value[i] = widen(h);
             most = std::max(most, h & 0x7fff);
         }
-        const uint8_t flip = 128 ^ stored_less(16, false);
         if (most >= 0x7c00) {
-            scale = 0x7e00;
-            memset(upper, flip, 32), memset(lower, flip, 32);
+            scale[row] = 0x7e00;
+            memset(upper[row], 128, 32), memset(lower[row], 32, 32);
             return;
         }
-        // A scale of 2^(exponent - 21). No float16 has anything below 2^-24, which is one in a code with the scale of exponent 5.
+        // A scale of 2^(exponent - 21). No float16 has anything below 2^-24, which is more than one in a code with the scale of exponent 5.
         const int exponent = std::max(5, (most >> 10) + ((most & 1023) > 1015));
-        scale = exponent > 6 ? (uint16_t)((exponent - 6) << 10) : (uint16_t)(0x80 << (exponent - 4));
-        const float times = bits_to_float((uint32_t)(127 + 29 - exponent) << 23);
+        scale[row] = exponent > 6 ? (uint16_t)((exponent - 6) << 10) : (uint16_t)(0x80 << (exponent - 4));
+        const float times = bits_to_float((uint32_t)(127 + 27 - exponent) << 23);
         for (int i = 0; i < 32; i++) {
-            const int code = (int)(float_to_bits(value[i] * times + kSumPoint) - float_to_bits(kSumPoint)), low = (int8_t)code;
-            lower[i] = (uint8_t)(low ^ flip), upper[i] = (uint8_t)((code - low) >> 8 ^ flip);
+            const int code = (int)(float_to_bits(value[i] * times + kSumPoint) - float_to_bits(kSumPoint)) + 32;
+            lower[row][i] = (uint8_t)(code & 63), upper[row][i] = (uint8_t)((code >> 6) + 128);
         }
     }
 
@@ -331,32 +330,27 @@ struct SixteenCodes {
 #endif
 };
 
-Matrix shape_sixteen(int64_t n, int64_t k) {
-    if (k % 32) throw std::invalid_argument("codes of 16 bits come in groups of 32");
+Matrix shape_fourteen(int64_t n, int64_t k) {
+    if (k % 32) throw std::invalid_argument("codes of 14 bits come in groups of 32");
     Matrix w = shape_dense(Type::F16, n, k);
     w.type = Type::Affine;
-    w.bits = 16, w.group = 32, w.offset = 128;
+    w.bits = 14, w.group = 32;
     w.measure();
     return w;
 }
 
-PackBlock sixteen(Matrix& w, const void* data, int64_t n, int64_t k) {
-    w = shape_sixteen(n, k);
+PackBlock fourteen(Matrix& w, const void* data, int64_t n, int64_t k) {
+    w = shape_fourteen(n, k);
     return [&w, data](int b) {
-        uint8_t* block = w.block(b);
-        for (int r = 0; r < 16; r++) {
-            const bool there = 16 * b + r < w.n;
-            const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)w.k * 2;
-            static const uint8_t none[64] = {};
-            for (int t = 0; t < w.tiles; t++) {
-                const SixteenCodes codes(there ? row + 64 * (size_t)t : none);
-                uint8_t* tile = block + (size_t)t * w.code_bytes + 4 * r;
-                for (int q = 0; q < 8; q++) {
-                    memcpy(tile + 64 * q, codes.upper + 4 * q, 4);
-                    memcpy(tile + 512 + 64 * q, codes.lower + 4 * q, 4);
-                }
-                memcpy(block + w.scale_at + (size_t)t * w.scale_bytes + 2 * r, &codes.scale, 2);
-            }
+        static const uint8_t none[64] = {};
+        const uint8_t* rows = (const uint8_t*)data + (size_t)(16 * b) * (size_t)w.k * 2;
+        FourteenCodes codes;
+        for (int t = 0; t < w.tiles; t++) {
+            for (int r = 0; r < 16; r++) codes.take(r, 16 * b + r < w.n ? rows + ((size_t)r * (size_t)w.k + 32 * (size_t)t) * 2 : none);
+            uint8_t* tile = w.block(b) + (size_t)t * w.code_bytes;
+            store_tile<8>(codes.upper[0], 32, stored_less(8, false), tile);
+            store_tile<6>(codes.lower[0], 32, stored_less(6, false), tile + 512);
+            memcpy(w.block(b) + w.scale_at + (size_t)t * w.scale_bytes, codes.scale, sizeof codes.scale);
         }
     };
 }
@@ -391,7 +385,7 @@ void give_memory(std::vector<Matrix>& matrices) {
 
 }  // namespace
 
-size_t dense_bytes(Type type, int64_t n, int64_t k) { return (type == Type::Affine ? shape_sixteen(n, k) : shape_dense(type, n, k)).bytes(); }
+size_t dense_bytes(Type type, int64_t n, int64_t k) { return (type == Type::Affine ? shape_fourteen(n, k) : shape_dense(type, n, k)).bytes(); }
 
 std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
     std::vector<Matrix> packed(weights.size());
@@ -401,7 +395,7 @@ std::vector<Matrix> pack(ThreadPool& pool, const std::vector<Weight>& weights) {
         const Weight& from = weights[i];
         Matrix& w = packed[i];
         work.push_back(from.codec ? affine(w, *from.codec, (const uint8_t*)from.data, from.n, from.width)
-                            : from.type == Type::Affine ? sixteen(w, from.data, from.n, from.width)
+                            : from.type == Type::Affine ? fourteen(w, from.data, from.n, from.width)
                                                         : dense(w, from.type, from.data, from.n, from.width));
         ends.push_back((ends.empty() ? 0 : ends.back()) + w.blocks);
     }

@@ -39,7 +39,7 @@ struct Codec {
 };
 
 // A matrix as it lies in a file: n rows of `width` bytes in the codec's blocks, or without a codec [n][width] of the type. Affine without a
-// codec: of float16 numbers, to be packed as codes of 16 bits.
+// codec: of float16 numbers, to be packed as codes of 14 bits.
 struct Weight {
     const Codec* codec = nullptr;
     Type type = Type::F32;

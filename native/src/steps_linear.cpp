@@ -220,7 +220,7 @@ Slot shrunk_of(const Plan& plan, const Segment& s) { return s.site >= 0 ? plan.a
 void Plan::check_segment(const Segment& s) const {
     const Slot& in = bytes_of_x(*s.weight) ? quant_slot(s.in, "linear's input") : floats_slot(s.in, "linear's input");
     if (in.width != s.weight->k) refuse("linear: the weight has another width");
-    if (in.quant < bytes_of_x(*s.weight)) refuse("linear: a weight of 16 bits needs a fine input");
+    if (in.quant < bytes_of_x(*s.weight)) refuse("linear: a weight of 14 bits needs a fine input");
     if (s.bias && s.bias->n != s.weight->n) refuse("linear: the bias has another width");
     if (s.site >= 0) check_site(s.site, s.shrunk, s.weight->n, in.per_token);
 }

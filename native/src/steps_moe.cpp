@@ -283,7 +283,7 @@ void Plan::moe(int x, int quant, int logits, Experts experts, Routing routing, i
                       check_experts(experts.up, experts.up_bias, (size_t)count, inner, width));
     const Forms down = check_experts(experts.down, experts.down_bias, (size_t)count, width, inner);
     if (moe->forms.rounded) moe->quant = quant_slot(quant, "moe's int8 input");
-    if (moe->quant.quant < moe->forms.rounded) refuse("weights of 16 bits need a fine input");
+    if (moe->quant.quant < moe->forms.rounded) refuse("weights of 14 bits need a fine input");
     if (down.rounded) moe->inner_shape = QuantShape(inner, down.rounded == 2);
     if (moe->forms.whole) moe->x = floats_slot(x, "moe's input");
     for (const Slot* s : {moe->forms.rounded ? &moe->quant : &moe->x, moe->forms.whole ? &moe->x : &moe->quant})

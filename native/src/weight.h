@@ -10,7 +10,8 @@
 //             6       6 vectors: quads 0, 1, 2, 4, 5, 6 in their upper bits; in the lower two, quad 3 in the first three vectors and quad 7
 //                     in the others, its highest bits first
 //             3       the 2-bit plane, then bit 2 (1 vector)
-//             16      8 vectors of the upper bytes as for 8 bits, then 8 of the lower ones: a code is 256 * upper + lower, both less 128
+//             14      8 vectors of the upper bytes as for 8 bits, then the lower six bits as for 6: a code is 64 * (upper - 128) + lower - 32,
+//                     and a weight four times that (fourteen.h)
 //           and of each code its top bit flipped where stored_less says so
 //   scales  per 32 columns and group: 16 float16 (Half), 16 int8 (Byte), or 16 bytes of scale | bias << 4 (Nibble)
 //   biases  as the scales, where there are any (and not in Nibble)
@@ -72,7 +73,7 @@ constexpr float kScaleLimit = 0x1p110f;  // see group_scale
 //   codes  per 32 columns: 16 rows x 32 int8
 //   then the scales, and the sums that offsets and biases of weights are multiplied by; on ARM also what a sum that is made among the
 //   bits of a float32 (sum_bits) has too much when it is multiplied by the scale, four times over
-//   in fine panels, which weights of 16 bits read, what the codes lost: in 256ths of a step, as the codes are, and its sums
+//   in fine panels, which weights of 14 bits read, what the codes lost: in 256ths of a step, as the codes are, and its sums
 // Lanes past the last row hold anything.
 struct QuantShape {
     static constexpr int kLanes = 16;

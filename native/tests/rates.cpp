@@ -27,7 +27,7 @@ struct Form {
 constexpr Form kForms[] = {
     {"Q4_0", Type::Affine, 4, 32, 8, Scales::Half, false},   {"Q4_1", Type::Affine, 4, 32, 0, Scales::Half, true},
     {"Q4_K", Type::Affine, 4, 32, 0, Scales::Byte, true},    {"Q6_K", Type::Affine, 6, 16, 32, Scales::Byte, false},
-    {"Q8_0", Type::Affine, 8, 32, 128, Scales::Half, false}, {"F16", Type::Affine, 16, 32, 128, Scales::Half, false},
+    {"Q8_0", Type::Affine, 8, 32, 128, Scales::Half, false}, {"F16", Type::Affine, 14, 32, 0, Scales::Half, false},
     {"BF16", Type::BF16, 0, 0, 0, Scales::Half, false},
 };
 constexpr int kMost = 128;  // rows of one call
@@ -41,7 +41,7 @@ struct Product {
     Mapping panels;
 
     Product(const Kernels& set, const Form& f, int m, int k, double megabytes)
-        : kernels(set), rows(m), shape(k, f.bits == 16), x((size_t)m * (size_t)k, 0.5f), panels(shape.bytes * (size_t)((m + 15) / 16)) {
+        : kernels(set), rows(m), shape(k, f.bits == 14), x((size_t)m * (size_t)k, 0.5f), panels(shape.bytes * (size_t)((m + 15) / 16)) {
         w.type = f.type, w.k = k, w.n = 16;
         w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias;
         w.measure();

@@ -77,7 +77,7 @@ constexpr Form kForms[] = {
     {"6 byte", 6, 16, 32, Scales::Byte, false}, {"6 g32", 6, 32, 0, Scales::Half, true},
     {"2 g32", 2, 32, 1, Scales::Half, false}, {"3 bias", 3, 32, 0, Scales::Half, true},
     {"8 wide byte", 8, 16, 128, Scales::Byte, false, true}, {"5 wide byte", 5, 32, 9, Scales::Byte, false, true},
-    {"4 wide", 4, 32, 0, Scales::Half, true, true}, {"16", 16, 32, 128, Scales::Half, false},
+    {"4 wide", 4, 32, 0, Scales::Half, true, true}, {"14", 14, 32, 0, Scales::Half, false},
 };
 
 // A tile of six-bit codes that came as four bits of each and then the upper two, which is how the digest knows them.
@@ -115,8 +115,9 @@ Matrix random_affine(const Form& f, int n, int k, bool extreme = false) {
         const uint8_t less = stored_less(f.bits, f.bias);
         for (int t = 0; f.bits == 6 && t < w.tiles; t++) place_six(block + (size_t)t * w.code_bytes, less);
         for (int t = 0; f.bits == 4 && kNibbleRows && t < w.tiles; t++) place_four(block + (size_t)t * w.code_bytes);
-        const uint8_t flip = f.bits >= 8 ? less : (uint8_t)0;
-        for (size_t i = 0; i < (size_t)w.tiles * w.code_bytes; i++) block[i] ^= flip;
+        for (int t = 0; f.bits == 14 && t < w.tiles; t++) place_six(block + (size_t)t * w.code_bytes + 512, stored_less(6, false));
+        for (size_t i = 0; f.bits >= 8 && i < (size_t)w.tiles * w.code_bytes; i++)
+            if (f.bits == 8 || i % w.code_bytes < 512) block[i] ^= less;
         auto factors = [&](size_t from, size_t to) {
             const size_t width = f.wide ? 4 : 2;
             for (size_t i = from; i + width <= to; i += width) {

@@ -107,7 +107,7 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Layout, bias: Dense | None = None) -> Tensor:
-        """x @ weight.T (+ bias). weight [n, k]. A backend may round x per 32 columns: to int8 for Affine weights, with these to 16 bits for f16."""
+        """x @ weight.T (+ bias). weight [n, k]. A backend may round x per 32 columns: to int8 for Affine weights, and f16 ones to 14 bits with x to 16."""
         ...
 
     def adapt(self, y: Tensor, x: Tensor, rows: Tensor, site: Site) -> Tensor:
@@ -258,13 +258,13 @@ class Op:
 
 
 TABLE: tuple[Op, ...] = (
-    Op("embed", "ids [T], table [V, d] -> [T, d]", "exact; f16 to 2^-15 of the largest of 32 columns"),
+    Op("embed", "ids [T], table [V, d] -> [T, d]", "exact; f16 to 2^-13 of the largest of 32 columns"),
     Op("rms_norm", "x [T, d], weight [d / heads] or [d] -> [T, d]", "2e-6 relative"),
     Op("layer_norm", "x [T, d], weight and bias [d / heads] or [d] -> [T, d]", "4e-6 of the row's largest"),
     Op(
         "linear",
         "x [T, k], weight [n, k], bias [n] -> [T, n]",
-        "float32 sums; for Affine weights also half an int8 step of x per 32 columns, for f16 ones a 16-bit step of both",
+        "float32 sums; for Affine weights also half an int8 step of x per 32 columns, for f16 ones a 16-bit step of x and a 14-bit step of w",
     ),
     Op("adapt", "y [T, n], x [T, k], a pair [r, k] and [n, r] for each row -> [T, n]", "float32 sums"),
     Op("add", "[T, d], [T, d] -> [T, d]", "exact"),

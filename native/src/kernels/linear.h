@@ -3,8 +3,8 @@
 //   affine, over groups in order:
 //     acc = fma(sw, sx * float(sum(code * q) - offset * sum(q)), acc);  with a bias:  acc = fma(bw, sx * sum(q), acc)
 //     (the integers are exact, so their order is free: that is where the paths differ)
-//   16 bits, over groups of 32 in order, with x in two bytes as well (q and, in 256ths of a step, r):
-//     acc = fma(sw, sx * (float(256 * sum(upper * q) + sum(upper * r + lower * q)) / 256), acc)
+//   14 bits, over groups of 32 in order, with x in two bytes (q and, in 256ths of a step, r):
+//     acc = fma(sw, sx * (float(256 * sum(upper * q) + sum(upper * r + 4 * lower * q)) / 256), acc)
 //   dense: one fma chain over k in order.
 // After that: + bias, then residual + result.
 //
@@ -14,9 +14,9 @@
 #include "gemm.h"
 #ifdef QUIRE_NEON
 #include "neon_dense.h"
-#include "neon_sixteen.h"
+#include "neon_fourteen.h"
 #else
-#include "sixteen.h"
+#include "fourteen.h"
 #endif
 
 namespace {
@@ -218,7 +218,7 @@ void linear_affine(const Matrix& w, int b0, int b1, const uint8_t* x, const Quan
         case 4: return affine_bits<4>(w, b0, b1, x, s, m, e);
         case 5: return affine_bits<5>(w, b0, b1, x, s, m, e);
         case 6: return affine_bits<6>(w, b0, b1, x, s, m, e);
-        case 16: return sixteen_rows(w, b0, b1, x, s, m, e);
+        case 14: return fourteen_rows(w, b0, b1, x, s, m, e);
         default: return affine_bits<8>(w, b0, b1, x, s, m, e);
     }
 }

@@ -247,12 +247,11 @@ void dequantize_row(const Matrix& w, int row, float* out) {
         for (int part = 0; part < 32 / w.group; part++) {
             fstore(scale, scale_of(w, block, t, part));
             if (w.bias) fstore(bias, bias_of(w, block, t, part));
-            auto code = [&](const uint8_t* from, int i) {
-                return (int)(code_at(from, w.bits == 16 ? 8 : w.bits, 4 * r + i % 4, i / 4) ^ less) - w.offset;
-            };
+            auto code = [&](const uint8_t* from, int bits, int i, uint8_t flip) { return (int)(code_at(from, bits, 4 * r + i % 4, i / 4) ^ flip); };
             for (int i = part * w.group; i < (part + 1) * w.group; i++) {
-                float v = (float)code(tile, i) * scale[r];
-                if (w.bits == 16) v = (float)(256 * code(tile, i) + code(tile + 512, i)) * (scale[r] * 0x1p-8f);
+                float v;
+                if (w.bits == 14) v = (float)(64 * (code(tile, 8, i, less) - 128) + code(tile + 512, 6, i, stored_less(6, false)) - 32) * (scale[r] * 0x1p-6f);
+                else v = (float)(code(tile, w.bits, i, less) - w.offset) * scale[r];
                 out[32 * t + i] = w.bias ? v + bias[r] : v;
             }
         }

@@ -206,8 +206,15 @@ inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V vbits(W a) { return _mm256_castsi256_ps(a); }
 inline W wset(int32_t x) { return _mm256_set1_epi32(x); }
 inline C cload(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-#ifdef QUIRE_WORD_SUMS  // words of two bytes each (sixteen.h)
+#ifdef QUIRE_WORD_SUMS  // words of two bytes each (fourteen.h)
 inline C flip_top(C a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)128)); }
+// Of bytes that hold a code in their upper six bits: that, four times over; and what three of them hold together in their lower two.
+inline C top_six(C a) { return _mm256_and_si256(a, _mm256_set1_epi8((char)0xfc)); }
+inline C last_twos(C a, C b, C c) {
+    const C two = _mm256_set1_epi8(3);
+    const C upper = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(a, two), 4), _mm256_slli_epi16(_mm256_and_si256(b, two), 2));
+    return _mm256_slli_epi16(_mm256_or_si256(upper, _mm256_and_si256(c, two)), 2);
+}
 inline W words_first(C low, C high) { return _mm256_unpacklo_epi8(low, high); }
 inline W words_second(C low, C high) { return _mm256_unpackhi_epi8(low, high); }
 inline W upper_bytes(W words) { return _mm256_srai_epi16(words, 8); }

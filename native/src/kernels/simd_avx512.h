@@ -137,8 +137,15 @@ inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
 inline V vbits(W a) { return fbits(a); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
-#ifdef QUIRE_WORD_SUMS  // words of two bytes each (sixteen.h)
+#ifdef QUIRE_WORD_SUMS  // words of two bytes each (fourteen.h)
 inline C flip_top(C a) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)128)); }
+// Of bytes that hold a code in their upper six bits: that, four times over; and what three of them hold together in their lower two.
+inline C top_six(C a) { return _mm512_and_si512(a, _mm512_set1_epi8((char)0xfc)); }
+inline C last_twos(C a, C b, C c) {
+    const C two = _mm512_set1_epi8(3);
+    const C upper = _mm512_or_si512(_mm512_slli_epi16(_mm512_and_si512(a, two), 4), _mm512_slli_epi16(_mm512_and_si512(b, two), 2));
+    return _mm512_slli_epi16(_mm512_or_si512(upper, _mm512_and_si512(c, two)), 2);
+}
 inline W words_first(C low, C high) { return _mm512_unpacklo_epi8(low, high); }
 inline W words_second(C low, C high) { return _mm512_unpackhi_epi8(low, high); }
 inline W upper_bytes(W words) { return _mm512_srai_epi16(words, 8); }

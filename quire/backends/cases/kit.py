@@ -2,8 +2,8 @@
 
 The bound of a product is what the op table allows: rounding of float32 sums, and for quantized weights the rounding of
 activations to int8, which is computed, not guessed: |error| <= sum over groups of (half a step of the activation) * (sum of
-|w| in the group). For f16 weights, which may be integers of two bytes with a scale for 32 columns, as may the activations, it is the
-rounding of both and the product of their lower bytes, which may be left out.
+|w| in the group). For f16 weights, which may be integers of 14 bits with a scale for 32 columns, and the activations of 16, it is the
+rounding of both and the product of what is below their upper bytes, which may be left out.
 """
 
 from __future__ import annotations
@@ -83,25 +83,25 @@ def linear_bound(weight: Layout, x: Floats) -> Bound:
         grouped = np.abs(x.reshape(x.shape[0], -1, 32)).max(axis=-1) / 127.0  # [M, groups], one step of x
         sums = w.reshape(w.shape[0], -1, 32).sum(axis=-1)  # [N, groups]
         error = error + (grouped.astype(np.float64) * 0.5001) @ sums.T
-    elif two_bytes(weight):
+    elif fourteen_bits(weight):
         groups = np.abs(x.astype(np.float64)).reshape(x.shape[0], -1, 32)
         step, steps = groups.max(axis=-1) / 127.0, w.reshape(w.shape[0], -1, 32).max(axis=-1) / 63.0  # of upper bytes
         sums = w.reshape(w.shape[0], -1, 32).sum(axis=-1)
-        error = error + (step / 255) @ sums.T + groups.sum(axis=-1) @ (steps.T / 511) + 8.1 * step @ steps.T
+        error = error + (step / 255) @ sums.T + groups.sum(axis=-1) @ (steps.T / 127) + 8.1 * step @ steps.T
     return lambda _: (error + 1e-6).astype(np.float32)
 
 
-def two_bytes(weight: Layout) -> bool:
-    """Whether a backend may keep it as integers of two bytes with a scale, a power of two, for each 32 columns."""
+def fourteen_bits(weight: Layout) -> bool:
+    """Whether a backend may keep it as integers of 14 bits with a scale, a power of two, for each 32 columns."""
     return isinstance(weight, Dense) and weight.dtype == "f16" and weight.shape[-1] % 32 == 0
 
 
 def embed_bound(table: Layout, ids: np.ndarray) -> npt.NDArray[np.floating]:
-    """What rows of a table may be off: nothing; of two bytes, half a step, which is at most a 16,128th of the largest of 32."""
+    """What rows of a table may be off: nothing; of 14 bits, half a step, which is at most an 8,064th of the largest of 32."""
     rows = table.dequantize()[ids]
-    if not two_bytes(table):
+    if not fourteen_bits(table):
         return np.zeros_like(rows)
-    return np.repeat(np.abs(rows).reshape(len(ids), -1, 32).max(axis=-1), 32, axis=1) / 32256
+    return np.repeat(np.abs(rows).reshape(len(ids), -1, 32).max(axis=-1), 32, axis=1) / 8064
 
 
 def relative(tolerance: float) -> Bound:

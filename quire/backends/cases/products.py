@@ -14,7 +14,7 @@ from quire.layouts import Dense, Layout
 
 
 def embed_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Rows of a table of every format; exact but for those that may be kept as integers of two bytes."""
+    """Rows of a table of every format; exact but for those that may be kept as integers of 14 bits."""
     for label, make in weights.items():
         table = make(37, 256, rng)
 

@@ -32,9 +32,7 @@ MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
-_SIXTEEN = (
-    3  # float16 numbers that are packed as integers of 16 bits with a scale for 32 of them: what products read fastest
-)
+_INTEGERS = 3  # float16 numbers, packed as integers of 14 bits with a scale for 32 of them: what products read fastest
 
 
 class NativeProgram:
@@ -217,8 +215,8 @@ class NativeBackend:
         if not rounded:
             return []
         return [
-            f"f16 weights: {rounded / 2**20:.0f} MiB are integers of two bytes here, with a scale for each 32: "
-            "what is below 2^-15 of the largest of them is rounded away"
+            f"f16 weights: {rounded / 2**20:.0f} MiB are integers of 14 bits here, with a scale for each 32: "
+            "what is below 2^-13 of the largest of them is rounded away"
         ]
 
     @property
@@ -295,7 +293,7 @@ class NativeBackend:
         """The type that C++ packs it as."""
         if isinstance(w, Float8):
             return _TYPES[FLOAT8][0]
-        return _SIXTEEN if fuse.input_bytes(w) else _TYPES[w.dtype][0]
+        return _INTEGERS if fuse.input_bytes(w) else _TYPES[w.dtype][0]
 
     def _weight_bytes(self, w: Layout) -> int:
         """What `_pack` will take for it."""

@@ -46,20 +46,20 @@ def weight(name: str, n: int, k: int, seed: int = 0) -> Layout:
     return affine(name, n, k, seed) if name in (*QUANTIZED, *EXPANDED) else dense(name.lower(), n, k, seed=seed)
 
 
-def two_bytes(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """float16 weights [n, k] as the backend keeps them: upper and lower bytes [n, k / 32, 32], and scales [n, k / 32]."""
+def fourteen_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float16 weights [n, k] as the backend keeps them: upper bytes and lower six bits [n, k / 32, 32], and scales [n, k / 32]."""
     groups = numbers.astype(np.float64).reshape(len(numbers), -1, 32)
     most = np.abs(groups).max(-1)
     scale = 2.0 ** np.maximum(np.frexp(most)[1] - 7, -16)
-    scale = np.where(np.rint(most / scale * 256) > 127 * 256 + 127, 2 * scale, scale)
-    codes = np.rint(groups / scale[..., None] * 256)
-    lower = (codes + 128) % 256 - 128
-    return (codes - lower) / 256, lower, scale
+    scale = np.where(np.rint(most / scale * 64) > 127 * 64 + 31, 2 * scale, scale)
+    codes = np.rint(groups / scale[..., None] * 64)
+    lower = (codes + 32) % 64 - 32
+    return (codes - lower) / 64, lower, scale
 
 
-def two_byte_product(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def fourteen_bit_product(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """x [m, k] times float16 weights, to the bit: a sum of integers for each group, and float32 additions of those."""
-    upper, lower, scale = two_bytes(numbers)
+    upper, lower, scale = fourteen_bits(numbers)
     groups = x.astype(np.float32).reshape(len(x), -1, 32)
     most = np.abs(groups).max(-1)
     with np.errstate(divide="ignore", over="ignore"):
@@ -68,7 +68,7 @@ def two_byte_product(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     times = groups * steps[..., None]
     q = np.clip(np.rint(times), -127, 127).astype(np.float64)
     rest = np.clip(np.rint((times - np.rint(times)) * 256), -127, 127).astype(np.float64)
-    low = np.einsum("mgk,ngk->gmn", rest, upper) + np.einsum("mgk,ngk->gmn", q, lower)
+    low = np.einsum("mgk,ngk->gmn", rest, upper) + 4 * np.einsum("mgk,ngk->gmn", q, lower)
     sums = (256 * np.einsum("mgk,ngk->gmn", q, upper) + low).astype(np.float32)
     out = np.zeros((len(x), len(numbers)), np.float32)
     for g in range(groups.shape[1]):  # a product with a power of two is exact: a sum is all that is rounded

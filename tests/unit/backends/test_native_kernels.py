@@ -19,10 +19,10 @@ from tests.unit.backends.native_kit import (
     affine,
     codec,
     dense,
+    fourteen_bit_product,
+    fourteen_bits,
     ragged,
     rows_batch,
-    two_byte_product,
-    two_bytes,
 )  # fmt: skip
 
 NO_KV = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
@@ -192,15 +192,15 @@ def halves(n: int, k: int, seed: int = 3) -> np.ndarray:
 
 
 @pytest.mark.parametrize("isa", extension().available())
-def test_halves_are_integers_of_two_bytes(isa: str) -> None:
+def test_halves_are_integers_of_fourteen_bits(isa: str) -> None:
     """As another program packs them: every number within half a step, and all that are not small beside their largest exact."""
     values = halves(40, 96)
-    upper, lower, scale = two_bytes(values)
-    want = ((256 * upper + lower) * (scale[..., None] / 256)).reshape(values.shape)
+    upper, lower, scale = fourteen_bits(values)
+    want = ((64 * upper + lower) * (scale[..., None] / 64)).reshape(values.shape)
     np.testing.assert_array_equal(embed_all(NativeBackend(isa=isa), Dense(values, "f16")), want.astype(np.float32))
     most = np.repeat(np.abs(values.astype(np.float64)).reshape(40, -1, 32).max(-1), 32, axis=1)
     off = np.abs(want - values.astype(np.float64))
-    assert (off <= most / 32256).all() and not off[np.abs(values.astype(np.float64)) * 8 >= most].any()
+    assert (off <= most / 8064).all() and not off[np.abs(values.astype(np.float64)) * 2 >= most].any()
 
 
 @pytest.mark.parametrize("isa", extension().available())
@@ -210,7 +210,7 @@ def test_products_of_halves_to_the_bit(n: int, k: int, isa: str) -> None:
     values, x = halves(n, k) if n > 4 else dense("f16", n, k).data, activations(37, k)
     x[0, :32] = 0
     x[1, 0] = 3000
-    want = two_byte_product(x, values)
+    want = fourteen_bit_product(x, values)
     backend, weight = NativeBackend(threads=2, isa=isa), Dense(values, "f16")
     for m in (1, 2, 3, 4, 7, 8, 17, 37):
         np.testing.assert_array_equal(run_linear(backend, x[:m], weight), want[:m])
@@ -223,7 +223,7 @@ def test_what_is_rounded_is_told(weight: Dense, count: int) -> None:
     backend = NativeBackend()
     assert backend.told() == []
     run_linear(backend, activations(2, weight.shape[1]), weight)
-    assert len(backend.told()) == count and all("two bytes" in line for line in backend.told())
+    assert len(backend.told()) == count and all("14 bits" in line for line in backend.told())
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -18,7 +18,7 @@ from quire.backends.ops import KV, Forward, Ops, Tensor
 from quire.backends.recorder import record
 from quire.backends.reference.backend import ReferenceBackend, ReferenceOps, route
 from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
-from tests.unit.backends.native_kit import dense, i32, ragged, rows_batch, two_byte_product, weight
+from tests.unit.backends.native_kit import dense, i32, ragged, rows_batch, fourteen_bit_product, weight
 
 KV_NONE = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
 ROWS = 150
@@ -41,11 +41,11 @@ def run(backend: Any, forward: Forward, inputs: Mapping[str, np.ndarray], rows: 
 
 
 class RoundedOps(ReferenceOps):
-    """The reference, with activations rounded to int8 per 32 columns before a product over quantized weights, and f16 as two bytes."""
+    """The reference, with activations rounded to int8 per 32 columns before a product over quantized weights, and f16 as integers of 14 bits."""
 
     def linear(self, x: np.ndarray, weight: Layout, bias: Dense | None = None) -> np.ndarray:
         if isinstance(weight, Dense) and weight.dtype == "f16":
-            product = two_byte_product(x, weight.data)
+            product = fourteen_bit_product(x, weight.data)
             return product if bias is None else product + bias.dequantize()
         return super().linear(_rounded(x) if isinstance(weight, Affine) else x, weight, bias)
 

@@ -1,4 +1,4 @@
-// Weights of 16 bits on NEON, in place of sixteen.h: the same sums in the same order. Per tile and slice a row has 24 dot products for 32
+// Weights of 14 bits on NEON, in place of fourteen.h: the same sums in the same order. Per tile and slice a row has 24 dot products for 32
 // columns, and five operations that make a float of their sum and add it up.
 #pragma once
 
@@ -6,8 +6,11 @@
 
 namespace {
 
+// The lower bits of the eight quads of a slice, four times what they should be; see slice_codes.
+QUIRE_INLINE void lower_codes(const uint8_t* tile, int slice, C (&c)[8]) { slice_codes<6, false, 0>(tile + 512, slice, 32, c); }
+
 // One lane of a panel, its numbers side by side, as in OneRow.
-struct SixteenRow {
+struct FourteenRow {
     static constexpr int kTiles = 256;
     alignas(64) int8_t codes[kTiles][64];  // upper bytes, then lower ones
     alignas(64) float scale[kTiles];
@@ -24,13 +27,13 @@ struct SixteenRow {
 
 // `tiles` tiles of a block from t0 on against one row. Lines come in their order, and are asked for a little
 // ahead; those of another block too, `far` ahead, where it comes `then`.
-inline F sixteen_row(const Matrix& w, const uint8_t* block, size_t far, bool then, int t0, int tiles, const SixteenRow& x, F acc) {
+inline F fourteen_row(const Matrix& w, const uint8_t* block, size_t far, bool then, int t0, int tiles, const FourteenRow& x, F acc) {
     const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * w.scale_bytes;
     auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
         prefetch(p + kNear);
         if (__builtin_expect(then, 0)) prefetch_far(p + far);
     };
-    for (int t = 0; t < tiles; t++, tile += 1024, scale_at += 32) {
+    for (int t = 0; t < tiles; t++, tile += 896, scale_at += 32) {
         W sum[4], rest[4];
         QUIRE_UNROLL
         for (int n = 0; n < 4; n++) sum[n] = rest[n] = vdupq_n_s32(0);
@@ -44,10 +47,11 @@ inline F sixteen_row(const Matrix& w, const uint8_t* block, size_t far, bool the
                 rest[n] = wdot<q % 4>(rest[n], c, low[q / 4]);
             }
         });
-        each<8>([&](auto q) __attribute__((always_inline)) {
-            ask(tile + 512 + 64 * q);
-            QUIRE_UNROLL
-            for (int n = 0; n < 4; n++) rest[n] = wdot<q % 4>(rest[n], cload(tile + 512 + 64 * q + 16 * n), high[q / 4]);
+        each<4>([&](auto n) __attribute__((always_inline)) {
+            if (n < 3) ask(tile + 512 + 128 * n), ask(tile + 576 + 128 * n);
+            C c[8];
+            lower_codes(tile, n, c);
+            each<8>([&](auto q) __attribute__((always_inline)) { rest[n] = wdot<q % 4>(rest[n], c[q], high[q / 4]); });
         });
         prefetch_far(scale_at + far);
         const F scale = half_sixteen(scale_at);
@@ -61,12 +65,12 @@ inline F sixteen_row(const Matrix& w, const uint8_t* block, size_t far, bool the
     return acc;
 }
 
-// R lanes of a panel against a slice of some tiles. `scale` has 16 floats for a tile.
+// R lanes of a panel against a slice of some tiles, whose `lower` bits lie as the upper bytes do. `scale` has 16 floats for a tile.
 template <int R>
-QUIRE_INLINE void sixteen_slice(const uint8_t* codes, const float* scale, int tiles, const Lanes& x, size_t to_low, const uint8_t* coming, size_t step,
-                                V (&acc)[R]) {
+QUIRE_INLINE void fourteen_slice(const uint8_t* codes, const uint8_t* lower, const float* scale, int tiles, const Lanes& x, size_t to_low,
+                                 const uint8_t* coming, size_t step, V (&acc)[R]) {
     constexpr int kStep = R < 4 ? R : 4;
-    for (int t = 0; t < tiles; t++, codes += 1024, scale += 16) {
+    for (int t = 0; t < tiles; t++, codes += 896, lower += 512, scale += 16) {
         for (size_t line = 0; line < step; line += 64) prefetch(coming + line);
         coming += step;
         const int8_t* high = x.codes + 512 * (size_t)t;
@@ -88,7 +92,7 @@ QUIRE_INLINE void sixteen_slice(const uint8_t* codes, const float* scale, int ti
         dots(high, codes);
         each<R>([&](auto r) __attribute__((always_inline)) { sum[r] = vshlq_n_s32(sum[r], 8); });
         dots(high + to_low, codes);
-        dots(high, codes + 512);
+        dots(high, lower);
         const V sw = vload(scale);
         each<R / kStep>([&](auto part) __attribute__((always_inline)) {
             const float* sx = x.sx + 16 * t + kStep * part;
@@ -101,33 +105,42 @@ QUIRE_INLINE void sixteen_slice(const uint8_t* codes, const float* scale, int ti
     }
 }
 
-constexpr int kSixteenTiles = 24;  // that rows pass over at a time
+constexpr int kFourteenTiles = 24;  // that rows pass over at a time
 
-void sixteen_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, const Epilogue& e) {
-    SixteenRow row;
+void fourteen_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, const Epilogue& e) {
+    FourteenRow row;
     for (int b = b0; b < b1; b++) {
         F acc = fzero();
-        for (int t0 = 0; t0 < w.tiles; t0 += SixteenRow::kTiles) {
-            const int tiles = w.tiles - t0 < SixteenRow::kTiles ? w.tiles - t0 : SixteenRow::kTiles;
-            if (b == b0 || w.tiles > SixteenRow::kTiles) row.take(x, s, t0, tiles);
-            acc = sixteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), b + 1 == b1 && e.then, t0, tiles, row, acc);
+        for (int t0 = 0; t0 < w.tiles; t0 += FourteenRow::kTiles) {
+            const int tiles = w.tiles - t0 < FourteenRow::kTiles ? w.tiles - t0 : FourteenRow::kTiles;
+            if (b == b0 || w.tiles > FourteenRow::kTiles) row.take(x, s, t0, tiles);
+            acc = fourteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), b + 1 == b1 && e.then, t0, tiles, row, acc);
         }
         finish(e, 0, 16 * (b - b0), acc);
     }
 }
 
-void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    if (m == 1) return sixteen_one_row(w, b0, b1, x, s, e);
-    alignas(64) float sums[kMaxTall * 16], scale[kSixteenTiles][16];
-    const int chunks = (w.tiles + kSixteenTiles - 1) / kSixteenTiles, most = (w.tiles + chunks - 1) / chunks, groups = (m + 7) / 8;
-    const size_t step = (size_t)(256 + groups - 1) / (size_t)groups;  // bytes that are asked for with every tile of a slice
+void fourteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+    if (m == 1) return fourteen_one_row(w, b0, b1, x, s, e);
+    alignas(64) float sums[kMaxTall * 16], scale[kFourteenTiles][16];
+    alignas(64) uint8_t lower[kFourteenTiles][512];
+    const int chunks = (w.tiles + kFourteenTiles - 1) / kFourteenTiles, most = (w.tiles + chunks - 1) / chunks, groups = (m + 7) / 8;
+    const size_t step = (size_t)(224 + groups - 1) / (size_t)groups;  // bytes that are asked for with every tile of a slice
     for (int b = b0; b < b1; b++)
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most, next = t0 + tiles < w.tiles ? t0 + tiles : 0;
             const uint8_t *block = w.block(b), *codes = block + (size_t)t0 * w.code_bytes, *then = b + 1 < b1 ? w.block(b + 1) : e.then;
             const uint8_t* coming = next ? block + (size_t)next * w.code_bytes : then ? then : codes;
             if (next || then) ask_ahead((next ? block : then) + w.scale_at + (size_t)next * w.scale_bytes, (size_t)most * w.scale_bytes);
-            for (int t = 0; t < tiles; t++) fstore(scale[t], scale_of(w, block, t0 + t, 0));
+            for (int t = 0; t < tiles; t++) {
+                fstore(scale[t], scale_of(w, block, t0 + t, 0));
+                for (int slice = 0; slice < 4; slice++) {
+                    C c[8];
+                    lower_codes(codes + (size_t)t * w.code_bytes, slice, c);
+                    QUIRE_UNROLL
+                    for (int q = 0; q < 8; q++) vst1q_s8((int8_t*)lower[t] + 64 * q + 16 * slice, c[q]);
+                }
+            }
             for (int first = 0; first < m; first += 8) {
                 const uint8_t* panel = x + (size_t)(first / 16) * s.bytes;
                 const Lanes lanes = Lanes(panel, s, t0).from(first % 16);
@@ -138,7 +151,7 @@ void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quant
                     for (int slice = 0; slice < 4; slice++, coming += step * (size_t)tiles) {
                         V acc[R];
                         place.take(slice, acc);
-                        sixteen_slice<R>(codes + 16 * slice, scale[0] + 4 * slice, tiles, lanes, s.low, coming, step, acc);
+                        fourteen_slice<R>(codes + 16 * slice, lower[0] + 16 * slice, scale[0] + 4 * slice, tiles, lanes, s.low, coming, step, acc);
                         place.leave(slice, acc);
                     }
                 };

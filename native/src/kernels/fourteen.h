@@ -1,4 +1,4 @@
-// Weights of 16 bits, in general; NEON has its own. Codes are read where they are: nothing is to be unpacked.
+// Weights of 14 bits, in general; NEON has its own. Both bytes of x meet the upper byte of a code, and the first one its lower six bits.
 #pragma once
 
 #include "gemm.h"
@@ -6,12 +6,12 @@
 namespace {
 
 #ifndef QUIRE_WORD_SUMS
-constexpr int kSixteenRows = kWidth == 16 && kDenseRows >= 8 ? 8 : 2;  // whose sums fit the registers
+constexpr int kFourteenRows = kWidth == 16 && kDenseRows >= 8 ? 8 : 2;  // whose sums fit the registers
 
-// What a tile makes of R lanes: 256 * sum(upper * q) + sum(upper * r + lower * q). `total` and `rest` are the sums of q and of r: bytes of
-// weights are 128 more than they should be.
+// What a tile makes of R lanes: 256 * sum(upper * q) + sum(upper * r + 4 * lower * q). `total` and `rest` are the sums of q and of r: upper
+// bytes of weights are 128 more than they should be, and lower bits 32.
 template <int R>
-inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* low, const uint32_t (&total)[R], const uint32_t (&rest)[R], I (&d)[R]) {
+inline void fourteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* low, const uint32_t (&total)[R], const uint32_t (&rest)[R], I (&d)[R]) {
     QUIRE_UNROLL
     for (int r = 0; r < R; r++) d[r] = iset((int32_t)(0u - 128u * total[r]));
     each_quad<8, false>(tile, [&](int q, B codes) __attribute__((always_inline)) {
@@ -19,23 +19,25 @@ inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* 
         for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, high + 32 * r + 4 * q);
     });
     QUIRE_UNROLL
-    for (int r = 0; r < R; r++) d[r] = iadd(ishl<8>(d[r]), iset((int32_t)(0u - 128u * (total[r] + rest[r]))));
+    for (int r = 0; r < R; r++) d[r] = iadd(ishl<6>(d[r]), iset((int32_t)(0u - 32u * total[r])));
+    each_quad<6, false>(tile + 512, [&](int q, B codes) __attribute__((always_inline)) {
+        QUIRE_UNROLL
+        for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, high + 32 * r + 4 * q);
+    });
+    QUIRE_UNROLL
+    for (int r = 0; r < R; r++) d[r] = iadd(ishl<2>(d[r]), iset((int32_t)(0u - 128u * rest[r])));
     each_quad<8, false>(tile, [&](int q, B codes) __attribute__((always_inline)) {
         QUIRE_UNROLL
         for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, low + 32 * r + 4 * q);
     });
-    each_quad<8, false>(tile + 512, [&](int q, B codes) __attribute__((always_inline)) {
-        QUIRE_UNROLL
-        for (int r = 0; r < R; r++) d[r] = dot4(d[r], codes, high + 32 * r + 4 * q);
-    });
 }
 #else
-constexpr int kSixteenRows = kWidth == 16 ? 8 : 4;
+constexpr int kFourteenRows = kWidth == 16 ? 8 : 4;
 
-// The same with whole codes in words, which are 128 more than they should be; their upper bytes are what they should be. Interleaving bytes
+// The same with whole codes, four times over, in words, which are 128 more than they should be; their upper bytes are what they should be. Interleaving bytes
 // makes words of four rows in the order of `first` (rows 0, 1 of four) and `second` (2, 3), two sums for each row.
 template <int R>
-inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* low, const uint32_t (&total)[R], const uint32_t (&)[R], I (&d)[R]) {
+inline void fourteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* low, const uint32_t (&total)[R], const uint32_t (&)[R], I (&d)[R]) {
     alignas(64) int16_t x[R][64];
     for (int r = 0; r < R; r++) store_words(x[r], high + 32 * r), store_words(x[r] + 32, low + 32 * r);
     W sums[R][kSlices];
@@ -43,9 +45,12 @@ inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* 
         W first[R], second[R];
         QUIRE_UNROLL
         for (int r = 0; r < R; r++) first[r] = second[r] = wset(0);
+        C six[3];
+        QUIRE_UNROLL
         for (int q = 0; q < 8; q++) {
-            const uint8_t* at = tile + 64 * q + 4 * kWidth * slice;
-            const C upper = flip_top(cload(at)), lower = cload(at + 512);
+            const uint8_t *at = tile + 4 * kWidth * slice, *half = at + 512 + 192 * (q / 4);
+            if (q % 4 < 3) six[q % 4] = cload(half + 64 * (q % 4));
+            const C upper = flip_top(cload(at + 64 * q)), lower = q % 4 < 3 ? top_six(six[q % 4]) : last_twos(six[0], six[1], six[2]);
             const W a = words_first(lower, upper), b = words_second(lower, upper), up = upper_bytes(a), other = upper_bytes(b);
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
@@ -64,7 +69,7 @@ inline void sixteen_sums(const uint8_t* tile, const int8_t* high, const int8_t* 
 
 // `tiles` tiles of block b from t0 on against R lanes of a panel.
 template <int R>
-inline void sixteen_tiles(const Matrix& w, int b, int t0, int tiles, const uint8_t* panel, const QuantShape& s, int lane, F (&acc)[R]) {
+inline void fourteen_tiles(const Matrix& w, int b, int t0, int tiles, const uint8_t* panel, const QuantShape& s, int lane, F (&acc)[R]) {
     const uint8_t* block = w.block(b);
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
     for (int t = t0; t < t0 + tiles; t++) {
@@ -77,16 +82,16 @@ inline void sixteen_tiles(const Matrix& w, int b, int t0, int tiles, const uint8
         QUIRE_UNROLL
         for (int r = 0; r < R; r++) total[r] = sum[r] + sum[16 + r], rest[r] = low_sum[r];
         I d[R];
-        sixteen_sums<R>(tile, high, high + s.low, total, rest, d);
+        fourteen_sums<R>(tile, high, high + s.low, total, rest, d);
         const F sw = scale_of(w, block, t, 0), least = fset(0x1p-8f);
         QUIRE_UNROLL
         for (int r = 0; r < R; r++) acc[r] = ffma(sw, fmul(fset(sx[r]), fmul(ffrom(d[r]), least)), acc[r]);
     }
 }
 
-void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
+void fourteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
     alignas(64) float sums[kMaxTall][16];
-    const int most = m <= kSixteenRows ? w.tiles : kChunk;  // one pass; or what stays in the first cache while rows pass over it
+    const int most = m <= kFourteenRows ? w.tiles : kChunk;  // one pass; or what stays in the first cache while rows pass over it
     for (int b = b0; b < b1; b++)
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
@@ -94,17 +99,17 @@ void sixteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quant
                 constexpr int R = decltype(rows)::value;
                 F acc[R];
                 for (int r = 0; r < R; r++) acc[r] = t0 ? fload(sums[first + r]) : fzero();
-                sixteen_tiles<R>(w, b, t0, tiles, x + (size_t)(first / 16) * s.bytes, s, first % 16, acc);
+                fourteen_tiles<R>(w, b, t0, tiles, x + (size_t)(first / 16) * s.bytes, s, first % 16, acc);
                 for (int r = 0; r < R; r++) {
                     if (t0 + tiles < w.tiles) fstore(sums[first + r], acc[r]);
                     else if (first + r < m) finish(e, first + r, 16 * (b - b0), acc[r]);
                 }
             };
             int first = 0;
-            for (; m - first > kSixteenRows / 2; first += kSixteenRows) some(first, std::integral_constant<int, kSixteenRows>{});
-            if constexpr (kSixteenRows > 4)
+            for (; m - first > kFourteenRows / 2; first += kFourteenRows) some(first, std::integral_constant<int, kFourteenRows>{});
+            if constexpr (kFourteenRows > 4)
                 if (m - first > 2) some(first, std::integral_constant<int, 4>{}), first += 4;
-            if constexpr (kSixteenRows > 2)
+            if constexpr (kFourteenRows > 2)
                 if (m - first > 1) some(first, std::integral_constant<int, 2>{}), first += 2;
             if (first < m) some(first, std::integral_constant<int, 1>{});
         }
