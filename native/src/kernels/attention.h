@@ -10,6 +10,9 @@
 // Few queries read the cells directly; more first widen 64 tokens to float32, once for all of them.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "rows.h"
 
 #define QUIRE_NOINLINE __attribute__((noinline))  // register tiles spill when they share a function with other things
@@ -20,14 +23,19 @@
 
 namespace {
 
+// Where a number of either is not finite, none of the key is a number, so that whoever looks at the token finds out (neon_attention.h).
 void store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
     const int D = cell.head_dim;
     uint16_t half[kMaxHeadDim];
     uint16_t* keys = (uint16_t*)to;
     uint16_t* values = (uint16_t*)(to + cell.values_at()) + slot * D;
     for (int d = 0; d < D; d += 16) fstore_half_n(half + d, fload_n(k + d, D - d), D - d);
-    for (int d = 0; d < D; d++) keys[d * kPage + slot] = half[d];
     for (int d = 0; d < D; d += 16) fstore_half_n(values + d, fload_n(v + d, D - d), D - d);
+    int most = 0;
+    for (int d = 0; d < D; d++) most = most > (half[d] & 0x7fff) ? most : half[d] & 0x7fff;
+    for (int d = 0; d < D; d++) most = most > (values[d] & 0x7fff) ? most : values[d] & 0x7fff;
+    if (most >= 0x7c00) std::fill_n(half, D, (uint16_t)0x7e00);
+    for (int d = 0; d < D; d++) keys[d * kPage + slot] = half[d];
 }
 
 // Codes of round(x * (127 / amax)) and the scale amax / 127. A row that is not finite gets a scale that is not a number,
@@ -119,6 +127,15 @@ inline F widen_n(const float* p, int n) { return fload_n(p, n); }
 inline F widen_n(const uint16_t* p, int n) { return fload_half_n(p, n); }
 inline F widen_n(const int8_t* p, int n) { return fkeep(fload_i8(p), n, fzero()); }
 
+// Halves in cells that few queries look at, whose queries and weights are woven: each multiplied by its lane of fwoven(). On NEON alone.
+struct Woven {
+    uint16_t half;
+};
+template <class T> constexpr bool kWoven = std::is_same_v<T, Woven>;
+#ifndef QUIRE_NEON
+inline F fwoven() { return fset(1.0f); }
+#endif
+
 // How many vectors go with Q queries in a register tile.
 constexpr int vectors_for(int q) { return kMaxChains / q >= 4 ? 4 : kMaxChains / q >= 2 ? 2 : 1; }
 
@@ -161,9 +178,6 @@ QUIRE_NOINLINE void score_tile(const T* const* keys, const T* const* next, const
 template <int Q, int P, class T>
 inline void score_pages(const T* const* keys, const T* const* next, int from, int pages, const float* query, int head_dim,
                         float* scores) {
-#ifdef QUIRE_NEON
-    if constexpr (sizeof(T) == 2 && Q < 6) return score_halves<Q>(keys, next, from, pages, query, head_dim, scores);
-#endif
     int p = from;
     for (; p + P <= pages; p += P) score_tile<Q, P>(keys + p, next + p, query, head_dim, scores + p * kPage);
     if constexpr (P > 1) score_pages<Q, P / 2>(keys, next, p, pages, query, head_dim, scores);
@@ -215,13 +229,22 @@ QUIRE_NOINLINE void value_tile(const T* const* segments, const T* const* next, i
 template <int Q, int C, int Span, class T>
 inline void value_columns(const T* const* segments, const T* const* next, int stride, int column, int width, int from, int to,
                           const float* weights, float* const* out) {
-#ifdef QUIRE_NEON
-    if constexpr (sizeof(T) == 2 && Q < 6) return value_halves<Q>(segments, next, stride, width, from, to, weights, out);
-#endif
     for (; column + 16 * C <= width; column += 16 * C)
         value_tile<Q, C, Span>(segments, next, stride, column, from, to, weights, out);
     if constexpr (C > 1) value_columns<Q, C / 2, Span>(segments, next, stride, column, width, from, to, weights, out);
 }
+
+#ifdef QUIRE_NEON
+template <int Q, int P>
+inline void score_pages(const Woven* const* keys, const Woven* const* next, int from, int pages, const float* query, int head_dim, float* scores) {
+    score_halves<Q>((const uint16_t* const*)keys, (const uint16_t* const*)next, from, pages, query, head_dim, scores);
+}
+template <int Q, int C, int Span>
+inline void value_columns(const Woven* const* pages, const Woven* const* next, int stride, int, int width, int from, int to, const float* weights,
+                          float* const* out) {
+    value_halves<Q>((const uint16_t* const*)pages, (const uint16_t* const*)next, stride, width, from, to, weights, out);
+}
+#endif
 
 // The tokens that all Q queries see go together; the few that only some of them see go one query at a time.
 template <int Q, int Span, class T>
@@ -261,8 +284,8 @@ inline void add_some_values(const T* const* segments, const T* const* next, int 
     for (int q = 0; q < Q; q++) one(q, shared, end(q));
 }
 
-// Scores become weights in place. Byte cells: the keys' scales come in before, the values' after.
-template <bool Scaled> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
+// Scores become weights in place. Byte cells: the keys' scales come in before, the values' after. Weave: the weights are woven.
+template <bool Scaled, bool Weave = false> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
     const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
     const F lowest = fset(-__builtin_inff());
     auto score = [&](int p) {
@@ -281,6 +304,7 @@ template <bool Scaled> inline void weigh(float* scores, int seen, const float* c
     auto weight = [&](F e, int at) {
         sum = fadd(sum, e);
         if constexpr (Scaled) e = fmul(e, fload(scales[at] + kPage));
+        if constexpr (Weave) e = fmul(e, fwoven());
         fstore(scores + at * kPage, e);
     };
     for (p = 0; p < last; p++) weight(fexp2(fsub(fload(scores + p * kPage), fset(high))), p);
@@ -290,7 +314,7 @@ template <bool Scaled> inline void weigh(float* scores, int seen, const float* c
 }
 
 // The same for tokens [from, seen), with the scores capped where there is a cap.
-template <bool Scaled>
+template <bool Scaled, bool Weave>
 void weigh_some(float* scores, int from, int seen, float cap, const float* const* scales, const PartShape& shape, float* part) {
     const int first = from / kPage, last = (seen - 1) / kPage, hidden = from - first * kPage, there = seen - last * kPage;
     auto keep = [&](F x, int p, F other) {
@@ -312,6 +336,7 @@ void weigh_some(float* scores, int from, int seen, float cap, const float* const
         F e = keep(fexp2(fsub(fload(scores + p * kPage), fset(high))), p, fzero());
         sum = fadd(sum, e);
         if constexpr (Scaled) e = fmul(e, fload(scales[p] + kPage));
+        if constexpr (Weave) e = fmul(e, fwoven());
         fstore(scores + p * kPage, e);
     }
     part[shape.high] = high;
@@ -335,6 +360,21 @@ template <class Body> inline void with_count(int n, Body&& body) {
     }
 }
 
+#ifdef QUIRE_NEON
+// The queries, scaled and woven; false where one is too large for that.
+inline bool weave_queries(const AttendArgs& a, F scale, float* queries) {
+    const F by = fmul(scale, fwoven());
+    F most = fzero();
+    for (int q = 0; q < a.count; q++)
+        for (int d = 0; d < a.cell.head_dim; d += 16) {
+            const F x = fmul(fload(a.query[q] + d), by);
+            most = fhigher(fabs_(x), most);
+            fstore(queries + q * kAttendStride + d, x);
+        }
+    return fhighest(most) < __builtin_inff();
+}
+#endif
+
 // Some: with windows, a cap, or both. Without them every trace of either is gone.
 template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     constexpr bool kScaled = sizeof(T) == 1;
@@ -345,10 +385,15 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     float* block = scores + kMaxAttend * kAttendStride;
     int longest = 0, begin = Some ? kChunk : 0;
     const F scale = fset(Some && a.cap > 0.0f ? a.scale * (2.88539008f / a.cap) : a.scale * 1.44269504f);
+#ifdef QUIRE_NEON
+    const bool weave = sizeof(T) == 2 && a.count < 6 && D % 16 == 0 && weave_queries(a, scale, queries);
+#else
+    constexpr bool weave = false;
+#endif
     for (int q = 0; q < a.count; q++) {
         int at = 0;
-        for (; at + 16 <= D; at += 16) fstore(queries + q * kAttendStride + at, fmul(fload(a.query[q] + at), scale));
-        if (at < D) fstore(queries + q * kAttendStride + at, fmul(fload_n(a.query[q] + at, D - at), scale));
+        for (; at + 16 <= D && !weave; at += 16) fstore(queries + q * kAttendStride + at, fmul(fload(a.query[q] + at), scale));
+        if (at < D && !weave) fstore(queries + q * kAttendStride + at, fmul(fload_n(a.query[q] + at, D - at), scale));
         for (int d = 0; d < wide; d += 16) fstore(a.part[q] + d, fzero());
         if (a.seen[q] > longest) longest = a.seen[q];
         if (Some && a.from[q] < begin) begin = a.from[q];
@@ -374,26 +419,33 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
         keys[pages + i] = values[front + i < pages ? front + i : front];
         values[pages + i] = i < a.ahead ? (const T*)a.coming[i] : values[front];
     }
-    auto weigh_one = [&](int q) {
+    auto weigh_one = [&](int q, auto type) {
+        constexpr bool kWeave = kWoven<decltype(type)>;
         float* own = scores + q * kAttendStride;
         if constexpr (Some)
-            weigh_some<kScaled>(own, a.from[q], a.seen[q], a.cap, scales, shape, a.part[q]);
+            weigh_some<kScaled, kWeave>(own, a.from[q], a.seen[q], a.cap, scales, shape, a.part[q]);
         else
-            weigh<kScaled>(own, a.seen[q], scales, shape, a.part[q]);
+            weigh<kScaled, kWeave>(own, a.seen[q], scales, shape, a.part[q]);
     };
-
-    if (a.count <= kMaxQueries && D % 16 == 0) {
-        with_count(a.count, [&](auto n) {
-            constexpr int Q = decltype(n)::value;
-            score_pages<Q, vectors_for(Q)>(keys, keys + reach, front, pages, queries, D, scores);
-            for (int q = 0; q < Q; q++) weigh_one(q);
-            if constexpr (Some)
-                add_some_values<Q, kPage>(values, values + reach, D, D, longest, a.from, a.seen, 0, scores, a.part);
-            else
-                add_values<Q, kPage>(values, values + reach, D, D, 0, longest, a.seen, 0, scores, a.part);
-        });
-        return;
-    }
+    auto few = [&](auto n, auto type) {
+        constexpr int Q = decltype(n)::value;
+        using As = const decltype(type)* const*;
+        const As k = (As)keys, v = (As)values;
+        score_pages<Q, vectors_for(Q)>(k, k + reach, front, pages, queries, D, scores);
+        for (int q = 0; q < Q; q++) weigh_one(q, type);
+        if constexpr (Some)
+            add_some_values<Q, kPage>(v, v + reach, D, D, longest, a.from, a.seen, 0, scores, a.part);
+        else
+            add_values<Q, kPage>(v, v + reach, D, D, 0, longest, a.seen, 0, scores, a.part);
+    };
+#ifdef QUIRE_NEON
+    if constexpr (sizeof(T) == 2)
+        if (weave)
+            return with_count(a.count, [&](auto n) {
+                if constexpr (decltype(n)::value < 6) few(n, Woven{});
+            });
+#endif
+    if (a.count <= kMaxQueries && D % 16 == 0) return with_count(a.count, [&](auto n) { few(n, T{}); });
 
     const int tiles = (a.count + kMaxQueries - 1) / kMaxQueries, each = a.count / tiles, more = a.count % tiles;
     auto for_tiles = [&](auto&& body) {
@@ -426,7 +478,7 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
                                            scores + at + page * kPage);
         });
     }
-    for (int q = 0; q < a.count; q++) weigh_one(q);
+    for (int q = 0; q < a.count; q++) weigh_one(q, T{});
     for (int start = front * kPage; start < longest; start += kAttendBlock) {
         const int tokens = longest - start < kAttendBlock ? longest - start : kAttendBlock;
         for (int t = 0; t < tokens; t++) {

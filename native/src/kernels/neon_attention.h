@@ -1,6 +1,9 @@
 // Attention's register tiles on NEON, with instructions in the order they are written: asm volatile keeps it, and leaves the
 // registers to the compiler. Widening a half takes one pipe two cycles for four numbers; done right before its products it
 // makes them wait. So the next row's halves are widened between the products of this one, which then run at the rate of both pipes.
+//
+// A shift and a mask make a float32 of a half, too: 2^-112 of it, where it is finite (store_half sees to that). They take the other pipe, or either.
+// So every second row is widened that way, and multiplied by 2^112 times what it should be, which changes no bit of a product.
 #pragma once
 
 #include "rows.h"
@@ -22,8 +25,20 @@ inline float32x4_t widen_now(float32x4_t x) {
     asm volatile("fcvtl %0.4s, %1.4h" : "=w"(r) : "w"(x));
     return r;
 }
+inline float32x4_t shift_now(float32x4_t x) {
+    float32x4_t r;
+    asm volatile("sshll %0.4s, %1.4h, #13\n and %0.16b, %0.16b, %2.16b" : "=&w"(r) : "w"(x), "w"(vdupq_n_u32(0x8fffe000)));
+    return r;
+}
 inline void fma_now(float32x4_t& acc, float32x4_t k, float32x4_t x) {
     asm volatile("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(acc) : "w"(k), "w"(x));
+}
+
+// 1 for every row that is converted, 2^112 for every one that is shifted.
+inline F fwoven() {
+    const float lanes[4] = {1.0f, 0x1p112f, 1.0f, 0x1p112f};
+    const float32x4_t v = vld1q_f32(lanes);
+    return {{v, v, v, v}};
 }
 
 // See attention.h.
@@ -44,11 +59,16 @@ template <int Q> inline void add_row(F (&acc)[Q][1], const float* row, const flo
     }
 }
 
-// The same for a row that is in registers already; meanwhile `next`, 16 halves, becomes another.
-struct Row {
+// The same for a row that is in registers already; meanwhile `next`, 16 halves, becomes another: odd rows are shifted.
+struct Even {
     float32x4_t v[4];
+    static float32x4_t wide(float32x4_t half) { return widen_now(half); }
 };
-template <int Q> inline void add_row(F (&acc)[Q], const Row& now, Row& then, const uint16_t* next, const float* x) {
+struct Odd {
+    float32x4_t v[4];
+    static float32x4_t wide(float32x4_t half) { return shift_now(half); }
+};
+template <int Q, class Row, class Other> inline void add_row(F (&acc)[Q], const Row& now, Other& then, const uint16_t* next, const float* x) {
     float32x4_t s[Q], half[4];
     QUIRE_UNROLL
     for (int q = 0; q < Q && Q < 5; q++) s[q] = ask_one(x + q * kAttendStride);
@@ -57,16 +77,16 @@ template <int Q> inline void add_row(F (&acc)[Q], const Row& now, Row& then, con
     for (int q = 0; q < Q; q++) {
         if (Q >= 5) s[q] = ask_one(x + q * kAttendStride);
         for (int i = 0; i < 4; i++) {
-            if ((4 * q + i) % Q == 0) then.v[(4 * q + i) / Q] = widen_now(half[(4 * q + i) / Q]);
+            if ((4 * q + i) % Q == 0) then.v[(4 * q + i) / Q] = Other::wide(half[(4 * q + i) / Q]);
             fma_now(acc[q].v[i], now.v[i], s[q]);
         }
     }
 }
-inline void widen_row(Row& row, const uint16_t* from) {
-    for (int i = 0; i < 4; i++) row.v[i] = widen_now(ask_half(from + 4 * i));
+template <class Row> inline void widen_row(Row& row, const uint16_t* from) {
+    for (int i = 0; i < 4; i++) row.v[i] = Row::wide(ask_half(from + 4 * i));
 }
 
-// score_pages and value_columns of halves, for up to five queries: registers for two rows are left then. See attention.h.
+// score_pages and value_columns of woven halves, for up to five queries: registers for two rows are left then. See attention.h.
 template <int Q>
 QUIRE_NOINLINE void score_halves(const uint16_t* const* keys, const uint16_t* const* next, int from, int pages, const float* query,
                                  int head_dim, float* scores) {
@@ -76,7 +96,8 @@ QUIRE_NOINLINE void score_halves(const uint16_t* const* keys, const uint16_t* co
         for (int q = 0; q < Q; q++) acc[q] = fzero();
         const uint16_t *row = keys[p], *ahead = next[p];
         const float* x = query;
-        Row even, odd;
+        Even even;
+        Odd odd;
         widen_row(even, row);
         for (int d = 2; d <= head_dim; d += 2, row += 2 * kPage, ahead += 2 * kPage, x += 2) {
             prefetch(ahead);
@@ -101,9 +122,17 @@ QUIRE_NOINLINE void value_halves(const uint16_t* const* pages, const uint16_t* c
             QUIRE_UNROLL
             for (int q = 0; q < Q; q++) acc[q] = fload(out[q] + column);
             const uint16_t* row = row_at(start, column);
-            Row even, odd;
-            widen_row(even, row);
-            for (int t = start; t < end;) {
+            Even even;
+            Odd odd;
+            int t = start;
+            if (t % 2) {
+                widen_row(odd, row);
+                if (t + 1 < end) row = row_at(t + 1, column);
+                add_row(acc, odd, even, row, weights + t), t++;
+            } else {
+                widen_row(even, row);
+            }
+            while (t < end) {
                 const int last = t - t % kPage + kPage < end ? t - t % kPage + kPage : end;
                 const uint16_t *ahead = next[t / kPage] + (size_t)(column * kPage), *after = last < end ? row_at(last, column) : row;
                 for (; t + 2 <= last; t += 2, ahead += 32) {
@@ -112,10 +141,7 @@ QUIRE_NOINLINE void value_halves(const uint16_t* const* pages, const uint16_t* c
                     row = t + 2 < last ? row + 2 * stride : after;
                     add_row(acc, odd, even, row, weights + t + 1);
                 }
-                if (t < last) {
-                    add_row(acc, even, odd, row = after, weights + t), t++;
-                    even = odd;
-                }
+                if (t < last) add_row(acc, even, odd, row, weights + t), t++;  // the last of all: pages are even
             }
             QUIRE_UNROLL
             for (int q = 0; q < Q; q++) fstore(out[q] + column, acc[q]);
