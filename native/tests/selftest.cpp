@@ -443,6 +443,32 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
                     }
             }
         }
+        // Queries that no trick with powers of two survives.
+        window = tokens, cap = 0;
+        for (float& x : q) x *= 1e5f;
+        auto all = [&](int i) { return tokens - i; };
+        for (int count : {1, 3, 5}) {
+            run(isa, ca, a.data(), count, all, kMaxAttend), run(scalar, cb, b.data(), count, all, 1);
+            same(isa.name, "attend, large queries", a.data(), b.data(), (size_t)(count * head_dim) * sizeof(float));
+        }
+        for (float& x : q) x *= 1e-5f;
+        // A number that is not finite, in whichever row: who looks at its token finds out, and nobody else.
+        for (int bad : {tokens - 20, tokens - 13}) {
+            for (int part = 0; part < 2; part++) {
+                const std::vector<uint8_t> before = ca;
+                std::vector<float> k = floats((size_t)(kv_heads * head_dim)), v = floats((size_t)(kv_heads * head_dim));
+                (part ? v : k)[(size_t)(head_dim + 1)] = bad % 2 ? 1e6f : NAN;  // 1e6: not of 16 bits
+                const size_t at = (size_t)table[(size_t)(bad / 16)] * page;
+                isa.store_kv(k.data(), v.data(), kv_heads, cell, &ca[at], bad % 16);
+                for (int count : {1, 2, 3, 4, 5, 6, 9}) {
+                    auto seen = [&](int i) { return i == 0 ? tokens : bad - i + 1; };
+                    run(isa, ca, a.data(), count, seen, kMaxAttend), run(scalar, cb, b.data(), count, seen, 1);
+                    same(isa.name, "attend beside", a.data() + head_dim, b.data() + head_dim, (size_t)((count - 1) * head_dim) * sizeof(float));
+                    if (type == KvType::Half || bad % 2 == 0) same(isa.name, "attend, no number", isnan(a[1]) ? "nan" : "num", "nan", 3);
+                }
+                ca = before;
+            }
+        }
     }
 }
 

@@ -27,8 +27,11 @@ inline float32x4_t widen_now(float32x4_t x) {
 }
 inline float32x4_t shift_now(float32x4_t x) {
     float32x4_t r;
-    asm volatile("sshll %0.4s, %1.4h, #13\n and %0.16b, %0.16b, %2.16b" : "=&w"(r) : "w"(x), "w"(vdupq_n_u32(0x8fffe000)));
+    asm volatile("sshll %0.4s, %1.4h, #13" : "=w"(r) : "w"(x));
     return r;
+}
+inline void mask_now(float32x4_t& x) {  // of a sign that the shift has made longer
+    asm volatile("and %0.16b, %0.16b, %1.16b" : "+w"(x) : "w"(vdupq_n_u32(0x8fffe000)));
 }
 inline void fma_now(float32x4_t& acc, float32x4_t k, float32x4_t x) {
     asm volatile("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(acc) : "w"(k), "w"(x));
@@ -62,11 +65,13 @@ template <int Q> inline void add_row(F (&acc)[Q][1], const float* row, const flo
 // The same for a row that is in registers already; meanwhile `next`, 16 halves, becomes another: odd rows are shifted.
 struct Even {
     float32x4_t v[4];
-    static float32x4_t wide(float32x4_t half) { return widen_now(half); }
+    void begin(int i, float32x4_t half) { v[i] = widen_now(half); }
+    void end(int) {}
 };
 struct Odd {
     float32x4_t v[4];
-    static float32x4_t wide(float32x4_t half) { return shift_now(half); }
+    void begin(int i, float32x4_t half) { v[i] = shift_now(half); }
+    void end(int i) { mask_now(v[i]); }
 };
 template <int Q, class Row, class Other> inline void add_row(F (&acc)[Q], const Row& now, Other& then, const uint16_t* next, const float* x) {
     float32x4_t s[Q], half[4];
@@ -77,13 +82,15 @@ template <int Q, class Row, class Other> inline void add_row(F (&acc)[Q], const 
     for (int q = 0; q < Q; q++) {
         if (Q >= 5) s[q] = ask_one(x + q * kAttendStride);
         for (int i = 0; i < 4; i++) {
-            if ((4 * q + i) % Q == 0) then.v[(4 * q + i) / Q] = Other::wide(half[(4 * q + i) / Q]);
+            const int step = 4 * q + i;
+            if (step % Q == 0) then.begin(step / Q, half[step / Q]);
             fma_now(acc[q].v[i], now.v[i], s[q]);
+            if (step % Q == Q - 1) then.end(step / Q);
         }
     }
 }
 template <class Row> inline void widen_row(Row& row, const uint16_t* from) {
-    for (int i = 0; i < 4; i++) row.v[i] = Row::wide(ask_half(from + 4 * i));
+    for (int i = 0; i < 4; i++) row.begin(i, ask_half(from + 4 * i)), row.end(i);
 }
 
 // score_pages and value_columns of woven halves, for up to five queries: registers for two rows are left then. See attention.h.
