@@ -106,6 +106,8 @@ class Bench:
 
     def warm(self) -> None:
         self.run([self.prompt(WARM_PROMPT)], WARM_OUTPUT)
+        while self.engine.idle():  # as a server does, and llama.cpp with all of its memory before it begins
+            pass
 
     def test(self, test: dict[str, Any]) -> dict[str, float]:
         if test["kind"] == "prefill":

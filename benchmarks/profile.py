@@ -103,6 +103,8 @@ def main() -> None:
 
     print(f"{args.model}, {backend.describe()}")
     program.run(piece(0, args.prompt))  # warm
+    while program.idle():  # so that no step waits for memory
+        pass
     show(f"prompt of {args.prompt}", *timed(program, [piece(0, args.prompt)], args.threads), args.prompt)
     for start in range(args.prompt, depth, args.prompt):
         program.run(piece(start, min(args.prompt, depth - start)))

@@ -263,6 +263,10 @@ void bind_plan(nb::module_& m) {
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)
+        .def("touch", [](Plan& p, size_t piece, size_t ahead) {
+            nb::gil_scoped_release free;
+            return p.touch(piece, ahead);
+        })
         .def("profile", &Plan::profile)
         .def("profiled", &Plan::profiled)
         .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv(0).page_bytes(); })

@@ -120,6 +120,11 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
     std::lock_guard<std::mutex> lock(running_);
     const BatchView batch = own(given);
     check(batch, limits_);
+    for (size_t g = 0; g < pools_.size(); g++) {
+        const int32_t* write = batch.at((int)g).write;
+        for (int t = 0; t < batch.tokens && limits_.pools[g].reach && !pools_[g].shape.state; t++)
+            pools_[g].written = std::max(pools_[g].written, (size_t)(write[t] / kPage + 1) * pools_[g].shape.page_bytes());
+    }
     for (size_t i = 0; i < inputs.size(); i++) {
         const Slot& s = slots_[(size_t)inputs_[i]];
         for (int r = 0; r < batch.tokens; r++)
@@ -140,6 +145,22 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
         steps_[(size_t)step]->work(now, item, thread);
         spent_[(size_t)step] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
     });
+}
+
+bool Plan::touch(size_t piece, size_t ahead) {
+    std::lock_guard<std::mutex> lock(running_);
+    for (KvPool& p : pools_) {
+        const size_t from = std::max(p.touched, p.written), to = std::min({p.memory.size(), p.written + ahead, from + piece});
+        if (p.shape.state || from >= to) continue;
+        constexpr size_t kPiece = (size_t)2 << 20, kSystemPage = 4096;
+        pool_->for_each((int)((to - from + kPiece - 1) / kPiece), [&](int i) {
+            const size_t begin = from + (size_t)i * kPiece, end = std::min(to, begin + kPiece);
+            for (size_t at = begin; at < end; at += kSystemPage) __atomic_fetch_or(p.memory.data() + at, (uint8_t)0, __ATOMIC_RELAXED);
+        });
+        p.touched = to;
+        return true;
+    }
+    return false;
 }
 
 void Plan::profile(bool on) {

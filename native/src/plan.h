@@ -41,6 +41,7 @@ struct KvPool {
     KvShape shape;
     Mapping memory;
     uint8_t* cells = nullptr;
+    size_t written = 0, touched = 0;  // bytes from the beginning: up to the last page that a step has written, and there for sure
 };
 
 // A tensor of the program: rows of float32 (padded to 16), or panels of rows in int8 (QuantShape). A row per token, or per
@@ -164,6 +165,9 @@ public:
 
     // Runs the batch. `inputs` has a pointer for each input() in order: rows of its width, contiguous.
     void run(const BatchView& batch, const std::vector<const float*>& inputs);
+    // Makes the system give the next `piece` bytes of keys' and values' memory, up to `ahead` beyond what was written: it clears memory when
+    // that is first touched, which a step would have to wait for. False: all of it is there.
+    bool touch(size_t piece, size_t ahead);
     const float* output_data() const { return floats(slots_[(size_t)output_], 0); }
     const Slot& output_slot() const { return slots_[(size_t)output_]; }
     // The best of each kSampleBlock columns of a row of the output, as the kernel of that name tells it, but kNoPeak where it found

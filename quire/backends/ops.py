@@ -463,6 +463,15 @@ class Steps(Protocol):
 
 
 @runtime_checkable
+class Idles(Protocol):
+    """A program that knows what to do while nobody waits for it."""
+
+    def idle(self) -> bool:
+        """Do a little (milliseconds) of what a later step would wait for. False: there was nothing to do."""
+        ...
+
+
+@runtime_checkable
 class Estimator(Protocol):
     """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from quire.backends.ops import KV, Backend, Forward, Program, check_kv
+from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import PAGE_SIZE, EngineConfig, Environment
@@ -97,7 +97,8 @@ def build_writing(
         adapters=door.listed(),
         max_adapters=0 if adapted is None else config.max_loras,
     )
-    return Engine(scheduler, runner, depth, gate=guides, door=door), info
+    idle = program.idle if isinstance(program, Idles) else None
+    return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle), info
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:

@@ -118,6 +118,7 @@ class Engine:
         *,
         gate: Gate | None = None,
         door: Door = CLOSED,
+        idle: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.depth = depth or 0
@@ -125,6 +126,7 @@ class Engine:
         self._runner = runner
         self._gate = gate
         self.door = door
+        self._idle = idle
         self._clock = clock
         self._flight: deque[tuple[Plan, Ticket]] = deque()
         self._times: dict[str, _Times] = {}
@@ -199,6 +201,10 @@ class Engine:
     def settle(self) -> None:
         """What is in the process now stays until `close`: looking through it again would stop a step for a tenth of a second."""
         gc.freeze()
+
+    def idle(self) -> bool:
+        """With nothing else to do, a little of what a later step would wait for. False: nothing of that is left."""
+        return self._idle is not None and self._idle()
 
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""

@@ -94,7 +94,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEn
         if fresh is not None and now >= due:
             send(wire.StatsUpdate(stats=fresh))
             told, due, fresh = fresh, now + STATS_SECONDS, None
-        if not engine.busy:  # sleep: forever, or until the snapshot that is owed is due
+        if not engine.busy and not engine.idle():  # sleep: forever, or until the snapshot that is owed is due
             socket.poll(None if fresh is None else max(1, int((due - now) * 1000) + 1))
         if not _receive(engine, socket, send):
             return 0

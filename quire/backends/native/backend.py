@@ -28,6 +28,7 @@ OPS = (
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
+TOUCH = 8 << 20, 256 << 20  # bytes of keys and values at a time, and at most so far ahead of what was written
 MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
@@ -79,6 +80,10 @@ class NativeProgram:
         made = {site: (next(handles), next(handles), pair.scale) for site, pair in pairs.items()}
         for site, number in self._sites.number.items():
             self._plan.place(number, slot, *made.get(site, (None, None, 1.0)))
+
+    def idle(self) -> bool:
+        """Touch the next pages of keys and values: the system clears them then, and no step has to wait for that."""
+        return self._plan.touch(*TOUCH)
 
     def profile(self, on: bool = True) -> None:
         """Begin anew to count the time spent in each kind of step, or stop counting."""
