@@ -149,6 +149,30 @@ void Schedule::divide(const BatchView& b, int threads) {
     if (pending_.size() < tiles_.size() * (size_t)kv_heads_) pending_ = std::vector<std::atomic<int>>(tiles_.size() * (size_t)kv_heads_);
     for (size_t t = 0; t < tiles_.size(); t++)
         for (int h = 0; h < kv_heads_; h++) pending_[t * (size_t)kv_heads_ + (size_t)h].store(tiles_[t].pieces, std::memory_order_relaxed);
+    alone_ = b.tokens == b.sequences && tiles_.size() == (size_t)b.sequences &&
+             std::all_of(items_.begin(), items_.end(), [](const Item& i) { return i.whole; }) && apart();
+}
+
+// Whether each page that this step writes is in the table of its own sequence alone.
+bool Schedule::apart() {
+    const TableView& own = batch_->at(pool_);
+    bool found = true;
+    for (const Tile& tile : tiles_) {
+        const size_t page = (size_t)(own.write[tile.row] / kPage);
+        if (written_.size() <= page) written_.resize(page + 1);
+        found = found && !written_[page];
+        written_[page] = 1;
+    }
+    for (const Tile& tile : tiles_) {
+        const int32_t* table = own.pages + (int64_t)tile.sequence * batch_->table;
+        for (int p = first(batch_->pos[tile.row]) / kPage, last = batch_->pos[tile.row] / kPage; p <= last; p++) {
+            const size_t page = (size_t)table[p];
+            const bool mine = (int)page == own.write[tile.row] / kPage;
+            found = found && (mine || page >= written_.size() || !written_[page]);
+        }
+    }
+    for (const Tile& tile : tiles_) written_[(size_t)(own.write[tile.row] / kPage)] = 0;
+    return found;
 }
 
 }  // namespace quire

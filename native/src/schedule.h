@@ -38,6 +38,10 @@ struct Schedule {
 
     void divide(const BatchView& batch, int threads);
 
+    // Whether every sequence has one row and is one item for each head, and none looks at a page that another one writes: then who
+    // attends can store, too.
+    bool alone() const { return alone_; }
+
     int items() const { return (int)items_.size() * kv_heads_; }
     const Item& item(int i) const { return items_[(size_t)(i % (int)items_.size())]; }
     int head(int i) const { return i / (int)items_.size(); }  // one head after the other: its pages stay in the cache
@@ -62,6 +66,7 @@ private:
     void add(const std::vector<int>& tiles, int chunk, int chunks, bool whole);
     int64_t tokens(const Tile& tile, int chunk, int chunks) const;
     bool past(const Tile& tile) const;
+    bool apart();
 
     int group_, kv_heads_, window_, pool_;
     PartShape shape_;
@@ -72,6 +77,8 @@ private:
     std::vector<int> shared_;  // per tile: its first chunks that are read together with others
     mutable Mapping parts_;
     size_t used_ = 0;
+    bool alone_ = false;
+    std::vector<uint8_t> written_;  // per page of the pool; only during `apart` not 0
     mutable std::vector<std::atomic<int>> pending_;  // [tile][kv_head]
 };
 

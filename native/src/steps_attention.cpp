@@ -20,29 +20,40 @@ struct Store : Step {
     const RopeTable* table = nullptr;
     bool rotate_q = false;
     int layer = 0, group = 0;
+    std::shared_ptr<Schedule> schedule;  // of the attention that follows at once, if it does, which may do this step's work head by head
+    bool divides = false;
+
+    void prepare(const Run& run) override {
+        if (divides) schedule->divide(run.batch, run.threads);
+    }
 
     // Neighbours write to the same lines of a page: where there are many, one thread takes a page of them.
     static int together(const Run& run) { return run.batch.tokens >= 4 * kPage * run.threads ? kPage : 1; }
 
-    int items(const Run& run) const override { return (run.batch.tokens + together(run) - 1) / together(run); }
+    int items(const Run& run) const override {
+        if (schedule && schedule->alone()) return 0;
+        return (run.batch.tokens + together(run) - 1) / together(run);
+    }
     void work(const Run& run, int item, int thread) const override {
         const int n = together(run), end = (item + 1) * n < run.batch.tokens ? (item + 1) * n : run.batch.tokens;
-        for (int t = item * n; t < end; t++) one(run, t, thread);
+        for (int t = item * n; t < end; t++) heads(run, t, 0, run.plan.kv(group).kv_heads, thread);
     }
-    void one(const Run& run, int t, int thread) const {
+    // KV heads [from, to) of a token, and the queries that look at them.
+    void heads(const Run& run, int t, int from, int to, int thread) const {
         const Plan& plan = run.plan;
         const KvShape& kv = plan.kv(group);
-        const float* key = plan.floats(k, t);
+        const int n = to - from, D = kv.head_dim, at = from * D;
+        const float* key = plan.floats(k, t) + at;
         if (table) {
             float* rotated = (float*)plan.scratch(thread);
-            plan.kernels().rope(key, table->args(t, kv.kv_heads, kv.head_dim), rotated);
+            plan.kernels().rope(key, table->args(t, n, D), rotated);
             key = rotated;
-            if (rotate_q)
-                plan.kernels().rope(plan.floats(q, t), table->args(t, q.width / kv.head_dim, kv.head_dim), plan.floats(q_out, t));
+            const int each = q.width / D / kv.kv_heads;  // queries of a KV head
+            if (rotate_q) plan.kernels().rope(plan.floats(q, t) + each * at, table->args(t, each * n, D), plan.floats(q_out, t) + each * at);
         }
         const int place = run.batch.at(group).write[t];
-        uint8_t* cells = plan.cells(group, layer, place / kPage);
-        plan.kernels().store_kv(key, plan.floats(v, t), kv.kv_heads, kv.cell(), cells, place % kPage);
+        uint8_t* cells = plan.cells(group, layer, place / kPage) + (size_t)from * kv.cell().bytes();
+        plan.kernels().store_kv(key, plan.floats(v, t) + at, n, kv.cell(), cells, place % kPage);
     }
 };
 
@@ -71,6 +82,7 @@ struct Attend : Step {
     float scale = 1, cap = 0;
     std::vector<float> sinks;  // [heads] of parts without values
     std::shared_ptr<Schedule> schedule;
+    const Store* store = nullptr;  // that comes right before
 
     static size_t own_scratch(const KvShape& kv) { return kv.latent ? latent_scratch() : attend_scratch(); }
     static size_t scratch(const KvShape& kv, int width) {
@@ -107,6 +119,7 @@ struct Attend : Step {
         const Schedule::Tile& tile = schedule->tile(item, 0);
         const int queries = tile.rows * schedule->group();
         const size_t stride = PartShape(width).floats;
+        if (store && schedule->alone()) store->heads(run, tile.row, head, head + 1, thread);
         float* sums = (float*)(plan.scratch(thread) + own_scratch(plan.kv(pool)));
         float* parts = sums + kMaxAttend * stride;
         AttendArgs a = view(run, head, thread);
@@ -297,6 +310,12 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
         }
     }
     step->schedule = schedule(heads, kv.kv_heads, step->width, options.window, options.group, step->divides);
+    auto* before = steps_.empty() ? nullptr : dynamic_cast<Store*>(steps_.back().get());
+    if (before && before->layer == layer && before->group == options.group && (!before->rotate_q || before->q_out.offset == step->q.offset)) {
+        step->store = before;
+        before->schedule = step->schedule;
+        std::swap(before->divides, step->divides);  // who comes first
+    }
     need_scratch(Attend::scratch(kv, step->width));
     steps_.push_back(std::move(step));
 }
