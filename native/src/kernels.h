@@ -70,6 +70,7 @@ struct AttendArgs {
     float scale;
     float cap = 0;         // a score s becomes cap * tanh(s / cap); 0: it stays
     bool windowed = false;  // some query's `from` is not 0
+    bool finite = false;    // all halves of the cells that are looked at are
     uint8_t* scratch;                // attend_scratch() bytes
     int count;                       // queries, at most kMaxAttend
     const float* query[kMaxAttend];  // [head_dim]
@@ -131,7 +132,8 @@ struct Kernels {
     // Rows [0, m) of x (panels from the first) against blocks [b0, b1) of w, whose first row is column 0 of out.
     void (*linear_affine)(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& shape, int m, const Epilogue& e);
     void (*linear_dense)(const Matrix& w, int b0, int b1, const float* x, size_t stride, int m, const Epilogue& e);
-    void (*store_kv)(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot);
+    // Whether all of it is finite in the cell; told of halves alone.
+    bool (*store_kv)(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot);
     void (*attend)(const AttendArgs& args);  // fills every part
     void (*merge)(const float* part, int head_dim, float* sum);  // a later chunk's part into those before it
     void (*finish)(const float* sum, int head_dim, float* out);  // the answer: values over weights

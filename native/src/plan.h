@@ -42,6 +42,7 @@ struct KvPool {
     Mapping memory;
     uint8_t* cells = nullptr;
     size_t written = 0, touched = 0;  // bytes from the beginning: up to the last page that a step has written, and there for sure
+    mutable uint8_t endless = 0;  // once something was written that is not finite; an atomic
 };
 
 // A tensor of the program: rows of float32 (padded to 16), or panels of rows in int8 (QuantShape). A row per token, or per
@@ -99,6 +100,7 @@ struct AttendOptions {
     float cap = 0;                        // 0: none
     std::shared_ptr<const Vector> sinks;  // a score per head that has no value
     int group = 0;                        // whose pool it reads; layers count inside it
+    bool stores = false;                  // it may do what the step before it, which stores, does: that one's inputs are still there
 };
 
 enum class Act { Swiglu, Geglu };
@@ -200,6 +202,8 @@ public:
         const KvPool& p = pools_[(size_t)group];
         return p.cells + (size_t)page * p.shape.page_bytes() + (size_t)layer * p.shape.layer_bytes();
     }
+    bool finite(int group) const { return !__atomic_load_n(&pools_[(size_t)group].endless, __ATOMIC_RELAXED); }
+    void endless(int group) const { __atomic_store_n(&pools_[(size_t)group].endless, (uint8_t)1, __ATOMIC_RELAXED); }
     std::string describe() const;
 
     // Where the time goes: from now on, seconds that threads spend in the items of each kind of step, all threads together.

@@ -53,7 +53,7 @@ struct Store : Step {
         }
         const int place = run.batch.at(group).write[t];
         uint8_t* cells = plan.cells(group, layer, place / kPage) + (size_t)from * kv.cell().bytes();
-        plan.kernels().store_kv(key, plan.floats(v, t) + at, n, kv.cell(), cells, place % kPage);
+        if (!plan.kernels().store_kv(key, plan.floats(v, t) + at, n, kv.cell(), cells, place % kPage)) run.plan.endless(group);
     }
 };
 
@@ -171,6 +171,7 @@ struct Attend : Step {
         a.cell = kv.cell();
         a.scale = scale;
         a.cap = cap;
+        a.finite = run.plan.finite(pool);
         a.scratch = run.plan.scratch(thread);
         return a;
     }
@@ -310,8 +311,10 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
         }
     }
     step->schedule = schedule(heads, kv.kv_heads, step->width, options.window, options.group, step->divides);
-    auto* before = steps_.empty() ? nullptr : dynamic_cast<Store*>(steps_.back().get());
-    if (before && before->layer == layer && before->group == options.group && (!before->rotate_q || before->q_out.offset == step->q.offset)) {
+    if (options.stores) {
+        auto* before = steps_.empty() ? nullptr : dynamic_cast<Store*>(steps_.back().get());
+        if (!before || before->layer != layer || before->group != options.group || (before->rotate_q && before->q_out.offset != step->q.offset))
+            refuse("attention: what comes before it does not store for it");
         step->store = before;
         before->schedule = step->schedule;
         std::swap(before->divides, step->divides);  // who comes first

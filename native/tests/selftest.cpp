@@ -396,11 +396,12 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         std::vector<uint8_t> scratch(attend_scratch(), 0xff);
         int window = tokens;
         float cap = 0;
+        bool finite = true;
         // `count` queries of which number i sees seen(i) tokens, the last `window` of them; in calls of `each`
         auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int count, auto&& seen, int each) {
             AttendArgs args{};
             args.cells = cells.data() + cell.bytes(), args.page_stride = page, args.cell = cell, args.scale = 0.3f;
-            args.scratch = scratch.data(), args.cap = cap;
+            args.scratch = scratch.data(), args.cap = cap, args.finite = finite;
             int oldest = tokens;  // whatever the table holds before it must not matter
             for (int i = 0; i < count; i++) oldest = seen(i) - window < oldest ? seen(i) - window : oldest;
             std::vector<int32_t> named = table;
@@ -455,18 +456,22 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         // A number that is not finite, in whichever row: who looks at its token finds out, and nobody else.
         for (int bad : {tokens - 20, tokens - 13}) {
             for (int part = 0; part < 2; part++) {
-                const std::vector<uint8_t> before = ca;
+                const std::vector<uint8_t> before = ca, others = cb;
                 std::vector<float> k = floats((size_t)(kv_heads * head_dim)), v = floats((size_t)(kv_heads * head_dim));
                 (part ? v : k)[(size_t)(head_dim + 1)] = bad % 2 ? 1e6f : NAN;  // 1e6: not of 16 bits
                 const size_t at = (size_t)table[(size_t)(bad / 16)] * page;
-                isa.store_kv(k.data(), v.data(), kv_heads, cell, &ca[at], bad % 16);
+                finite = isa.store_kv(k.data(), v.data(), kv_heads, cell, &ca[at], bad % 16);
+                scalar.store_kv(k.data(), v.data(), kv_heads, cell, &cb[at], bad % 16);
+                same(isa.name, "store_kv, no number", finite ? "all" : "not", type == KvType::Half ? "not" : "all", 3);
                 for (int count : {1, 2, 3, 4, 5, 6, 9}) {
                     auto seen = [&](int i) { return i == 0 ? tokens : bad - i + 1; };
                     run(isa, ca, a.data(), count, seen, kMaxAttend), run(scalar, cb, b.data(), count, seen, 1);
                     same(isa.name, "attend beside", a.data() + head_dim, b.data() + head_dim, (size_t)((count - 1) * head_dim) * sizeof(float));
-                    if (type == KvType::Half || bad % 2 == 0) same(isa.name, "attend, no number", isnan(a[1]) ? "nan" : "num", "nan", 3);
+                    std::vector<uint8_t> there((size_t)head_dim), wanted(there);
+                    for (size_t d = 0; d < there.size(); d++) there[d] = isfinite(a[d]), wanted[d] = isfinite(b[d]);
+                    same(isa.name, "attend, no number", there.data(), wanted.data(), there.size());
                 }
-                ca = before;
+                ca = before, cb = others, finite = true;
             }
         }
     }

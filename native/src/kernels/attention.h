@@ -23,19 +23,19 @@
 
 namespace {
 
-// Where a number of either is not finite, none of the key is a number, so that whoever looks at the token finds out (neon_attention.h).
-void store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
+// Whether all of it is finite in 16 bits.
+bool store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
     const int D = cell.head_dim;
     uint16_t half[kMaxHeadDim];
     uint16_t* keys = (uint16_t*)to;
     uint16_t* values = (uint16_t*)(to + cell.values_at()) + slot * D;
     for (int d = 0; d < D; d += 16) fstore_half_n(half + d, fload_n(k + d, D - d), D - d);
-    for (int d = 0; d < D; d += 16) fstore_half_n(values + d, fload_n(v + d, D - d), D - d);
-    int most = 0;
-    for (int d = 0; d < D; d++) most = most > (half[d] & 0x7fff) ? most : half[d] & 0x7fff;
-    for (int d = 0; d < D; d++) most = most > (values[d] & 0x7fff) ? most : values[d] & 0x7fff;
-    if (most >= 0x7c00) std::fill_n(half, D, (uint16_t)0x7e00);
     for (int d = 0; d < D; d++) keys[d * kPage + slot] = half[d];
+    for (int d = 0; d < D; d += 16) fstore_half_n(values + d, fload_n(v + d, D - d), D - d);
+    uint16_t most = 0;
+    for (int d = 0; d < D; d++) most = std::max(most, (uint16_t)(half[d] & 0x7fff));
+    for (int d = 0; d < D; d++) most = std::max(most, (uint16_t)(values[d] & 0x7fff));
+    return most < 0x7c00;
 }
 
 // Codes of round(x * (127 / amax)) and the scale amax / 127. A row that is not finite gets a scale that is not a number,
@@ -75,12 +75,14 @@ void store_floats(const float* k, const float* v, const KvCell& cell, uint8_t* t
     memcpy(to + cell.values_at() + (size_t)(slot * D) * sizeof(float), v, (size_t)D * sizeof(float));
 }
 
-void store_kv(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot) {
+bool store_kv(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot) {
+    bool finite = true;
     for (int h = 0; h < kv_heads; h++, k += cell.head_dim, v += cell.head_dim, page += cell.bytes()) switch (cell.type) {
-            case KvType::Half: store_half(k, v, cell, page, slot); break;
+            case KvType::Half: finite &= store_half(k, v, cell, page, slot); break;
             case KvType::Byte: store_bytes(k, v, cell, page, slot); break;
             case KvType::Float: store_floats(k, v, cell, page, slot); break;
         }
+    return finite;
 }
 
 // 2^x for x <= 0, to about 2 ulp, and exactly 1 for 0. Never below 2^-101: that adds nothing to a sum that has a 1 in it,
@@ -386,7 +388,7 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
     int longest = 0, begin = Some ? kChunk : 0;
     const F scale = fset(Some && a.cap > 0.0f ? a.scale * (2.88539008f / a.cap) : a.scale * 1.44269504f);
 #ifdef QUIRE_NEON
-    const bool weave = sizeof(T) == 2 && a.count < 6 && D % 16 == 0 && weave_queries(a, scale, queries);
+    const bool weave = sizeof(T) == 2 && a.finite && a.count < 6 && D % 16 == 0 && weave_queries(a, scale, queries);
 #else
     constexpr bool weave = false;
 #endif

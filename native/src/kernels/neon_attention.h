@@ -2,7 +2,7 @@
 // registers to the compiler. Widening a half takes one pipe two cycles for four numbers; done right before its products it
 // makes them wait. So the next row's halves are widened between the products of this one, which then run at the rate of both pipes.
 //
-// A shift and a mask make a float32 of a half, too: 2^-112 of it, where it is finite (store_half sees to that). They take the other pipe, or either.
+// A shift and a mask make a float32 of a half, too: 2^-112 of it, where it is finite. They take the other pipe, or either.
 // So every second row is widened that way, and multiplied by 2^112 times what it should be, which changes no bit of a product.
 #pragma once
 

@@ -376,7 +376,8 @@ class NativeBackend:
             plan.store(ins[0], ins[1], table, q, q_out, i.layer, i.group)
         elif i.op == "attend":
             sinks = None if i.weight is None else self._vectors[id(i.weight)][1]
-            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded, i.group)
+            stores = len(ins) > 1
+            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded, i.group, stores)
         elif i.op == "store_latent":
             plan.store_latent(ins[0], i.layer, i.group)
         elif i.op == "attend_latent":

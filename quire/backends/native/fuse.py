@@ -6,6 +6,7 @@ stood as long as what it reads was written before: that is all these passes rely
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -196,7 +197,15 @@ def rope_store(program: Program, output: Value) -> Program:
     return [i for i in program if id(i) not in gone]
 
 
-PASSES: tuple[Pass, ...] = (share_quantize, gate_up, residual, merge_linears, quantize_tail, rope_store)
+def store_attend(program: Program, output: Value) -> Program:
+    """Where each sequence has one row, whoever attends stores it first: so what is stored is read, and lives, until then."""
+    for before, i in itertools.pairwise(program):
+        if before.op == "store" and i.op == "attend" and len(i.inputs) == 1:
+            i.inputs = [*i.inputs, *before.inputs]
+    return program
+
+
+PASSES: tuple[Pass, ...] = (share_quantize, gate_up, residual, merge_linears, quantize_tail, rope_store, store_attend)
 
 
 def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> Program:
