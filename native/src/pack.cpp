@@ -308,9 +308,9 @@ struct FourteenCodes {
             memset(upper[row], 128, 32), memset(lower[row], 32, 32);
             return;
         }
-        // A scale of 2^(exponent - 21). No float16 has anything below 2^-24, which is more than one in a code with the scale of exponent 5.
-        const int exponent = std::max(5, (most >> 10) + ((most & 1023) > 1015));
-        scale[row] = exponent > 6 ? (uint16_t)((exponent - 6) << 10) : (uint16_t)(0x80 << (exponent - 4));
+        // A scale of 2^(exponent - 21). No float16 has anything below 2^-24, which is one in a code with the scale of exponent 3.
+        const int exponent = std::max(3, (most >> 10) + ((most & 1023) > 1015));
+        scale[row] = exponent > 6 ? (uint16_t)((exponent - 6) << 10) : (uint16_t)(0x40 << (exponent - 3));
         const float times = bits_to_float((uint32_t)(127 + 27 - exponent) << 23);
         for (int i = 0; i < 32; i++) {
             const int code = (int)(float_to_bits(value[i] * times + kSumPoint) - float_to_bits(kSumPoint)) + 32;

@@ -50,7 +50,7 @@ def fourteen_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
     """float16 weights [n, k] as the backend keeps them: upper bytes and lower six bits [n, k / 32, 32], and scales [n, k / 32]."""
     groups = numbers.astype(np.float64).reshape(len(numbers), -1, 32)
     most = np.abs(groups).max(-1)
-    scale = 2.0 ** np.maximum(np.frexp(most)[1] - 7, -16)
+    scale = 2.0 ** np.maximum(np.frexp(most)[1] - 7, -18)
     scale = np.where(np.rint(most / scale * 64) > 127 * 64 + 31, 2 * scale, scale)
     codes = np.rint(groups / scale[..., None] * 64)
     lower = (codes + 32) % 64 - 32
