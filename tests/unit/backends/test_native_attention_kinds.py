@@ -231,6 +231,46 @@ def test_a_cap_holds_far_beyond_it(isa: str) -> None:
     np.testing.assert_allclose(got[there], want[there], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize(("name", "token", "column"), [("k", 7, 0), ("k", 8, 1), ("v", 9, 2), ("v", 10, 3)])
+def test_what_is_too_large_for_a_half_is_seen_by_one_query_as_by_many(name: str, token: int, column: int, isa: str) -> None:
+    kind = Kind("plain")
+    given = {n: x[:24].copy() for n, x in kind.given.items()}
+    given[name][token, column] = 1e6
+    together = feed(kind.compile(isa=isa), given, 0, 24, PAGES[:38])
+    program = kind.compile(isa=isa)
+    alone = np.concatenate([feed(program, given, t, t + 1, PAGES[:38]) for t in range(24)])
+    assert not np.isfinite(together).all() and np.isfinite(together[:token]).all()
+    np.testing.assert_array_equal(alone, together)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["plain", "window 24"])
+def test_rows_may_look_at_what_is_stored_for_others_in_the_same_step(name: str, threads: int) -> None:
+    """A row of each sequence is stored by whoever attends, but not where another one looks at it."""
+    kind = Kind(name)
+    program, pages = kind.compile(threads=threads), PAGES[:38]
+    feed(program, kind.given, 0, 20, pages)
+    part = {n: x[20:23] for n, x in kind.given.items()}
+    got = program.run(batch_of([(20, 1, pages), (21, 1, pages), (22, 1, pages)]), part)
+    np.testing.assert_array_equal(got, wanted((name, "f16"))[20:23])
+
+
+def test_memory_is_touched_ahead_of_what_was_written() -> None:
+    """In pieces, only so far, and without a trace."""
+    kind = Kind("plain")
+    touched, plain = kind.compile(), kind.compile()
+    page = 2 * KV_HEADS * 2 * 2 * DIM * 16
+    assert [touched._plan.touch(page, 3 * page) for _ in range(4)] == [True, True, True, False]
+    for program in (touched, plain):
+        feed(program, kind.given, 0, 20, [0, 5])  # page 5 is the last one written: from there on
+    assert [touched._plan.touch(2 * page, 3 * page) for _ in range(3)] == [True, True, False]
+    np.testing.assert_array_equal(*(feed(p, kind.given, 20, 32, [0, 5]) for p in (touched, plain)))
+    while touched.idle():  # to the end of the pool, and there it ends
+        pass
+    assert not touched._plan.touch(1 << 30, 1 << 40)
+
+
 def test_fusions_carry_the_options() -> None:
     """Rotation on the way into the cache and int8 on the way out, with everything that attention may have."""
     rope = Rope((1.0 / 10000 ** (np.arange(0, DIM, 2) / DIM)).astype(np.float32), DIM, True)

@@ -38,11 +38,11 @@ def logits() -> np.ndarray:
 @pytest.mark.parametrize(
     ("names", "error"),
     [
-        (("F32",), 3e-4),
+        (("F32",), 5e-4),
         (("F16",), 1e-3),
-        (("BF16",), 3e-4),
+        (("BF16",), 5e-4),
         (("Q4_1", "Q8_0", "Q6_K", "Q4_K"), 0.1),
-    ],  # float16 K and V that round apart; integers of 14 bits; int8
+    ],  # float16 K and V that round apart, and one matrix of 14 bits; all of them; int8
 )
 def test_the_model_agrees_with_the_reference(names: tuple[str, ...], error: float) -> None:
     model, batch = TinyModel(names), ragged([(IDS, 0, PAGES)])

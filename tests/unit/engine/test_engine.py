@@ -7,9 +7,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from quire.config import EngineConfig
+from quire.engine import wire
 from quire.engine.engine import STALL, Engine
+from quire.engine.process_main import serve
 from quire.engine.types import Event, Request, Stats
 from quire.runner.params import SamplingParams
 from tests.unit.engine.fake_engine import POISON, CountingRunner, Ticket, make
@@ -238,6 +241,32 @@ def test_a_scheduler_that_plans_nothing_does_not_make_the_loop_spin() -> None:
     news = run(engine, limit=STALL + 1)
     assert news["a"][-1].finish == "error"
     assert "progress" in (news["a"][-1].error or "")
+
+
+def test_what_can_be_done_while_idle_is_done_before_the_loop_sleeps() -> None:
+    """And a message that comes meanwhile is taken in between two pieces."""
+    left, order = [3], []
+
+    def idle() -> bool:
+        left[0] -= 1
+        order.append("idle")
+        return left[0] >= 0
+
+    class Socket:
+        def poll(self, _: int | None) -> None:
+            order.append("sleep")
+
+        def recv(self, _: int) -> bytes:
+            if "sleep" in order:
+                return wire.encode(wire.Shutdown())
+            order.append("look")
+            raise zmq.Again
+
+    other = make(config(), CountingRunner())
+    assert not other.idle()
+    engine = Engine(other._scheduler, other._runner, idle=idle)
+    assert serve(engine, Socket(), lambda _: None) == 0  # type: ignore[arg-type]
+    assert order == ["idle", "look"] * 3 + ["idle", "sleep"]
 
 
 def test_what_was_loaded_is_left_alone_by_the_collector_until_the_end():
