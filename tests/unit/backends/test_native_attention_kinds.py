@@ -233,7 +233,9 @@ def test_a_cap_holds_far_beyond_it(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", available())
 @pytest.mark.parametrize(("name", "token", "column"), [("k", 7, 0), ("k", 8, 1), ("v", 9, 2), ("v", 10, 3)])
-def test_what_is_too_large_for_a_half_is_seen_by_one_query_as_by_many(name: str, token: int, column: int, isa: str) -> None:
+def test_what_is_too_large_for_a_half_is_seen_by_one_query_as_by_many(
+    name: str, token: int, column: int, isa: str
+) -> None:
     kind = Kind("plain")
     given = {n: x[:24].copy() for n, x in kind.given.items()}
     given[name][token, column] = 1e6

@@ -18,7 +18,7 @@ from quire.backends.ops import KV, Forward, Ops, Tensor
 from quire.backends.recorder import record
 from quire.backends.reference.backend import ReferenceBackend, ReferenceOps, route
 from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
-from tests.unit.backends.native_kit import dense, i32, ragged, rows_batch, fourteen_bit_product, weight
+from tests.unit.backends.native_kit import dense, fourteen_bit_product, i32, ragged, rows_batch, weight
 
 KV_NONE = KV(layers=0, pages=1, page_size=16, kv_heads=1, head_dim=64)
 ROWS = 150
