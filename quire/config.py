@@ -131,6 +131,12 @@ class ServerConfig:
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
 
 
+def within_openmp(threads: int) -> int:
+    """As many of them as OpenMP's own variable for that lets a process have."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    return min(threads, int(limit)) if limit.isdigit() and int(limit) else threads
+
+
 def parse_size(text: str) -> int:
     """'512MiB', '2GB', '1.5g' or plain bytes, as bytes. Raises ValueError with the accepted forms."""
     units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

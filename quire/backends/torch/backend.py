@@ -28,7 +28,7 @@ from quire.backends.torch.fuse import fuse
 from quire.backends.torch.kernels import TorchKernels
 from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
-from quire.config import available_memory
+from quire.config import available_memory, within_openmp
 from quire.layouts import Floats
 from quire.observe.errors import Unsupported
 
@@ -132,8 +132,10 @@ class TorchBackend:
         quantize: str = "none",
     ):
         self.device = pick_device(device)
-        if threads is not None and self.device.type == "cpu":
-            torch.set_num_threads(threads)  # torch has one pool for the whole process
+        if self.device.type == "cpu":
+            # One pool for the whole process. On ARM its kernels deal work out to as many threads as were asked for, and what OpenMP
+            # gives no thread for stays undone.
+            torch.set_num_threads(within_openmp(threads or torch.get_num_threads()))
         self.dtype = pick_dtype(dtype, self.device)
         self.owns_memory = self.device.type == "cuda"
         self.weights = Weights(self.device, self.dtype, random=random, quantize=quantize)

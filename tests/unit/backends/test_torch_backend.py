@@ -145,6 +145,17 @@ def test_what_is_not_there_is_refused(options: dict, why: str):
         open_backend("torch", **options)
 
 
+@pytest.mark.parametrize(("limit", "want"), [("1", 1), ("7", 3), ("", 3), ("0", 3), ("many", 3)])
+def test_no_more_threads_are_asked_for_than_openmp_gives(limit: str, want: int, monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+    try:
+        backend.TorchBackend("cpu", threads=3)
+        assert torch.get_num_threads() == want
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu_is_said():
     with pytest.raises(Unsupported, match="no CUDA device"):
