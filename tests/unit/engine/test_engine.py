@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -265,7 +266,8 @@ def test_what_can_be_done_while_idle_is_done_before_the_loop_sleeps() -> None:
     other = make(config(), CountingRunner())
     assert not other.idle()
     engine = Engine(other._scheduler, other._runner, idle=idle)
-    assert serve(engine, Socket(), lambda _: None) == 0  # type: ignore[arg-type]
+    socket: Any = Socket()
+    assert serve(engine, socket, lambda _: None) == 0
     assert order == ["idle", "look"] * 3 + ["idle", "sleep"]
 
 
