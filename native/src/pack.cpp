@@ -152,9 +152,9 @@ struct Packer {
         const size_t width = w.wide ? 4 : 2;
         uint8_t factor[4];
         copy_float(block + f.at, factor, width, f.negate);
-        uint8_t* to = out + region + (size_t)(index * tiles) * w.scale_bytes;
+        uint8_t* to = out + region + (size_t)(index * tiles) * w.factor_step;
         if (w.scales == Scales::Half) {
-            for (int t = 0; t < tiles; t++, to += w.scale_bytes)
+            for (int t = 0; t < tiles; t++, to += w.factor_step)
                 for (int g = 0; g < per_tile; g++) memcpy(to + width * (size_t)(16 * g + lane), factor, width);
             return;
         }
@@ -163,7 +163,7 @@ struct Packer {
         else reader.read(block, values);
         const bool high = w.scales == Scales::Nibble && &f == &codec.bias;
         const uint8_t* v = values;
-        for (int t = 0; t < tiles; t++, to += w.scale_bytes)
+        for (int t = 0; t < tiles; t++, to += w.factor_step)
             for (int g = 0; g < per_tile; g++) {
                 uint8_t value = (uint8_t)(*v++ - reader.offset), &lanes = to[16 * g + lane];
                 lanes = high ? (uint8_t)(lanes | value << 4) : value;
@@ -186,7 +186,7 @@ struct Packer {
                                 w.bias_super_at);
             }
             for (int t = 0; t < codec.block / 32; t++)
-                store(numbers + 32 * t, (size_t)codec.block, stored_less(w.bits, w.bias), out + (size_t)(i * codec.block / 32 + t) * w.code_bytes);
+                store(numbers + 32 * t, (size_t)codec.block, stored_less(w.bits, w.bias), out + (size_t)(i * codec.block / 32 + t) * w.code_step);
         }
     }
 };
@@ -196,7 +196,7 @@ bool fits_nibble(const Reader& r) { return !r.parts.empty() && r.offset == 0 && 
 
 }  // namespace
 
-void Matrix::measure() {
+void Matrix::measure(bool together) {
     blocks = (n + 15) / 16;
     if (type != Type::Affine) {
         block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
@@ -206,16 +206,24 @@ void Matrix::measure() {
         code_bytes = 64 * (size_t)bits;
         scale_bytes = parts * (scales == Scales::Half ? floats : 16);
         const size_t supers = scales == Scales::Half ? 0 : align64(t / 8 * floats);
-        scale_at = align64(t * code_bytes);
-        bias_at = scale_at + align64(t * scale_bytes);
-        super_at = bias_at + (bias && scales != Scales::Nibble ? align64(t * scale_bytes) : 0);
+        if (together) {
+            code_step = factor_step = code_bytes + scale_bytes + (has_biases() ? scale_bytes : 0);
+            scale_at = code_bytes;
+            bias_at = scale_at + scale_bytes;
+            super_at = align64(t * code_step);
+        } else {
+            code_step = code_bytes, factor_step = scale_bytes;
+            scale_at = align64(t * code_bytes);
+            bias_at = scale_at + align64(t * scale_bytes);
+            super_at = bias_at + (has_biases() ? align64(t * scale_bytes) : 0);
+        }
         bias_super_at = super_at + supers;
         block_bytes = bias_super_at + (bias ? supers : 0);
     }
 }
 
-void Matrix::lay_out() {
-    measure();
+void Matrix::lay_out(bool together) {
+    measure(together);
     memory = Piece(bytes());
 }
 
@@ -347,10 +355,10 @@ PackBlock fourteen(Matrix& w, const void* data, int64_t n, int64_t k) {
         FourteenCodes codes;
         for (int t = 0; t < w.tiles; t++) {
             for (int r = 0; r < 16; r++) codes.take(r, 16 * b + r < w.n ? rows + ((size_t)r * (size_t)w.k + 32 * (size_t)t) * 2 : none);
-            uint8_t* tile = w.block(b) + (size_t)t * w.code_bytes;
+            uint8_t* tile = w.block(b) + (size_t)t * w.code_step;
             store_tile<8>(codes.upper[0], 32, stored_less(8, false), tile);
             store_tile<6>(codes.lower[0], 32, stored_less(6, false), tile + 512);
-            memcpy(w.block(b) + w.scale_at + (size_t)t * w.scale_bytes, codes.scale, sizeof codes.scale);
+            memcpy(w.block(b) + w.scale_at + (size_t)t * w.factor_step, codes.scale, sizeof codes.scale);
         }
     };
 }

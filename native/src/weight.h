@@ -35,9 +35,11 @@ enum class Type : int { F32 = 0, F16 = 1, BF16 = 2, Affine = 3 };
 #if defined(__aarch64__)
 constexpr uint8_t stored_less(int bits, bool bias) { return bits >= 8 ? (uint8_t)128 : !bias && bits == 6 ? (uint8_t)32 : (uint8_t)0; }
 constexpr bool kNibbleRows = true;
+constexpr bool kTogether = true;
 #else
 constexpr uint8_t stored_less(int, bool) { return 0; }
 constexpr bool kNibbleRows = false;
+constexpr bool kTogether = false;
 #endif
 
 static inline size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
@@ -55,14 +57,15 @@ struct Matrix {
     bool bias = false;
     bool wide = false;       // factors are float32, not float16
     int tiles = 0;           // k / 32
-    size_t code_bytes = 0;   // per tile
-    size_t scale_bytes = 0;  // per tile
+    size_t code_bytes = 0, scale_bytes = 0;  // of a tile
+    size_t code_step = 0, factor_step = 0;   // from one tile to the next
     size_t scale_at = 0, bias_at = 0, super_at = 0, bias_super_at = 0;
 
     const uint8_t* block(int b) const { return memory.data() + (size_t)b * block_bytes; }
     uint8_t* block(int b) { return memory.data() + (size_t)b * block_bytes; }
-    void measure();  // sets the sizes from type, n, k, bits, group, scales, bias and wide
-    void lay_out();  // that, and maps the memory
+    void measure(bool together = kTogether);  // sets the sizes from type, n, k, bits, group, scales, bias and wide
+    void lay_out(bool together = kTogether);  // that, and maps the memory
+    bool has_biases() const { return bias && scales != Scales::Nibble; }  // beside the scales
     size_t bytes() const { return block_bytes * (size_t)blocks; }
 };
 

@@ -101,12 +101,29 @@ void place_four(uint8_t* tile) {
         for (int lane = 0; lane < 32; lane++) tile[32 * i + lane] = (uint8_t)(q[i][lane] | (q[i][32 + lane] ^ 8) << 4);
 }
 
+// The same matrix as this machine lays it out, of one whose regions come one after the other, which is how the digest knows it.
+Matrix place_tiles(const Matrix& from) {
+    Matrix to = from;
+    to.lay_out();
+    for (int b = 0; b < to.blocks; b++) {
+        const uint8_t* own = from.block(b);
+        uint8_t* block = to.block(b);
+        for (size_t t = 0; t < (size_t)to.tiles; t++) {
+            memcpy(block + t * to.code_step, own + t * from.code_step, to.code_bytes);
+            memcpy(block + to.scale_at + t * to.factor_step, own + from.scale_at + t * from.factor_step, to.scale_bytes);
+            if (to.has_biases()) memcpy(block + to.bias_at + t * to.factor_step, own + from.bias_at + t * from.factor_step, to.scale_bytes);
+        }
+        memcpy(block + to.super_at, own + from.super_at, from.block_bytes - from.super_at);
+    }
+    return to;
+}
+
 // `extreme`: every second block has the largest codes, the others the smallest.
 Matrix random_affine(const Form& f, int n, int k, bool extreme = false) {
     Matrix w;
     w.type = Type::Affine;
     w.n = n, w.k = k, w.bits = f.bits, w.group = f.group, w.offset = f.offset, w.scales = f.scales, w.bias = f.bias, w.wide = f.wide;
-    w.lay_out();
+    w.lay_out(false);
     uint8_t* p = w.memory.data();
     for (size_t i = 0; i < w.memory.size(); i++) p[i] = (uint8_t)random_bits();
     for (int b = 0; extreme && b < w.blocks; b++) memset(w.block(b), b % 2 ? 0xff : 0, (size_t)w.tiles * w.code_bytes);
@@ -129,7 +146,7 @@ Matrix random_affine(const Form& f, int n, int k, bool extreme = false) {
         if (f.scales == Scales::Half) factors(w.scale_at, w.block_bytes);
         else factors(w.super_at, w.block_bytes);
     }
-    return w;
+    return place_tiles(w);
 }
 
 void test_affine(const Kernels& isa, const Kernels& scalar) {

@@ -89,7 +89,7 @@ inline void fourteen_tiles(const Matrix& w, int b, int t0, int tiles, const uint
     const uint8_t* block = w.block(b);
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
     for (int t = t0; t < t0 + tiles; t++) {
-        const uint8_t* tile = block + (size_t)t * w.code_bytes;
+        const uint8_t* tile = block + (size_t)t * w.code_step;
         for (int i = 0; lane == 0 && i < 16; i++) prefetch(tile + ahead + 64 * i);
         const int8_t* high = (const int8_t*)panel + 512 * (size_t)t + 32 * lane;
         const float* sx = (const float*)(panel + s.sx) + 16 * (size_t)t + lane;
@@ -113,7 +113,7 @@ void fourteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quan
     for (int b = b0; b < b1; b++)
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most;
-            for (int t = 0; many && t < tiles; t++) lay_out(w.block(b) + (size_t)(t0 + t) * w.code_bytes + 512, laid[t]);
+            for (int t = 0; many && t < tiles; t++) lay_out(w.block(b) + (size_t)(t0 + t) * w.code_step + 512, laid[t]);
             auto some = [&](int first, auto rows) {
                 constexpr int R = decltype(rows)::value;
                 F acc[R];

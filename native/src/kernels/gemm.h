@@ -204,9 +204,10 @@ class Ahead {
         for (int i = b; i < b + kPair && i < w.blocks; i++) {
             const uint8_t* block = w.block(i);
             const size_t t = (size_t)t0, n = (size_t)tiles;
-            bytes += add(block + t * w.code_bytes, n * w.code_bytes);
-            bytes += add(block + w.scale_at + t * w.scale_bytes, n * w.scale_bytes);
-            if (w.super_at != w.bias_at) bytes += add(block + w.bias_at + t * w.scale_bytes, n * w.scale_bytes);
+            bytes += add(block + t * w.code_step, n * w.code_step);
+            if (kTogether) continue;
+            bytes += add(block + w.scale_at + t * w.factor_step, n * w.factor_step);
+            if (w.has_biases()) bytes += add(block + w.bias_at + t * w.factor_step, n * w.factor_step);
         }
         each_ = (int)((bytes / 64 + 3 * kPair + (size_t)calls - 1) / (size_t)calls);
     }
@@ -273,7 +274,7 @@ void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to
     const uint8_t* block = w.block(b);
     for (int t = 0; t < tiles; t++) {
         uint8_t* out = to.codes[t];
-        each_quad<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_bytes, [&](int q, B codes) __attribute__((always_inline)) {
+        each_quad<BITS, BIAS>(block + (size_t)(t0 + t) * w.code_step, [&](int q, B codes) __attribute__((always_inline)) {
             if constexpr (kTiles || code_base(BITS)) codes = bsub(codes, (uint8_t)base);
             bstore(out + 64 * q, codes);
         });

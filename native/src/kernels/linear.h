@@ -41,7 +41,7 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     constexpr int kParts = 32 / GROUP, kChains = 32 / kChain<GROUP>;
     const int shift = code_base(BITS) - w.offset;
     const int tiles = w.tiles;
-    const size_t code_bytes = w.code_bytes;
+    const size_t code_step = w.code_step;
     // Ask for what the next block (or the next 8 KiB) needs while this one runs.
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
     const float* sx = (const float*)(x + s.sx) + lane;
@@ -49,10 +49,10 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
     x += 32 * lane;
     F acc = fzero();
     for (int t = 0; t < tiles; t++) {
-        const uint8_t* tile = block + (size_t)t * code_bytes;
+        const uint8_t* tile = block + (size_t)t * code_step;
         for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
-        prefetch(block + w.scale_at + (size_t)t * w.scale_bytes + ahead);
-        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.scale_bytes + ahead);
+        prefetch(block + w.scale_at + (size_t)t * w.factor_step + ahead);
+        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)t * w.factor_step + ahead);
         const int8_t* q = (const int8_t*)x + 512 * (size_t)t;
         const int32_t first = sum[32 * t], second = sum[32 * t + 16];
         const int32_t total[2] = {GROUP == 32 ? first + second : first, second};
@@ -84,13 +84,13 @@ template <int BITS, int GROUP, bool BIAS, int R>
 inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes<GROUP>& x, F (&acc)[R]) {
     constexpr int kParts = 32 / GROUP;
     const uint8_t* block = w.block(b);
-    const size_t code_bytes = w.code_bytes;
+    const size_t code_step = w.code_step;
     const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
     for (int t = 0; t < tiles; t++) {
-        const uint8_t* tile = block + (size_t)(t0 + t) * code_bytes;
+        const uint8_t* tile = block + (size_t)(t0 + t) * code_step;
         for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
-        prefetch(block + w.scale_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
-        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)(t0 + t) * w.scale_bytes + ahead);
+        prefetch(block + w.scale_at + (size_t)(t0 + t) * w.factor_step + ahead);
+        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)(t0 + t) * w.factor_step + ahead);
         const int8_t* q = x.codes + 512 * (size_t)t;
         const Extra<GROUP>& extra = x.extra[t];
         Dots<Lanes16, BITS, GROUP> d[kParts][R];

@@ -173,7 +173,7 @@ inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles,
         };
         if constexpr (KIND == Kind::Byte) put(w.super_at, supers);
         if constexpr (KIND == Kind::Byte && BIAS) put(w.bias_super_at, supers + 2);
-        const RowArgs args = {block + at * (64 * BITS), block + w.scale_at + at * w.scale_bytes, block + w.bias_at + at * w.scale_bytes,
+        const RowArgs args = {block + at * w.code_step, block + w.scale_at + at * w.factor_step, block + w.bias_at + at * w.factor_step,
                               x.codes + 32 * t, x.own + t / kEach, supers[0], (done - t < kMost ? done - t : kMost) / kEach, far,
                               w.block_bytes <= kBrief ? w.block_bytes : kNear};
         row_loop<BITS, BIAS, KIND == Kind::Byte>(args, acc);
@@ -199,20 +199,20 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
     const bool brief = w.block_bytes < 3 * kFar / 2;
     using Of = Coded<BITS, BIAS>;
     const int shift[2] = {kSubtracts<BITS, BIAS> ? -w.offset : Of::shift(0, w.offset), Of::shift(1, w.offset)};
-    const size_t scale_bytes = w.scale_bytes;
+    const size_t step = w.code_step;
     int done = 0;
 #ifdef QUIRE_NEON_DOT
     if constexpr (KIND != Kind::Other && (BITS == 4 ? GROUP == 32 : BITS == 6 && GROUP == 16 && !BIAS && KIND == Kind::Byte))
         if (BITS == 4 || !Of::shift(0, w.offset)) done = row_by_name<BITS, GROUP, BIAS, KIND>(w, block, t0, tiles, x, far, acc);
 #endif
     t0 += done;
-    const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * scale_bytes;
-    const uint8_t* bias_at = block + w.bias_at + (size_t)t0 * scale_bytes;
+    const uint8_t *tile = block + (size_t)t0 * w.code_step, *scale_at = block + w.scale_at + (size_t)t0 * step;
+    const uint8_t* bias_at = block + w.bias_at + (size_t)t0 * step;
     const int8_t* q = x.codes + 32 * done;
     const float* sx = x.scale + done;
     const int32_t* sum = x.sum + 2 * done;
     ByteFactors scales, biases;
-    for (int t = 0; t < tiles - done; t++, tile += 64 * BITS, scale_at += scale_bytes, bias_at += scale_bytes, q += 32, sx++, sum += 2) {
+    for (int t = 0; t < tiles - done; t++, tile += step, scale_at += step, bias_at += step, q += 32, sx++, sum += 2) {
         if constexpr (KIND == Kind::Byte)
             if (t % kSuper == 0) {
                 scales.begin(block + w.super_at + 4 * (size_t)(t0 + t));

@@ -28,12 +28,12 @@ struct FourteenRow {
 // `tiles` tiles of a block from t0 on against one row. Lines come in their order, and are asked for a little
 // ahead; those of another block too, `far` ahead, where it comes `then`.
 inline F fourteen_row(const Matrix& w, const uint8_t* block, size_t far, bool then, int t0, int tiles, const FourteenRow& x, F acc) {
-    const uint8_t *tile = block + (size_t)t0 * w.code_bytes, *scale_at = block + w.scale_at + (size_t)t0 * w.scale_bytes;
+    const uint8_t *tile = block + (size_t)t0 * w.code_step, *scale_at = block + w.scale_at + (size_t)t0 * w.factor_step;
     auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
         prefetch(p + kNear);
         if (__builtin_expect(then, 0)) prefetch_far(p + far);
     };
-    for (int t = 0; t < tiles; t++, tile += 896, scale_at += 32) {
+    for (int t = 0; t < tiles; t++, tile += w.code_step, scale_at += w.factor_step) {
         W sum[4], rest[4];
         QUIRE_UNROLL
         for (int n = 0; n < 4; n++) sum[n] = rest[n] = vdupq_n_s32(0);
@@ -67,10 +67,10 @@ inline F fourteen_row(const Matrix& w, const uint8_t* block, size_t far, bool th
 
 // R lanes of a panel against a slice of some tiles, whose `lower` bits lie as the upper bytes do. `scale` has 16 floats for a tile.
 template <int R>
-QUIRE_INLINE void fourteen_slice(const uint8_t* codes, const uint8_t* lower, const float* scale, int tiles, const Lanes& x, size_t to_low,
+QUIRE_INLINE void fourteen_slice(const uint8_t* codes, const uint8_t* lower, size_t code_step, const float* scale, int tiles, const Lanes& x, size_t to_low,
                                  const uint8_t* coming, size_t step, V (&acc)[R]) {
     constexpr int kStep = R < 4 ? R : 4;
-    for (int t = 0; t < tiles; t++, codes += 896, lower += 512, scale += 16) {
+    for (int t = 0; t < tiles; t++, codes += code_step, lower += 512, scale += 16) {
         for (size_t line = 0; line < step; line += 64) prefetch(coming + line);
         coming += step;
         const int8_t* high = x.codes + 512 * (size_t)t;
@@ -129,14 +129,14 @@ void fourteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quan
     for (int b = b0; b < b1; b++)
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most, next = t0 + tiles < w.tiles ? t0 + tiles : 0;
-            const uint8_t *block = w.block(b), *codes = block + (size_t)t0 * w.code_bytes, *then = b + 1 < b1 ? w.block(b + 1) : e.then;
-            const uint8_t* coming = next ? block + (size_t)next * w.code_bytes : then ? then : codes;
-            if (next || then) ask_ahead((next ? block : then) + w.scale_at + (size_t)next * w.scale_bytes, (size_t)most * w.scale_bytes);
+            const uint8_t *block = w.block(b), *codes = block + (size_t)t0 * w.code_step, *then = b + 1 < b1 ? w.block(b + 1) : e.then;
+            const uint8_t* coming = next ? block + (size_t)next * w.code_step : then ? then : codes;
+            if (next || then) ask_ahead((next ? block : then) + w.scale_at + (size_t)next * w.factor_step, (size_t)most * w.factor_step);
             for (int t = 0; t < tiles; t++) {
                 fstore(scale[t], scale_of(w, block, t0 + t, 0));
                 for (int slice = 0; slice < 4; slice++) {
                     C c[8];
-                    lower_codes(codes + (size_t)t * w.code_bytes, slice, c);
+                    lower_codes(codes + (size_t)t * w.code_step, slice, c);
                     QUIRE_UNROLL
                     for (int q = 0; q < 8; q++) vst1q_s8((int8_t*)lower[t] + 64 * q + 16 * slice, c[q]);
                 }
@@ -151,7 +151,7 @@ void fourteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quan
                     for (int slice = 0; slice < 4; slice++, coming += step * (size_t)tiles) {
                         V acc[R];
                         place.take(slice, acc);
-                        fourteen_slice<R>(codes + 16 * slice, lower[0] + 16 * slice, scale[0] + 4 * slice, tiles, lanes, s.low, coming, step, acc);
+                        fourteen_slice<R>(codes + 16 * slice, lower[0] + 16 * slice, w.code_step, scale[0] + 4 * slice, tiles, lanes, s.low, coming, step, acc);
                         place.leave(slice, acc);
                     }
                 };

@@ -22,8 +22,9 @@ struct SliceArgs {
     size_t ahead_step;
     const uint8_t* beside;          // the same, but not with short packed codes
     size_t beside_step;
-    const uint8_t* packed;          // a quad of two slices that will be wanted, + 256 per tile, four bits: they become bytes meanwhile
+    const uint8_t* packed;          // a quad of two slices that will be wanted, + code_step per tile, four bits: they become bytes meanwhile
     uint8_t* unpacked;              // + 512 per tile
+    size_t code_step;               // from one packed tile to the next
 
     // Past n tiles of bytes that have no bias.
     void move(int n) {
@@ -31,7 +32,7 @@ struct SliceArgs {
         start += (int)(step / 4) * n, ahead += ahead_step * (size_t)n, beside += beside_step * (size_t)n;
     }
 };
-static_assert(sizeof(SliceArgs) == 128, "QUIRE_SLICE_LOOP loads them one after the other");
+static_assert(sizeof(SliceArgs) == 136, "QUIRE_SLICE_LOOP loads them one after the other");
 
 struct alignas(16) LoopConstants {
     uint32_t mask[4];
@@ -47,13 +48,14 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_MASK(R) "and v" #R ".16b, v" #R ".16b, v30.16b\n"
 #define QUIRE_CODES(R, AT) "ldr q" #R ", [c_, #" #AT "]\n"
 #define QUIRE_ASK(AT) "prfm pldl1keep, [ahead_, #" #AT "]\n"
+#define QUIRE_PASS(P) "add " #P "_, " #P "_, x25\n"
 #define QUIRE_ON(P, BY) "add " #P "_, " #P "_, #" #BY "\n"
 #define QUIRE_EARLY_BYTES QUIRE_CODES(16, 0) QUIRE_CODES(17, 16) QUIRE_CODES(18, 32) QUIRE_CODES(19, 48)
 #define QUIRE_ASK_BOTH QUIRE_ASK(0) "add ahead_, ahead_, as_\n prfm pldl1keep, [be_]\n add be_, be_, bs_\n"
 #define QUIRE_LATE_BYTES QUIRE_CODES(20, 64), QUIRE_CODES(21, 80) QUIRE_ASK_BOTH, QUIRE_CODES(22, 96), QUIRE_CODES(23, 112) QUIRE_ON(c, 512)
 // The same, while a quad of packed codes becomes bytes. Only what has nothing to do works on them: a store from a vector register would take
 // a pipe of the dot products. They stay in the upper bits of their bytes, signed.
-#define QUIRE_QUAD "ldp x20, x21, [x17]\n add x17, x17, #256\n"
+#define QUIRE_QUAD "ldp x20, x21, [x17]\n add x17, x17, x25\n"
 #define QUIRE_LATE_SIGNED \
     QUIRE_CODES(20, 64) QUIRE_QUAD, \
     QUIRE_CODES(21, 80) QUIRE_ASK_BOTH "eor x20, x20, #0x0808080808080808\n eor x21, x21, #0x0808080808080808\n", \
@@ -62,7 +64,7 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_EARLY_FOUR \
     QUIRE_CODES(16, 0) QUIRE_CODES(17, 32) QUIRE_CODES(18, 64) QUIRE_CODES(19, 96) QUIRE_MASK(16) QUIRE_MASK(17) QUIRE_MASK(18) QUIRE_MASK(19)
 #define QUIRE_LATE_FOUR \
-    QUIRE_CODES(20, 128) QUIRE_CODES(21, 160), QUIRE_CODES(22, 192) QUIRE_CODES(23, 224) QUIRE_ON(c, 256) QUIRE_ASK(0) QUIRE_ON(ahead, 64), \
+    QUIRE_CODES(20, 128) QUIRE_CODES(21, 160), QUIRE_CODES(22, 192) QUIRE_CODES(23, 224) QUIRE_PASS(c) QUIRE_ASK(0) QUIRE_ON(ahead, 64), \
     QUIRE_MASK(20) QUIRE_MASK(21), QUIRE_MASK(22) QUIRE_MASK(23)
 // The fourth register is what the lower bits of the three before it make.
 #define QUIRE_FOURTH_LOW(B, D) "sli v" #D ".16b, v" #B ".16b, #2\n" QUIRE_MASK(B) "shl v" #D ".16b, v" #D ".16b, #2\n"
@@ -70,11 +72,11 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_EARLY_SIX \
     QUIRE_CODES(16, 0) QUIRE_CODES(17, 64) QUIRE_CODES(18, 128) QUIRE_CODES(19, 128) QUIRE_FOURTH_LOW(17, 19) QUIRE_FOURTH_HIGH(16, 18, 19)
 #define QUIRE_LATE_SIX \
-    QUIRE_CODES(20, 192) QUIRE_CODES(21, 256), QUIRE_CODES(22, 320) QUIRE_CODES(23, 320) QUIRE_ON(c, 384), \
+    QUIRE_CODES(20, 192) QUIRE_CODES(21, 256), QUIRE_CODES(22, 320) QUIRE_CODES(23, 320) QUIRE_PASS(c), \
     QUIRE_FOURTH_LOW(21, 23) QUIRE_ASK(0), QUIRE_FOURTH_HIGH(20, 22, 23) QUIRE_ASK(48) QUIRE_ON(ahead, 96)
 #define QUIRE_EARLY_EIGHT QUIRE_CODES(16, 0) QUIRE_CODES(17, 64) QUIRE_CODES(18, 128) QUIRE_CODES(19, 192)
 #define QUIRE_LATE_EIGHT \
-    QUIRE_CODES(20, 256) QUIRE_ASK(64), QUIRE_CODES(21, 320), QUIRE_CODES(22, 384) QUIRE_ASK_BOTH, QUIRE_CODES(23, 448) QUIRE_ON(c, 512)
+    QUIRE_CODES(20, 256) QUIRE_ASK(64), QUIRE_CODES(21, 320), QUIRE_CODES(22, 384) QUIRE_ASK_BOTH, QUIRE_CODES(23, 448) QUIRE_PASS(c)
 
 #define QUIRE_BEGIN_LOW "ldr q0, [st_]\n ldr q1, [st_, #16]\n ldr q2, [st_, #32]\n ldr q3, [st_, #48]\n"
 #define QUIRE_BEGIN_HIGH "ldr q4, [st_, #64]\n ldr q5, [st_, #80]\n ldr q6, [st_, #96]\n ldr q7, [st_, #112]\n add st_, st_, step_\n"
@@ -95,6 +97,7 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 
 // Factors of the slice into register R, S bytes after those of the tile's first group: floats, or halves that become floats here. They
 // are asked for well before they are used.
+#define QUIRE_ON_FLOATS(P) QUIRE_ON(P, 128)
 #define QUIRE_FLOATS(R, FROM, S) "ldr q" #R ", [" #FROM "_, #" #S "]\n"
 #define QUIRE_HALVES(R, FROM, S) "ldr d" #R ", [" #FROM "_]\n fcvtl v" #R ".4s, v" #R ".4h\n"
 #define QUIRE_SIXTEENTHS(R, FROM, S) "ldr q16, [%[k], #16]\n" QUIRE_HALVES(R, FROM, S) "fmul v" #R ".4s, v" #R ".4s, v16.4s\n"
@@ -131,21 +134,21 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT, SXS, BEGIN, ...)                                                              \
     asm volatile(QUIRE_NAMES(QUIRE_NAME) "ldp c_, s_, [%[a]]\n ldp b_, x_, [%[a], #16]\n ldp sx_, sxs_, [%[a], #32]\n"                 \
                  "ldp ex_, st_, [%[a], #48]\n ldp step_, n_, [%[a], #64]\n ldp ahead_, as_, [%[a], #80]\n ldp be_, bs_, [%[a], #96]\n"            \
-                 "ldr q30, [%[k]]\n" BEGIN                                                                                           \
+                 "ldr q30, [%[k]]\n ldr x25, [%[a], #128]\n" BEGIN                                                                                           \
                  "1:\n" EARLY GROUP(SCALE, FACTOR, QUIRE_##LATE) QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256)                   \
-                 QUIRE_ON(s, NEXT) QUIRE_ON(b, NEXT) QUIRE_ON(sxs, SXS) "subs n_, n_, #1\n b.ne 1b\n" QUIRE_NAMES(QUIRE_UNNAME)        \
+                 NEXT(s) NEXT(b) QUIRE_ON(sxs, SXS) "subs n_, n_, #1\n b.ne 1b\n" QUIRE_NAMES(QUIRE_UNNAME)        \
                  : "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3), "+w"(r4), "+w"(r5), "+w"(r6), "+w"(r7)                                      \
                  : [a] "r"(&a), [k] "r"(&kLoopConstants<BITS, UNPACKS ? 1 : HALF>)                                                                  \
                  : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", \
                    "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13",       \
-                   "x14", "x15", __VA_ARGS__)
+                   "x14", "x15", "x25", __VA_ARGS__)
 #define QUIRE_SLICE(EARLY, LATE, GROUP, SXS)                                                                                         \
-    if constexpr (!HALVES) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, 128, SXS, "", "x16");                       \
-    else if constexpr (HALF) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, 32, SXS, "", "x16");                  \
-    else QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, 32, SXS, "", "x16")
+    if constexpr (!HALVES) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS, SXS, "", "x16");                       \
+    else if constexpr (HALF) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, QUIRE_PASS, SXS, "", "x16");                  \
+    else QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, QUIRE_PASS, SXS, "", "x16")
 
 #define QUIRE_SLICE_UNPACKING(EARLY, LATE, GROUP)                                                                                    \
-    QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, 128, 64, "ldp x17, x19, [%[a], #112]\n ldr x24, [%[k]]\n",         \
+    QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS, 64, "ldp x17, x19, [%[a], #112]\n ldr x24, [%[k]]\n",         \
                      "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")
 
 // Adds eight rows of x against a slice to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16. UNPACKS: see

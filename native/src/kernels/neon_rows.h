@@ -45,7 +45,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
     explicit BlockTiles(const Matrix& weight) : w(weight) {}  // clears nothing
 
     void begin(int b, int t0, int count) {
-        tile = w.block(b) + (size_t)t0 * w.code_bytes;
+        tile = w.block(b) + (size_t)t0 * w.code_step;
         tiles = count;
     }
 
@@ -55,13 +55,13 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
         factors.template fill<GROUP, BIAS, kUnpackedTimes, kUnpackedTimes>(w, b, t0, tiles);
         int t = 0;
         if (then == tile && pieces == kPieces) std::swap(codes, spare), t = then_tiles;
-        for (; t < tiles && !kInPlace; t++) unpack_slices<BITS, BIAS>(tile + 64 * (size_t)(BITS * t), w.offset, codes[t]);
+        for (; t < tiles && !kInPlace; t++) unpack_slices<BITS, BIAS>(tile + w.code_step * (size_t)t, w.offset, codes[t]);
         then = nullptr;
     }
 
     // What comes after these tiles is unpacked meanwhile, as far as there are as many.
     void expect(int b, int t0, int count) {
-        then = w.block(b) + (size_t)t0 * w.code_bytes;
+        then = w.block(b) + (size_t)t0 * w.code_step;
         then_tiles = count < tiles ? count : tiles;
         pieces = 0;
     }
@@ -92,7 +92,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
             if (place.rows > 4) {
                 if constexpr (GROUP == 32)
                     if (half_factors(w)) {
-                        const uint8_t* factor = w.block(b) + (size_t)t0 * w.scale_bytes;
+                        const uint8_t* factor = w.block(b) + (size_t)t0 * w.factor_step;
                         return by_name<BITS, true>(tile, 16, factor + w.scale_at, factor + w.bias_at, x, coming, place);
                     }
                 return by_name<BITS, false>(tile, 16, (const uint8_t*)factors.scale, (const uint8_t*)factors.bias, x, coming, place);
@@ -100,7 +100,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
 #endif
         (void)b, (void)t0, (void)coming;
         some(x, place, [&](int t, int slice, auto half, C(&c)[8]) __attribute__((always_inline)) {
-            slice_codes<BITS, BIAS, decltype(half)::value>(tile + 64 * (size_t)(BITS * t), slice, w.offset, c);
+            slice_codes<BITS, BIAS, decltype(half)::value>(tile + w.code_step * (size_t)t, slice, w.offset, c);
         });
     }
 
@@ -125,7 +125,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
                 place.take(slice, acc);
                 SliceArgs a{from + apart * (size_t)i, scale + kFactors * (size_t)slice, bias + kFactors * (size_t)slice, x.codes, x.sx, x.sxs, x.excess,
                             x.start[half], 4 * x.step[half], tiles, coming.weights + coming.step * (size_t)(slice * tiles), coming.step,
-                            coming.x[slice], coming.x_step, nullptr, nullptr};
+                            coming.x[slice], coming.x_step, nullptr, nullptr, w.code_step};
                 if constexpr (UNPACKS) {
                     // A quad of slices 0 and 2, or 1 and 3.
                     a.packed = then + 16 * (size_t)pieces;
@@ -227,9 +227,9 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     block.begin(b + i, t0, tiles);
                     if (!next) ask_results(e, 0, m, 16 * (b + i - b0));
                     const uint8_t* coming = at < b1 ? w.block(at) : e.then;
-                    const uint8_t* wanted = coming ? coming + (size_t)from * w.code_bytes : block.tile;
+                    const uint8_t* wanted = coming ? coming + (size_t)from * w.code_step : block.tile;
                     if (coming) ask_factors<BIAS>(w, coming, from, most);
-                    if (!kPackedByName<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_bytes);
+                    if (!kPackedByName<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_step);
                     if (block.reads_factors(m)) block.factors.template fill<GROUP, BIAS, Of::times(0), Of::times(1)>(w, b + i, t0, tiles);
                     const Coming then{wanted, BITS * 16, {x, x, x, x}, 0};
                     for (int lane = 0; lane < m; lane += 8)
@@ -278,8 +278,8 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     // While lanes pass over an unpacked block: their share of the tiles that the block in its place will have, and the next lanes' codes,
     // or what they have beside them.
     Coming coming(int b, int t0, int tiles, int pass, int passes, const Lanes& then, int block) const {
-        const size_t step = w.code_bytes / (4 * (size_t)passes);
-        const uint8_t *weights = w.block(b) + (size_t)t0 * w.code_bytes + step * (size_t)(4 * pass * tiles), *codes = (const uint8_t*)then.codes;
+        const size_t step = w.code_step / (4 * (size_t)passes);
+        const uint8_t *weights = w.block(b) + (size_t)t0 * w.code_step + step * (size_t)(4 * pass * tiles), *codes = (const uint8_t*)then.codes;
         if (!block) return {weights, step, {codes, codes + 64, codes + 128, codes + 192}, 512};
         const uint8_t *excess = (const uint8_t*)then.excess, *sx = (const uint8_t*)then.sx;
         return {weights, step, {excess, excess + 64, sx, sx + 64}, 256};

@@ -31,14 +31,14 @@ struct Factors {
             }
         };
         if (half_factors(w))
-            return put([&](size_t t, int part) { return half_sixteen(block + w.scale_at + t * w.scale_bytes + 32 * (size_t)part); },
-                       [&](size_t t, int part) { return half_sixteen(block + w.bias_at + t * w.scale_bytes + 32 * (size_t)part); });
+            return put([&](size_t t, int part) { return half_sixteen(block + w.scale_at + t * w.factor_step + 32 * (size_t)part); },
+                       [&](size_t t, int part) { return half_sixteen(block + w.bias_at + t * w.factor_step + 32 * (size_t)part); });
         if (!byte_factors(w))
             return put([&](size_t t, int part) { return scale_of(w, block, (int)t, part); },
                        [&](size_t t, int part) { return bias_of(w, block, (int)t, part); });
         auto bytes = [&](ByteFactors& f, size_t super_at, size_t from, size_t t, int part) __attribute__((always_inline)) {
             if (t % kSuper == 0 && part == 0) f.begin(block + super_at + 4 * t);
-            return f.of(block + from + t * w.scale_bytes + 16 * (size_t)part);
+            return f.of(block + from + t * w.factor_step + 16 * (size_t)part);
         };
         put([&](size_t t, int part) { return bytes(scales, w.super_at, w.scale_at, t, part); },
             [&](size_t t, int part) { return bytes(biases, w.bias_super_at, w.bias_at, t, part); });
@@ -50,8 +50,8 @@ inline void ask_ahead(const uint8_t* from, size_t bytes) {
 }
 
 template <bool BIAS> inline void ask_factors(const Matrix& w, const uint8_t* block, int t0, int tiles) {
-    ask_ahead(block + w.scale_at + (size_t)t0 * w.scale_bytes, (size_t)tiles * w.scale_bytes);
-    if (BIAS && w.super_at != w.bias_at) ask_ahead(block + w.bias_at + (size_t)t0 * w.scale_bytes, (size_t)tiles * w.scale_bytes);
+    ask_ahead(block + w.scale_at + (size_t)t0 * w.factor_step, (size_t)tiles * w.factor_step);
+    if (BIAS && w.has_biases()) ask_ahead(block + w.bias_at + (size_t)t0 * w.factor_step, (size_t)tiles * w.factor_step);
 }
 
 // Results of rows [r0, r1) will be left in this column: their lines, which another core may have, come in the meantime.

@@ -214,17 +214,17 @@ inline F factors(const Matrix& w, const uint8_t* region, int index) {
 
 // Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact, as long as a wide factor is a short one.
 inline F scale_of(const Matrix& w, const uint8_t* block, int t, int part) {
-    if (w.scales == Scales::Half) return factors(w, block + w.scale_at + (size_t)t * w.scale_bytes, part);
-    const uint8_t* codes = block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part;
+    if (w.scales == Scales::Half) return factors(w, block + w.scale_at + (size_t)t * w.factor_step, part);
+    const uint8_t* codes = block + w.scale_at + (size_t)t * w.factor_step + 16 * part;
     F super = factors(w, block + w.super_at, t / 8);
     return fmul(super, w.scales == Scales::Byte ? fload_i8((const int8_t*)codes) : fload_u4(codes, 0));
 }
 inline F bias_of(const Matrix& w, const uint8_t* block, int t, int part) {
-    if (w.scales == Scales::Half) return factors(w, block + w.bias_at + (size_t)t * w.scale_bytes, part);
+    if (w.scales == Scales::Half) return factors(w, block + w.bias_at + (size_t)t * w.factor_step, part);
     F super = factors(w, block + w.bias_super_at, t / 8);
     if (w.scales == Scales::Byte)
-        return fmul(super, fload_i8((const int8_t*)(block + w.bias_at + (size_t)t * w.scale_bytes) + 16 * part));
-    return fmul(super, fload_u4(block + w.scale_at + (size_t)t * w.scale_bytes + 16 * part, 4));
+        return fmul(super, fload_i8((const int8_t*)(block + w.bias_at + (size_t)t * w.factor_step) + 16 * part));
+    return fmul(super, fload_u4(block + w.scale_at + (size_t)t * w.factor_step + 16 * part, 4));
 }
 
 // One row, exactly: the product and the sum each rounded once.
@@ -243,7 +243,7 @@ void dequantize_row(const Matrix& w, int row, float* out) {
     float scale[16], bias[16];
     const uint8_t less = stored_less(w.bits, w.bias);
     for (int t = 0; t < w.tiles; t++) {
-        const uint8_t* tile = block + (size_t)t * w.code_bytes;
+        const uint8_t* tile = block + (size_t)t * w.code_step;
         for (int part = 0; part < 32 / w.group; part++) {
             fstore(scale, scale_of(w, block, t, part));
             if (w.bias) fstore(bias, bias_of(w, block, t, part));
