@@ -147,7 +147,7 @@ struct Packer {
     size_t row_bytes;
 
     void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int index, int lane,
-                     size_t region, size_t supers) const {
+                     size_t region, uint8_t* supers) const {
         const int tiles = codec.block / 32, per_tile = 32 / codec.group;
         const size_t width = w.wide ? 4 : 2;
         uint8_t factor[4];
@@ -168,7 +168,7 @@ struct Packer {
                 uint8_t value = (uint8_t)(*v++ - reader.offset), &lanes = to[16 * g + lane];
                 lanes = high ? (uint8_t)(lanes | value << 4) : value;
             }
-        memcpy(out + supers + width * (size_t)(16 * index + lane), factor, width);
+        memcpy(supers + width * (size_t)(16 * index + lane), factor, width);
     }
 
     void pack_block(int b) const {
@@ -180,10 +180,10 @@ struct Packer {
             for (int r = 0; r < rows; r++) {
                 const uint8_t* block = data + (size_t)(16 * b + r) * row_bytes + (size_t)i * (size_t)codec.nbytes;
                 codes.read(block, numbers + (size_t)r * (size_t)codec.block);
-                put_factors(out, codec.scale, scale, block, i, r, w.scale_at, w.super_at);
+                put_factors(out, codec.scale, scale, block, i, r, w.scale_at, w.supers(b));
                 if (w.bias)
                     put_factors(out, codec.bias, bias, block, i, r, w.scales == Scales::Nibble ? w.scale_at : w.bias_at,
-                                w.bias_super_at);
+                                w.supers(b) + w.bias_super_at);
             }
             for (int t = 0; t < codec.block / 32; t++)
                 store(numbers + 32 * t, (size_t)codec.block, stored_less(w.bits, w.bias), out + (size_t)(i * codec.block / 32 + t) * w.code_step);
@@ -198,6 +198,7 @@ bool fits_nibble(const Reader& r) { return !r.parts.empty() && r.offset == 0 && 
 
 void Matrix::measure(bool together) {
     blocks = (n + 15) / 16;
+    bytes_ = 0;
     if (type != Type::Affine) {
         block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
     } else {
@@ -210,16 +211,20 @@ void Matrix::measure(bool together) {
             code_step = factor_step = code_bytes + scale_bytes + (has_biases() ? scale_bytes : 0);
             scale_at = code_bytes;
             bias_at = scale_at + scale_bytes;
-            super_at = align64(t * code_step);
+            block_bytes = align64(t * code_step);
         } else {
             code_step = code_bytes, factor_step = scale_bytes;
             scale_at = align64(t * code_bytes);
             bias_at = scale_at + align64(t * scale_bytes);
             super_at = bias_at + (has_biases() ? align64(t * scale_bytes) : 0);
         }
-        bias_super_at = super_at + supers;
-        block_bytes = bias_super_at + (bias ? supers : 0);
+        bias_super_at = supers;
+        const size_t all = bias ? 2 * supers : supers;
+        if (together) super_at = (size_t)blocks * block_bytes, super_step = all;
+        else super_step = block_bytes = super_at + all;
+        if (together) bytes_ += (size_t)blocks * all;
     }
+    bytes_ += (size_t)blocks * block_bytes;
 }
 
 void Matrix::lay_out(bool together) {

@@ -16,6 +16,8 @@
 //   scales  per 32 columns and group: 16 float16 (Half), 16 int8 (Byte), or 16 bytes of scale | bias << 4 (Nibble)
 //   biases  as the scales, where there are any (and not in Nibble)
 //   supers  for Byte and Nibble, per 256 columns: 16 float16 that multiply the scales, then (with a bias) 16 for the biases
+// With kTogether the scales and biases of a tile follow its codes, and all supers come after the last block: the blocks of a matrix are one
+// stream, which is what an ARM CPU reads fastest. (A 64-byte load of codes would cross lines there.)
 // In a wide block every float16 above is a float32.
 // A dense block is [columns][16 rows] in its own type. Rows past n are zeros.
 #pragma once
@@ -59,14 +61,21 @@ struct Matrix {
     int tiles = 0;           // k / 32
     size_t code_bytes = 0, scale_bytes = 0;  // of a tile
     size_t code_step = 0, factor_step = 0;   // from one tile to the next
-    size_t scale_at = 0, bias_at = 0, super_at = 0, bias_super_at = 0;
+    size_t scale_at = 0, bias_at = 0;        // of a block
+    size_t super_at = 0, super_step = 0;     // of the first block's supers, and from one block's to the next
+    size_t bias_super_at = 0;                // after a block's supers of the scales
 
     const uint8_t* block(int b) const { return memory.data() + (size_t)b * block_bytes; }
     uint8_t* block(int b) { return memory.data() + (size_t)b * block_bytes; }
+    const uint8_t* supers(int b) const { return memory.data() + super_at + (size_t)b * super_step; }
+    uint8_t* supers(int b) { return memory.data() + super_at + (size_t)b * super_step; }
     void measure(bool together = kTogether);  // sets the sizes from type, n, k, bits, group, scales, bias and wide
     void lay_out(bool together = kTogether);  // that, and maps the memory
     bool has_biases() const { return bias && scales != Scales::Nibble; }  // beside the scales
-    size_t bytes() const { return block_bytes * (size_t)blocks; }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    size_t bytes_ = 0;
 };
 
 constexpr float kSumPoint = 0x1.8p23f;   // see sum_bits

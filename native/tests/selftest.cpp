@@ -113,7 +113,7 @@ Matrix place_tiles(const Matrix& from) {
             memcpy(block + to.scale_at + t * to.factor_step, own + from.scale_at + t * from.factor_step, to.scale_bytes);
             if (to.has_biases()) memcpy(block + to.bias_at + t * to.factor_step, own + from.bias_at + t * from.factor_step, to.scale_bytes);
         }
-        memcpy(block + to.super_at, own + from.super_at, from.block_bytes - from.super_at);
+        memcpy(to.supers(b), from.supers(b), from.block_bytes - from.super_at);
     }
     return to;
 }

@@ -99,7 +99,7 @@ inline void fourteen_tiles(const Matrix& w, int b, int t0, int tiles, const uint
         for (int r = 0; r < R; r++) total[r] = sum[r] + sum[16 + r], rest[r] = low_sum[r];
         I d[R];
         fourteen_sums<R, LAID>(tile, LAID ? laid[t - t0] : tile + 512, high, high + s.low, total, rest, d);
-        const F sw = scale_of(w, block, t, 0), least = fset(0x1p-8f);
+        const F sw = scale_of(w, b, t, 0), least = fset(0x1p-8f);
         QUIRE_UNROLL
         for (int r = 0; r < R; r++) acc[r] = ffma(sw, fmul(fset(sx[r]), fmul(ffrom(d[r]), least)), acc[r]);
     }

@@ -279,8 +279,8 @@ void unpack_chunk(const Matrix& w, int b, int t0, int tiles, int base, Chunk& to
             bstore(out + 64 * q, codes);
         });
         for (int part = 0; part < 32 / GROUP; part++) {
-            fstore(to.scale[t][part], scale_of(w, block, t0 + t, part));
-            if constexpr (BIAS) fstore(to.bias[t][part], bias_of(w, block, t0 + t, part));
+            fstore(to.scale[t][part], scale_of(w, b, t0 + t, part));
+            if constexpr (BIAS) fstore(to.bias[t][part], bias_of(w, b, t0 + t, part));
         }
     }
 }

@@ -64,8 +64,8 @@ inline F affine_row(const Matrix& w, int b, const uint8_t* x, const QuantShape& 
         if constexpr (kChains > kParts) d[0].total = iadd(d[0].total, d[1].total);
         const F scale = fset(sx[16 * t]);
         for (int part = 0; part < kParts; part++) {
-            acc = ffma(scale_of(w, block, t, part), fmul(scale, ffrom(d[part].total)), acc);
-            if constexpr (BIAS) acc = ffma(bias_of(w, block, t, part), fset(sx[16 * t] * (float)total[part]), acc);
+            acc = ffma(scale_of(w, b, t, part), fmul(scale, ffrom(d[part].total)), acc);
+            if constexpr (BIAS) acc = ffma(bias_of(w, b, t, part), fset(sx[16 * t] * (float)total[part]), acc);
         }
     }
     return acc;
@@ -104,9 +104,9 @@ inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes<GR
         });
         QUIRE_UNROLL
         for (int part = 0; part < kParts; part++) {
-            const F sw = scale_of(w, block, t0 + t, part);
+            const F sw = scale_of(w, b, t0 + t, part);
             F bw = sw;
-            if constexpr (BIAS) bw = bias_of(w, block, t0 + t, part);
+            if constexpr (BIAS) bw = bias_of(w, b, t0 + t, part);
             QUIRE_UNROLL
             for (int r = 0; r < R; r++) {
                 acc[r] = ffma(sw, ffma(fbits(d[part][r].total), fset(extra.sx[r]), fset(extra.excess[r])), acc[r]);

@@ -150,60 +150,53 @@ QUIRE_INLINE void add_scaled(F& acc, const F& scale, V s, const float (&excess)[
                  : "w"(scale.v[0]), "w"(scale.v[1]), "w"(scale.v[2]), "w"(scale.v[3]), "w"(sum[0]), "w"(sum[1]), "w"(sum[2]), "w"(sum[3]), "w"(s));
 }
 
-// How far ahead lines are asked for: into the second cache, and the first; of a brief block, the next one's, whose beginning would else be
-// left out.
-constexpr size_t kFar = 16384, kNear = 1024, kBrief = 20480;
-constexpr size_t kNearBytes = 512;  // in long blocks of 8-bit codes, which are read line after line and asked for once
+constexpr size_t kNear = 1024, kNearBytes = 512;  // how far ahead lines are asked for; of 8-bit codes, which take the fewest cycles
+
+// While a run's last block is read, from tile t on: a little of the beginning of what comes then. A CPU finds out about the rest by itself.
+inline void ask_then(const uint8_t* then, int t, int tiles) {
+    for (int line = 0; line < 2 * tiles; line++) prefetch_far(then + 128 * (size_t)t + 64 * (size_t)line);
+}
 
 #ifdef QUIRE_NEON_DOT
 // Tiles of a block from t0 on, as many as come in whole groups of two: how many those were.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
-inline int row_by_name(const Matrix& w, const uint8_t* block, int t0, int tiles, const OneRow& x, size_t far, F& acc) {
-    constexpr int kEach = GROUP / 16, kMost = KIND == Kind::Byte ? kSuper : OneRow::kTiles;  // tiles of two groups; with the same supers
+inline int row_by_name(const Matrix& w, int b, int t0, int tiles, const OneRow& x, const uint8_t* then, F& acc) {
+    constexpr int kEach = GROUP / 16;                                            // tiles of two groups
+    const int most = KIND == Kind::Byte || then ? kSuper : OneRow::kTiles;  // with the same supers
     const int done = tiles - tiles % kEach;
+    const uint8_t* block = w.block(b);
     alignas(64) float supers[4][16];
-    for (int t = 0; t < done; t += kMost) {
+    for (int t = 0; t < done; t += most) {
+        if (then) ask_then(then, t0 + t, kSuper);
         const size_t at = (size_t)(t0 + t);
         auto put = [&](size_t from, float (*to)[16]) __attribute__((always_inline)) {
             ByteFactors f;
-            prefetch_far(block + from + 4 * at + far);
-            f.begin(block + from + 4 * at);
+            f.begin(w.supers(b) + from + 4 * at);
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) vst1q_f32(to[0] + 4 * n, f.super[n]), vst1q_f32(to[1] + 4 * n, f.less[n]);
         };
-        if constexpr (KIND == Kind::Byte) put(w.super_at, supers);
+        if constexpr (KIND == Kind::Byte) put(0, supers);
         if constexpr (KIND == Kind::Byte && BIAS) put(w.bias_super_at, supers + 2);
         const RowArgs args = {block + at * w.code_step, block + w.scale_at + at * w.factor_step, block + w.bias_at + at * w.factor_step,
-                              x.codes + 32 * t, x.own + t / kEach, supers[0], (done - t < kMost ? done - t : kMost) / kEach, far,
-                              w.block_bytes <= kBrief ? w.block_bytes : kNear};
+                              x.codes + 32 * t, x.own + t / kEach, supers[0], (done - t < most ? done - t : most) / kEach};
         row_loop<BITS, BIAS, KIND == Kind::Byte>(args, acc);
     }
     return done;
 }
 #endif
 
-// How far behind block b, of [b0, b1), those lines lie: in whole blocks, so that what is asked for is what the same place will want, and
-// past the last of them in what comes then. (A distance: `then` may lie before the block.) Long blocks of codes and
-// float16 factors come better by what is asked for nearby: no distance.
-inline size_t far_from(const Matrix& w, int b, int b0, int b1, const uint8_t* then) {
-    const int blocks = (int)((kFar + w.block_bytes - 1) / w.block_bytes), last = b1 - blocks > b0 ? b1 - blocks : b0;
-    if (b < last) return half_factors(w) && w.block_bytes > 3 * kFar ? 0 : (size_t)blocks * w.block_bytes;
-    return then ? (size_t)((uintptr_t)then - (uintptr_t)w.block(last)) : kNear;
-}
-
 // `tiles` tiles of block b of w, from t0 on, against one row.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
-inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, const OneRow& x, F acc) {
+inline F affine_row_by(const Matrix& w, int b, const uint8_t* then, int t0, int tiles, const OneRow& x, F acc) {
     constexpr int kParts = 32 / GROUP;
     const uint8_t* block = w.block(b);
-    const bool brief = w.block_bytes < 3 * kFar / 2;
     using Of = Coded<BITS, BIAS>;
     const int shift[2] = {kSubtracts<BITS, BIAS> ? -w.offset : Of::shift(0, w.offset), Of::shift(1, w.offset)};
     const size_t step = w.code_step;
     int done = 0;
 #ifdef QUIRE_NEON_DOT
     if constexpr (KIND != Kind::Other && (BITS == 4 ? GROUP == 32 : BITS == 6 && GROUP == 16 && !BIAS && KIND == Kind::Byte))
-        if (BITS == 4 || !Of::shift(0, w.offset)) done = row_by_name<BITS, GROUP, BIAS, KIND>(w, block, t0, tiles, x, far, acc);
+        if (BITS == 4 || !Of::shift(0, w.offset)) done = row_by_name<BITS, GROUP, BIAS, KIND>(w, b, t0, tiles, x, then, acc);
 #endif
     t0 += done;
     const uint8_t *tile = block + (size_t)t0 * w.code_step, *scale_at = block + w.scale_at + (size_t)t0 * step;
@@ -215,18 +208,12 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
     for (int t = 0; t < tiles - done; t++, tile += step, scale_at += step, bias_at += step, q += 32, sx++, sum += 2) {
         if constexpr (KIND == Kind::Byte)
             if (t % kSuper == 0) {
-                scales.begin(block + w.super_at + 4 * (size_t)(t0 + t));
-                if constexpr (BIAS) biases.begin(block + w.bias_super_at + 4 * (size_t)(t0 + t));
+                scales.begin(w.supers(b) + 4 * (size_t)(t0 + t));
+                if constexpr (BIAS) biases.begin(w.supers(b) + w.bias_super_at + 4 * (size_t)(t0 + t));
             }
-        auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
-            if (BITS == 8 && !brief) return prefetch(p + kNearBytes);
-            prefetch_far(p + far);
-            if constexpr (BITS != 8) prefetch(p + kNear);
-        };
         QUIRE_UNROLL
-        for (int i = 0; i < BITS; i++) ask(tile + 64 * i);
-        ask(scale_at);
-        if constexpr (BIAS) ask(bias_at);
+        for (int i = 0; i <= BITS; i++) prefetch(tile + (BITS == 8 ? kNearBytes : kNear) + 64 * i);
+        if (__builtin_expect(then != nullptr, 0)) ask_then(then, t0 + t, 1);
         const int32_t total[2] = {kParts == 1 ? sum[0] + sum[1] : sum[0], sum[1]};
         uint32_t start[kParts][2];
         QUIRE_UNROLL
@@ -239,7 +226,7 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
         for (int part = 0; part < kParts; part++) {
             const F scale = KIND == Kind::Half   ? half_sixteen(scale_at + 32 * part)
                             : KIND == Kind::Byte ? scales.of(scale_at + 16 * part)
-                                                 : scale_of(w, block, t0 + t, part);
+                                                 : scale_of(w, b, t0 + t, part);
             [[maybe_unused]] const int g = kParts * (done + t) + part;
             if constexpr (kParts == 2) add_scaled<BITS, BIAS>(acc, scale, sload(sx).v, x.own[g / 2].excess[g % 2], found[part]);
             else  // the weights stream through the first cache: what can be made from the scale is not read
@@ -251,7 +238,7 @@ inline F affine_row_by(const Matrix& w, int b, size_t far, int t0, int tiles, co
             if constexpr (BIAS) {
                 const F bias = KIND == Kind::Half   ? half_sixteen(bias_at + 32 * part)
                                : KIND == Kind::Byte ? biases.of(bias_at + 16 * part)
-                                                    : bias_of(w, block, t0 + t, part);
+                                                    : bias_of(w, b, t0 + t, part);
                 QUIRE_UNROLL
                 for (int n = 0; n < 4; n++) acc.v[n] = vfmaq_n_f32(acc.v[n], bias.v[n], *sx * (float)total[part]);
             }
@@ -272,7 +259,7 @@ void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const Qua
                     const QuantShape rest = s.from(t0, 0);
                     row.template take<BITS, GROUP, BIAS>(x + QuantShape::at(t0, 0), rest, tiles, w.offset);
                 }
-                acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, far_from(w, b, b0, b1, e.then), t0, tiles, row, acc);
+                acc = affine_row_by<BITS, GROUP, BIAS, decltype(kind)::value>(w, b, b + 1 == b1 ? e.then : nullptr, t0, tiles, row, acc);
             }
             finish(e, 0, 16 * (b - b0), acc);
         }

@@ -25,21 +25,16 @@ struct FourteenRow {
     }
 };
 
-// `tiles` tiles of a block from t0 on against one row. Lines come in their order, and are asked for a little
-// ahead; those of another block too, `far` ahead, where it comes `then`.
-inline F fourteen_row(const Matrix& w, const uint8_t* block, size_t far, bool then, int t0, int tiles, const FourteenRow& x, F acc) {
+// `tiles` tiles of a block from t0 on against one row. Lines come in their order, and are asked for a little ahead.
+inline F fourteen_row(const Matrix& w, const uint8_t* block, const uint8_t* then, int t0, int tiles, const FourteenRow& x, F acc) {
     const uint8_t *tile = block + (size_t)t0 * w.code_step, *scale_at = block + w.scale_at + (size_t)t0 * w.factor_step;
-    auto ask = [&](const uint8_t* p) __attribute__((always_inline)) {
-        prefetch(p + kNear);
-        if (__builtin_expect(then, 0)) prefetch_far(p + far);
-    };
     for (int t = 0; t < tiles; t++, tile += w.code_step, scale_at += w.factor_step) {
         W sum[4], rest[4];
         QUIRE_UNROLL
         for (int n = 0; n < 4; n++) sum[n] = rest[n] = vdupq_n_s32(0);
         const X high[2] = {xload(x.codes[t]), xload(x.codes[t] + 16)}, low[2] = {xload(x.codes[t] + 32), xload(x.codes[t] + 48)};
         each<8>([&](auto q) __attribute__((always_inline)) {
-            ask(tile + 64 * q);
+            prefetch(tile + kNear + 64 * q);
             QUIRE_UNROLL
             for (int n = 0; n < 4; n++) {
                 const C c = cload(tile + 64 * q + 16 * n);
@@ -48,12 +43,12 @@ inline F fourteen_row(const Matrix& w, const uint8_t* block, size_t far, bool th
             }
         });
         each<4>([&](auto n) __attribute__((always_inline)) {
-            if (n < 3) ask(tile + 512 + 128 * n), ask(tile + 576 + 128 * n);
+            prefetch(tile + kNear + 512 + 128 * n), prefetch(tile + kNear + 576 + 128 * n);
             C c[8];
             lower_codes(tile, n, c);
             each<8>([&](auto q) __attribute__((always_inline)) { rest[n] = wdot<q % 4>(rest[n], c[q], high[q / 4]); });
         });
-        prefetch_far(scale_at + far);
+        if (__builtin_expect(then != nullptr, 0)) ask_then(then, t0 + t, 1);
         const F scale = half_sixteen(scale_at);
         const float own = x.scale[t];
         QUIRE_UNROLL
@@ -114,7 +109,7 @@ void fourteen_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const Q
         for (int t0 = 0; t0 < w.tiles; t0 += FourteenRow::kTiles) {
             const int tiles = w.tiles - t0 < FourteenRow::kTiles ? w.tiles - t0 : FourteenRow::kTiles;
             if (b == b0 || w.tiles > FourteenRow::kTiles) row.take(x, s, t0, tiles);
-            acc = fourteen_row(w, w.block(b), far_from(w, b, b0, b1, e.then), b + 1 == b1 && e.then, t0, tiles, row, acc);
+            acc = fourteen_row(w, w.block(b), b + 1 == b1 ? e.then : nullptr, t0, tiles, row, acc);
         }
         finish(e, 0, 16 * (b - b0), acc);
     }
@@ -125,15 +120,14 @@ void fourteen_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const Quan
     alignas(64) float sums[kMaxTall * 16], scale[kFourteenTiles][16];
     alignas(64) uint8_t lower[kFourteenTiles][512];
     const int chunks = (w.tiles + kFourteenTiles - 1) / kFourteenTiles, most = (w.tiles + chunks - 1) / chunks, groups = (m + 7) / 8;
-    const size_t step = (size_t)(224 + groups - 1) / (size_t)groups;  // bytes that are asked for with every tile of a slice
+    const size_t step = (w.code_step / 4 + (size_t)groups - 1) / (size_t)groups;  // bytes that are asked for with every tile of a slice
     for (int b = b0; b < b1; b++)
         for (int t0 = 0; t0 < w.tiles; t0 += most) {
             const int tiles = w.tiles - t0 < most ? w.tiles - t0 : most, next = t0 + tiles < w.tiles ? t0 + tiles : 0;
             const uint8_t *block = w.block(b), *codes = block + (size_t)t0 * w.code_step, *then = b + 1 < b1 ? w.block(b + 1) : e.then;
             const uint8_t* coming = next ? block + (size_t)next * w.code_step : then ? then : codes;
-            if (next || then) ask_ahead((next ? block : then) + w.scale_at + (size_t)next * w.factor_step, (size_t)most * w.factor_step);
             for (int t = 0; t < tiles; t++) {
-                fstore(scale[t], scale_of(w, block, t0 + t, 0));
+                fstore(scale[t], scale_of(w, b, t0 + t, 0));
                 for (int slice = 0; slice < 4; slice++) {
                     C c[8];
                     lower_codes(codes + (size_t)t * w.code_step, slice, c);

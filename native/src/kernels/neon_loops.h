@@ -18,9 +18,9 @@ struct SliceArgs {
     const uint32_t* start;          // what sums begin with, [lane][4]; `step` bytes on for each group
     size_t step;
     long tiles;
-    const uint8_t* ahead;           // what will be wanted: with short packed codes a line for each tile and four bits, else ahead_step
+    const uint8_t* ahead;           // what will be wanted, + ahead_step per tile
     size_t ahead_step;
-    const uint8_t* beside;          // the same, but not with short packed codes
+    const uint8_t* beside;          // the same, but not with codes of four or six bits
     size_t beside_step;
     const uint8_t* packed;          // a quad of two slices that will be wanted, + code_step per tile, four bits: they become bytes meanwhile
     uint8_t* unpacked;              // + 512 per tile
@@ -64,8 +64,8 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_EARLY_FOUR \
     QUIRE_CODES(16, 0) QUIRE_CODES(17, 32) QUIRE_CODES(18, 64) QUIRE_CODES(19, 96) QUIRE_MASK(16) QUIRE_MASK(17) QUIRE_MASK(18) QUIRE_MASK(19)
 #define QUIRE_LATE_FOUR \
-    QUIRE_CODES(20, 128) QUIRE_CODES(21, 160), QUIRE_CODES(22, 192) QUIRE_CODES(23, 224) QUIRE_PASS(c) QUIRE_ASK(0) QUIRE_ON(ahead, 64), \
-    QUIRE_MASK(20) QUIRE_MASK(21), QUIRE_MASK(22) QUIRE_MASK(23)
+    QUIRE_CODES(20, 128) QUIRE_CODES(21, 160), QUIRE_CODES(22, 192) QUIRE_CODES(23, 224) QUIRE_PASS(c) QUIRE_ASK(0), \
+    QUIRE_MASK(20) QUIRE_MASK(21) QUIRE_ASK(40) "add ahead_, ahead_, as_\n", QUIRE_MASK(22) QUIRE_MASK(23)
 // The fourth register is what the lower bits of the three before it make.
 #define QUIRE_FOURTH_LOW(B, D) "sli v" #D ".16b, v" #B ".16b, #2\n" QUIRE_MASK(B) "shl v" #D ".16b, v" #D ".16b, #2\n"
 #define QUIRE_FOURTH_HIGH(A, C, D) "sli v" #D ".16b, v" #A ".16b, #6\n" QUIRE_MASK(A) QUIRE_MASK(C)
@@ -73,7 +73,7 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     QUIRE_CODES(16, 0) QUIRE_CODES(17, 64) QUIRE_CODES(18, 128) QUIRE_CODES(19, 128) QUIRE_FOURTH_LOW(17, 19) QUIRE_FOURTH_HIGH(16, 18, 19)
 #define QUIRE_LATE_SIX \
     QUIRE_CODES(20, 192) QUIRE_CODES(21, 256), QUIRE_CODES(22, 320) QUIRE_CODES(23, 320) QUIRE_PASS(c), \
-    QUIRE_FOURTH_LOW(21, 23) QUIRE_ASK(0), QUIRE_FOURTH_HIGH(20, 22, 23) QUIRE_ASK(48) QUIRE_ON(ahead, 96)
+    QUIRE_FOURTH_LOW(21, 23) QUIRE_ASK(0), QUIRE_FOURTH_HIGH(20, 22, 23) QUIRE_ASK(56) "add ahead_, ahead_, as_\n"
 #define QUIRE_EARLY_EIGHT QUIRE_CODES(16, 0) QUIRE_CODES(17, 64) QUIRE_CODES(18, 128) QUIRE_CODES(19, 192)
 #define QUIRE_LATE_EIGHT \
     QUIRE_CODES(20, 256) QUIRE_ASK(64), QUIRE_CODES(21, 320), QUIRE_CODES(22, 384) QUIRE_ASK_BOTH, QUIRE_CODES(23, 448) QUIRE_PASS(c)

@@ -18,7 +18,6 @@ struct RowArgs {
     const TwoGroups* own;
     const float* supers;  // byte factors only, see ByteFactors: of the scales, then of the biases
     long count;           // of two groups
-    size_t far, near;     // how far ahead lines are asked for, into the second cache and the first
 };
 
 template <int BITS> struct alignas(16) RowConstants {
@@ -43,12 +42,8 @@ template <int BITS> constexpr RowConstants<BITS> kRowConstants;
     "ldr q8, [%[own], #112]\n ldr q9, [%[own], #112]\n ldr q10, [%[own], #128]\n ldr q11, [%[own], #128]\n" QUIRE_OWN
 #define QUIRE_ROW_BEGIN_SAME \
     "ldr q4, [%[k]]\n ldr q5, [%[k]]\n ldr q6, [%[k]]\n ldr q7, [%[k]]\n ldr q8, [%[k]]\n ldr q9, [%[k]]\n ldr q10, [%[k]]\n ldr q11, [%[k]]\n" QUIRE_OWN
-#ifdef X_FAR
-#define QUIRE_ROW_ASK(AT) "prfm pldl2keep, [%[cf], #" #AT "]\n prfm pldl1keep, [%[cn], #" #AT "]\n"
-#else
-#define QUIRE_ROW_ASK(AT) "prfm pldl1keep, [%[cn], #" #AT "]\n"
-#endif
-#define QUIRE_ROW_ON(BY) "add %[c], %[c], #" #BY "\n add %[cf], %[cf], #" #BY "\n add %[cn], %[cn], #" #BY "\n add %[s], %[s], #" #BY "\n add %[b], %[b], #" #BY "\n"
+#define QUIRE_ROW_ASK(AT) "prfm pldl1keep, [%[c], #1024 + " #AT "]\n"
+#define QUIRE_ROW_ON(BY) "add %[c], %[c], #" #BY "\n add %[s], %[s], #" #BY "\n add %[b], %[b], #" #BY "\n"
 
 #define QUIRE_ROW_DOT(D, CODES, X, J) "sdot v" #D ".4s, v" #CODES ".16b, v" #X ".4b[" #J "]\n"
 #define QUIRE_ROW_MASK(H, R) "and v" #H ".16b, v" #R ".16b, v30.16b\n"
@@ -123,7 +118,7 @@ template <int BITS> constexpr RowConstants<BITS> kRowConstants;
     asm volatile("ldr q25, [%[k], #96]\n movi v28.16b, #128\n ldr q30, [%[k], #16]\n"                          \
                  "1:\n" CODES(T) SUMS(QUIRE_PLACE_##FORM, QUIRE_MAKE_##FORM, ON, AT) QUIRE_OWN_NEXT QUIRE_ROW_ON(STEP) \
                  "subs %[n], %[n], #1\n b.ne 1b\n"                                                                                    \
-                 : "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3), [c] "+&r"(codes), [cf] "+&r"(ahead), [cn] "+&r"(soon), [s] "+&r"(scale),       \
+                 : "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3), [c] "+&r"(codes), [s] "+&r"(scale),       \
                    [b] "+&r"(bias), [x] "+&r"(x), [own] "+&r"(own), [n] "+&r"(count)                                                  \
                  : [k] "r"(&kRowConstants<BITS>), [supers] "r"(a.supers)                                           \
                  : "cc", "memory", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", \
@@ -135,7 +130,7 @@ template <int BITS, bool BIAS, bool BYTES> QUIRE_INLINE void row_loop(const RowA
     register float32x4_t r1 asm("v1") = acc.v[1];
     register float32x4_t r2 asm("v2") = acc.v[2];
     register float32x4_t r3 asm("v3") = acc.v[3];
-    const uint8_t *codes = a.codes, *ahead = a.codes + a.far, *soon = a.codes + a.near, *scale = a.scale, *bias = a.bias;
+    const uint8_t *codes = a.codes, *scale = a.scale, *bias = a.bias;
     const int8_t* x = a.x;
     const TwoGroups* own = a.own;
     long count = a.count;

@@ -52,11 +52,14 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
     // For eight rows at a time, from memory.
     void unpack(int b, int t0) {
         if (kInPlace && half_factors(w)) return;
-        factors.template fill<GROUP, BIAS, kUnpackedTimes, kUnpackedTimes>(w, b, t0, tiles);
         int t = 0;
         if (then == tile && pieces == kPieces) std::swap(codes, spare), t = then_tiles;
-        for (; t < tiles && !kInPlace; t++) unpack_slices<BITS, BIAS>(tile + w.code_step * (size_t)t, w.offset, codes[t]);
+        const uint8_t* from = tile + w.code_step * (size_t)t;
+        const size_t step = w.code_step;
+        const int offset = w.offset;
+        for (; t < tiles && !kInPlace; t++, from += step) unpack_slices<BITS, BIAS>(from, offset, codes[t]);
         then = nullptr;
+        factors.template fill<GROUP, BIAS, kUnpackedTimes, kUnpackedTimes>(w, b, t0, tiles);
     }
 
     // What comes after these tiles is unpacked meanwhile, as far as there are as many.
@@ -228,10 +231,10 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     if (!next) ask_results(e, 0, m, 16 * (b + i - b0));
                     const uint8_t* coming = at < b1 ? w.block(at) : e.then;
                     const uint8_t* wanted = coming ? coming + (size_t)from * w.code_step : block.tile;
-                    if (coming) ask_factors<BIAS>(w, coming, from, most);
+                    if (at < b1) ask_supers(w, at, from);
                     if (!kPackedByName<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_step);
                     if (block.reads_factors(m)) block.factors.template fill<GROUP, BIAS, Of::times(0), Of::times(1)>(w, b + i, t0, tiles);
-                    const Coming then{wanted, BITS * 16, {x, x, x, x}, 0};
+                    const Coming then{wanted, w.code_step / 4, {x, x, x, x}, 0};
                     for (int lane = 0; lane < m; lane += 8)
                         block.packed(b + i, t0, (lane < 16 ? first : second)->from(lane % 16), then, place(i, lane, t0, next, 16 * (b + i - b0), e));
                 }
@@ -255,7 +258,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                 // Codes are asked for before they are read: those that come next, or, where these are read already, those after them.
                 const int from = !meanwhile ? next : next + most < w.tiles ? next + most : 0, wanted = meanwhile && !from ? after + pair : after;
                 for (int i = 0; i < blocks; i++) {
-                    if (after + i < w.blocks) ask_factors<BIAS>(w, w.block(after + i), next, most);
+                    if (after + i < w.blocks) ask_supers(w, after + i, next);
                     if (meanwhile && after + i < b1) block[i].expect(after + i, next, w.tiles - next < most ? w.tiles - next : most);
                 }
                 for (int pass = 0, p = 0; p < (m + 15) / 16; p++) {
@@ -278,7 +281,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     // While lanes pass over an unpacked block: their share of the tiles that the block in its place will have, and the next lanes' codes,
     // or what they have beside them.
     Coming coming(int b, int t0, int tiles, int pass, int passes, const Lanes& then, int block) const {
-        const size_t step = w.code_step / (4 * (size_t)passes);
+        const size_t step = (w.code_step + 4 * (size_t)passes - 1) / (4 * (size_t)passes);
         const uint8_t *weights = w.block(b) + (size_t)t0 * w.code_step + step * (size_t)(4 * pass * tiles), *codes = (const uint8_t*)then.codes;
         if (!block) return {weights, step, {codes, codes + 64, codes + 128, codes + 192}, 512};
         const uint8_t *excess = (const uint8_t*)then.excess, *sx = (const uint8_t*)then.sx;

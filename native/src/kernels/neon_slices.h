@@ -34,13 +34,13 @@ struct Factors {
             return put([&](size_t t, int part) { return half_sixteen(block + w.scale_at + t * w.factor_step + 32 * (size_t)part); },
                        [&](size_t t, int part) { return half_sixteen(block + w.bias_at + t * w.factor_step + 32 * (size_t)part); });
         if (!byte_factors(w))
-            return put([&](size_t t, int part) { return scale_of(w, block, (int)t, part); },
-                       [&](size_t t, int part) { return bias_of(w, block, (int)t, part); });
+            return put([&](size_t t, int part) { return scale_of(w, b, (int)t, part); },
+                       [&](size_t t, int part) { return bias_of(w, b, (int)t, part); });
         auto bytes = [&](ByteFactors& f, size_t super_at, size_t from, size_t t, int part) __attribute__((always_inline)) {
-            if (t % kSuper == 0 && part == 0) f.begin(block + super_at + 4 * t);
+            if (t % kSuper == 0 && part == 0) f.begin(w.supers(b) + super_at + 4 * t);
             return f.of(block + from + t * w.factor_step + 16 * (size_t)part);
         };
-        put([&](size_t t, int part) { return bytes(scales, w.super_at, w.scale_at, t, part); },
+        put([&](size_t t, int part) { return bytes(scales, 0, w.scale_at, t, part); },
             [&](size_t t, int part) { return bytes(biases, w.bias_super_at, w.bias_at, t, part); });
     }
 };
@@ -49,9 +49,12 @@ inline void ask_ahead(const uint8_t* from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) prefetch(from + at);
 }
 
-template <bool BIAS> inline void ask_factors(const Matrix& w, const uint8_t* block, int t0, int tiles) {
-    ask_ahead(block + w.scale_at + (size_t)t0 * w.factor_step, (size_t)tiles * w.factor_step);
-    if (BIAS && w.has_biases()) ask_ahead(block + w.bias_at + (size_t)t0 * w.factor_step, (size_t)tiles * w.factor_step);
+// What byte factors are multiplied by, from tile t on.
+inline void ask_supers(const Matrix& w, int b, int t) {
+    if (w.scales == Scales::Half) return;
+    const uint8_t* from = w.supers(b) + 4 * (size_t)t;
+    prefetch(from);
+    if (w.bias) prefetch(from + w.bias_super_at);
 }
 
 // Results of rows [r0, r1) will be left in this column: their lines, which another core may have, come in the meantime.

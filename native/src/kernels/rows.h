@@ -213,15 +213,17 @@ inline F factors(const Matrix& w, const uint8_t* region, int index) {
 }
 
 // Scales (and biases) of 16 rows for group `part` of tile t, as float32. Exact, as long as a wide factor is a short one.
-inline F scale_of(const Matrix& w, const uint8_t* block, int t, int part) {
+inline F scale_of(const Matrix& w, int b, int t, int part) {
+    const uint8_t* block = w.block(b);
     if (w.scales == Scales::Half) return factors(w, block + w.scale_at + (size_t)t * w.factor_step, part);
     const uint8_t* codes = block + w.scale_at + (size_t)t * w.factor_step + 16 * part;
-    F super = factors(w, block + w.super_at, t / 8);
+    F super = factors(w, w.supers(b), t / 8);
     return fmul(super, w.scales == Scales::Byte ? fload_i8((const int8_t*)codes) : fload_u4(codes, 0));
 }
-inline F bias_of(const Matrix& w, const uint8_t* block, int t, int part) {
+inline F bias_of(const Matrix& w, int b, int t, int part) {
+    const uint8_t* block = w.block(b);
     if (w.scales == Scales::Half) return factors(w, block + w.bias_at + (size_t)t * w.factor_step, part);
-    F super = factors(w, block + w.bias_super_at, t / 8);
+    F super = factors(w, w.supers(b) + w.bias_super_at, t / 8);
     if (w.scales == Scales::Byte)
         return fmul(super, fload_i8((const int8_t*)(block + w.bias_at + (size_t)t * w.factor_step) + 16 * part));
     return fmul(super, fload_u4(block + w.scale_at + (size_t)t * w.factor_step + 16 * part, 4));
@@ -245,8 +247,8 @@ void dequantize_row(const Matrix& w, int row, float* out) {
     for (int t = 0; t < w.tiles; t++) {
         const uint8_t* tile = block + (size_t)t * w.code_step;
         for (int part = 0; part < 32 / w.group; part++) {
-            fstore(scale, scale_of(w, block, t, part));
-            if (w.bias) fstore(bias, bias_of(w, block, t, part));
+            fstore(scale, scale_of(w, row / 16, t, part));
+            if (w.bias) fstore(bias, bias_of(w, row / 16, t, part));
             auto code = [&](const uint8_t* from, int bits, int i, uint8_t flip) { return (int)(code_at(from, bits, 4 * r + i % 4, i / 4) ^ flip); };
             for (int i = part * w.group; i < (part + 1) * w.group; i++) {
                 float v;
