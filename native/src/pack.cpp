@@ -198,7 +198,6 @@ bool fits_nibble(const Reader& r) { return !r.parts.empty() && r.offset == 0 && 
 
 void Matrix::measure(bool together) {
     blocks = (n + 15) / 16;
-    bytes_ = 0;
     if (type != Type::Affine) {
         block_bytes = align64((size_t)k * 16 * (type == Type::F32 ? 4 : 2));
     } else {
@@ -222,9 +221,8 @@ void Matrix::measure(bool together) {
         const size_t all = bias ? 2 * supers : supers;
         if (together) super_at = (size_t)blocks * block_bytes, super_step = all;
         else super_step = block_bytes = super_at + all;
-        if (together) bytes_ += (size_t)blocks * all;
     }
-    bytes_ += (size_t)blocks * block_bytes;
+    bytes_ = (size_t)blocks * (block_bytes + (together ? super_step : 0));
 }
 
 void Matrix::lay_out(bool together) {

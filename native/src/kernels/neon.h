@@ -161,8 +161,8 @@ inline void ask_then(const uint8_t* then, int t, int tiles) {
 // Tiles of a block from t0 on, as many as come in whole groups of two: how many those were.
 template <int BITS, int GROUP, bool BIAS, Kind KIND>
 inline int row_by_name(const Matrix& w, int b, int t0, int tiles, const OneRow& x, const uint8_t* then, F& acc) {
-    constexpr int kEach = GROUP / 16;                                            // tiles of two groups
-    const int most = KIND == Kind::Byte || then ? kSuper : OneRow::kTiles;  // with the same supers
+    constexpr int kEach = GROUP / 16;                                        // tiles of two groups
+    const int most = KIND == Kind::Byte || then ? kSuper : OneRow::kTiles;  // with the same supers, or between asking
     const int done = tiles - tiles % kEach;
     const uint8_t* block = w.block(b);
     alignas(64) float supers[4][16];
