@@ -48,6 +48,7 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_MASK(R) "and v" #R ".16b, v" #R ".16b, v30.16b\n"
 #define QUIRE_CODES(R, AT) "ldr q" #R ", [c_, #" #AT "]\n"
 #define QUIRE_ASK(AT) "prfm pldl1keep, [ahead_, #" #AT "]\n"
+// One packed tile on (x25: code_step), and some bytes.
 #define QUIRE_PASS(P) "add " #P "_, " #P "_, x25\n"
 #define QUIRE_ON(P, BY) "add " #P "_, " #P "_, #" #BY "\n"
 #define QUIRE_EARLY_BYTES QUIRE_CODES(16, 0) QUIRE_CODES(17, 16) QUIRE_CODES(18, 32) QUIRE_CODES(19, 48)

@@ -42,6 +42,7 @@ template <int BITS> constexpr RowConstants<BITS> kRowConstants;
     "ldr q8, [%[own], #112]\n ldr q9, [%[own], #112]\n ldr q10, [%[own], #128]\n ldr q11, [%[own], #128]\n" QUIRE_OWN
 #define QUIRE_ROW_BEGIN_SAME \
     "ldr q4, [%[k]]\n ldr q5, [%[k]]\n ldr q6, [%[k]]\n ldr q7, [%[k]]\n ldr q8, [%[k]]\n ldr q9, [%[k]]\n ldr q10, [%[k]]\n ldr q11, [%[k]]\n" QUIRE_OWN
+// kNear ahead.
 #define QUIRE_ROW_ASK(AT) "prfm pldl1keep, [%[c], #1024 + " #AT "]\n"
 #define QUIRE_ROW_ON(BY) "add %[c], %[c], #" #BY "\n add %[s], %[s], #" #BY "\n add %[b], %[b], #" #BY "\n"
 
