@@ -238,11 +238,11 @@ void bind_plan(nb::module_& m) {
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
         .def("store", &Plan::store)
         .def("attend", [](Plan& p, int q, int layer, int heads, float scale, int window, float cap, const nb::object& sinks, int out,
-                          int quant, int group, bool stores) {
-            AttendOptions options{window, cap, nullptr, group, stores};
+                          int quant, int group, bool stores, bool wanted) {
+            AttendOptions options{window, cap, nullptr, group, stores, wanted};
             if (!sinks.is_none()) options.sinks = nb::cast<std::shared_ptr<Vector>>(sinks);
             p.attend(q, layer, heads, scale, out, quant, options);
-        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("store_latent", &Plan::store_latent)
         .def("attend_latent", &Plan::attend_latent)
         .def("encode", &Plan::encode)

@@ -101,6 +101,7 @@ struct AttendOptions {
     std::shared_ptr<const Vector> sinks;  // a score per head that has no value
     int group = 0;                        // whose pool it reads; layers count inside it
     bool stores = false;                  // it may do what the step before it, which stores, does: that one's inputs are still there
+    bool wanted = false;                  // of its results, those of logit rows alone are read
 };
 
 enum class Act { Swiglu, Geglu };
@@ -149,7 +150,7 @@ public:
     void store(int k, int v, int table, int q, int q_out, int layer, int group = 0);
     void attend(int q, int layer, int heads, float scale, int out, int quant_out, const AttendOptions& options = {});
     void store_latent(int k, int layer, int group = 0);
-    void attend_latent(int q, int layer, int heads, float scale, int out, int group = 0);
+    void attend_latent(int q, int layer, int heads, float scale, int out, int group = 0, bool wanted = false);
     // Over a group of states; `at`: floats of a layer's state before this step's. See steps_state.cpp.
     void conv(int x, std::shared_ptr<const Vector> weight, int layer, int group, size_t at, int out);
     void delta_rule(int qkv, int a, int b, std::shared_ptr<const Vector> decay, std::shared_ptr<const Vector> bias, int layer, int group,

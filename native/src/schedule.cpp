@@ -116,15 +116,19 @@ void Schedule::share(const BatchView& b) {
     }
 }
 
-void Schedule::divide(const BatchView& b, int threads) {
+void Schedule::divide(const BatchView& b, int threads, bool wanted) {
     batch_ = &b;
     tiles_.clear(), items_.clear(), members_.clear();
     used_ = 0;
     const int most = rows_of(group_);
     int64_t all = 0;
+    wanted_.assign((size_t)b.tokens, !wanted);
+    for (int i = 0; i < b.rows && wanted; i++) wanted_[(size_t)b.logit_rows[i]] = 1;
     for (int s = 0; s < b.sequences; s++)
-        for (int t = b.q_start[s]; t < b.q_start[s + 1]; t += most) {
-            Tile tile{s, t, std::min(most, b.q_start[s + 1] - t), INT32_MAX, 0, 0, 0};
+        for (int t = b.q_start[s], rows; t < b.q_start[s + 1]; t += std::max(rows, 1)) {
+            for (rows = 0; rows < most && t + rows < b.q_start[s + 1] && wanted_[(size_t)(t + rows)];) rows++;
+            if (!rows) continue;
+            Tile tile{s, t, rows, INT32_MAX, 0, 0, 0};
             for (int r = t; r < t + tile.rows; r++) {
                 tile.begin = std::min(tile.begin, first(b.pos[r]) / kChunk);
                 tile.chunks = std::max(tile.chunks, b.pos[r] / kChunk + 1);
@@ -149,7 +153,7 @@ void Schedule::divide(const BatchView& b, int threads) {
     if (pending_.size() < tiles_.size() * (size_t)kv_heads_) pending_ = std::vector<std::atomic<int>>(tiles_.size() * (size_t)kv_heads_);
     for (size_t t = 0; t < tiles_.size(); t++)
         for (int h = 0; h < kv_heads_; h++) pending_[t * (size_t)kv_heads_ + (size_t)h].store(tiles_[t].pieces, std::memory_order_relaxed);
-    alone_ = b.tokens == b.sequences && tiles_.size() == (size_t)b.sequences &&
+    alone_ = !wanted && b.tokens == b.sequences && tiles_.size() == (size_t)b.sequences &&
              std::all_of(items_.begin(), items_.end(), [](const Item& i) { return i.whole; }) && apart();
 }
 

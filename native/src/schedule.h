@@ -36,7 +36,8 @@ struct Schedule {
     // head_dim: of the values; window: 0 for none; pool: the group of layers whose page tables it looks at
     Schedule(int heads, int kv_heads, int head_dim, int window, int pool = 0);
 
-    void divide(const BatchView& batch, int threads);
+    // wanted: only rows whose logits are
+    void divide(const BatchView& batch, int threads, bool wanted = false);
 
     // Whether every sequence has one row and is one item for each head, and none looks at a page that another one writes: then who
     // attends can store, too.
@@ -79,6 +80,7 @@ private:
     size_t used_ = 0;
     bool alone_ = false;
     std::vector<uint8_t> written_;  // per page of the pool; only during `apart` not 0
+    std::vector<uint8_t> wanted_;   // per row, where not all are
     mutable std::vector<std::atomic<int>> pending_;  // [tile][kv_head]
 };
 

@@ -81,7 +81,8 @@ struct Attend : Step {
     int width = 0;  // columns of a head's values
     float scale = 1, cap = 0;
     std::vector<float> sinks;  // [heads] of parts without values
-    std::shared_ptr<Schedule> schedule;
+    std::shared_ptr<Schedule> all, wanted;  // wanted: where nobody reads the other rows' results
+    const Schedule* schedule = nullptr;     // of this run
     const Store* store = nullptr;  // that comes right before
 
     static size_t own_scratch(const KvShape& kv) { return kv.latent ? latent_scratch() : attend_scratch(); }
@@ -90,7 +91,11 @@ struct Attend : Step {
     }
 
     void prepare(const Run& run) override {
-        if (divides) schedule->divide(run.batch, run.threads);
+        if (divides) all->divide(run.batch, run.threads);
+        schedule = all.get();
+        if (!wanted || run.batch.rows >= run.batch.tokens || all->alone()) return;
+        wanted->divide(run.batch, run.threads, true);
+        schedule = wanted.get();
     }
     int items(const Run&) const override { return schedule->items(); }
 
@@ -310,13 +315,14 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
             step->sinks[(size_t)h * part.floats + part.total] = 1;
         }
     }
-    step->schedule = schedule(heads, kv.kv_heads, step->width, options.window, options.group, step->divides);
+    step->all = schedule(heads, kv.kv_heads, step->width, options.window, options.group, step->divides);
+    if (options.wanted) step->wanted = std::make_shared<Schedule>(heads, kv.kv_heads, step->width, options.window, options.group);
     if (options.stores) {
         auto* before = steps_.empty() ? nullptr : dynamic_cast<Store*>(steps_.back().get());
         if (!before || before->layer != layer || before->group != options.group || (before->rotate_q && before->q_out.offset != step->q.offset))
             refuse("attention: what comes before it does not store for it");
         step->store = before;
-        before->schedule = step->schedule;
+        before->schedule = step->all;
         std::swap(before->divides, step->divides);  // who comes first
     }
     need_scratch(Attend::scratch(kv, step->width));
@@ -333,7 +339,7 @@ void Plan::store_latent(int k, int layer, int group) {
     steps_.push_back(std::move(step));
 }
 
-void Plan::attend_latent(int q, int layer, int heads, float scale, int out, int group) {
+void Plan::attend_latent(int q, int layer, int heads, float scale, int out, int group, bool wanted) {
     const KvShape& kv = layer_of(group, layer, true);
     auto step = std::make_unique<Attend>();
     step->q = floats_slot(q, "latent attention's queries");
@@ -345,7 +351,9 @@ void Plan::attend_latent(int q, int layer, int heads, float scale, int out, int 
     step->pool = group;
     step->width = kv.latent;
     step->scale = scale;
-    step->schedule = schedule(heads, latent_shares(heads, pool_->threads()), step->width, 0, group, step->divides);
+    const int shares = latent_shares(heads, pool_->threads());
+    step->all = schedule(heads, shares, step->width, 0, group, step->divides);
+    if (wanted) step->wanted = std::make_shared<Schedule>(heads, shares, step->width, 0, group);
     need_scratch(Attend::scratch(kv, step->width));
     steps_.push_back(std::move(step));
 }

@@ -60,6 +60,7 @@ class Instruction:
     bias: Dense | None = None  # layer_norm
     window: int = 0  # attend; 0: everything
     cap: float = 0.0  # attend and softcap; 0: none
+    wanted: bool = False  # attend: of its result, logit rows alone are read
     experts: Experts | None = None
     routing: Routing | None = None
     at: int = 0  # conv and delta_rule: where in a layer's state its part begins

@@ -377,11 +377,12 @@ class NativeBackend:
         elif i.op == "attend":
             sinks = None if i.weight is None else self._vectors[id(i.weight)][1]
             stores = len(ins) > 1
-            plan.attend(ins[0], i.layer, i.heads, i.scale, i.window, i.cap, sinks, whole, rounded, i.group, stores)
+            shape, kind = (i.layer, i.heads, i.scale, i.window, i.cap), (i.group, stores, i.wanted)
+            plan.attend(ins[0], *shape, sinks, whole, rounded, *kind)
         elif i.op == "store_latent":
             plan.store_latent(ins[0], i.layer, i.group)
         elif i.op == "attend_latent":
-            plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole, i.group)
+            plan.attend_latent(ins[0], i.layer, i.heads, i.scale, whole, i.group, i.wanted)
         elif i.op == "conv":
             plan.conv(ins[0], self._vector(i.weight), i.layer, i.group, i.at, whole)
         elif i.op == "delta_rule":

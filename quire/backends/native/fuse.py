@@ -205,7 +205,24 @@ def store_attend(program: Program, output: Value) -> Program:
     return program
 
 
-PASSES: tuple[Pass, ...] = (share_quantize, gate_up, residual, merge_linears, quantize_tail, rope_store, store_attend)
+def attend_wanted(program: Program, output: Value) -> Program:
+    """What only takes read is computed for the rows they take: the last layer's attention, of a prompt."""
+    whole = {v for i in program for v in i.reads() if i.op != "take"} | {output}
+    for i in program:
+        i.wanted = i.op in ("attend", "attend_latent") and not whole.intersection(i.writes())
+    return program
+
+
+PASSES: tuple[Pass, ...] = (
+    share_quantize,
+    gate_up,
+    residual,
+    merge_linears,
+    quantize_tail,
+    rope_store,
+    store_attend,
+    attend_wanted,
+)
 
 
 def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> Program:

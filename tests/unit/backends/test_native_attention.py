@@ -38,6 +38,16 @@ def compiled(dtype: str, *, pages: int = 200, **options):
     return NativeBackend(**options).compile(attention(HEADS, DIM), **limits)
 
 
+def taking(dtype: str, **options):
+    """The same, where of the second layer only some rows are taken."""
+
+    def forward(ops, batch, i):
+        return ops.take(attention(HEADS, DIM)(ops, batch, i), batch.logit_rows)
+
+    kv = KV(2, 200, 16, KV_HEADS, DIM, dtype)
+    return NativeBackend(**options).compile(forward, kv=kv, max_tokens=768, max_rows=768, inputs=WIDTHS)
+
+
 def batch_of(rows: list[tuple[int, int, list[int]]]) -> Batch:
     batch = ragged(rows)
     batch.logit_rows = batch.logit_rows[:0]
@@ -114,6 +124,53 @@ def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, 
     together = {n: np.concatenate([x, other[n][528 : 528 + rows]]) for n, x in together.items()}
     got = program.run(batch_of(sequences), together)
     np.testing.assert_array_equal(got, want)
+
+
+WISHES = {
+    "the last": [699],
+    "none": [],
+    "here and there": [0, 1, 2, 15, 16, 254, 255, 256, 257, 258, 259, 400, 511, 512, 640, 698],
+    "in any order, and twice": [640, 3, 699, 3, 256],
+    "all": list(range(700)),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", WISHES.values(), ids=WISHES)
+def test_rows_that_nobody_takes_do_not_show(given, wanted, dtype: str, threads: int, rows: list[int]) -> None:
+    """A prompt in one piece and then a row: those taken are right, and all were stored."""
+    program = taking(dtype, threads=threads)
+    batch = ragged([(0, 699, PAGES[:44])])
+    batch.logit_rows = np.array([r for r in rows if r < 699], np.int32)
+    got = program.run(batch, {name: x[:699] for name, x in given.items()}).copy()
+    np.testing.assert_array_equal(got, wanted[dtype][batch.logit_rows])
+    batch = ragged([(699, 1, PAGES[:44])])
+    got = program.run(batch, {name: x[699:] for name, x in given.items()})
+    np.testing.assert_array_equal(got, wanted[dtype][699:])
+
+
+STEPS = [  # new tokens of each sequence, and the rows that are taken
+    ((300, 20, 40, 10), (0, 299, 339)),
+    ((60, 1, 1, 3), (60, 64)),
+    ((1, 1, 1, 1), (2,)),
+    ((1, 1, 1, 1), (0, 1, 2, 3)),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_some_sequences_alone_do_not_show(given, wanted, dtype: str, threads: int) -> None:
+    """Long and short ones together, with one row each at the end, where who attends would store."""
+    program, own = taking(dtype, threads=threads), [PAGES[44 * i : 44 * (i + 1)] for i in range(4)]
+    starts = [0, 0, 0, 0]
+    for lengths, rows in STEPS:
+        batch = ragged([(s, n, p) for s, n, p in zip(starts, lengths, own, strict=True)])
+        batch.logit_rows = np.array(rows, np.int32)
+        at = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        got = program.run(batch, {name: x[at] for name, x in given.items()})
+        np.testing.assert_array_equal(got, wanted[dtype][at[list(rows)]])
+        starts = [s + n for s, n in zip(starts, lengths, strict=True)]
 
 
 @DTYPES

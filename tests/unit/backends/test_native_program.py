@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.backends.batch import Batch
 from quire.backends.choose import open_backend
+from quire.backends.early import take_early
 from quire.backends.native import arena, available, fuse, isa
 from quire.backends.native.backend import NativeBackend
 from quire.backends.ops import KV
@@ -124,6 +125,25 @@ def test_fusing_leaves_alone_what_is_read_twice() -> None:
         for p in ((), fuse.PASSES)
     ]
     np.testing.assert_array_equal(*runs)
+
+
+def test_the_last_attention_is_of_the_rows_that_are_taken() -> None:
+    recording = take_early(record(MODEL.forward, MODEL.kv, {}))
+    program = fuse.fuse(recording.instructions, recording.output)
+    assert [i.wanted for i in program if i.op == "attend"] == [False, True]
+
+
+def test_an_attention_that_is_read_whole_is_whole() -> None:
+    x, y, z, total = Value(32), Value(32), Value(32, per_token=False), Value(32)
+    attend = Instruction("attend", [x], [y], span=32)
+    take, add = Instruction("take", [y], [z]), Instruction("add", [x, y], [total])
+    for program, output, wanted in [
+        ([attend, take], z, True),
+        ([attend, take], y, False),
+        ([attend, take, add], z, False),
+    ]:
+        fuse.attend_wanted(program, output)
+        assert attend.wanted is wanted
 
 
 @pytest.mark.parametrize("again", ["q", "k"])
