@@ -42,12 +42,17 @@ serve: $(VENV)/.installed ## Set up and serve MODEL over HTTP
 
 setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 
+# Where there is a GPU, it runs its kernels' tests; elsewhere they are interpreted, beside the others. No other test sees it.
+GPU := $(wildcard /dev/nvidiactl)
+KERNELS := tests/unit/backends/cuda
+
 # The type checker on two threads does nearly twice the work that it does on one: so it has one, and the tests run beside it.
 test: lint ## Set up, then lint, type check and every test
 	@mkdir -p build; $(BIN)/pyright > build/types.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null || true" EXIT; \
-	  $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist worksteal -m "not large" tests/unit tests/null tests/fuzz tests/test_architecture.py); \
+	  $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist worksteal -m "not large" $(if $(GPU),--ignore $(KERNELS)) tests/unit tests/null tests/fuzz tests/test_architecture.py); \
 	  tests=$$?; wait $$types; types=$$?; cat build/types.txt; exit $$((tests ? tests : types))
-	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e tests/gpu)
+	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e $(if $(GPU),,tests/gpu))
+	@$(if $(ARGS),true,$(if $(GPU),$(BIN)/python -m pytest -m "not large" tests/gpu $(KERNELS),true))
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched, and the longest ones
 	@$(BIN)/python -m pytest -m large -rs tests/unit tests/null tests/e2e

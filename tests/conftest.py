@@ -14,11 +14,7 @@ from quire.observe.errors import QuireError
 from quire.weights.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# GPU kernels are interpreted where there is no GPU. Triton reads this when it is imported, and other packages may import it
-# before the first test that is about kernels.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+GPU_TESTS = ("tests/gpu", "backends/cuda")
 
 # Workers beside one another fill the cores. Threads of numpy's and torch's own would be in each other's way, and spin while
 # they wait: the models here are tiny, and five times the time goes into that. The limit holds where a backend asks torch for
@@ -30,6 +26,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell that runs a job in the background makes it ignore interrupts, and its children inherit that: the tests that
 # interrupt something would then wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests expect a machine without a GPU, whatever this one has, and interpret GPU kernels; those that are named for one use it.
+
+    Workers inherit the environment. Triton reads it when it is imported, and any test may be the first to import something
+    that does.
+    """
+    if not any(folder in name for name in config.args for folder in GPU_TESTS):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
