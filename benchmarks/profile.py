@@ -35,12 +35,13 @@ def stretch(start: int, count: int, vocabulary: int, pages: int) -> Batch:
     )
 
 
-def together(streams: int, at: int, vocabulary: int, pages: int) -> Batch:
-    """One token of each of `streams` sequences at position `at`; a sequence has `pages` pages."""
+def together(streams: int, at: int, vocabulary: int, pages: int, shared: int = 0) -> Batch:
+    """One token of each of `streams` sequences at position `at`; a sequence has `pages` pages, the first `shared` in common."""
     from quire.backends.batch import Batch
 
     own = np.arange(streams, dtype=np.int32)
     table = own[:, None] * pages + np.arange(pages, dtype=np.int32)[None]
+    table[:, :shared] = table[0, :shared]
     return Batch(
         ids=((own.astype(np.int64) * 7919 + at) % vocabulary).astype(np.int32),
         pos=np.full(streams, at, np.int32),
@@ -85,9 +86,12 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=0, help="context before the single tokens; 0: the prompt")
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--streams", type=int, nargs="*", default=[], help="also: so many sequences, a token of each")
+    parser.add_argument("--shared", type=int, default=0, help="tokens of the prompt that those sequences begin with")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", default=None)
     args = parser.parse_args()
+    if not 0 <= args.shared <= args.prompt:
+        parser.error(f"--shared {args.shared}: the prompt has {args.prompt} tokens")
 
     model = load(GGUF.open(str(Store().resolve(args.model))))
     depth = max(args.depth, args.prompt)
@@ -111,8 +115,9 @@ def main() -> None:
     singles = [piece(depth + i, 1) for i in range(args.decode)]
     show(f"{args.decode} tokens after {depth}", *timed(program, singles, args.threads), args.decode)
     for n in args.streams:
-        steps = [together(n, i, vocabulary, pages) for i in range(args.decode)]
-        show(f"{args.decode} steps of {n} sequences", *timed(program, steps, args.threads), n * args.decode)
+        shared = args.shared // PAGE
+        steps = [together(n, shared * PAGE + i, vocabulary, pages, shared) for i in range(args.decode)]
+        show(f"{args.decode} steps of {n} sequences, {shared * PAGE} tokens shared", *timed(program, steps, args.threads), n * args.decode)
 
 
 if __name__ == "__main__":
