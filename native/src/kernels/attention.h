@@ -462,8 +462,10 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
         const float* widened[kBlockPages];
         for (int p = 0; p < kBlockPages; p++) {
             widened[p] = block + p * D * kPage;
-            for (int d = 0; d < D && page + p < pages; d++)
+            for (int d = 0; d < D && page + p < pages; d++) {
                 fstore(block + (p * D + d) * kPage, widen(keys[page + p] + d * kPage));
+                if (d % (int)(4 / sizeof(T)) == 0) prefetch(keys[page + p + reach] + d * kPage);
+            }
         }
         for_tiles([&](auto n, int first) {
             constexpr int Q = decltype(n)::value;
@@ -485,8 +487,12 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
         const int tokens = longest - start < kAttendBlock ? longest - start : kAttendBlock;
         for (int t = 0; t < tokens; t++) {
             const T* row = values[(start + t) / kPage] + (start + t) % kPage * D;
+            const T* coming = values[(start + t) / kPage + reach] + (start + t) % kPage * D;
             int d = 0;
-            for (; d + 16 <= D; d += 16) fstore(block + t * wide + d, widen(row + d));
+            for (; d + 16 <= D; d += 16) {
+                fstore(block + t * wide + d, widen(row + d));
+                if (d % (int)(64 / sizeof(T)) == 0) prefetch(coming + d);
+            }
             if (d < D) fstore(block + t * wide + d, widen_n(row + d, D - d));
         }
         const float* segment = block;
