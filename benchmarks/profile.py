@@ -117,7 +117,11 @@ def main() -> None:
     for n in args.streams:
         shared = args.shared // PAGE
         steps = [together(n, shared * PAGE + i, vocabulary, pages, shared) for i in range(args.decode)]
-        show(f"{args.decode} steps of {n} sequences, {shared * PAGE} tokens shared", *timed(program, steps, args.threads), n * args.decode)
+        show(
+            f"{args.decode} steps of {n} sequences, {shared * PAGE} tokens shared",
+            *timed(program, steps, args.threads),
+            n * args.decode,
+        )
 
 
 if __name__ == "__main__":

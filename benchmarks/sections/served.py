@@ -3,6 +3,7 @@
 Both servers are started afresh for every round, as a user starts them, and asked by the same client. llama-server gets a
 slot and room for the whole request for each concurrent one (`-np`, `-c`), continuous batching (`-cb`), its prompt cache,
 and reuse of chunks (`--cache-reuse`), with both of its attention settings. (A unified KV buffer, `-kvu`, was tried: slower.)
+That is what the bars are against. A figure of its own is for llama-server as it starts with nothing but a model and threads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SLOT = SHARED + OUTPUT + 64  # tokens: the prefix, a line of its own, the answer
 FORMAT = "q4_0"
 ROUNDS = 3
 SETTINGS = {f"-fa {a}": ["-fa", a] for a in peers.ATTENTION}
+PLAIN = "llama-server as it starts"
 
 
 def figures(name: str, concurrency: int) -> list[Figure]:
@@ -29,6 +31,7 @@ def figures(name: str, concurrency: int) -> list[Figure]:
     return [
         figure("served", SMALL, name, f"throughput at {concurrency}"),
         *(figure("served", SMALL, name, what, unit="s", more=False) for what in first),
+        figure("served", SMALL, name, f"throughput at {concurrency}, {PLAIN}"),
     ]
 
 
@@ -40,6 +43,10 @@ def sample(answer: Answer, concurrency: int, setting: str = "") -> Sample:
     }
 
 
+def plain_sample(answer: Answer, concurrency: int) -> Sample:
+    return {(f"throughput at {concurrency}, {PLAIN}", ""): answer.tokens_per_second}
+
+
 def load_of(path: Path, concurrency: int) -> Load:
     return Load(text_of(path, SHARED), REQUESTS, OUTPUT, concurrency)
 
@@ -48,20 +55,24 @@ def quire(path: Path, threads: int, load: Load) -> Sample:
     port = client.free_port()
     command = [sys.executable, "-m", "quire.cli.main", "serve", str(path), "--name", "bench", "--port", str(port)]
     with client.server([*command, "--threads", str(threads), "--device", "cpu"], port, "/ready"):
-        return sample(asyncio.run(client.drive(port, load)), load.concurrency)
+        answer = asyncio.run(client.drive(port, load))
+        return {**sample(answer, load.concurrency), **plain_sample(answer, load.concurrency)}
 
 
 def llama(path: Path, threads: int, load: Load, settings: dict[str, list[str]]) -> Sample:
-    program = peers.find("llama-server")
-    assert program is not None
-    found: dict[tuple[str, str], float] = {}
+    slots = ["-np", str(load.concurrency), "-c", str(load.concurrency * SLOT), "-cb", "--cache-reuse", "64"]
+    found = {**plain_sample(_llama(path, threads, load, []), load.concurrency)}
     for setting, flags in settings.items():
-        port = client.free_port()
-        slots = ["-np", str(load.concurrency), "-c", str(load.concurrency * SLOT), "-cb", "--cache-reuse", "64"]
-        command = [program, "-m", str(path), "-t", str(threads), "--port", str(port), *slots, *flags]
-        with client.server(command, port, "/health", peers.environment(program)):
-            found.update(sample(asyncio.run(client.drive(port, load)), load.concurrency, setting))
+        found.update(sample(_llama(path, threads, load, [*slots, *flags]), load.concurrency, setting))
     return found
+
+
+def _llama(path: Path, threads: int, load: Load, flags: list[str]) -> Answer:
+    program, port = peers.find("llama-server"), client.free_port()
+    assert program is not None
+    command = [program, "-m", str(path), "-t", str(threads), "--port", str(port), *flags]
+    with client.server(command, port, "/health", peers.environment(program)):
+        return asyncio.run(client.drive(port, load))
 
 
 def groups(world: World) -> list[Group]:
