@@ -14,6 +14,8 @@
 namespace {
 
 constexpr int kMeanwhileRows = 64;       // up to so many, unpacking is worth hiding: that takes one block at a time
+constexpr int kShareTiles = 3 * kSuper;  // that rows pass over at a time where the first cache has more than one block's bytes to hold
+constexpr int kAllBeside = 8;            // passes from which one slice asks for all codes that come next, and the others for what lanes have
 constexpr int kSums = 8 * 32 * 16;       // floats: 8 blocks of 32 rows, 2 of 128
 static_assert(kPair == 2 && kSums >= kPair * kMaxTall * 16, "every call has room for two blocks");
 
@@ -127,8 +129,8 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
                 V acc[8];
                 place.take(slice, acc);
                 SliceArgs a{from + apart * (size_t)i, scale + kFactors * (size_t)slice, bias + kFactors * (size_t)slice, x.codes, x.sx, x.sxs, x.excess,
-                            x.start[half], 4 * x.step[half], tiles, coming.weights + coming.step * (size_t)(slice * tiles), coming.step,
-                            coming.x[slice], coming.x_step, nullptr, nullptr, w.code_step};
+                            x.start[half], 4 * x.step[half], tiles, coming.first[slice], coming.first_step[slice], coming.second[slice],
+                            coming.second_step, nullptr, nullptr, w.code_step};
                 if constexpr (UNPACKS) {
                     // A quad of slices 0 and 2, or 1 and 3.
                     a.packed = then + 16 * (size_t)pieces;
@@ -198,21 +200,21 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     }
 
     // Tiles of a chunk: of even size, and whole super-blocks, whose factors share a scale.
-    int chunk() const {
-        const int chunks = (w.tiles + kChunkTiles - 1) / kChunkTiles;
+    int chunk(int most) const {
+        const int chunks = (w.tiles + most - 1) / most;
         return ((w.tiles + chunks - 1) / chunks + kSuper - 1) / kSuper * kSuper;
     }
 
     // The same, of one size where that is possible: what is unpacked meanwhile is as much as what is passed over.
     int even_chunk() const {
-        for (int n = kChunkTiles; 2 * n > kChunkTiles; n--)
+        for (int n = kShareTiles; 2 * n > kShareTiles; n--)
             if (w.tiles % n == 0 && (n % kSuper == 0 || !byte_factors(w))) return n;
-        return chunk();
+        return chunk(kShareTiles);
     }
 
     void few(int b0, int b1, const Epilogue& e) {
         const int together = kSums / (16 * tall()) < 8 ? kSums / (16 * tall()) : 8;  // blocks that share what is made of the rows
-        const int most = chunk(), shift[2] = {Of::shift(0, w.offset), Of::kHalves == 2 ? Of::shift(1, w.offset) : 0};
+        const int most = chunk(kShareTiles), shift[2] = {Of::shift(0, w.offset), Of::kHalves == 2 ? Of::shift(1, w.offset) : 0};
         BlockTiles<BITS, GROUP, BIAS> block(w);
         PanelSums panel_sums[2];
         std::optional<Lanes> first, second;
@@ -234,7 +236,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     if (at < b1) ask_supers(w, at, from);
                     if (!kPackedByName<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_step);
                     if (block.reads_factors(m)) block.factors.template fill<GROUP, BIAS, Of::times(0), Of::times(1)>(w, b + i, t0, tiles);
-                    const Coming then{wanted, w.code_step / 4, {x, x, x, x}, 0};
+                    const Coming then(wanted, w.code_step / 4, tiles, {x, x, x, x}, 0);
                     for (int lane = 0; lane < m; lane += 8)
                         block.packed(b + i, t0, (lane < 16 ? first : second)->from(lane % 16), then, place(i, lane, t0, next, 16 * (b + i - b0), e));
                 }
@@ -245,7 +247,8 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     void many(int b0, int b1, const Epilogue& e) {
         using Tiles = BlockTiles<BITS, GROUP, BIAS>;
         const bool meanwhile = Tiles::kMeanwhile && m <= kMeanwhileRows;
-        const int most = meanwhile ? even_chunk() : chunk(), pair = meanwhile ? 1 : kPair;
+        const int pair = meanwhile || !BIAS ? 1 : kPair;  // with a bias, what a panel brings is made for each pair
+        const int most = meanwhile ? even_chunk() : chunk(pair == 1 ? kChunkTiles : kShareTiles);
         const int by = Tiles::kUnpackedTimes * (unpacked_less<BITS, BIAS>(w.offset) - w.offset), shift[2] = {by, by};
         Tiles block[kPair] = {Tiles(w), Tiles(w)};
         PanelSums panel_sums;
@@ -269,7 +272,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                         const Lanes lanes_then = then < passes ? Lanes(x + (size_t)(then / 2) * s.bytes, s, t0).from(then % 2 * 8) : Lanes(x, s, next);
                         for (int i = 0; i < blocks; i++) {
                             block[i].unpacked(b + i, t0, lanes.from(lane % 16),
-                                              coming(wanted + i < w.blocks ? wanted + i : b + i, from, tiles, pass, passes, lanes_then, i),
+                                              coming(wanted + i < w.blocks ? wanted + i : b + i, from, tiles, pass, passes, lanes_then, i, pair == 1),
                                               place(i, lane, t0, next, 16 * (b + i - b0), e));
                         }
                     }
@@ -280,12 +283,17 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
 
     // While lanes pass over an unpacked block: their share of the tiles that the block in its place will have, and the next lanes' codes,
     // or what they have beside them.
-    Coming coming(int b, int t0, int tiles, int pass, int passes, const Lanes& then, int block) const {
-        const size_t step = (w.code_step + 4 * (size_t)passes - 1) / (4 * (size_t)passes);
-        const uint8_t *weights = w.block(b) + (size_t)t0 * w.code_step + step * (size_t)(4 * pass * tiles), *codes = (const uint8_t*)then.codes;
-        if (!block) return {weights, step, {codes, codes + 64, codes + 128, codes + 192}, 512};
-        const uint8_t *excess = (const uint8_t*)then.excess, *sx = (const uint8_t*)then.sx;
-        return {weights, step, {excess, excess + 64, sx, sx + 64}, 256};
+    Coming coming(int b, int t0, int tiles, int pass, int passes, const Lanes& then, int block, bool alone) const {
+        const uint8_t *codes = (const uint8_t*)then.codes, *excess = (const uint8_t*)then.excess, *sx = (const uint8_t*)then.sx;
+        const size_t slices = alone && passes >= kAllBeside ? 1 : 4, step = (w.code_step + slices * (size_t)passes - 1) / (slices * (size_t)passes);
+        const uint8_t* weights = w.block(b) + (size_t)t0 * w.code_step + step * slices * (size_t)(pass * tiles);
+        if (block) return {weights, step, tiles, {excess, excess + 64, sx, sx + 64}, 256};
+        Coming found(weights, step, tiles, {codes, codes + 64, codes + 128, codes + 192}, 512);
+        if (slices == 1) {
+            found.first[1] = excess, found.first[2] = excess + 64, found.first[3] = sx;
+            found.first_step[1] = found.first_step[2] = 256, found.first_step[3] = 64;
+        }
+        return found;
     }
 };
 

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int kChunkTiles = 3 * kSuper;  // that rows pass over at a time
+constexpr int kChunkTiles = 4 * kSuper;  // that rows pass over at a time, at most
 
 struct Factors {
     alignas(64) float scale[kChunkTiles][2][16];
@@ -211,10 +211,16 @@ struct Place {
 
 // What will be wanted next, asked for with every tile of a slice: one by one, because a CPU forgets what it is asked for all at once.
 struct Coming {
-    const uint8_t* weights;  // step bytes on with every tile, through the four slices
-    size_t step;
-    const uint8_t* x[4];  // for each slice from its beginning, x_step bytes on
-    size_t x_step;
+    // For each slice from its beginning, a step on with every tile.
+    const uint8_t* first[4];
+    size_t first_step[4];
+    const uint8_t* second[4];
+    size_t second_step;
+
+    // The first are bytes from `weights` on, slice after slice.
+    Coming(const uint8_t* weights, size_t step, int tiles, const uint8_t* const (&others)[4], size_t others_step) : second_step(others_step) {
+        for (int i = 0; i < 4; i++) first[i] = weights + step * (size_t)(i * tiles), first_step[i] = step, second[i] = others[i];
+    }
 };
 
 }  // namespace
