@@ -192,9 +192,10 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     Lanes panel(int p, int t0, int tiles, const int (&shift)[2], PanelSums& sums) const {
         const uint8_t* from = x + (size_t)p * s.bytes;
         Lanes lanes(from, s, t0);
-        if (BIAS || shift[0] || shift[1]) {
+        constexpr bool kOwnSums = BIAS && GROUP == 16;
+        if (kOwnSums || shift[0] || shift[1]) {
             sums.fill<GROUP, BIAS>(from, s, t0, tiles, m - 16 * p < 16 ? (m - 16 * p + 7) / 8 * 8 : 16, shift);
-            lanes.take(sums, shift);
+            lanes.take<kOwnSums>(sums, shift);
         }
         return lanes;
     }
@@ -247,7 +248,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     void many(int b0, int b1, const Epilogue& e) {
         using Tiles = BlockTiles<BITS, GROUP, BIAS>;
         const bool meanwhile = Tiles::kMeanwhile && m <= kMeanwhileRows;
-        const int pair = meanwhile || !BIAS ? 1 : kPair;  // with a bias, what a panel brings is made for each pair
+        const int pair = meanwhile || !BIAS || GROUP == 32 ? 1 : kPair;  // or what a panel brings would be made for each block
         const int most = meanwhile ? even_chunk() : chunk(pair == 1 ? kChunkTiles : kShareTiles);
         const int by = Tiles::kUnpackedTimes * (unpacked_less<BITS, BIAS>(w.offset) - w.offset), shift[2] = {by, by};
         Tiles block[kPair] = {Tiles(w), Tiles(w)};

@@ -78,7 +78,7 @@ constexpr SumStarts kSumStarts;
 // What the rows of a panel bring to every block beside their codes and scales, over some tiles: made once.
 struct PanelSums {
     alignas(64) uint32_t start[2][2 * kChunkTiles][16][4];  // [half][group][lane]: where sums do not begin with kSumStarts
-    alignas(64) float sxs[2 * kChunkTiles][16];             // scale * sum, for the bias
+    alignas(64) float sxs[2 * kChunkTiles][16];             // scale * sum, for the bias of groups of 16
 
     template <int GROUP, bool BIAS> void fill(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, const int (&shift)[2]) {
         const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
@@ -89,7 +89,7 @@ struct PanelSums {
                     const int g = 32 / GROUP * t + part;
                     const int32_t* of = sum + lane;
                     const W total = GROUP == 32 ? vaddq_s32(vld1q_s32(of), vld1q_s32(of + 16)) : vld1q_s32(of + 16 * part);
-                    if constexpr (BIAS) vst1q_f32(sxs[g] + lane, vmulq_f32(vld1q_f32(scale + lane), vcvtq_f32_s32(total)));
+                    if constexpr (BIAS && GROUP == 16) vst1q_f32(sxs[g] + lane, vmulq_f32(vld1q_f32(scale + lane), vcvtq_f32_s32(total)));
                     for (int half = 0; half < 2; half++)
                         if (shift[half]) {
                             const uint32x4_t from = vreinterpretq_u32_s32(vmlaq_n_s32(vdupq_n_s32((int32_t)sum_bits(1)), total, shift[half]));
@@ -103,24 +103,23 @@ struct PanelSums {
 struct Lanes {
     const int8_t* codes;                                              // + 512 per tile
     const float *sx, *excess;                                         // + 16, + 64 per tile
-    const float* sxs = nullptr;                                       // + 16 per group
+    const float* sxs;                                                 // + 16 per group
     const uint32_t* start[2] = {kSumStarts.of[0], kSumStarts.of[0]};  // + step per group; of either half
     size_t step[2] = {};
 
     Lanes(const uint8_t* panel, const QuantShape& s, int t0)
         : codes((const int8_t*)panel + 512 * (size_t)t0), sx((const float*)(panel + s.sx) + 16 * (size_t)t0),
-          excess((const float*)(panel + s.excess) + 64 * (size_t)t0) {}
+          excess((const float*)(panel + s.excess) + 64 * (size_t)t0), sxs((const float*)(panel + s.sxs) + 16 * (size_t)t0) {}
 
-    void take(const PanelSums& sums, const int (&shift)[2]) {
-        sxs = sums.sxs[0];
+    template <bool SUMS> void take(const PanelSums& sums, const int (&shift)[2]) {
+        if (SUMS) sxs = sums.sxs[0];
         for (int half = 0; half < 2; half++)
             if (shift[half]) start[half] = sums.start[half][0][0], step[half] = 64;
     }
 
     Lanes from(int lane) const {
         Lanes x = *this;
-        x.codes += 32 * lane, x.sx += lane, x.excess += 4 * lane;
-        if (sxs) x.sxs += lane;
+        x.codes += 32 * lane, x.sx += lane, x.excess += 4 * lane, x.sxs += lane;
         for (int half = 0; half < 2; half++)
             if (step[half]) x.start[half] += 4 * lane;
         return x;
