@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kMeanwhileRows = 64;       // up to so many, unpacking is worth hiding: that takes one block at a time
 constexpr int kShareTiles = 3 * kSuper;  // that rows pass over at a time where the first cache has more than one block's bytes to hold
-constexpr int kAllBeside = 8;            // passes from which one slice asks for all codes that come next, and the others for what lanes have
 constexpr int kSums = 8 * 32 * 16;       // floats: 8 blocks of 32 rows, 2 of 128
 static_assert(kPair == 2 && kSums >= kPair * kMaxTall * 16, "every call has room for two blocks");
 
@@ -283,17 +282,15 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
     }
 
     // While lanes pass over an unpacked block: their share of the tiles that the block in its place will have, and the next lanes' codes,
-    // or what they have beside them.
+    // or what they have beside them. The more passes there are, the fewer slices it takes to ask for a tile's codes: the others ask for that, too.
     Coming coming(int b, int t0, int tiles, int pass, int passes, const Lanes& then, int block, bool alone) const {
         const uint8_t *codes = (const uint8_t*)then.codes, *excess = (const uint8_t*)then.excess, *sx = (const uint8_t*)then.sx;
-        const size_t slices = alone && passes >= kAllBeside ? 1 : 4, step = (w.code_step + slices * (size_t)passes - 1) / (slices * (size_t)passes);
+        const size_t slices = !alone || passes < 4 ? 4 : passes < 8 ? 2 : 1, step = (w.code_step + slices * (size_t)passes - 1) / (slices * (size_t)passes);
         const uint8_t* weights = w.block(b) + (size_t)t0 * w.code_step + step * slices * (size_t)(pass * tiles);
         if (block) return {weights, step, tiles, {excess, excess + 64, sx, sx + 64}, 256};
         Coming found(weights, step, tiles, {codes, codes + 64, codes + 128, codes + 192}, 512);
-        if (slices == 1) {
-            found.first[1] = excess, found.first[2] = excess + 64, found.first[3] = sx;
-            found.first_step[1] = found.first_step[2] = 256, found.first_step[3] = 64;
-        }
+        const uint8_t* const beside[3] = {excess, excess + 64, sx};
+        for (size_t i = slices; i < 4; i++) found.first[i] = beside[i - slices], found.first_step[i] = i - slices < 2 ? 256 : 64;
         return found;
     }
 };
