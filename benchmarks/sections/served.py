@@ -84,7 +84,7 @@ def group(world: World, name: str, concurrency: int) -> Group:
     sides = [Side(OURS, lambda: quire(path, world.threads, load_of(path, concurrency)), 12)]
     notes = []
     if peers.find("llama-server"):
-        theirs = Side(peers.NAME, lambda: llama(path, world.threads, load_of(path, concurrency), SETTINGS), 150)
+        theirs = Side(peers.NAME, lambda: llama(path, world.threads, load_of(path, concurrency), SETTINGS), 220)
         sides.append(theirs)
         notes.append(f"llama-server with -np {concurrency} -c {concurrency * SLOT} -cb --cache-reuse 64")
     else:

@@ -2,8 +2,8 @@
 // at a time over some tiles of a block, whose sums wait in memory as [8 lanes][slice][lane][4] until the last tiles have been added.
 //
 // A few rows read the packed codes: storing a register takes a vector pipe, so that unpacking into memory pays only where many rows use
-// it. They go over a block after the other. Many rows have the codes of two blocks unpacked in the first cache, and pass over both; bytes
-// stay where they are. In between, rows pass over one block while the integer pipes, which have nothing else to do, unpack what comes next.
+// it. They go over a block after the other. Many rows have a block's codes unpacked in the first cache (those of two where a bias has groups of
+// 16), and pass over them; bytes stay where they are. In between, the integer pipes, which have nothing else to do, unpack what comes next meanwhile.
 #pragma once
 
 #include <optional>

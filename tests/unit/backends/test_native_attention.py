@@ -127,11 +127,11 @@ def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, 
 
 
 WISHES = {
-    "the last": [699],
+    "the last": [698],
     "none": [],
     "here and there": [0, 1, 2, 15, 16, 254, 255, 256, 257, 258, 259, 400, 511, 512, 640, 698],
-    "in any order, and twice": [640, 3, 699, 3, 256],
-    "all": list(range(700)),
+    "in any order, and twice": [640, 3, 698, 3, 256],
+    "all": list(range(699)),
 }
 
 
@@ -142,8 +142,8 @@ def test_rows_that_nobody_takes_do_not_show(given, wanted, dtype: str, threads: 
     """A prompt in one piece and then a row: those taken are right, and all were stored."""
     program = taking(dtype, threads=threads)
     batch = ragged([(0, 699, PAGES[:44])])
-    batch.logit_rows = np.array([r for r in rows if r < 699], np.int32)
-    got = program.run(batch, {name: x[:699] for name, x in given.items()}).copy()
+    batch.logit_rows = np.array(rows, np.int32)
+    got = program.run(batch, {name: x[:699] for name, x in given.items()})
     np.testing.assert_array_equal(got, wanted[dtype][batch.logit_rows])
     batch = ragged([(699, 1, PAGES[:44])])
     got = program.run(batch, {name: x[699:] for name, x in given.items()})
