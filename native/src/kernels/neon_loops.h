@@ -1,38 +1,16 @@
-// The inner loop of int8 products of eight rows, by name. A compiler keeps neither the registers (the 32 are just enough) nor the
+// The loop of int8 products of eight rows, by name: slice after slice, tile after tile. A compiler keeps neither the registers (the 32 are just enough) nor the
 // order: a multiplication's result leaves its pipe one cycle later than a dot product's, a multiply-add's two, and a pipe that goes
-// back to dot products stands still for as long. So the floats of all eight rows come together, after the dots.
+// back to dot products stands still for as long. So the floats of all eight rows come together, after the dots; with bytes, those of two tiles
+// (neon_pairs.h). Packed codes lose more than that by what they do among the floats then. One tile has:
 //
 //   v0-7   sums of a group    v8-15    results    v16-23  codes, then products    v24-27  quads of four rows of x, then products
 //   v28    scales of the slice    v29, v31    what belongs to four rows    v30    mask
 #pragma once
 
+#include "neon_pairs.h"
+#include "neon_slice_args.h"
+
 namespace {
-
-// What is added up over some tiles of a slice: four rows of a block.
-struct SliceArgs {
-    const uint8_t* codes;           // packed, or bytes [tile][slice][quad]
-    const uint8_t *scale, *bias;    // float [tile][2 groups][16 rows], or float16 as they are packed
-    const int8_t* x;                // of the first of eight lanes
-    const float *sx, *sxs;
-    const float* excess;            // + 64 per tile
-    const uint32_t* start;          // what sums begin with, [lane][4]; `step` bytes on for each group
-    size_t step;
-    long tiles;
-    const uint8_t* ahead;           // what will be wanted, + ahead_step per tile
-    size_t ahead_step;
-    const uint8_t* beside;          // the same, but not with codes of four or six bits
-    size_t beside_step;
-    const uint8_t* packed;          // a quad of two slices that will be wanted, + code_step per tile, four bits: they become bytes meanwhile
-    uint8_t* unpacked;              // + 512 per tile
-    size_t code_step;               // from one packed tile to the next
-
-    // Past n tiles of bytes that have no bias.
-    void move(int n) {
-        codes += 512 * n, scale += 128 * n, x += 512 * n, sx += 16 * n, excess += 64 * n;
-        start += (int)(step / 4) * n, ahead += ahead_step * (size_t)n, beside += beside_step * (size_t)n;
-    }
-};
-static_assert(sizeof(SliceArgs) == 136, "QUIRE_SLICE_LOOP loads them one after the other");
 
 struct alignas(16) LoopConstants {
     uint32_t mask[4];
@@ -43,7 +21,7 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 
 // clang-format off
 // Eight registers of codes, four for the first sixteen columns and four for the others: bytes side by side; or packed: four bits 32 bytes
-// apart, six signed bits or eight 64. What comes in a crowd holds up the operations behind it: the later four come among the dot products
+// apart, eight 64. What comes in a crowd holds up the operations behind it: the later four come among the dot products
 // of the first, in four pieces.
 #define QUIRE_MASK(R) "and v" #R ".16b, v" #R ".16b, v30.16b\n"
 #define QUIRE_CODES(R, AT) "ldr q" #R ", [c_, #" #AT "]\n"
@@ -67,14 +45,6 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_LATE_FOUR \
     QUIRE_CODES(20, 128) QUIRE_CODES(21, 160), QUIRE_CODES(22, 192) QUIRE_CODES(23, 224) QUIRE_PASS(c) QUIRE_ASK(0), \
     QUIRE_MASK(20) QUIRE_MASK(21) QUIRE_ASK(40) "add ahead_, ahead_, as_\n", QUIRE_MASK(22) QUIRE_MASK(23)
-// The fourth register is what the lower bits of the three before it make.
-#define QUIRE_FOURTH_LOW(B, D) "sli v" #D ".16b, v" #B ".16b, #2\n" QUIRE_MASK(B) "shl v" #D ".16b, v" #D ".16b, #2\n"
-#define QUIRE_FOURTH_HIGH(A, C, D) "sli v" #D ".16b, v" #A ".16b, #6\n" QUIRE_MASK(A) QUIRE_MASK(C)
-#define QUIRE_EARLY_SIX \
-    QUIRE_CODES(16, 0) QUIRE_CODES(17, 64) QUIRE_CODES(18, 128) QUIRE_CODES(19, 128) QUIRE_FOURTH_LOW(17, 19) QUIRE_FOURTH_HIGH(16, 18, 19)
-#define QUIRE_LATE_SIX \
-    QUIRE_CODES(20, 192) QUIRE_CODES(21, 256), QUIRE_CODES(22, 320) QUIRE_CODES(23, 320) QUIRE_PASS(c), \
-    QUIRE_FOURTH_LOW(21, 23) QUIRE_ASK(0), QUIRE_FOURTH_HIGH(20, 22, 23) QUIRE_ASK(56) "add ahead_, ahead_, as_\n"
 #define QUIRE_EARLY_EIGHT QUIRE_CODES(16, 0) QUIRE_CODES(17, 64) QUIRE_CODES(18, 128) QUIRE_CODES(19, 192)
 #define QUIRE_LATE_EIGHT \
     QUIRE_CODES(20, 256) QUIRE_ASK(64), QUIRE_CODES(21, 320), QUIRE_CODES(22, 384) QUIRE_ASK_BOTH, QUIRE_CODES(23, 448) QUIRE_PASS(c)
@@ -96,12 +66,11 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_FIRST(...) QUIRE_HALF(QUIRE_BEGIN, 16, 17, 18, 19, 0, 32, 64, 96, 128, 160, 192, 224, __VA_ARGS__)
 #define QUIRE_LAST(START) QUIRE_HALF(START, 20, 21, 22, 23, 16, 48, 80, 112, 144, 176, 208, 240, "", "", "", "")
 
-// Factors of the slice into register R, S bytes after those of the tile's first group: floats, or halves that become floats here. They
-// are asked for well before they are used.
+// Factors of the slice into register R: floats, or halves that become floats here. They are asked for well before they are used.
 #define QUIRE_ON_FLOATS(P) QUIRE_ON(P, 128)
-#define QUIRE_FLOATS(R, FROM, S) "ldr q" #R ", [" #FROM "_, #" #S "]\n"
-#define QUIRE_HALVES(R, FROM, S) "ldr d" #R ", [" #FROM "_]\n fcvtl v" #R ".4s, v" #R ".4h\n"
-#define QUIRE_SIXTEENTHS(R, FROM, S) "ldr q16, [%[k], #16]\n" QUIRE_HALVES(R, FROM, S) "fmul v" #R ".4s, v" #R ".4s, v16.4s\n"
+#define QUIRE_FLOATS(R, FROM) "ldr q" #R ", [" #FROM "_]\n"
+#define QUIRE_HALVES(R, FROM) "ldr d" #R ", [" #FROM "_]\n fcvtl v" #R ".4s, v" #R ".4h\n"
+#define QUIRE_SIXTEENTHS(R, FROM) "ldr q16, [%[k], #16]\n" QUIRE_HALVES(R, FROM) "fmul v" #R ".4s, v" #R ".4s, v16.4s\n"
 
 #define QUIRE_EXCESS(P, AT) "ldr q" #P ", [ex_, #" #AT "]\n"
 #define QUIRE_TIMES(P, SUM, OWN, J) "fmla v" #P ".4s, v" #SUM ".4s, v" #OWN ".s[" #J "]\n"
@@ -119,60 +88,73 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     QUIRE_LANE(8, R, LOW, 0) QUIRE_LANE(9, R, LOW, 1) QUIRE_LANE(10, R, LOW, 2) QUIRE_LANE(11, R, LOW, 3) \
     QUIRE_LANE(12, R, HIGH, 0) QUIRE_LANE(13, R, HIGH, 1) QUIRE_LANE(14, R, HIGH, 2) QUIRE_LANE(15, R, HIGH, 3)
 #define QUIRE_SXS(LOW, HIGH, S) "ldr q" #LOW ", [sxs_, #" #S "]\n ldr q" #HIGH ", [sxs_, #" #S " + 16]\n"
-#define QUIRE_GROUP32(SCALE, FACTOR, ...) QUIRE_FIRST(__VA_ARGS__) SCALE(28, s, 0) QUIRE_LAST(QUIRE_GOES_ON) QUIRE_SUMS
+#define QUIRE_GROUP32(SCALE, FACTOR, ...) QUIRE_FIRST(__VA_ARGS__) SCALE(28, s) QUIRE_LAST(QUIRE_GOES_ON) QUIRE_SUMS
 #define QUIRE_GROUP32_BIAS(SCALE, FACTOR, ...) \
-    QUIRE_FIRST(__VA_ARGS__) SCALE(28, s, 0) QUIRE_LAST(QUIRE_GOES_ON) FACTOR(20, b, 0) QUIRE_SXS(21, 22, 0) QUIRE_SUMS QUIRE_BIASES(20, 21, 22)
-#define QUIRE_GROUP16(SCALE, FACTOR, ...) SCALE(28, s, 0) QUIRE_FIRST(__VA_ARGS__) QUIRE_SUMS SCALE(28, s, 64) QUIRE_LAST(QUIRE_BEGIN) QUIRE_SUMS
-#define QUIRE_GROUP16_BIAS(SCALE, FACTOR, ...) \
-    SCALE(28, s, 0) QUIRE_FIRST(__VA_ARGS__) QUIRE_SUMS FACTOR(28, b, 0) QUIRE_SXS(29, 31, 0) QUIRE_BIASES(28, 29, 31) \
-    SCALE(28, s, 64) QUIRE_LAST(QUIRE_BEGIN) QUIRE_SUMS FACTOR(28, b, 64) QUIRE_SXS(29, 31, 64) QUIRE_BIASES(28, 29, 31)
+    QUIRE_FIRST(__VA_ARGS__) SCALE(28, s) QUIRE_LAST(QUIRE_GOES_ON) FACTOR(20, b) QUIRE_SXS(21, 22, 0) QUIRE_SUMS QUIRE_BIASES(20, 21, 22)
 
-// The arguments, in their order.
 #define QUIRE_NAMES(DO) \
     DO(c, 3) DO(s, 4) DO(b, 5) DO(x, 6) DO(sx, 7) DO(sxs, 8) DO(ex, 9) DO(st, 10) DO(step, 11) DO(n, 12) DO(ahead, 13) DO(as, 14) DO(be, 15) DO(bs, 16)
 #define QUIRE_NAME(P, X) #P "_ .req x" #X "\n"
 #define QUIRE_UNNAME(P, X) ".unreq " #P "_\n"
-#define QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT, SXS, BEGIN, ...)                                                              \
-    asm volatile(QUIRE_NAMES(QUIRE_NAME) "ldp c_, s_, [%[a]]\n ldp b_, x_, [%[a], #16]\n ldp sx_, sxs_, [%[a], #32]\n"                 \
-                 "ldp ex_, st_, [%[a], #48]\n ldp step_, n_, [%[a], #64]\n ldp ahead_, as_, [%[a], #80]\n ldp be_, bs_, [%[a], #96]\n"            \
-                 "ldr q30, [%[k]]\n ldr x25, [%[a], #128]\n" BEGIN                                                                                           \
-                 "1:\n" EARLY GROUP(SCALE, FACTOR, QUIRE_##LATE) QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256)                   \
-                 NEXT(s) NEXT(b) QUIRE_ON(sxs, SXS) "subs n_, n_, #1\n b.ne 1b\n" QUIRE_NAMES(QUIRE_UNNAME)        \
-                 : "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3), "+w"(r4), "+w"(r5), "+w"(r6), "+w"(r7)                                      \
+// x25: code_step    x26: slices    x27: asks    x28: the slice
+// Arguments are loaded one by one at first: a pair would wait for two stores to reach the cache.
+#define QUIRE_ARG(X, AT) "ldr " #X ", [%[a], #" #AT "]\n"
+#define QUIRE_OPEN \
+    QUIRE_ARG(c_, 0) QUIRE_ARG(s_, 8) QUIRE_ARG(b_, 16) QUIRE_ARG(x25, 24) QUIRE_ARG(x26, 88) QUIRE_ARG(x27, 96) QUIRE_ARG(bs_, 104) \
+    QUIRE_ARG(n_, 128) QUIRE_ARG(x_, 32) QUIRE_ARG(sx_, 40) QUIRE_ARG(sxs_, 48) QUIRE_ARG(ex_, 56) QUIRE_ARG(st_, 64) QUIRE_ARG(step_, 72) \
+    "mov x28, #0\n b 3f\n"
+#define QUIRE_AGAIN \
+    "ldp n_, x_, [%[a], #128]\n madd n_, x28, x_, n_\n ldp x_, sx_, [%[a], #32]\n ldp sxs_, ex_, [%[a], #48]\n ldp st_, step_, [%[a], #64]\n"
+#define QUIRE_TAKE \
+    "ldr ahead_, [x27]\n ldr as_, [x27, #8]\n ldr be_, [x27, #16]\n" \
+    "ldp q8, q9, [n_]\n ldp q10, q11, [n_, #32]\n ldp q12, q13, [n_, #64]\n ldp q14, q15, [n_, #96]\n" QUIRE_ARG(n_, 80)
+#define QUIRE_ADD_LANE(R) "ldr q16, [sxs_]\n add sxs_, sxs_, ex_\n fadd v" #R ".4s, v" #R ".4s, v16.4s\n"
+#define QUIRE_LEAVE_LANE(R) "str q" #R ", [x_]\n add x_, x_, sx_\n"
+#define QUIRE_EIGHT_LANES(DO) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+#define QUIRE_LEAVE \
+    "ldp x_, sx_, [%[a], #144]\n ldp sxs_, ex_, [%[a], #160]\n madd x_, x28, sxs_, x_\n cbz ex_, 2f\n" \
+    "add sxs_, ex_, x28, lsl #4\n ldr ex_, [%[a], #176]\n" QUIRE_EIGHT_LANES(QUIRE_ADD_LANE) "2:\n" QUIRE_EIGHT_LANES(QUIRE_LEAVE_LANE) \
+    "ldp x_, sx_, [%[a], #112]\n add c_, c_, x_\n add s_, s_, sx_\n add b_, b_, sx_\n" \
+    "add x27, x27, #40\n add x28, x28, #1\n cmp x28, x26\n b.ne 0b\n"
+#define QUIRE_SLICE_LOOP(BODY, OPEN, TAKE, ...)                                                                  \
+    asm volatile(QUIRE_NAMES(QUIRE_NAME) "ldr q30, [%[k]]\n" OPEN QUIRE_OPEN "0:\n" QUIRE_AGAIN "3:\n" QUIRE_TAKE TAKE                                         \
+                 "1:\n" BODY "b.ne 1b\n" QUIRE_LEAVE QUIRE_NAMES(QUIRE_UNNAME)                                                         \
+                 :                                                                                                                     \
                  : [a] "r"(&a), [k] "r"(&kLoopConstants<BITS, UNPACKS ? 1 : HALF>)                                                                  \
-                 : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", \
-                   "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13",       \
-                   "x14", "x15", "x25", __VA_ARGS__)
-#define QUIRE_SLICE(EARLY, LATE, GROUP, SXS)                                                                                         \
-    if constexpr (!HALVES) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS, SXS, "", "x16");                       \
-    else if constexpr (HALF) QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, QUIRE_PASS, SXS, "", "x16");                  \
-    else QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, QUIRE_PASS, SXS, "", "x16")
+                 : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",                 \
+                   "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5",   \
+                   "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x25", "x26", "x27", "x28", __VA_ARGS__)
+#define QUIRE_TILE(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT)                                                                              \
+    EARLY GROUP(SCALE, FACTOR, QUIRE_##LATE) QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256) NEXT(s) NEXT(b) QUIRE_ON(sxs, 64) "subs n_, n_, #1\n"
+#define QUIRE_SLICE(EARLY, LATE, GROUP)                                                                                         \
+    if constexpr (!HALVES) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS), "", "", "x16");                       \
+    else if constexpr (HALF) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, QUIRE_PASS), "", "", "x16");                  \
+    else QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, QUIRE_PASS), "", "", "x16")
+#define QUIRE_SLICE_UNPACKING(BODY)                                                                                                  \
+    QUIRE_SLICE_LOOP(BODY, "ldr x24, [%[k]]\n", "ldr x17, [x27, #24]\n ldr x19, [x27, #32]\n", "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")
 
-#define QUIRE_SLICE_UNPACKING(EARLY, LATE, GROUP)                                                                                    \
-    QUIRE_SLICE_LOOP(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS, 64, "ldp x17, x19, [%[a], #112]\n ldr x24, [%[k]]\n",         \
-                     "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")
-
-// Adds eight rows of x against a slice to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16. UNPACKS: see
-// SliceArgs; bytes without a bias.
-template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = false> QUIRE_INLINE void slice_loop(const SliceArgs& a, V (&acc)[8]) {
-    register V r0 asm("v8") = acc[0];
-    register V r1 asm("v9") = acc[1];
-    register V r2 asm("v10") = acc[2];
-    register V r3 asm("v11") = acc[3];
-    register V r4 asm("v12") = acc[4];
-    register V r5 asm("v13") = acc[5];
-    register V r6 asm("v14") = acc[6];
-    register V r7 asm("v15") = acc[7];
-    if constexpr (UNPACKS) { QUIRE_SLICE_UNPACKING(QUIRE_EARLY_BYTES, LATE_SIGNED, QUIRE_GROUP32); }
-    if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32, 64); }
-    if constexpr (BITS == 0 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS, 64); }
-    if constexpr (BITS == 0 && GROUP == 16 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP16, 128); }
-    if constexpr (BITS == 0 && GROUP == 16 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP16_BIAS, 128); }
-    if constexpr (BITS == 4 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32, 64); }
-    if constexpr (BITS == 4 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32_BIAS, 64); }
-    if constexpr (BITS == 6 && GROUP == 16 && !BIAS && !HALVES) { QUIRE_SLICE(QUIRE_EARLY_SIX, LATE_SIX, QUIRE_GROUP16, 128); }
-    if constexpr (BITS == 8 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_EIGHT, LATE_EIGHT, QUIRE_GROUP32, 64); }
-    acc[0] = r0, acc[1] = r1, acc[2] = r2, acc[3] = r3, acc[4] = r4, acc[5] = r5, acc[6] = r6, acc[7] = r7;
+// Adds eight rows of x against some slices to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16. UNPACKS: see
+// SliceAsks; bytes without a bias.
+template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = false> QUIRE_INLINE void slice_loop(const SliceArgs& a) {
+    if constexpr (GROUP == 16) {
+        if constexpr (BITS == 6) QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_SIX4, 192, QUIRE_WITHOUT, QUIRE_ASKING_SIX) QUIRE_PASS(c), "", "", "x16");
+        else if constexpr (BIAS) QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_BYTES4, 64, QUIRE_WITH, QUIRE_ASKING) QUIRE_ON(c, 512), "", "", "x16");
+        else QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_BYTES4, 64, QUIRE_WITHOUT, QUIRE_ASKING) QUIRE_ON(c, 512), "", "", "x16");
+        return;
+    }
+    if constexpr (BITS == 0)
+        if (a.tiles % 2 == 0) {
+            if constexpr (UNPACKS) QUIRE_SLICE_UNPACKING(QUIRE_TWO_TILES(QUIRE_WITHOUT, QUIRE_UNPACKING));
+            else if constexpr (BIAS) QUIRE_SLICE_LOOP(QUIRE_TWO_TILES(QUIRE_WITH, QUIRE_ASKING), "", "", "x16");
+            else QUIRE_SLICE_LOOP(QUIRE_TWO_TILES(QUIRE_WITHOUT, QUIRE_ASKING), "", "", "x16");
+            return;
+        }
+    if constexpr (UNPACKS) QUIRE_SLICE_UNPACKING(QUIRE_TILE(QUIRE_EARLY_BYTES, LATE_SIGNED, QUIRE_GROUP32, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS));
+    if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32); }
+    if constexpr (BITS == 0 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS); }
+    if constexpr (BITS == 4 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32); }
+    if constexpr (BITS == 4 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32_BIAS); }
+    if constexpr (BITS == 8 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_EIGHT, LATE_EIGHT, QUIRE_GROUP32); }
 }
 // clang-format on
 

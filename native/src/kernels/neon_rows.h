@@ -71,7 +71,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
     }
 
     // As many lanes as `place` has rows against what is unpacked.
-    void unpacked(int b, int t0, const Lanes& x, const Coming& coming, const Place& place) {
+    void unpacked(int b, int t0, const Lanes& x, Coming& coming, const Place& place) {
         if constexpr (kInPlace) {
             if (place.rows <= 4 && half_factors(w)) factors.template fill<GROUP, BIAS, Of::times(0), Of::times(1)>(w, b, t0, tiles);
             return packed(b, t0, x, coming, place);
@@ -90,7 +90,7 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
     }
 
     // The same straight from the packed codes.
-    void packed(int b, int t0, const Lanes& x, const Coming& coming, const Place& place) {
+    void packed(int b, int t0, const Lanes& x, Coming& coming, const Place& place) {
 #ifdef QUIRE_NEON_DOT
         if constexpr (kPackedByName<BITS, GROUP, BIAS>)
             if (place.rows > 4) {
@@ -118,34 +118,48 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
 #ifdef QUIRE_NEON_DOT
     // Slices lie `apart`. UNPACKS: a piece of what comes next with each.
     template <int PACKED, bool HALVES, bool UNPACKS = false>
-    void by_name(const uint8_t* from, size_t apart, const uint8_t* scale, const uint8_t* bias, const Lanes& x, const Coming& coming,
-                 const Place& place) {
+    void by_name(const uint8_t* from, size_t apart, const uint8_t* scale, const uint8_t* bias, const Lanes& x, Coming& coming, const Place& place) {
+        constexpr int kEach = PACKED == 4 ? 2 : 4;
         constexpr size_t kFactors = HALVES ? 8 : 16;  // bytes for a slice
-        each<PACKED == 4 ? 2 : 1>([&](auto half) __attribute__((always_inline)) {
-            constexpr int kEach = PACKED == 4 ? 2 : 4;
-            for (int i = 0; i < kEach; i++) {
-                const int slice = kEach * half + i;
-                V acc[8];
-                place.take(slice, acc);
-                SliceArgs a{from + apart * (size_t)i, scale + kFactors * (size_t)slice, bias + kFactors * (size_t)slice, x.codes, x.sx, x.sxs, x.excess,
-                            x.start[half], 4 * x.step[half], tiles, coming.first[slice], coming.first_step[slice], coming.second[slice],
-                            coming.second_step, nullptr, nullptr, w.code_step};
-                if constexpr (UNPACKS) {
-                    // A quad of slices 0 and 2, or 1 and 3.
-                    a.packed = then + 16 * (size_t)pieces;
-                    a.unpacked = spare[0] + 128 * (size_t)(pieces % 2) + 16 * (size_t)(pieces / 2);
-                    pieces++;
-                    a.tiles = then_tiles;
-                    slice_loop<0, 0, GROUP, BIAS, false, true>(a, acc);
-                    if (__builtin_expect(then_tiles < tiles, 0)) {
-                        a.move(then_tiles);
-                        a.tiles = tiles - then_tiles;
-                        slice_loop<0, 0, GROUP, BIAS, false>(a, acc);
-                    }
-                } else slice_loop<PACKED, half, GROUP, BIAS, HALVES>(a, acc);
-                place.leave(slice, acc);
+        if constexpr (UNPACKS)
+            for (SliceAsks& asks : coming.slice) {
+                // A quad of slices 0 and 2, or 1 and 3.
+                asks.packed = then + 16 * (size_t)pieces;
+                asks.unpacked = spare[0] + 128 * (size_t)(pieces % 2) + 16 * (size_t)(pieces / 2);
+                pieces++;
             }
+        SliceArgs a;
+        a.codes = from, a.scale = scale, a.bias = bias, a.code_step = w.code_step;
+        a.x = x.codes, a.sx = x.sx, a.sxs = x.sxs, a.excess = x.excess, a.start = x.start[0], a.step = 4 * x.step[0];
+        a.tiles = tiles, a.slices = kEach, a.asks = coming.slice, a.beside_step = coming.beside_step;
+        a.codes_back = (long)apart - tiles * (PACKED ? (long)w.code_step : 512);
+        a.factors_back = (long)kFactors - tiles * (HALVES ? (long)w.code_step : 128);
+        place.ends(0, a);
+        each<4 / kEach>([&](auto half) __attribute__((always_inline)) {
+            if constexpr (half) a.pass(kFactors, x.start[half], 4 * x.step[half]);
+            if constexpr (UNPACKS) {
+                if (__builtin_expect(then_tiles < tiles, 0)) return in_parts(a, apart, place);
+                slice_loop<0, 0, GROUP, BIAS, false, true>(a);
+            } else slice_loop<PACKED, half, GROUP, BIAS, HALVES>(a);
         });
+        place.finish();
+    }
+
+    // Where less is to be unpacked than is passed over.
+    void in_parts(const SliceArgs& all, size_t apart, const Place& place) {
+        for (int slice = 0; slice < 4; slice++) {
+            SliceArgs a = all;
+            a.codes += apart * (size_t)slice, a.scale += 16 * slice, a.asks += slice, a.slices = 1;
+            SliceArgs rest = a;
+            a.tiles = then_tiles;
+            place.ends(slice, a);
+            a.leave = place.acc + 32 * slice, a.leave_lane = 16, a.residual = nullptr;
+            slice_loop<0, 0, GROUP, BIAS, false, true>(a);
+            rest.move(then_tiles);
+            place.ends(slice, rest);
+            rest.take = a.leave;
+            slice_loop<0, 0, GROUP, BIAS, false>(rest);
+        }
     }
 #endif
 
@@ -236,7 +250,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                     if (at < b1) ask_supers(w, at, from);
                     if (!kPackedByName<BITS, GROUP, BIAS> || m <= 4) ask_ahead(wanted, (size_t)most * w.code_step);
                     if (block.reads_factors(m)) block.factors.template fill<GROUP, BIAS, Of::times(0), Of::times(1)>(w, b + i, t0, tiles);
-                    const Coming then(wanted, w.code_step / 4, tiles, {x, x, x, x}, 0);
+                    Coming then(wanted, w.code_step / 4, tiles, {x, x, x, x}, 0);
                     for (int lane = 0; lane < m; lane += 8)
                         block.packed(b + i, t0, (lane < 16 ? first : second)->from(lane % 16), then, place(i, lane, t0, next, 16 * (b + i - b0), e));
                 }
@@ -248,7 +262,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
         using Tiles = BlockTiles<BITS, GROUP, BIAS>;
         const bool meanwhile = Tiles::kMeanwhile && m <= kMeanwhileRows;
         const int pair = meanwhile || !BIAS || GROUP == 32 ? 1 : kPair;  // or what a panel brings would be made for each block
-        const int most = meanwhile ? even_chunk() : chunk(pair == 1 ? kChunkTiles : kShareTiles);
+        const int most = meanwhile ? even_chunk() : chunk(pair == 1 && !BIAS ? kChunkTiles : kShareTiles);
         const int by = Tiles::kUnpackedTimes * (unpacked_less<BITS, BIAS>(w.offset) - w.offset), shift[2] = {by, by};
         Tiles block[kPair] = {Tiles(w), Tiles(w)};
         PanelSums panel_sums;
@@ -271,9 +285,8 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
                         const int then = pass + 1;  // the next eight lanes, or the first ones over what comes next
                         const Lanes lanes_then = then < passes ? Lanes(x + (size_t)(then / 2) * s.bytes, s, t0).from(then % 2 * 8) : Lanes(x, s, next);
                         for (int i = 0; i < blocks; i++) {
-                            block[i].unpacked(b + i, t0, lanes.from(lane % 16),
-                                              coming(wanted + i < w.blocks ? wanted + i : b + i, from, tiles, pass, passes, lanes_then, i, pair == 1),
-                                              place(i, lane, t0, next, 16 * (b + i - b0), e));
+                            Coming asks = coming(wanted + i < w.blocks ? wanted + i : b + i, from, tiles, pass, passes, lanes_then, i, pair == 1);
+                            block[i].unpacked(b + i, t0, lanes.from(lane % 16), asks, place(i, lane, t0, next, 16 * (b + i - b0), e));
                         }
                     }
                 }
@@ -290,7 +303,7 @@ template <int BITS, int GROUP, bool BIAS> struct Rows {
         if (block) return {weights, step, tiles, {excess, excess + 64, sx, sx + 64}, 256};
         Coming found(weights, step, tiles, {codes, codes + 64, codes + 128, codes + 192}, 512);
         const uint8_t* const beside[3] = {excess, excess + 64, sx};
-        for (size_t i = slices; i < 4; i++) found.first[i] = beside[i - slices], found.first_step[i] = i - slices < 2 ? 256 : 64;
+        for (size_t i = slices; i < 4; i++) found.slice[i].ahead = beside[i - slices], found.slice[i].ahead_step = i - slices < 2 ? 256 : 64;
         return found;
     }
 };

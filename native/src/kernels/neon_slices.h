@@ -3,6 +3,7 @@
 #pragma once
 
 #include "neon.h"
+#include "neon_slice_args.h"
 
 namespace {
 
@@ -193,7 +194,28 @@ struct Place {
         else put<R, false>(from, a);
     }
 
+    // The same by slice_loop, from `slice` on: whole results go where they belong, others wait for `finish`.
+    bool whole() const { return last && !last->bias && rows == 8; }
+    void ends(int slice, SliceArgs& a) const {
+        const bool direct = whole();
+        a.take = fresh ? kNothing : acc + 32 * slice, a.take_slice = fresh ? 0 : 128;
+        a.leave = direct ? last->out + (size_t)row * last->out_stride + column + 4 * slice : acc + 32 * slice;
+        a.leave_lane = direct ? 4 * last->out_stride : 16, a.leave_slice = direct ? 16 : 128;
+        a.residual = direct && last->residual ? last->residual + (size_t)row * last->residual_stride + column + 4 * slice : nullptr;
+        a.residual_lane = direct ? 4 * last->residual_stride : 0;
+    }
+    void finish() const {
+        if (!last || whole()) return;
+        for (int slice = 0; slice < 4; slice++) {
+            V a[8];
+            each<8>([&](auto r) __attribute__((always_inline)) { a[r] = vload(acc + 32 * slice + 4 * r); });
+            leave(slice, a);
+        }
+    }
+
   private:
+    static constexpr float kNothing[32] = {};
+
     template <int R, bool ALL> QUIRE_INLINE void put(int from, V (&a)[R]) const {
         const size_t stride = last->out_stride, before = last->residual_stride;
         float* to = last->out + (size_t)row * stride + from;
@@ -210,15 +232,12 @@ struct Place {
 
 // What will be wanted next, asked for with every tile of a slice: one by one, because a CPU forgets what it is asked for all at once.
 struct Coming {
-    // For each slice from its beginning, a step on with every tile.
-    const uint8_t* first[4];
-    size_t first_step[4];
-    const uint8_t* second[4];
-    size_t second_step;
+    SliceAsks slice[4];
+    size_t beside_step;
 
-    // The first are bytes from `weights` on, slice after slice.
-    Coming(const uint8_t* weights, size_t step, int tiles, const uint8_t* const (&others)[4], size_t others_step) : second_step(others_step) {
-        for (int i = 0; i < 4; i++) first[i] = weights + step * (size_t)(i * tiles), first_step[i] = step, second[i] = others[i];
+    // First bytes from `weights` on, slice after slice; beside them the others.
+    Coming(const uint8_t* weights, size_t step, int tiles, const uint8_t* const (&others)[4], size_t others_step) : beside_step(others_step) {
+        for (int i = 0; i < 4; i++) slice[i].ahead = weights + step * (size_t)(i * tiles), slice[i].ahead_step = step, slice[i].beside = others[i];
     }
 };
 
