@@ -32,14 +32,6 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_EARLY_BYTES QUIRE_CODES(16, 0) QUIRE_CODES(17, 16) QUIRE_CODES(18, 32) QUIRE_CODES(19, 48)
 #define QUIRE_ASK_BOTH QUIRE_ASK(0) "add ahead_, ahead_, as_\n prfm pldl1keep, [be_]\n add be_, be_, bs_\n"
 #define QUIRE_LATE_BYTES QUIRE_CODES(20, 64), QUIRE_CODES(21, 80) QUIRE_ASK_BOTH, QUIRE_CODES(22, 96), QUIRE_CODES(23, 112) QUIRE_ON(c, 512)
-// The same, while a quad of packed codes becomes bytes. Only what has nothing to do works on them: a store from a vector register would take
-// a pipe of the dot products. They stay in the upper bits of their bytes, signed.
-#define QUIRE_QUAD "ldp x20, x21, [x17]\n add x17, x17, x25\n"
-#define QUIRE_LATE_SIGNED \
-    QUIRE_CODES(20, 64) QUIRE_QUAD, \
-    QUIRE_CODES(21, 80) QUIRE_ASK_BOTH "eor x20, x20, #0x0808080808080808\n eor x21, x21, #0x0808080808080808\n", \
-    QUIRE_CODES(22, 96) "and x22, x24, x20, lsl #4\n and x23, x24, x21, lsl #4\n stp x22, x23, [x19]\n", \
-    QUIRE_CODES(23, 112) QUIRE_ON(c, 512) "and x20, x20, x24\n and x21, x21, x24\n stp x20, x21, [x19, #256]\n add x19, x19, #512\n"
 #define QUIRE_EARLY_FOUR \
     QUIRE_CODES(16, 0) QUIRE_CODES(17, 32) QUIRE_CODES(18, 64) QUIRE_CODES(19, 96) QUIRE_MASK(16) QUIRE_MASK(17) QUIRE_MASK(18) QUIRE_MASK(19)
 #define QUIRE_LATE_FOUR \
@@ -88,9 +80,9 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     QUIRE_LANE(8, R, LOW, 0) QUIRE_LANE(9, R, LOW, 1) QUIRE_LANE(10, R, LOW, 2) QUIRE_LANE(11, R, LOW, 3) \
     QUIRE_LANE(12, R, HIGH, 0) QUIRE_LANE(13, R, HIGH, 1) QUIRE_LANE(14, R, HIGH, 2) QUIRE_LANE(15, R, HIGH, 3)
 #define QUIRE_SXS(LOW, HIGH, S) "ldr q" #LOW ", [sxs_, #" #S "]\n ldr q" #HIGH ", [sxs_, #" #S " + 16]\n"
-#define QUIRE_GROUP32(SCALE, FACTOR, ...) QUIRE_FIRST(__VA_ARGS__) SCALE(28, s) QUIRE_LAST(QUIRE_GOES_ON) QUIRE_SUMS
-#define QUIRE_GROUP32_BIAS(SCALE, FACTOR, ...) \
-    QUIRE_FIRST(__VA_ARGS__) SCALE(28, s) QUIRE_LAST(QUIRE_GOES_ON) FACTOR(20, b) QUIRE_SXS(21, 22, 0) QUIRE_SUMS QUIRE_BIASES(20, 21, 22)
+#define QUIRE_GROUP32(FACTOR, ...) QUIRE_FIRST(__VA_ARGS__) QUIRE_LAST(QUIRE_GOES_ON) QUIRE_SUMS
+#define QUIRE_GROUP32_BIAS(FACTOR, ...) \
+    QUIRE_FIRST(__VA_ARGS__) QUIRE_LAST(QUIRE_GOES_ON) FACTOR(20, b) QUIRE_SXS(21, 22, 0) QUIRE_SUMS QUIRE_BIASES(20, 21, 22)
 
 #define QUIRE_NAMES(DO) \
     DO(c, 3) DO(s, 4) DO(b, 5) DO(x, 6) DO(sx, 7) DO(sxs, 8) DO(ex, 9) DO(st, 10) DO(step, 11) DO(n, 12) DO(ahead, 13) DO(as, 14) DO(be, 15) DO(bs, 16)
@@ -118,28 +110,30 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     "add x27, x27, #40\n add x28, x28, #1\n cmp x28, x26\n b.ne 0b\n"
 #define QUIRE_SLICE_LOOP(BODY, OPEN, TAKE, ...)                                                                  \
     asm volatile(QUIRE_NAMES(QUIRE_NAME) "ldr q30, [%[k]]\n" OPEN QUIRE_OPEN "0:\n" QUIRE_AGAIN "3:\n" QUIRE_TAKE TAKE                                         \
-                 "1:\n" BODY "b.ne 1b\n" QUIRE_LEAVE QUIRE_NAMES(QUIRE_UNNAME)                                                         \
+                 "1:\n" BODY QUIRE_LEAVE QUIRE_NAMES(QUIRE_UNNAME)                                                         \
                  :                                                                                                                     \
                  : [a] "r"(&a), [k] "r"(&kLoopConstants<BITS, UNPACKS ? 1 : HALF>)                                                                  \
                  : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15",                 \
                    "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "x3", "x4", "x5",   \
                    "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x25", "x26", "x27", "x28", __VA_ARGS__)
-#define QUIRE_TILE(EARLY, LATE, GROUP, SCALE, FACTOR, NEXT)                                                                              \
-    EARLY GROUP(SCALE, FACTOR, QUIRE_##LATE) QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256) NEXT(s) NEXT(b) QUIRE_ON(sxs, 64) "subs n_, n_, #1\n"
+// A tile, and the scales of the next (of the last one again): to convert halves among the dot products would hold those up.
+#define QUIRE_TILE(EARLY, LATE, GROUP, SCALE, FACTOR, STEP) \
+    EARLY GROUP(FACTOR, QUIRE_##LATE) "subs n_, n_, #1\n csel x17, " STEP ", xzr, ne\n add s_, s_, x17\n add b_, b_, x17\n" SCALE(28, s) \
+    QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256) QUIRE_ON(sxs, 64) "b.ne 1b\n add s_, s_, " STEP "\n add b_, b_, " STEP "\n"
 #define QUIRE_SLICE(EARLY, LATE, GROUP)                                                                                         \
-    if constexpr (!HALVES) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS), "", "", "x16");                       \
-    else if constexpr (HALF) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, QUIRE_PASS), "", "", "x16");                  \
-    else QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, QUIRE_PASS), "", "", "x16")
+    if constexpr (!HALVES) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, "x19"), "mov x19, #128\n", QUIRE_FLOATS(28, s), "x16", "x17", "x19");                       \
+    else if constexpr (HALF) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, "x25"), "", QUIRE_SIXTEENTHS(28, s), "x16", "x17");                  \
+    else QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, "x25"), "", QUIRE_HALVES(28, s), "x16", "x17")
 #define QUIRE_SLICE_UNPACKING(BODY)                                                                                                  \
     QUIRE_SLICE_LOOP(BODY, "ldr x24, [%[k]]\n", "ldr x17, [x27, #24]\n ldr x19, [x27, #32]\n", "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")
 
 // Adds eight rows of x against some slices to their results. BITS: 0 for unpacked codes. HALF: see Coded. HALVES: factors are float16. UNPACKS: see
-// SliceAsks; bytes without a bias.
+// SliceAsks; bytes without a bias, an even number of tiles.
 template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = false> QUIRE_INLINE void slice_loop(const SliceArgs& a) {
     if constexpr (GROUP == 16) {
-        if constexpr (BITS == 6) QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_SIX4, 192, QUIRE_WITHOUT, QUIRE_ASKING_SIX) QUIRE_PASS(c), "", "", "x16");
-        else if constexpr (BIAS) QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_BYTES4, 64, QUIRE_WITH, QUIRE_ASKING) QUIRE_ON(c, 512), "", "", "x16");
-        else QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_BYTES4, 64, QUIRE_WITHOUT, QUIRE_ASKING) QUIRE_ON(c, 512), "", "", "x16");
+        if constexpr (BITS == 6) QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_SIX4, 192, QUIRE_WITHOUT, QUIRE_PASS(c), QUIRE_ASKING_SIX), "", "", "x16");
+        else if constexpr (BIAS) QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_BYTES4, 64, QUIRE_WITH, QUIRE_ON(c, 512), QUIRE_ASKING), "", "", "x16");
+        else QUIRE_SLICE_LOOP(QUIRE_TWO_GROUPS(QUIRE_BYTES4, 64, QUIRE_WITHOUT, QUIRE_ON(c, 512), QUIRE_ASKING), "", "", "x16");
         return;
     }
     if constexpr (BITS == 0)
@@ -149,12 +143,11 @@ template <int BITS, int HALF, int GROUP, bool BIAS, bool HALVES, bool UNPACKS = 
             else QUIRE_SLICE_LOOP(QUIRE_TWO_TILES(QUIRE_WITHOUT, QUIRE_ASKING), "", "", "x16");
             return;
         }
-    if constexpr (UNPACKS) QUIRE_SLICE_UNPACKING(QUIRE_TILE(QUIRE_EARLY_BYTES, LATE_SIGNED, QUIRE_GROUP32, QUIRE_FLOATS, QUIRE_FLOATS, QUIRE_ON_FLOATS));
-    if constexpr (BITS == 0 && !UNPACKS && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32); }
-    if constexpr (BITS == 0 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS); }
-    if constexpr (BITS == 4 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32); }
-    if constexpr (BITS == 4 && GROUP == 32 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32_BIAS); }
-    if constexpr (BITS == 8 && GROUP == 32 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_EIGHT, LATE_EIGHT, QUIRE_GROUP32); }
+    if constexpr (BITS == 0 && !UNPACKS && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32); }
+    if constexpr (BITS == 0 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_BYTES, LATE_BYTES, QUIRE_GROUP32_BIAS); }
+    if constexpr (BITS == 4 && !BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32); }
+    if constexpr (BITS == 4 && BIAS) { QUIRE_SLICE(QUIRE_EARLY_FOUR, LATE_FOUR, QUIRE_GROUP32_BIAS); }
+    if constexpr (BITS == 8) { QUIRE_SLICE(QUIRE_EARLY_EIGHT, LATE_EIGHT, QUIRE_GROUP32); }
 }
 // clang-format on
 

@@ -63,10 +63,10 @@ template <int BITS, int GROUP, bool BIAS> struct BlockTiles {
         factors.template fill<GROUP, BIAS, kUnpackedTimes, kUnpackedTimes>(w, b, t0, tiles);
     }
 
-    // What comes after these tiles is unpacked meanwhile, as far as there are as many.
+    // What comes after these tiles is unpacked meanwhile, as far as there are as many, two by two.
     void expect(int b, int t0, int count) {
-        then = w.block(b) + (size_t)t0 * w.code_step;
-        then_tiles = count < tiles ? count : tiles;
+        then_tiles = (count < tiles ? count : tiles) / 2 * 2;
+        then = then_tiles ? w.block(b) + (size_t)t0 * w.code_step : nullptr;
         pieces = 0;
     }
 
