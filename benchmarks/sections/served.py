@@ -3,7 +3,7 @@
 Both servers are started afresh for every round, as a user starts them, and asked by the same client. llama-server gets a
 slot and room for the whole request for each concurrent one (`-np`, `-c`), continuous batching (`-cb`), its prompt cache,
 and reuse of chunks (`--cache-reuse`), with both of its attention settings. (A unified KV buffer, `-kvu`, was tried: slower.)
-That is what the bars are against. A figure of its own is for llama-server as it starts with nothing but a model and threads.
+A figure of its own, with the same bar, is for llama-server as it starts with nothing but a model and threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOT = SHARED + OUTPUT + 64  # tokens: the prefix, a line of its own, the answer
 FORMAT = "q4_0"
 ROUNDS = 3
 SETTINGS = {f"-fa {a}": ["-fa", a] for a in peers.ATTENTION}
-PLAIN = "llama-server as it starts"
+PLAIN = "llama-server as it starts"  # targets.py names it, too
 
 
 def figures(name: str, concurrency: int) -> list[Figure]:

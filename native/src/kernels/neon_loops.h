@@ -1,7 +1,7 @@
-// The loop of int8 products of eight rows, by name: slice after slice, tile after tile. A compiler keeps neither the registers (the 32 are just enough) nor the
-// order: a multiplication's result leaves its pipe one cycle later than a dot product's, a multiply-add's two, and a pipe that goes
-// back to dot products stands still for as long. So the floats of all eight rows come together, after the dots; with bytes, those of two tiles
-// (neon_pairs.h). Packed codes lose more than that by what they do among the floats then. One tile has:
+// The loop of int8 products of eight rows, by name: slice after slice, tile after tile. A compiler keeps neither the registers (the 32 are
+// just enough) nor the order: a multiplication's result leaves its pipe one cycle later than a dot product's, a multiply-add's two, and a pipe
+// that goes back to dot products stands still for as long. So the floats of all eight rows come together, after the dots; with bytes, those of two
+// tiles (neon_pairs.h). With packed codes that would be slower: they need registers, and operations among the floats. One tile has:
 //
 //   v0-7   sums of a group    v8-15    results    v16-23  codes, then products    v24-27  quads of four rows of x, then products
 //   v28    scales of the slice    v29, v31    what belongs to four rows    v30    mask
@@ -43,20 +43,18 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 
 #define QUIRE_BEGIN_LOW "ldr q0, [st_]\n ldr q1, [st_, #16]\n ldr q2, [st_, #32]\n ldr q3, [st_, #48]\n"
 #define QUIRE_BEGIN_HIGH "ldr q4, [st_, #64]\n ldr q5, [st_, #80]\n ldr q6, [st_, #96]\n ldr q7, [st_, #112]\n add st_, st_, step_\n"
-#define QUIRE_GOES_ON_LOW
-#define QUIRE_GOES_ON_HIGH
 #define QUIRE_DOT(A, B, C, D, CODES, J) \
     "sdot v" #A ".4s, v" #CODES ".16b, v24.4b[" #J "]\n sdot v" #B ".4s, v" #CODES ".16b, v25.4b[" #J "]\n" \
     "sdot v" #C ".4s, v" #CODES ".16b, v26.4b[" #J "]\n sdot v" #D ".4s, v" #CODES ".16b, v27.4b[" #J "]\n"
-// Sixteen columns of eight rows: how their sums start, four code registers, where the rows' quads are, and what comes in between.
-#define QUIRE_HALF_OF(START, C0, C1, C2, C3, X0, X1, X2, X3, X4, X5, X6, X7, P0, P1, P2, P3) \
-    START##_LOW "ldr q24, [x_, #" #X0 "]\n ldr q25, [x_, #" #X1 "]\n ldr q26, [x_, #" #X2 "]\n ldr q27, [x_, #" #X3 "]\n" \
+// Sixteen columns of eight rows: how their sums start, if they do, four code registers, where the rows' quads are, and what comes in between.
+#define QUIRE_HALF_OF(LOW, HIGH, C0, C1, C2, C3, X0, X1, X2, X3, X4, X5, X6, X7, P0, P1, P2, P3) \
+    LOW "ldr q24, [x_, #" #X0 "]\n ldr q25, [x_, #" #X1 "]\n ldr q26, [x_, #" #X2 "]\n ldr q27, [x_, #" #X3 "]\n" \
     QUIRE_DOT(0, 1, 2, 3, C0, 0) QUIRE_DOT(0, 1, 2, 3, C1, 1) QUIRE_DOT(0, 1, 2, 3, C2, 2) QUIRE_DOT(0, 1, 2, 3, C3, 3) \
-    START##_HIGH "ldr q24, [x_, #" #X4 "]\n ldr q25, [x_, #" #X5 "]\n ldr q26, [x_, #" #X6 "]\n ldr q27, [x_, #" #X7 "]\n" \
+    HIGH "ldr q24, [x_, #" #X4 "]\n ldr q25, [x_, #" #X5 "]\n ldr q26, [x_, #" #X6 "]\n ldr q27, [x_, #" #X7 "]\n" \
     QUIRE_DOT(4, 5, 6, 7, C0, 0) P0 QUIRE_DOT(4, 5, 6, 7, C1, 1) P1 QUIRE_DOT(4, 5, 6, 7, C2, 2) P2 QUIRE_DOT(4, 5, 6, 7, C3, 3) P3
 #define QUIRE_HALF(...) QUIRE_HALF_OF(__VA_ARGS__)
-#define QUIRE_FIRST(...) QUIRE_HALF(QUIRE_BEGIN, 16, 17, 18, 19, 0, 32, 64, 96, 128, 160, 192, 224, __VA_ARGS__)
-#define QUIRE_LAST(START) QUIRE_HALF(START, 20, 21, 22, 23, 16, 48, 80, 112, 144, 176, 208, 240, "", "", "", "")
+#define QUIRE_FIRST(...) QUIRE_HALF(QUIRE_BEGIN_LOW, QUIRE_BEGIN_HIGH, 16, 17, 18, 19, 0, 32, 64, 96, 128, 160, 192, 224, __VA_ARGS__)
+#define QUIRE_LAST QUIRE_HALF("", "", 20, 21, 22, 23, 16, 48, 80, 112, 144, 176, 208, 240, "", "", "", "")
 
 // Factors of the slice into register R: floats, or halves that become floats here. They are asked for well before they are used.
 #define QUIRE_ON_FLOATS(P) QUIRE_ON(P, 128)
@@ -80,9 +78,9 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
     QUIRE_LANE(8, R, LOW, 0) QUIRE_LANE(9, R, LOW, 1) QUIRE_LANE(10, R, LOW, 2) QUIRE_LANE(11, R, LOW, 3) \
     QUIRE_LANE(12, R, HIGH, 0) QUIRE_LANE(13, R, HIGH, 1) QUIRE_LANE(14, R, HIGH, 2) QUIRE_LANE(15, R, HIGH, 3)
 #define QUIRE_SXS(LOW, HIGH, S) "ldr q" #LOW ", [sxs_, #" #S "]\n ldr q" #HIGH ", [sxs_, #" #S " + 16]\n"
-#define QUIRE_GROUP32(FACTOR, ...) QUIRE_FIRST(__VA_ARGS__) QUIRE_LAST(QUIRE_GOES_ON) QUIRE_SUMS
+#define QUIRE_GROUP32(FACTOR, ...) QUIRE_FIRST(__VA_ARGS__) QUIRE_LAST QUIRE_SUMS
 #define QUIRE_GROUP32_BIAS(FACTOR, ...) \
-    QUIRE_FIRST(__VA_ARGS__) QUIRE_LAST(QUIRE_GOES_ON) FACTOR(20, b) QUIRE_SXS(21, 22, 0) QUIRE_SUMS QUIRE_BIASES(20, 21, 22)
+    QUIRE_FIRST(__VA_ARGS__) QUIRE_LAST FACTOR(20, b) QUIRE_SXS(21, 22, 0) QUIRE_SUMS QUIRE_BIASES(20, 21, 22)
 
 #define QUIRE_NAMES(DO) \
     DO(c, 3) DO(s, 4) DO(b, 5) DO(x, 6) DO(sx, 7) DO(sxs, 8) DO(ex, 9) DO(st, 10) DO(step, 11) DO(n, 12) DO(ahead, 13) DO(as, 14) DO(be, 15) DO(bs, 16)
@@ -120,9 +118,11 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_TILE(EARLY, LATE, GROUP, SCALE, FACTOR, STEP) \
     EARLY GROUP(FACTOR, QUIRE_##LATE) "subs n_, n_, #1\n csel x17, " STEP ", xzr, ne\n add s_, s_, x17\n add b_, b_, x17\n" SCALE(28, s) \
     QUIRE_ON(sx, 64) QUIRE_ON(x, 512) QUIRE_ON(ex, 256) QUIRE_ON(sxs, 64) "b.ne 1b\n add s_, s_, " STEP "\n add b_, b_, " STEP "\n"
-#define QUIRE_SLICE(EARLY, LATE, GROUP)                                                                                         \
-    if constexpr (!HALVES) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, "x19"), "mov x19, #128\n", QUIRE_FLOATS(28, s), "x16", "x17", "x19");                       \
-    else if constexpr (HALF) QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, "x25"), "", QUIRE_SIXTEENTHS(28, s), "x16", "x17");                  \
+#define QUIRE_SLICE(EARLY, LATE, GROUP)                                                                                              \
+    if constexpr (!HALVES)                                                                                                           \
+        QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_FLOATS, QUIRE_FLOATS, "x19"), "mov x19, #128\n", QUIRE_FLOATS(28, s), "x16", "x17", "x19"); \
+    else if constexpr (HALF)                                                                                                         \
+        QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_SIXTEENTHS, QUIRE_HALVES, "x25"), "", QUIRE_SIXTEENTHS(28, s), "x16", "x17"); \
     else QUIRE_SLICE_LOOP(QUIRE_TILE(EARLY, LATE, GROUP, QUIRE_HALVES, QUIRE_HALVES, "x25"), "", QUIRE_HALVES(28, s), "x16", "x17")
 #define QUIRE_SLICE_UNPACKING(BODY)                                                                                                  \
     QUIRE_SLICE_LOOP(BODY, "ldr x24, [%[k]]\n", "ldr x17, [x27, #24]\n ldr x19, [x27, #32]\n", "x16", "x17", "x19", "x20", "x21", "x22", "x23", "x24")

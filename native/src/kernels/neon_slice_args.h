@@ -15,8 +15,8 @@ struct SliceAsks {
     uint8_t* unpacked = nullptr;      // + 512 per tile
 };
 
-// What is added up over some tiles of slices: four rows of a block each. One loop takes all of them, because between two the pipes stand still for
-// as long as it takes to begin.
+// What is added up over some tiles of slices: four rows of a block each. One loop takes them one after the other, because pipes stand still
+// while a loop begins.
 struct SliceArgs {
     const uint8_t* codes;         // of the first slice: packed, or bytes [tile][slice][quad]
     const uint8_t *scale, *bias;  // float [tile][2 groups][16 rows], or float16 as they are packed
@@ -51,7 +51,9 @@ struct SliceArgs {
         start += (int)(step / 4) * n, tiles -= n;
     }
 };
-static_assert(sizeof(SliceArgs) == 184, "QUIRE_SLICE_LOOP loads them by their places");
-static_assert(sizeof(SliceAsks) == 40, "and these");
+// The loop loads them by their places.
+static_assert(offsetof(SliceArgs, x) == 32 && offsetof(SliceArgs, tiles) == 80 && offsetof(SliceArgs, asks) == 96);
+static_assert(offsetof(SliceArgs, codes_back) == 112 && offsetof(SliceArgs, take) == 128 && offsetof(SliceArgs, leave) == 144);
+static_assert(offsetof(SliceArgs, residual) == 168 && sizeof(SliceArgs) == 184 && sizeof(SliceAsks) == 40);
 
 }  // namespace
