@@ -57,7 +57,6 @@ template <int BITS, int HALF> constexpr LoopConstants kLoopConstants{BITS == 6 ?
 #define QUIRE_LAST QUIRE_HALF("", "", 20, 21, 22, 23, 16, 48, 80, 112, 144, 176, 208, 240, "", "", "", "")
 
 // Factors of the slice into register R: floats, or halves that become floats here. They are asked for well before they are used.
-#define QUIRE_ON_FLOATS(P) QUIRE_ON(P, 128)
 #define QUIRE_FLOATS(R, FROM) "ldr q" #R ", [" #FROM "_]\n"
 #define QUIRE_HALVES(R, FROM) "ldr d" #R ", [" #FROM "_]\n fcvtl v" #R ".4s, v" #R ".4h\n"
 #define QUIRE_SIXTEENTHS(R, FROM) "ldr q16, [%[k], #16]\n" QUIRE_HALVES(R, FROM) "fmul v" #R ".4s, v" #R ".4s, v16.4s\n"

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int kMeanwhileRows = 64;       // up to so many, unpacking is worth hiding: that takes one block at a time
-constexpr int kShareTiles = 3 * kSuper;  // that rows pass over at a time where the first cache has more than one block's bytes to hold
+constexpr int kShareTiles = 3 * kSuper;  // that rows pass over at a time where the first cache has to hold biases, or more than one block's bytes
 constexpr int kSums = 8 * 32 * 16;       // floats: 8 blocks of 32 rows, 2 of 128
 static_assert(kPair == 2 && kSums >= kPair * kMaxTall * 16, "every call has room for two blocks");
 
