@@ -16,6 +16,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
+
+import uvloop
 
 from benchmarks.record import ROOT
 
@@ -81,43 +84,78 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server at {url} was not ready in {START_SECONDS:.0f} s")
 
 
-async def ask(port: int, prompt: str, output: int) -> float:
-    """Seconds to the first token of one streamed, greedy completion."""
+class _Reply(asyncio.Protocol):
+    """What a server sends until it hangs up. Kept as it comes, and read when all is over: a client's work would take the
+    cores of a server that uses all there are."""
+
+    def __init__(self, request: bytes):
+        self.begun = time.perf_counter()
+        self.first = 0.0  # seconds until an event with a choice
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._came = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.WriteTransport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        if not self.first and any(news.get("choices") for news in self._events()):
+            self.first = time.perf_counter() - self.begun
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.over.done():
+            return
+        if error is not None:
+            self.over.set_exception(error)
+        else:
+            self.over.set_result(None)
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """Those that are whole."""
+        lines = self._came.split(b"\n")
+        return (json.loads(line[6:]) for line in lines[:-1] if line.startswith(b"data: {"))
+
+    def tokens(self) -> int:
+        """How many it says it gave."""
+        head = bytes(self._came[:200]).partition(b"\r\n")[0].decode(errors="replace")
+        if " 200 " not in head:
+            raise RuntimeError(f"the server answered {head}: {self._came[-500:].decode(errors='replace')}")
+        return max((news["usage"]["completion_tokens"] for news in self._events() if news.get("usage")), default=0)
+
+
+async def ask(port: int, prompt: str, output: int) -> _Reply:
+    """One streamed, greedy completion."""
     body = {"model": "bench", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-    begun = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
-    first, tokens = 0.0, 0
+    request = f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+    reply = _Reply(request)
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: reply, "127.0.0.1", port)
     try:
-        while line := await reader.readline():
-            if line.startswith(b"HTTP/1.1 ") and b" 200 " not in line:
-                raise RuntimeError(
-                    f"the server answered {line.decode().strip()}: {(await reader.read()).decode()[-500:]}"
-                )
-            if not line.startswith(b"data: {"):
-                continue
-            news = json.loads(line[6:])
-            if news.get("choices") and not first:
-                first = time.perf_counter() - begun
-            if news.get("usage"):
-                tokens = news["usage"]["completion_tokens"]
+        await reply.over
     finally:
-        writer.close()
-    if tokens != output:
-        raise RuntimeError(f"the server gave {tokens} tokens: {output} were asked for")
-    return first
+        transport.close()
+    return reply
 
 
-async def drive(port: int, load: Load) -> Answer:
+def drive(port: int, load: Load) -> Answer:
     """All requests, at most `concurrency` at a time; each has the shared text and a line of its own."""
-    gate = asyncio.Semaphore(load.concurrency)
 
-    async def one(i: int) -> float:
-        async with gate:
-            return await ask(port, f"{load.shared}\nQuestion {i}: what comes next?\n", load.output)
+    async def every() -> tuple[float, list[_Reply]]:
+        gate = asyncio.Semaphore(load.concurrency)
 
-    begun = time.perf_counter()
-    first = await asyncio.gather(*(one(i) for i in range(load.requests)))
-    return Answer(load.requests * load.output / (time.perf_counter() - begun), list(first))
+        async def one(i: int) -> _Reply:
+            async with gate:
+                return await ask(port, f"{load.shared}\nQuestion {i}: what comes next?\n", load.output)
+
+        begun = time.perf_counter()
+        replies = await asyncio.gather(*(one(i) for i in range(load.requests)))
+        return time.perf_counter() - begun, replies
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        took, replies = runner.run(every())
+    for reply in replies:
+        if (tokens := reply.tokens()) != load.output:
+            raise RuntimeError(f"the server gave {tokens} tokens: {load.output} were asked for")
+    return Answer(load.requests * load.output / took, [reply.first for reply in replies])

@@ -68,6 +68,9 @@ class NullEngine:
             del self._running[request.id]
         return events
 
+    def idle(self) -> bool:
+        return False
+
     def stats(self) -> Stats:
         return Stats(running=len(self._running), steps=self._steps // 1000 * 1000)
 

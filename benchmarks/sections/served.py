@@ -8,7 +8,6 @@ A figure of its own, with the same bar, is for llama-server as it starts with no
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def quire(path: Path, threads: int, load: Load) -> Sample:
     port = client.free_port()
     command = [sys.executable, "-m", "quire.cli.main", "serve", str(path), "--name", "bench", "--port", str(port)]
     with client.server([*command, "--threads", str(threads), "--device", "cpu"], port, "/ready"):
-        answer = asyncio.run(client.drive(port, load))
+        answer = client.drive(port, load)
         return {**sample(answer, load.concurrency), **plain_sample(answer, load.concurrency)}
 
 
@@ -72,7 +71,7 @@ def _llama(path: Path, threads: int, load: Load, flags: list[str]) -> Answer:
     assert program is not None
     command = [program, "-m", str(path), "-t", str(threads), "--port", str(port), *flags]
     with client.server(command, port, "/health", peers.environment(program)):
-        return asyncio.run(client.drive(port, load))
+        return client.drive(port, load)
 
 
 def groups(world: World) -> list[Group]:

@@ -128,7 +128,7 @@ async def serve(
 async def test_the_client_times_first_tokens_and_shares_the_prefix() -> None:
     server, port, asked = await serve(tokens=2, chunks=2)
     async with server:
-        answer = await client.drive(port, Load("shared", requests=4, output=2, concurrency=2))
+        answer = await asyncio.to_thread(client.drive, port, Load("shared", requests=4, output=2, concurrency=2))
     assert len(answer.first) == 4
     assert all(0.05 <= first < 1.5 for first in answer.first)  # the second chunk comes that much later
     assert 8 / 30 < answer.tokens_per_second < 8 / 3.1  # two at a time: two waves of 1.55 s
@@ -142,14 +142,30 @@ async def test_an_answer_that_is_too_short_is_an_error() -> None:
     server, port, _ = await serve(tokens=3, chunks=1)
     async with server:
         with pytest.raises(RuntimeError, match="3 tokens: 4 were asked for"):
-            await client.ask(port, "x", 4)
+            await asyncio.to_thread(client.drive, port, Load("x", requests=1, output=4))
+
+
+async def test_a_first_token_that_comes_in_two_pieces_counts_when_it_is_whole() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": []}\n\ndata: {"choices": [{"te', b'xt": "x"}]}\n\n'):
+            writer.write(piece)
+            await asyncio.sleep(0.3)
+        writer.write(b'data: {"choices": [], "usage": {"completion_tokens": 4}}\n\ndata: [DONE]\n\n')
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        found = await asyncio.to_thread(client.drive, port, Load("x", requests=1, output=4))
+    assert 0.29 <= found.first[0] < 0.59
 
 
 async def test_an_error_status_is_an_error() -> None:
     server, port, _ = await serve(tokens=0, chunks=0, status="503 Busy")
     async with server:
         with pytest.raises(RuntimeError, match="503"):
-            await client.ask(port, "x", 4)
+            await asyncio.to_thread(client.drive, port, Load("x", requests=1, output=4))
 
 
 def test_percentiles() -> None:
