@@ -103,11 +103,11 @@ class _Reply(asyncio.Protocol):
         if not self.first and any(news.get("choices") for news in self._events()):
             self.first = time.perf_counter() - self.begun
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         if self.over.done():
             return
-        if error is not None:
-            self.over.set_exception(error)
+        if exc is not None:
+            self.over.set_exception(exc)
         else:
             self.over.set_result(None)
 
