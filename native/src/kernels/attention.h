@@ -100,6 +100,7 @@ inline F fexp2(F x) {
     p = ffma(p, r, fset(1.0f));
     return fscale2(p, t);
 }
+inline void fexp2_both(F& a, F& b) { a = fexp2(a), b = fexp2(b); }
 
 // For maxima that a NaN must not become, and where a zero's sign does not matter.
 inline F fhigher(F a, F b) { return fmax(a, b); }
@@ -286,6 +287,25 @@ inline void add_some_values(const T* const* segments, const T* const* next, int 
     for (int q = 0; q < Q; q++) one(q, shared, end(q));
 }
 
+template <bool Scaled, bool Weave> inline void put_weights(float* scores, int page, const float* const* scales, F e) {
+    if constexpr (Scaled) e = fmul(e, fload(scales[page] + kPage));
+    if constexpr (Weave) e = fmul(e, fwoven());
+    fstore(scores + page * kPage, e);
+}
+
+// Weights of whole pages, an even number, and their sum.
+template <bool Scaled, bool Weave> QUIRE_NOINLINE F weigh_pages(float* scores, int pages, float high, const float* const* scales) {
+    F sum = fzero();
+    for (int p = 0; p < pages; p += 2) {
+        F a = fsub(fload(scores + p * kPage), fset(high)), b = fsub(fload(scores + (p + 1) * kPage), fset(high));
+        fexp2_both(a, b);
+        sum = fadd(fadd(sum, a), b);
+        put_weights<Scaled, Weave>(scores, p, scales, a);
+        put_weights<Scaled, Weave>(scores, p + 1, scales, b);
+    }
+    return sum;
+}
+
 // Scores become weights in place. Byte cells: the keys' scales come in before, the values' after. Weave: the weights are woven.
 template <bool Scaled, bool Weave = false> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
     const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
@@ -302,15 +322,14 @@ template <bool Scaled, bool Weave = false> inline void weigh(float* scores, int 
         for (int i = 0; i < 4; i++) top[i] = fhigher(score(p + i), top[i]);
     for (; p < last; p++) top[0] = fhigher(score(p), top[0]);
     const float high = fhighest(fhigher(fhigher(top[0], top[1]), fhigher(top[2], top[3])));
-    F sum = fzero();
+    F sum = weigh_pages<Scaled, Weave>(scores, last / 2 * 2, high, scales);
     auto weight = [&](F e, int at) {
         sum = fadd(sum, e);
-        if constexpr (Scaled) e = fmul(e, fload(scales[at] + kPage));
-        if constexpr (Weave) e = fmul(e, fwoven());
-        fstore(scores + at * kPage, e);
+        put_weights<Scaled, Weave>(scores, at, scales, e);
     };
-    for (p = 0; p < last; p++) weight(fexp2(fsub(fload(scores + p * kPage), fset(high))), p);
-    weight(fkeep(fexp2(fsub(fload(scores + last * kPage), fset(high))), there, fzero()), last);
+    auto one = [&](int at) { return fexp2(fsub(fload(scores + at * kPage), fset(high))); };
+    if (last % 2) weight(one(last - 1), last - 1);
+    weight(fkeep(one(last), there, fzero()), last);
     part[shape.high] = high;
     part[shape.total] = hsum(sum);
 }

@@ -319,16 +319,29 @@ inline void swiglu_columns(const float* gate, const float* up, float* out) {
     QUIRE_EACH(8) x[i] = vmulq_f32(vdivq_f32(vld1q_f32(gate + 4 * i), vaddq_f32(vdupq_n_f32(1.0f), x[i])), vld1q_f32(up + 4 * i));
     QUIRE_EACH(8) vst1q_f32(out + 4 * i, x[i]);
 }
-inline F fexp2(F x) {
+// 2^x, see attention.h. Eight of these go together where there are as many: four wait for their own results.
+template <int N> inline void exp2_of(float32x4_t (&x)[N]) {
     alignas(16) static constexpr float kTerms[5][4] = {QUIRE_FOUR(0x1.3cea88p-7f), QUIRE_FOUR(0x1.c6b752p-5f), QUIRE_FOUR(0x1.ebf9bcp-3f),
                                                        QUIRE_FOUR(0x1.62e42ap-1f), QUIRE_FOUR(1.0f)};
     const float32x4_t point = vdupq_n_f32(0x1.8p23f);
-    F t, p = fset(0x1.5bba14p-10f);
-    QUIRE_QUARTERS x.v[i] = vmaxq_f32(vdupq_n_f32(-100.0f), x.v[i]);
-    QUIRE_QUARTERS t.v[i] = vaddq_f32(x.v[i], point);
-    QUIRE_QUARTERS x.v[i] = vsubq_f32(x.v[i], vsubq_f32(t.v[i], point));
-    for (const auto& term : kTerms) QUIRE_QUARTERS p.v[i] = vfmaq_f32(ask(term), p.v[i], x.v[i]);
-    return fscale2(p, t);
+    float32x4_t t[N], p[N];
+    QUIRE_EACH(N) x[i] = vmaxq_f32(vdupq_n_f32(-100.0f), x[i]);
+    QUIRE_EACH(N) t[i] = vaddq_f32(x[i], point);
+    QUIRE_EACH(N) p[i] = vsubq_f32(t[i], point);
+    QUIRE_EACH(N) x[i] = vsubq_f32(x[i], p[i]);
+    QUIRE_EACH(N) p[i] = vfmaq_f32(ask(kTerms[0]), vdupq_n_f32(0x1.5bba14p-10f), x[i]);
+    for (int term = 1; term < 5; term++) QUIRE_EACH(N) p[i] = vfmaq_f32(ask(kTerms[term]), p[i], x[i]);
+    QUIRE_EACH(N) x[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p[i]), vshlq_n_s32(vreinterpretq_s32_f32(t[i]), 23)));
+}
+inline F fexp2(F x) {
+    exp2_of(x.v);
+    return x;
+}
+inline void fexp2_both(F& a, F& b) {
+    float32x4_t x[8];
+    QUIRE_QUARTERS x[i] = a.v[i], x[4 + i] = b.v[i];
+    exp2_of(x);
+    QUIRE_QUARTERS a.v[i] = x[i], b.v[i] = x[4 + i];
 }
 #undef QUIRE_FOUR
 
