@@ -18,7 +18,6 @@ from benchmarks.world import SMALL, World, figure
 
 DEPTHS = [0, 512, 1024, 2048, 4096, 8128]  # the last leaves room for the answer in a context of 8192
 TOKENS = 32
-ROUNDS = 3
 SLOPE = "per token of context"
 BEND = "longest against the line"
 
@@ -83,7 +82,7 @@ def group(world: World, shape: str, name: str) -> Group:
         sides.append(Side(peers.NAME, lambda: llama(path, world.threads, floors), 90 if small else 600))
     else:
         notes.append(peers.missing("llama-bench"))
-    done = Group(f"cost per token against context, {shape} {name}", figures, sides, world.turns(ROUNDS), notes)
+    done = Group(f"cost per token against context, {shape} {name}", figures, sides, world.turns(), notes)
     done.finish = lambda g: draw(world, g)
     return done
 

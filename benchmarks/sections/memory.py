@@ -14,7 +14,6 @@ from benchmarks.processes import Memory
 from benchmarks.world import LARGE, World, figure, text_of
 
 CONTEXT, PROMPT, TOKENS = 4096, 512, 64
-ROUNDS = 3
 KINDS = ("steady resident", "peak resident", "steady anonymous")
 
 
@@ -55,4 +54,4 @@ def group(world: World, name: str) -> Group:
         sides.append(Side(peers.NAME, lambda: llama(path, world.threads), 30))
     else:
         notes.append(peers.missing("llama-cli"))
-    return Group(f"resident memory, {LARGE} {name}", figures, sides, world.turns(ROUNDS), notes)
+    return Group(f"resident memory, {LARGE} {name}", figures, sides, world.turns(), notes)

@@ -20,7 +20,6 @@ REQUESTS, SHARED, OUTPUT = 32, 512, 128
 CONCURRENCY = (8, 32)
 SLOT = SHARED + OUTPUT + 64  # tokens: the prefix, a line of its own, the answer
 FORMAT = "q4_0"
-ROUNDS = 3
 SETTINGS = {f"-fa {a}": ["-fa", a] for a in peers.ATTENTION}
 PLAIN = "llama-server as it starts"  # targets.py names it, too
 
@@ -92,6 +91,6 @@ def group(world: World, name: str, concurrency: int) -> Group:
         f"served, {concurrency} at a time, {SMALL} {name}",
         figures(name, concurrency),
         sides,
-        world.turns(ROUNDS),
+        world.turns(),
         notes,
     )
