@@ -272,13 +272,6 @@ template <int J> inline W wdot(W acc, C codes, X x) {
 #endif
 }
 
-// Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
-inline F fscale2(F p, F t) {
-    QUIRE_QUARTERS p.v[i] = vreinterpretq_f32_s32(
-        vaddq_s32(vreinterpretq_s32_f32(p.v[i]), vshlq_n_s32(vreinterpretq_s32_f32(t.v[i]), 23)));
-    return p;
-}
-
 // The exponentials of rows.h and attention.h, step by step for some registers: alone, each would wait for itself. A sum takes the
 // place of its addend, so constants come from memory again and again: a copy from a register takes a vector pipe, a load does
 // not. vmaxq and vminq do here what fmax and fmin do, as only x may be a NaN.
@@ -319,7 +312,7 @@ inline void swiglu_columns(const float* gate, const float* up, float* out) {
     QUIRE_EACH(8) x[i] = vmulq_f32(vdivq_f32(vld1q_f32(gate + 4 * i), vaddq_f32(vdupq_n_f32(1.0f), x[i])), vld1q_f32(up + 4 * i));
     QUIRE_EACH(8) vst1q_f32(out + 4 * i, x[i]);
 }
-// 2^x, see attention.h. Eight of these go together where there are as many: four wait for their own results.
+// 2^x, see attention.h. Eight of these go together where there are as many: four wait for their own results. A NaN stays one.
 template <int N> inline void exp2_of(float32x4_t (&x)[N]) {
     alignas(16) static constexpr float kTerms[5][4] = {QUIRE_FOUR(0x1.3cea88p-7f), QUIRE_FOUR(0x1.c6b752p-5f), QUIRE_FOUR(0x1.ebf9bcp-3f),
                                                        QUIRE_FOUR(0x1.62e42ap-1f), QUIRE_FOUR(1.0f)};
