@@ -90,7 +90,7 @@ class _Reply(asyncio.Protocol):
 
     def __init__(self, request: bytes):
         self.begun = time.perf_counter()
-        self.first = 0.0  # seconds until an event with a choice
+        self.first: float | None = None  # seconds until an event with a choice
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
         self._came = bytearray()
@@ -100,7 +100,7 @@ class _Reply(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._came += data
-        if not self.first and any(news.get("choices") for news in self._events()):
+        if self.first is None and any(news.get("choices") for news in self._events()):
             self.first = time.perf_counter() - self.begun
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -155,7 +155,11 @@ def drive(port: int, load: Load) -> Answer:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         took, replies = runner.run(every())
+    first = []
     for reply in replies:
         if (tokens := reply.tokens()) != load.output:
             raise RuntimeError(f"the server gave {tokens} tokens: {load.output} were asked for")
-    return Answer(load.requests * load.output / took, [reply.first for reply in replies])
+        if reply.first is None:
+            raise RuntimeError("the server streamed no token, but says that it gave them")
+        first.append(reply.first)
+    return Answer(load.requests * load.output / took, first)

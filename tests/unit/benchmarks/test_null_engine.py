@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import zmq
 
 from benchmarks import null_engine
 from quire.engine import wire
+from quire.engine.engine import Engine
 from quire.engine.process_main import serve
-from quire.engine.types import Request
+from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
-
-
-class Socket:
-    """Hands out what is in it, and then a Shutdown."""
-
-    def __init__(self, *messages: wire.ToEngine):
-        self.messages = [*messages]
-        self.sent: list[wire.FromEngine] = []
-
-    def poll(self, timeout: int | None) -> None:
-        if not self.messages:
-            self.messages.append(wire.Shutdown())
-
-    def recv(self, flags: int) -> bytes:
-        if not self.messages:
-            raise zmq.Again
-        return wire.encode(self.messages.pop(0))
 
 
 def test_it_serves_requests_until_it_is_told_to_stop() -> None:
     engine, _ = null_engine._build(0.0, 1 << 16)
-    socket = Socket(wire.Add(request=Request(id="a", tokens=[1, 2], sampling=SamplingParams(max_tokens=3))))
-    assert serve(engine, socket, socket.sent.append) == 0  # type: ignore[arg-type]
-    events = [e for message in socket.sent if isinstance(message, wire.Events) for e in message.events]
+    events: list[Event] = []
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as its:
+        ours.bind("inproc://null-engine")
+        its.connect("inproc://null-engine")
+
+        def heard(message: wire.FromEngine) -> None:
+            events.extend(message.events if isinstance(message, wire.Events) else ())
+            if events and events[-1].finish:
+                ours.send(wire.encode(wire.Shutdown()))
+
+        request = Request(id="a", tokens=[1, 2], sampling=SamplingParams(max_tokens=3))
+        ours.send(wire.encode(wire.Add(request=request)))
+        assert serve(cast(Engine, engine), its, heard) == 0
     assert [len(e.tokens) for e in events] == [1, 1, 1]
     assert events[-1].finish == "length"

@@ -161,6 +161,13 @@ async def test_a_first_token_that_comes_in_two_pieces_counts_when_it_is_whole() 
     assert 0.29 <= found.first[0] < 0.59
 
 
+async def test_an_answer_without_a_token_is_not_an_early_one() -> None:
+    server, port, _ = await serve(tokens=4, chunks=0)
+    async with server:
+        with pytest.raises(RuntimeError, match="streamed no token"):
+            await asyncio.to_thread(client.drive, port, Load("x", requests=1, output=4))
+
+
 async def test_an_error_status_is_an_error() -> None:
     server, port, _ = await serve(tokens=0, chunks=0, status="503 Busy")
     async with server:
