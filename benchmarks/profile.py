@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=0, help="tokens of the prompt that those sequences begin with")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", default=None)
+    parser.add_argument("--kv-dtype", choices=NativeBackend.kv_dtypes, default="f16")
     args = parser.parse_args()
     if not 0 <= args.shared <= args.prompt:
         parser.error(f"--shared {args.shared}: the prompt has {args.prompt} tokens")
@@ -98,7 +99,8 @@ def main() -> None:
     pages = -(-(depth + args.decode) // PAGE)
     most = max(args.streams, default=1)
     backend = NativeBackend(threads=args.threads, isa=args.isa)
-    kv, tokens = model.kv(most * pages, PAGE), max(args.prompt, most)
+    kv, tokens = model.kv(1, PAGE), max(args.prompt, most)
+    kv = kv.sized([most * pages] * len(kv.groups), args.kv_dtype)
     program = backend.compile(model.forward, kv=kv, max_tokens=tokens, max_rows=most)
     vocabulary = model.config.vocab_size
 

@@ -1,6 +1,7 @@
 // The amx kernel set: avx512's, with matrix tiles where they pay.
 #define QUIRE_AMX 1
 #include "kernels/simd_avx512.h"
+#include "kernels/attention_tiles.h"
 #include "kernels/gemm.h"
 
 namespace {
@@ -24,12 +25,17 @@ void linear_tiled(const Matrix& w, int b0, int b1, const uint8_t* x, const Quant
     }
 }
 
+void attend(const AttendArgs& a) {
+    if (a.cell.type != KvType::Fixed || !can_tile(a)) return avx512_kernels()->attend(a);
+    a.windowed || a.cap > 0.0f ? attend_tiled<true>(a) : attend_tiled<false>(a);
+}
+
 }  // namespace
 
 namespace quire {
 
 const Kernels* amx_kernels() {
-    static const Kernels table = with_linear(*avx512_kernels(), "amx", linear_tiled);
+    static const Kernels table = with_products(*avx512_kernels(), "amx", linear_tiled, attend);
     return &table;
 }
 

@@ -31,22 +31,24 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLatentDim = 576;  // of a key whose front is the value
 constexpr int kMaxAttend = 64;      // queries in one call
 
-enum class KvType { Half, Byte, Float };  // floats are never cached: encoders lay out their keys like that for a step
+enum class KvType { Half, Byte, Fixed, Float };  // floats are never cached: encoders lay out their keys like that for a step
 
 // What one head keeps of a page: keys [head_dim][16], then values [16][head_dim]. Bytes have a float32 scale per token,
-// 16 for the keys and 16 for the values, after both. A latent cell is halves [16][head_dim], and the first `latent` columns
-// of a key are its value.
+// 16 for the keys and 16 for the values, after both. So do fixed numbers (kernels/fixed.h), whose planes have columns or tokens
+// by four: keys [head_dim / 4][2 planes][16][4], values [16 / 4][2 planes][head_dim][4]. A latent cell is halves [16][head_dim], and
+// the first `latent` columns of a key are its value.
 struct KvCell {
     KvType type = KvType::Half;
     int head_dim = 0;
     int latent = 0;
 
     size_t numbers() const { return (size_t)head_dim * kPage; }
-    size_t width() const { return type == KvType::Float ? 4 : type == KvType::Half ? 2 : 1; }
+    size_t width() const { return type == KvType::Float ? 4 : type == KvType::Byte ? 1 : 2; }
+    bool scaled() const { return type == KvType::Byte || type == KvType::Fixed; }
     size_t values_at() const { return numbers() * width(); }
     size_t scales_at() const { return 2 * values_at(); }
     size_t bytes() const {
-        return latent ? values_at() : scales_at() + (type == KvType::Byte ? 2 * kPage * sizeof(float) : 0);
+        return latent ? values_at() : scales_at() + (scaled() ? 2 * kPage * sizeof(float) : 0);
     }
 };
 
@@ -161,10 +163,10 @@ struct Kernels {
     void (*rule_out)(const float* x, const uint8_t* allowed, int n, float* out);
 };
 
-// A kernel set that differs from another one in its linear_affine alone: the rest is compiled once.
-static inline Kernels with_linear(const Kernels& base, const char* name, decltype(Kernels::linear_affine) linear) {
+// A kernel set that differs from another one in products of whole numbers alone: the rest is compiled once.
+static inline Kernels with_products(const Kernels& base, const char* name, decltype(Kernels::linear_affine) linear, decltype(Kernels::attend) attend) {
     Kernels set = base;
-    set.name = name, set.linear_affine = linear;
+    set.name = name, set.linear_affine = linear, set.attend = attend;
     return set;
 }
 

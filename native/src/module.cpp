@@ -123,11 +123,13 @@ Segment to_segment(const SegmentTuple& t) {
     return s;
 }
 
-using PoolTuple = std::tuple<int, int, int, int, bool, int, size_t>;
+using PoolTuple = std::tuple<int, int, int, int, int, int, size_t>;
 
 KvShape to_shape(const PoolTuple& t) {
-    auto [layers, pages, kv_heads, head_dim, bytes, latent, state] = t;
-    return {layers, pages, kv_heads, head_dim, bytes ? KvType::Byte : KvType::Half, latent, state};
+    auto [layers, pages, kv_heads, head_dim, type, latent, state] = t;
+    if (type < 0 || type > 2) throw nb::value_error("no cell keeps keys and values like that");
+    constexpr KvType types[] = {KvType::Half, KvType::Byte, KvType::Fixed};
+    return {layers, pages, kv_heads, head_dim, types[type], latent, state};
 }
 
 using Matrices = std::vector<std::shared_ptr<Matrix>>;

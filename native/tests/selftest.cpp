@@ -393,7 +393,7 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
         std::vector<uint8_t> ca(page * pages), cb;
         for (size_t i = 0; i < ca.size(); i += 2) ca[i] = 0x00, ca[i + 1] = 0x7e;  // NaN where nothing was written
         if (type == KvType::Float) std::fill(ca.begin(), ca.end(), 0xff);
-        if (type == KvType::Byte)
+        if (cell.scaled())
             for (int p = 0; p < pages * kv_heads; p++)
                 for (int i = 0; i < 2 * kPage; i++) ((float*)(&ca[(size_t)p * cell.bytes()] + cell.scales_at()))[i] = NAN;
         cb = ca;
@@ -843,6 +843,7 @@ int main() {
         }
         test_attention(*sets[i], *scalar_kernels(), KvType::Half);
         test_attention(*sets[i], *scalar_kernels(), KvType::Byte);
+        test_attention(*sets[i], *scalar_kernels(), KvType::Fixed);
         test_attention(*sets[i], *scalar_kernels(), KvType::Float);
         test_latent(*sets[i], *scalar_kernels());
         test_plan(sets[i], {});

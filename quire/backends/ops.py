@@ -26,11 +26,12 @@ from quire.observe.errors import Unsupported
 Tensor: TypeAlias = Any  # an array, or a symbol while recording
 
 
-KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
+KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int16": (2, 4), "int8": (1, 4), "fp8": (1, 4)}
 """What K and V may be kept as: bytes of a number, and bytes beside each token and head.
 
 f16 rounds to two bytes: float16 on the CPU, what it computes in on a torch device. int8 keeps round(x * 127 / amax) of the
-head's columns and a float32 scale amax / 127, for K and for V; fp8 the nearest e4m3 to x * 448 / amax, and amax / 448.
+head's columns and a float32 scale amax / 127, for K and for V; int16 the same with 32639 for 127; fp8 the nearest e4m3 to x * 448 / amax,
+and amax / 448.
 """
 
 QUANTIZE = ("none", "fp8", "fp8-block", "int8", "int4", "keep")
@@ -272,7 +273,7 @@ TABLE: tuple[Op, ...] = (
     Op(
         "attention",
         "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]",
-        "2e-5 absolute for unit inputs, KV as it was rounded",
+        "2e-5 absolute for unit inputs, KV as it was rounded; beside int16, 1e-3: there queries and weights may be rounded to 16 bits, too",
     ),
     Op(
         "latent_attention",

@@ -10,118 +10,12 @@
 // Few queries read the cells directly; more first widen 64 tokens to float32, once for all of them.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
-#include "rows.h"
-
-#define QUIRE_NOINLINE __attribute__((noinline))  // register tiles spill when they share a function with other things
-
-#ifdef QUIRE_NEON
-#include "neon_attention.h"
-#endif
+#include "attention_fixed.h"
+#include "softmax.h"
 
 namespace {
-
-// Whether all of it is finite in 16 bits.
-bool store_half(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
-    const int D = cell.head_dim;
-    uint16_t half[kMaxHeadDim];
-    uint16_t* keys = (uint16_t*)to;
-    uint16_t* values = (uint16_t*)(to + cell.values_at()) + slot * D;
-    for (int d = 0; d < D; d += 16) fstore_half_n(half + d, fload_n(k + d, D - d), D - d);
-    for (int d = 0; d < D; d++) keys[d * kPage + slot] = half[d];
-    for (int d = 0; d < D; d += 16) fstore_half_n(values + d, fload_n(v + d, D - d), D - d);
-    uint16_t most = 0;
-    for (int d = 0; d < D; d++) most = std::max(most, (uint16_t)(half[d] & 0x7fff));
-    for (int d = 0; d < D; d++) most = std::max(most, (uint16_t)(values[d] & 0x7fff));
-    return most < 0x7c00;
-}
-
-// Codes of round(x * (127 / amax)) and the scale amax / 127. A row that is not finite gets a scale that is not a number,
-// so that whoever looks at it finds out; one too small for 127 / amax becomes zeros.
-float store_codes(const float* x, int n, int8_t* codes) {
-    F most = fzero(), sum = fzero();
-    for (int i = 0; i < n; i += 16) {
-        const F a = fabs_(fload_n(x + i, n - i));
-        most = fmax(a, most);
-        sum = fadd(sum, a);
-    }
-    const float amax = hmax(most);
-    const bool finite = hsum(sum) < __builtin_inff(), usable = finite && amax >= 1e-36f;
-    const F by = fset(usable ? 127.0f / amax : 0.0f), low = fset(-127.0f), high = fset(127.0f);
-    for (int i = 0; i < n; i += 16) {
-        const F a = finite ? fload_n(x + i, n - i) : fzero();
-        istore_i8(codes + i, ito(fmin(fmax(fround(fmul(a, by)), low), high)));
-    }
-    return usable ? amax / 127.0f : finite ? 0.0f : __builtin_nanf("");
-}
-
-void store_bytes(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
-    const int D = cell.head_dim;
-    int8_t codes[kMaxHeadDim];
-    int8_t* keys = (int8_t*)to;
-    float* scales = (float*)(to + cell.scales_at());
-    scales[slot] = store_codes(k, D, codes);
-    for (int d = 0; d < D; d++) keys[d * kPage + slot] = codes[d];
-    scales[kPage + slot] = store_codes(v, D, codes);
-    memcpy(to + cell.values_at() + slot * D, codes, (size_t)D);
-}
-
-void store_floats(const float* k, const float* v, const KvCell& cell, uint8_t* to, int slot) {
-    const int D = cell.head_dim;
-    float* keys = (float*)to;
-    for (int d = 0; d < D; d++) keys[d * kPage + slot] = k[d];
-    memcpy(to + cell.values_at() + (size_t)(slot * D) * sizeof(float), v, (size_t)D * sizeof(float));
-}
-
-bool store_kv(const float* k, const float* v, int kv_heads, const KvCell& cell, uint8_t* page, int slot) {
-    bool finite = true;
-    for (int h = 0; h < kv_heads; h++, k += cell.head_dim, v += cell.head_dim, page += cell.bytes()) switch (cell.type) {
-            case KvType::Half: finite &= store_half(k, v, cell, page, slot); break;
-            case KvType::Byte: store_bytes(k, v, cell, page, slot); break;
-            case KvType::Float: store_floats(k, v, cell, page, slot); break;
-        }
-    return finite;
-}
-
-// 2^x for x <= 0, to about 2 ulp, and exactly 1 for 0. Never below 2^-101: that adds nothing to a sum that has a 1 in it,
-// and it keeps products out of the subnormals. NaN stays NaN.
-#ifndef QUIRE_NEON  // it has its own
-inline F fexp2(F x) {
-    x = fmax(fset(-100.0f), x);
-    const F t = fadd(x, fset(0x1.8p23f));
-    const F r = fsub(x, fsub(t, fset(0x1.8p23f)));  // -0.5 to 0.5
-    F p = fset(0x1.5bba14p-10f);
-    p = ffma(p, r, fset(0x1.3cea88p-7f));
-    p = ffma(p, r, fset(0x1.c6b752p-5f));
-    p = ffma(p, r, fset(0x1.ebf9bcp-3f));
-    p = ffma(p, r, fset(0x1.62e42ap-1f));
-    p = ffma(p, r, fset(1.0f));
-    return fscale2(p, t);
-}
-inline void fexp2_both(F& a, F& b) { a = fexp2(a), b = fexp2(b); }
-
-// For maxima that a NaN must not become, and where a zero's sign does not matter.
-inline F fhigher(F a, F b) { return fmax(a, b); }
-inline float fhighest(F a) { return hmax(a); }
-#endif
-
-// height * tanh(x), where t = 2 log2(e) x: tanh(x) is E / (E + 2) with E = e^2x - 1, and E is taken as 2^n (2^r - 1) + (2^n - 1),
-// which loses nothing near 0. NaN stays NaN.
-inline F fcap(F t, F height) {
-    t = fmin(fset(60.0f), fmax(fset(-60.0f), t));
-    const F n = fround(t), r = fsub(t, n), power = fpow2(ito(n));
-    F p = fset(1.52527338e-5f);  // ln(2)^k / k!
-    p = ffma(p, r, fset(1.54035304e-4f));
-    p = ffma(p, r, fset(1.33335581e-3f));
-    p = ffma(p, r, fset(9.61812911e-3f));
-    p = ffma(p, r, fset(5.55041087e-2f));
-    p = ffma(p, r, fset(2.40226507e-1f));
-    p = ffma(p, r, fset(6.93147181e-1f));
-    const F e = ffma(fmul(p, r), power, fsub(power, fset(1.0f)));
-    return fmul(height, fdiv(e, fadd(e, fset(2.0f))));
-}
 
 inline F widen(const float* p) { return fload(p); }
 inline F widen(const uint16_t* p) { return fload_half(p); }
@@ -135,9 +29,6 @@ struct Woven {
     uint16_t half;
 };
 template <class T> constexpr bool kWoven = std::is_same_v<T, Woven>;
-#ifndef QUIRE_NEON
-inline F fwoven() { return fset(1.0f); }
-#endif
 
 // How many vectors go with Q queries in a register tile.
 constexpr int vectors_for(int q) { return kMaxChains / q >= 4 ? 4 : kMaxChains / q >= 2 ? 2 : 1; }
@@ -287,100 +178,6 @@ inline void add_some_values(const T* const* segments, const T* const* next, int 
     for (int q = 0; q < Q; q++) one(q, shared, end(q));
 }
 
-template <bool Scaled, bool Weave> inline void put_weights(float* scores, int page, const float* const* scales, F e) {
-    if constexpr (Scaled) e = fmul(e, fload(scales[page] + kPage));
-    if constexpr (Weave) e = fmul(e, fwoven());
-    fstore(scores + page * kPage, e);
-}
-
-// Weights of whole pages, an even number, and their sum.
-template <bool Scaled, bool Weave> QUIRE_NOINLINE F weigh_pages(float* scores, int pages, float high, const float* const* scales) {
-    F sum = fzero();
-    for (int p = 0; p < pages; p += 2) {
-        F a = fsub(fload(scores + p * kPage), fset(high)), b = fsub(fload(scores + (p + 1) * kPage), fset(high));
-        fexp2_both(a, b);
-        sum = fadd(fadd(sum, a), b);
-        put_weights<Scaled, Weave>(scores, p, scales, a);
-        put_weights<Scaled, Weave>(scores, p + 1, scales, b);
-    }
-    return sum;
-}
-
-// Scores become weights in place. Byte cells: the keys' scales come in before, the values' after. Weave: the weights are woven.
-template <bool Scaled, bool Weave = false> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
-    const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
-    const F lowest = fset(-__builtin_inff());
-    auto score = [&](int p) {
-        F s = fload(scores + p * kPage);
-        if constexpr (Scaled) fstore(scores + p * kPage, s = fmul(s, fload(scales[p])));
-        return s;
-    };
-    F top[4] = {lowest, lowest, lowest, fhigher(fkeep(score(last), there, lowest), lowest)};
-    int p = 0;
-    for (; p + 4 <= last; p += 4)
-        QUIRE_UNROLL
-        for (int i = 0; i < 4; i++) top[i] = fhigher(score(p + i), top[i]);
-    for (; p < last; p++) top[0] = fhigher(score(p), top[0]);
-    const float high = fhighest(fhigher(fhigher(top[0], top[1]), fhigher(top[2], top[3])));
-    F sum = weigh_pages<Scaled, Weave>(scores, last / 2 * 2, high, scales);
-    auto weight = [&](F e, int at) {
-        sum = fadd(sum, e);
-        put_weights<Scaled, Weave>(scores, at, scales, e);
-    };
-    auto one = [&](int at) { return fexp2(fsub(fload(scores + at * kPage), fset(high))); };
-    if (last % 2) weight(one(last - 1), last - 1);
-    weight(fkeep(one(last), there, fzero()), last);
-    part[shape.high] = high;
-    part[shape.total] = hsum(sum);
-}
-
-// The same for tokens [from, seen), with the scores capped where there is a cap.
-template <bool Scaled, bool Weave>
-void weigh_some(float* scores, int from, int seen, float cap, const float* const* scales, const PartShape& shape, float* part) {
-    const int first = from / kPage, last = (seen - 1) / kPage, hidden = from - first * kPage, there = seen - last * kPage;
-    auto keep = [&](F x, int p, F other) {
-        if (p == last) x = fkeep(x, there, other);
-        return p == first ? fkeep(other, hidden, x) : x;
-    };
-    const F height = fset(cap * 1.44269504f);
-    F top = fset(-__builtin_inff());
-    for (int p = first; p <= last; p++) {
-        F s = fload(scores + p * kPage);
-        if constexpr (Scaled) s = fmul(s, fload(scales[p]));
-        if (cap > 0.0f) s = fcap(s, height);
-        fstore(scores + p * kPage, s);
-        top = fmax(keep(s, p, fset(-__builtin_inff())), top);
-    }
-    const float high = hmax(top);
-    F sum = fzero();
-    for (int p = first; p <= last; p++) {
-        F e = keep(fexp2(fsub(fload(scores + p * kPage), fset(high))), p, fzero());
-        sum = fadd(sum, e);
-        if constexpr (Scaled) e = fmul(e, fload(scales[p] + kPage));
-        if constexpr (Weave) e = fmul(e, fwoven());
-        fstore(scores + p * kPage, e);
-    }
-    part[shape.high] = high;
-    part[shape.total] = hsum(sum);
-}
-
-template <int N> struct Count {
-    static constexpr int value = N;
-};
-template <class Body> inline void with_count(int n, Body&& body) {
-    switch (n) {
-        case 1: return body(Count<1>{});
-        case 2: return body(Count<2>{});
-        default: break;
-    }
-    if constexpr (kMaxQueries >= 6) switch (n) {
-        case 3: return body(Count<3>{});
-        case 4: return body(Count<4>{});
-        case 5: return body(Count<5>{});
-        default: return body(Count<6>{});
-    }
-}
-
 #ifdef QUIRE_NEON
 // The queries, scaled and woven; false where one is too large for that.
 inline bool weave_queries(const AttendArgs& a, F scale, float* queries) {
@@ -398,7 +195,7 @@ inline bool weave_queries(const AttendArgs& a, F scale, float* queries) {
 
 // Some: with windows, a cap, or both. Without them every trace of either is gone.
 template <class T, bool Some> void attend_cells(const AttendArgs& a) {
-    constexpr bool kScaled = sizeof(T) == 1;
+    constexpr Owed kScaled = sizeof(T) == 1 ? Owed::Both : Owed::Nothing;
     const int D = a.cell.head_dim, wide = (D + 15) / 16 * 16;
     const PartShape shape(D);
     float* queries = (float*)a.scratch;
@@ -430,7 +227,7 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
         const uint8_t* cell = a.cells + (size_t)a.pages[p] * a.page_stride;
         keys[p] = (const T*)cell;
         values[p] = (const T*)(cell + a.cell.values_at());
-        if constexpr (kScaled) {
+        if constexpr (kScaled == Owed::Both) {
             scales[p] = (const float*)(cell + a.cell.scales_at());
             prefetch(scales[p]), prefetch(scales[p] + kPage);
         }
@@ -533,6 +330,7 @@ void attend(const AttendArgs& a) {
     switch (a.cell.type) {
         case KvType::Half: return some ? attend_cells<uint16_t, true>(a) : attend_cells<uint16_t, false>(a);
         case KvType::Byte: return some ? attend_cells<int8_t, true>(a) : attend_cells<int8_t, false>(a);
+        case KvType::Fixed: return some ? attend_fixed<true>(a) : attend_fixed<false>(a);
         case KvType::Float: return attend_cells<float, false>(a);
     }
 }

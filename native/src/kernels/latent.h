@@ -77,7 +77,7 @@ void attend_latent(const AttendArgs& a) {
     const uint16_t* keys[kChunk / kPage];
     for (int p = 0; p < pages; p++) keys[p] = (const uint16_t*)(a.cells + (size_t)a.pages[p] * a.page_stride);
     auto weigh_all = [&] {
-        for (int q = 0; q < a.count; q++) weigh<false>(scores + q * kAttendStride, a.seen[q], nullptr, shape, a.part[q]);
+        for (int q = 0; q < a.count; q++) weigh<Owed::Nothing>(scores + q * kAttendStride, a.seen[q], nullptr, shape, a.part[q]);
     };
 
     if (a.count <= kLatentQueries && D % 16 == 0 && L % 16 == 0) {

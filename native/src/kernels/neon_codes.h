@@ -1,8 +1,6 @@
 // How packed codes become the signed bytes of a dot product on NEON.
 #pragma once
 
-#define QUIRE_INLINE inline __attribute__((always_inline))
-
 namespace {
 
 // What codes of rows 0 to 7 of a block (half 0) and of its others are when they reach a dot product: `times` what they should be, because

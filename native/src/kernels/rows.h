@@ -6,6 +6,7 @@
 #include "../half.h"
 #include "../kernels.h"
 
+#define QUIRE_INLINE __attribute__((always_inline)) inline
 #define QUIRE_UNROLL _Pragma("GCC unroll 8")
 #define QUIRE_UNROLL16 _Pragma("GCC unroll 16")
 // One copy of it, whatever it is given.
@@ -41,7 +42,7 @@ inline F fexp(F x) {
     p = ffma(p, r, fset(0.5f));
     p = ffma(p, r, fset(1.0f));
     p = ffma(p, r, fset(1.0f));
-    I whole = ito(n), half = ihalve(whole);  // 2^n in two steps: each factor is a normal number
+    I whole = ito(n), half = ishr<1>(whole);  // 2^n in two steps: each factor is a normal number
     return fmul(fmul(p, fpow2(half)), fpow2(isub(whole, half)));
 }
 #endif

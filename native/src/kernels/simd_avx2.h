@@ -131,7 +131,7 @@ inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x
 inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I imul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 template <int N> inline I ishl(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
-inline I ihalve(I x) { return {_mm256_srai_epi32(x.a, 1), _mm256_srai_epi32(x.b, 1)}; }
+template <int N> inline I ishr(I x) { return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)}; }
 inline I ito(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F fbits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline F ffrom(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
@@ -204,10 +204,26 @@ inline V vset(float x) { return _mm256_set1_ps(x); }
 inline V vadd(V a, V b) { return _mm256_add_ps(a, b); }
 inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V vbits(W a) { return _mm256_castsi256_ps(a); }
+inline V vmul(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V vwhole(W a, float by) { return _mm256_mul_ps(_mm256_cvtepi32_ps(a), _mm256_set1_ps(by)); }
 inline W wset(int32_t x) { return _mm256_set1_epi32(x); }
 inline C cload(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-#ifdef QUIRE_WORD_SUMS  // words of two bytes each (fourteen.h)
 inline C flip_top(C a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)128)); }
+inline W wadd(W a, W b) { return _mm256_add_epi32(a, b); }
+inline W wtotal(W high, W low, int32_t less) {  // 256 high + low - less
+    return _mm256_sub_epi32(wadd(_mm256_slli_epi32(high, 8), low), wset(less));
+}
+#ifdef QUIRE_WORD_SUMS  // words of two bytes each (fourteen.h)
+inline W words_up(C a) { return _mm256_slli_epi16(a, 8); }
+inline W sum_words(W a, W b) { return _mm256_add_epi16(a, b); }
+// Four quads of high ones and low ones, each [even high][odd high][even low][odd low] as words (fixed_products.h).
+inline __m256i quads_of_words(__m256i high, __m256i low) {
+    return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(_mm256_packs_epi32(high, low), 0xd8), 0xd8);
+}
+inline void store_quads_of_words(uint8_t* to, I high, I low) {
+    _mm256_storeu_si256((__m256i*)to, quads_of_words(high.a, low.a));
+    _mm256_storeu_si256((__m256i*)(to + 32), quads_of_words(high.b, low.b));
+}
 // Of bytes that hold a code in their upper six bits: that, four times over; and what three of them hold together in their lower two.
 inline C top_six(C a) { return _mm256_and_si256(a, _mm256_set1_epi8((char)0xfc)); }
 inline C last_twos(C a, C b, C c) {

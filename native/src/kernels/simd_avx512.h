@@ -82,13 +82,32 @@ inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 template <int N> inline I ishl(I a) { return _mm512_slli_epi32(a, N); }
-inline I ihalve(I a) { return _mm512_srai_epi32(a, 1); }
+template <int N> inline I ishr(I a) { return _mm512_srai_epi32(a, N); }
 inline I ito(F a) { return _mm512_cvtps_epi32(a); }
 inline F ffrom(I a) { return _mm512_cvtepi32_ps(a); }
 inline F fbits(I a) { return _mm512_castsi512_ps(a); }
 inline F fpow2(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
 inline __m128i bytes_of(I a) { return _mm512_cvtepi32_epi8(a); }
 inline void istore_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, bytes_of(a)); }
+
+// Of 64 numbers times `by`, as whole numbers 256 high + low: both planes, and the sums of 257 high + low (fixed_products.h).
+#ifndef QUIRE_NO_VNNI
+#define QUIRE_FOUR_FIXED 1
+inline void store_four_fixed(uint8_t* highs, uint8_t* lows, const float* x, float by, I& sum) {
+    I whole[4], high[4];
+    for (int i = 0; i < 4; i++) {
+        whole[i] = ito(fmul(fload(x + 16 * i), fset(by)));
+        high[i] = ishr<8>(iadd(whole[i], iset(128)));
+        sum = iadd(sum, iadd(whole[i], high[i]));
+        whole[i] = _mm512_and_si512(whole[i], iset(255));
+    }
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const I h = _mm512_packs_epi16(_mm512_packs_epi32(high[0], high[1]), _mm512_packs_epi32(high[2], high[3]));
+    const I l = _mm512_packus_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
+    _mm512_storeu_si512((void*)highs, _mm512_permutexvar_epi32(order, h));
+    _mm512_storeu_si512((void*)lows, _mm512_permutexvar_epi32(order, l));
+}
+#endif
 
 inline B bload(const uint8_t* p) { return _mm512_loadu_si512((const void*)p); }
 inline B band(B a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
@@ -135,10 +154,20 @@ inline V vset(float x) { return fset(x); }
 inline V vadd(V a, V b) { return fadd(a, b); }
 inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
 inline V vbits(W a) { return fbits(a); }
+inline V vmul(V a, V b) { return fmul(a, b); }
+inline V vwhole(W a, float by) { return fmul(ffrom(a), fset(by)); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
-#ifdef QUIRE_WORD_SUMS  // words of two bytes each (fourteen.h)
 inline C flip_top(C a) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)128)); }
+inline W wtotal(W high, W low, int32_t less) { return isub(iadd(ishl<8>(high), low), iset(less)); }  // 256 high + low - less
+inline W wadd(W a, W b) { return iadd(a, b); }
+#ifdef QUIRE_WORD_SUMS  // words of two bytes each (fourteen.h)
+inline W words_up(C a) { return _mm512_slli_epi16(a, 8); }
+inline W sum_words(W a, W b) { return _mm512_add_epi16(a, b); }
+// Four quads of high ones and low ones, each [even high][odd high][even low][odd low] as words (fixed_products.h).
+inline void store_quads_of_words(uint8_t* to, I high, I low) {
+    _mm512_storeu_si512((void*)to, _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(_mm512_packs_epi32(high, low), (_MM_PERM_ENUM)0xd8), 0xd8));
+}
 // Of bytes that hold a code in their upper six bits: that, four times over; and what three of them hold together in their lower two.
 inline C top_six(C a) { return _mm512_and_si512(a, _mm512_set1_epi8((char)0xfc)); }
 inline C last_twos(C a, C b, C c) {

@@ -258,6 +258,8 @@ inline V vload(const float* p) { return vld1q_f32(p); }
 inline void vstore(float* p, V a) { vst1q_f32(p, a); }
 inline V vset(float x) { return vdupq_n_f32(x); }
 inline V vfma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
+inline V vmul(V a, V b) { return vmulq_f32(a, b); }
+inline V vwhole(W a, float by) { return vmulq_n_f32(vcvtq_f32_s32(a), by); }
 inline W wset(int32_t x) { return vdupq_n_s32(x); }
 inline C cload(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
 inline X xload(const int8_t* p) { return vld1q_s8(p); }

@@ -146,13 +146,13 @@ template <int N> inline I ishl(I a) {
     QUIRE_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] << N);
     return a;
 }
-inline I ihalve(I a) {
-    QUIRE_LANES a.v[i] >>= 1;
+template <int N> inline I ishr(I a) {
+    QUIRE_LANES a.v[i] >>= N;
     return a;
 }
-inline I ito(F a) {  // of numbers already rounded; anything out of range (or NaN) becomes 0, and its user is NaN anyway
+inline I ito(F a) {  // the nearest; anything out of range (or NaN) becomes 0, and its user is NaN anyway
     I r;
-    QUIRE_LANES r.v[i] = a.v[i] > -2147483000.0f && a.v[i] < 2147483000.0f ? (int32_t)a.v[i] : 0;
+    QUIRE_LANES r.v[i] = a.v[i] > -2147483000.0f && a.v[i] < 2147483000.0f ? (int32_t)__builtin_rintf(a.v[i]) : 0;
     return r;
 }
 inline F fbits(I a) {
@@ -221,8 +221,13 @@ inline V vset(float x) { return fset(x); }
 inline V vadd(V a, V b) { return fadd(a, b); }
 inline V vfma(V a, V b, V c) { return ffma(a, b, c); }
 inline V vbits(W a) { return fbits(a); }
+inline V vmul(V a, V b) { return fmul(a, b); }
+inline V vwhole(W a, float by) { return fmul(ffrom(a), fset(by)); }
 inline W wset(int32_t x) { return iset(x); }
 inline C cload(const uint8_t* p) { return bload(p); }
+inline C flip_top(C a) { return bsub(a, 128); }
+inline W wadd(W a, W b) { return iadd(a, b); }
+inline W wtotal(W high, W low, int32_t less) { return isub(iadd(ishl<8>(high), low), iset(less)); }  // 256 high + low - less
 
 // Attention: 2^n * p, where t = n + 1.5 * 2^23 (n a whole number) and the result is a normal number. A NaN in both stays one.
 inline F fscale2(F p, F t) {

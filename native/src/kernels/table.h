@@ -3,6 +3,7 @@
 
 #include "activations.h"
 #include "attention.h"
+#include "kv_store.h"
 #include "latent.h"
 #include "linear.h"
 #include "rows.h"

@@ -18,6 +18,7 @@ from quire.backends.cases.kit import Bound as Bound
 from quire.backends.cases.kit import Case as Case
 from quire.backends.cases.kit import MakeWeight as MakeWeight
 from quire.backends.cases.kit import Step as Step
+from quire.backends.cases.kit import attention_bound as attention_bound
 from quire.backends.cases.kit import floats as floats
 from quire.backends.cases.kit import linear_bound as linear_bound
 from quire.backends.cases.kit import ragged as ragged

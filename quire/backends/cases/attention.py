@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from quire.backends.batch import Batch
-from quire.backends.cases.kit import Case, MakeWeight, Step, floats, ragged
+from quire.backends.cases.kit import Case, MakeWeight, Step, attention_bound, floats, ragged
 from quire.backends.ops import KV, KV_DTYPES, Ops, Tensor
 from quire.layouts import Dense, Floats
 
 
 def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Prefill, chunks, decode and a mix of them, over shuffled pages, with several head shapes and both KV dtypes."""
+    """Prefill, chunks, decode and a mix of them, over shuffled pages, with several head shapes and every KV dtype."""
+    yield from _shapes([name for name in KV_DTYPES if name != "int16"], rng)
+    yield from _kinds("f16", rng)
+    yield from _shapes(["int16"], rng)
+    yield from _kinds("int16", rng)
+
+
+def _shapes(dtypes: Sequence[str], rng: np.random.Generator) -> Iterator[Case]:
     shapes = ((9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 2, 256), (6, 2, 24), (3, 3, 8), (32, 1, 64), (14, 2, 40))
     for heads, kv_heads, dim in shapes:
         pages = [int(p) for p in rng.permutation(24)]
@@ -25,15 +32,16 @@ def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator)
             ragged([(38, 1, a), (21, 1, b), (5, 60, c)]),
             ragged([(39, 1, a), (22, 1, b), (65, 1, c)]),
         ]
-        for dtype in KV_DTYPES:
-            yield _attention(
-                f"attention-{heads}of{kv_heads}x{dim}", heads, KV(2, 24, 16, kv_heads, dim, dtype), batches, rng
-            )
+        for dtype in dtypes:
+            kv = KV(2, 24, 16, kv_heads, dim, dtype)
+            yield _attention(f"attention-{heads}of{kv_heads}x{dim}", heads, kv, batches, rng)
     for heads, kv_heads, dim in ((9, 3, 64), (8, 1, 24), (4, 4, 128)):
-        for dtype in KV_DTYPES:
+        for dtype in dtypes:
             kv = KV(2, 64, 16, kv_heads, dim, dtype)
             yield _attention(f"attention-long-{heads}of{kv_heads}x{dim}", heads, kv, _long(rng), rng)
 
+
+def _kinds(dtype: str, rng: np.random.Generator) -> Iterator[Case]:
     for heads, kv_heads, dim, window, cap, sink in (
         (4, 2, 64, 24, None, False),
         (6, 2, 256, 40, 50.0, False),
@@ -41,7 +49,7 @@ def attention_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator)
         (8, 2, 64, 16, None, True),
         (4, 4, 64, None, None, True),
     ):
-        kv, sinks = KV(2, 64, 16, kv_heads, dim), Dense(floats(rng, heads), "f32") if sink else None
+        kv, sinks = KV(2, 64, 16, kv_heads, dim, dtype), Dense(floats(rng, heads), "f32") if sink else None
         name = f"attention-{heads}of{kv_heads}x{dim}-window{window}-cap{cap}-sink{sink}"
         yield _attention(name, heads, kv, _long(rng), rng, window=window, softcap=cap, sinks=sinks)
 
@@ -108,6 +116,7 @@ def _attention(name: str, heads: int, kv: KV, batches: list[Batch], rng: np.rand
             "v": floats(rng, tokens, width),
         }
 
-    steps = [Step(batch, inputs(batch.tokens), lambda _: 2e-5) for batch in batches]
+    bound = attention_bound(kv)
+    steps = [Step(batch, inputs(batch.tokens), lambda _: bound) for batch in batches]
     widths = {"q": heads * kv.head_dim, "k": width, "v": width}
     return Case(f"{name}-{kv.dtype}", forward, steps, widths, kv)

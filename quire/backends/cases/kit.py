@@ -104,6 +104,12 @@ def embed_bound(table: Layout, ids: np.ndarray) -> npt.NDArray[np.floating]:
     return np.repeat(np.abs(rows).reshape(len(ids), -1, 32).max(axis=-1), 32, axis=1) / 8064
 
 
+def attention_bound(kv: KV) -> float:
+    """The error attention may show for unit inputs. Beside keys of 16 bits with a scale, queries and weights may be rounded to as
+    many, and the products of both lower bytes left out: a score is then off by some 1e-4, of which weights are powers."""
+    return 1e-3 if kv.dtype == "int16" else 2e-5
+
+
 def relative(tolerance: float) -> Bound:
     """Allowed error in proportion to each value, with a floor for values near zero."""
     return lambda expected: tolerance * np.abs(expected) + tolerance * 1e-2

@@ -33,6 +33,7 @@ MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
+CELLS = {"f16": 0, "int8": 1, "int16": 2}  # what C++ calls a way to keep K and V
 _INTEGERS = 3  # float16 numbers, packed as integers of 14 bits with a scale for 32 of them: what products read fastest
 
 
@@ -122,7 +123,7 @@ class NativeBackend:
     """
 
     name = "native"
-    kv_dtypes: tuple[str, ...] = ("f16", "int8")
+    kv_dtypes: tuple[str, ...] = tuple(CELLS)
     kv_states = True
 
     def __init__(
@@ -311,8 +312,7 @@ class NativeBackend:
     def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:
         program, recording = draft.program, draft.recording
         first, *more = [
-            (k.layers, k.pages, k.kv_heads, k.head_dim, k.dtype == "int8" and not k.state, k.latent, k.state)
-            for k in kv.groups
+            (k.layers, k.pages, k.kv_heads, k.head_dim, CELLS[k.dtype], k.latent, k.state) for k in kv.groups
         ]
         plan = self._native.Plan(self._machine, first, max_tokens, max_rows, draft.arena)
         for pool in more:

@@ -24,8 +24,9 @@ class Cache:
 
     def __init__(self, kv: KV):
         shape = (kv.layers, kv.pages * kv.page_size, kv.kv_heads, kv.head_dim)
-        self._data = np.zeros(shape, np.int8 if kv.dtype == "int8" else np.float16)  # float16 holds every e4m3
-        self._round = {"int8": round_to_int8, "fp8": round_to_fp8}.get(kv.dtype)
+        integers = {"int8": np.int8, "int16": np.int16}
+        self._data = np.zeros(shape, integers.get(kv.dtype, np.float16))  # float16 holds every e4m3
+        self._round = {"int8": round_to_int8, "int16": round_to_int16, "fp8": round_to_fp8}.get(kv.dtype)
         self._scale = None if self._round is None else np.zeros(shape[:-1], np.float32)
 
     def write(self, layer: int, slots: I32, x: Floats) -> None:
@@ -41,14 +42,24 @@ class Cache:
 
 
 def round_to_int8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
+    codes, scale = _round_to(x, 127, 1e-36)
+    return codes.astype(np.int8), scale
+
+
+def round_to_int16(x: Floats) -> tuple[npt.NDArray[np.int16], Floats]:
+    codes, scale = _round_to(x, 127 * 256 + 127, 1e-34)  # two signed bytes, none of them -128 in front
+    return codes.astype(np.int16), scale
+
+
+def _round_to(x: Floats, top: int, least: float) -> tuple[Floats, Floats]:
     """Codes and scales of the last axis. What is not finite gets a scale that is not a number; what is tiny becomes 0."""
     amax = np.abs(x).max(axis=-1).astype(np.float32)
-    finite, usable = np.isfinite(amax), np.isfinite(amax) & (amax >= np.float32(1e-36))
+    finite, usable = np.isfinite(amax), np.isfinite(amax) & (amax >= np.float32(least))
     with np.errstate(divide="ignore", over="ignore"):
-        by = np.where(usable, np.float32(127) / amax, np.float32(0)).astype(np.float32)
+        by = np.where(usable, np.float32(top) / amax, np.float32(0)).astype(np.float32)
     codes = np.rint(np.where(finite[..., None], x, np.float32(0)) * by[..., None])
-    scale = np.where(usable, amax / np.float32(127), np.where(finite, np.float32(0), np.float32("nan")))
-    return np.clip(codes, -127, 127).astype(np.int8), scale.astype(np.float32)
+    scale = np.where(usable, amax / np.float32(top), np.where(finite, np.float32(0), np.float32("nan")))
+    return np.clip(codes, -top, top).astype(np.float32), scale.astype(np.float32)
 
 
 def round_to_fp8(x: Floats) -> tuple[npt.NDArray[np.float16], Floats]:

@@ -19,7 +19,7 @@ import torch
 from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.early import take_early
-from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
+from quire.backends.ops import KV, TABLE, Forward, check_kv
 from quire.backends.recorder import Instruction, Recording, Value, record
 from quire.backends.torch.adapters import Stacks, without
 from quire.backends.torch.batch import DeviceBatch
@@ -117,7 +117,7 @@ class TorchBackend:
     """Programs on one torch device. `random` takes shapes from the layouts and numbers from a seed."""
 
     name = "torch"
-    kv_dtypes: tuple[str, ...] = tuple(KV_DTYPES)
+    kv_dtypes: tuple[str, ...] = ("f16", "int8", "fp8")
     kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
     stacks: type[Stacks] = Stacks  # where adapters lie

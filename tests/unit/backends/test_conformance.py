@@ -110,7 +110,7 @@ def test_conformance(case: cases.Case, variant: tuple[str, str | None, int]):
 
 
 @NEEDS_TORCH
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.kv.dtype != "int16"], ids=lambda c: c.name)
 def test_conformance_of_torch(case: cases.Case):
     """float32 on the CPU stays within the table's own bounds: one more oracle."""
     program = open_backend("torch", device="cpu", dtype="float32").compile(case.forward, **limits_of(case))

@@ -1,4 +1,4 @@
-"""Native attention over long pasts: cut at chunks, shared between sequences, kept as f16 or int8. Every way to compute a row
+"""Native attention over long pasts: cut at chunks, shared between sequences, kept as f16, int8 or int16. Every way to compute a row
 gives the same bits, and stale memory never shows."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from quire.backends.batch import Batch
-from quire.backends.cases import ragged
+from quire.backends.cases import attention_bound, ragged
 from quire.backends.choose import open_backend
 from quire.backends.native import available
-from quire.backends.native.backend import NativeBackend, extension
+from quire.backends.native.backend import CELLS, NativeBackend, extension
 from quire.backends.ops import KV
 from quire.observe.errors import Unsupported
 
@@ -198,7 +198,7 @@ def check_against_the_reference(heads: int, kv_heads: int, dim: int, dtype: str)
         batch = batch_of(rows)
         inputs = {n: rng.standard_normal((batch.tokens, w)).astype(np.float32) for n, w in widths.items()}
         got = native.run(batch, inputs).copy()
-        np.testing.assert_allclose(got, oracle.run(batch, inputs), rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(got, oracle.run(batch, inputs), rtol=2e-4, atol=attention_bound(kv))
         at = 0
         for start, n, pages in rows:
             single = alone.run(batch_of([(start, n, pages)]), {k: x[at : at + n] for k, x in inputs.items()})
@@ -256,14 +256,79 @@ def test_int8_is_codes_and_a_scale() -> None:
     np.testing.assert_array_equal(got, np.repeat(want.astype(np.float32), HEADS // KV_HEADS, axis=1))
 
 
+def whole(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last axis as 256 high + low times a scale, as int16 keeps it."""
+    amax = np.abs(x).max(axis=-1, keepdims=True).astype(np.float32)
+    codes = np.rint(x.astype(np.float32) * (np.float32(32639) / amax)).astype(np.int64)
+    high = (codes + 128) >> 8
+    return high, codes - 256 * high, (amax / np.float32(32639)).astype(np.float64)
+
+
+def products(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> np.ndarray:
+    """a [M, n] times b [N, n] without what both lower bytes would add."""
+    return (65536 * (a[0] @ b[0].T) + 256 * (a[0] @ b[1].T + a[1] @ b[0].T)) * a[2] * b[2].T
+
+
+@pytest.mark.parametrize("dim", [8, 40, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 16])  # 16: with matrix tiles, where there are some
+def test_int16_is_sums_of_whole_numbers(dim: int, group: int) -> None:
+    """Scores, and values of each 256 tokens, are products of rows that are rounded to 16 bits on both sides; nothing else is rounded."""
+    tokens, kv = 600, KV(1, 64, 16, 1, dim, "int16")
+    widths, rng = {"q": group * dim, "k": dim, "v": dim}, np.random.default_rng(dim + group)
+    inputs = {name: rng.standard_normal((tokens, width)).astype(np.float32) for name, width in widths.items()}
+    inputs["k"][:, 1] *= 20  # as some models have it, and numbers of 11 bits lose most by
+
+    def forward(ops, batch, i):
+        return ops.attention(i["q"], i["k"], i["v"], batch, layer=0, heads=group, scale=dim**-0.5)
+
+    program = NativeBackend().compile(forward, kv=kv, max_tokens=tokens, max_rows=0, inputs=widths)
+    got = program.run(batch_of([(0, tokens, PAGES_64[:40])]), inputs).reshape(tokens, group, dim)
+    keys, values = whole(inputs["k"]), whole(inputs["v"])
+    for row in (0, 5, 255, 256, 599):
+        score = products(whole(inputs["q"][row].reshape(group, dim)), keys)[:, : row + 1] * dim**-0.5
+        weight = np.exp(score - score.max(axis=-1, keepdims=True))
+        want = np.zeros((group, dim))
+        for start in range(0, row + 1, 256):
+            end = min(start + 256, row + 1)
+            own = np.zeros((group, 256))
+            own[:, : end - start] = weight[:, start:end] * values[2][start:end, 0]
+            columns = tuple(np.pad(part[start:end].T, ((0, 0), (0, 256 - end + start))) for part in values[:2])
+            want += products(whole(own), (*columns, np.ones((dim, 1))))
+        # A weight on the border between two codes may fall to either side: a 32,639th of the largest one.
+        np.testing.assert_allclose(got[row], want / weight.sum(axis=-1, keepdims=True), rtol=0, atol=5e-5)
+
+
+def test_int16_is_closer_to_exact_attention_than_f16_where_a_column_is_large() -> None:
+    """A scale for a head's columns costs the small ones precision; what that does to a score is still less than a float16's rounding of the large one."""
+    tokens, dim = 300, 64
+    widths, rng = {"q": dim, "k": dim, "v": dim}, np.random.default_rng(8)
+    inputs = {name: rng.standard_normal((tokens, width)).astype(np.float32) for name, width in widths.items()}
+    inputs["k"][:, 3] += 100
+    q, k, v = (inputs[name].astype(np.float64) for name in "qkv")
+    score = np.where(np.tri(tokens, dtype=bool), q @ k.T / 8, -np.inf)
+    weight = np.exp(score - score.max(axis=-1, keepdims=True))
+    exact = weight @ v / weight.sum(axis=-1, keepdims=True)
+
+    def forward(ops, batch, i):
+        return ops.attention(i["q"], i["k"], i["v"], batch, layer=0, heads=1, scale=1 / 8)
+
+    errors = {}
+    for dtype in ("f16", "int16"):
+        limits = {"kv": KV(1, 64, 16, 1, dim, dtype), "max_tokens": tokens, "max_rows": 0, "inputs": widths}
+        got = NativeBackend().compile(forward, **limits).run(batch_of([(0, tokens, PAGES_64[:20])]), inputs)
+        errors[dtype] = np.sqrt(np.mean((got - exact) ** 2))
+    assert errors["int16"] < errors["f16"]
+
+
 @DTYPES
 def test_both_languages_count_the_same_bytes(dtype: str) -> None:
     for heads, dim in ((3, 64), (1, 8), (2, 200)):
         kv = KV(5, 7, 16, heads, dim, dtype)
-        plan = extension().Plan(NativeBackend()._machine, (5, 7, heads, dim, dtype == "int8", 0, 0), 1, 0, 64)
+        plan = extension().Plan(NativeBackend()._machine, (5, 7, heads, dim, CELLS[dtype], 0, 0), 1, 0, 64)
         assert plan.page_bytes == kv.page_bytes == 16 * kv.token_bytes
     assert KV(30, 1, 16, 3, 64).token_bytes == 23040
     assert KV(30, 1, 16, 3, 64, "int8").token_bytes == 30 * 2 * 3 * (64 + 4)
+    assert KV(30, 1, 16, 3, 64, "int16").token_bytes == 30 * 2 * 3 * (128 + 4)
 
 
 def test_a_backend_without_it_refuses() -> None:
