@@ -1,4 +1,4 @@
-"""Perplexity of a model over a text with K and V kept as f16 and as int8, and what int8 buys in decode speed.
+"""Perplexity of a model over a text with K and V kept as f16 and as int8 (or --kv-dtype), and what that buys in decode speed.
 
 With `--against FILE` the other side is another file of the same model, K and V in f16 on both: what a quantization costs, or
 a way to multiply (float16 weights beside the same numbers in float32).
@@ -6,7 +6,7 @@ a way to multiply (float16 weights beside the same numbers in float32).
 The text is cut into windows of `--context` tokens, one every `--stride`; each predicts the tokens that no window before it
 has, so that every prediction but the first window's sees at least context - stride tokens. Both sides see the same
 windows: the difference has a standard error over windows, paired. Speed is a greedy stream through the whole engine at
-given depths, f16 and int8 in turn, the prompt coming from the prefix cache after the first round.
+given depths, both in turn, the prompt coming from the prefix cache after the first round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from quire.backends.ops import Backend
 from quire.config import DEFAULT_MODEL, PAGE_SIZE, EngineConfig, Environment, available_cores
 from quire.models import Model
 
-KV_DTYPES = ("f16", "int8")  # what the native backend has
 STEP = 128  # tokens in a step; each has a row of logits as wide as the vocabulary
 
 F64 = npt.NDArray[np.float64]
@@ -186,8 +185,9 @@ def measure_quality(args: argparse.Namespace, sides: tuple[Side, Side], threads:
 
 def measure_speed(args: argparse.Namespace, depths: list[int], path: str, threads: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    base, other = "f16", args.kv_dtype
     for depth in depths:
-        streams = {dtype: Stream(path, threads, dtype, depth, args.decode) for dtype in KV_DTYPES}
+        streams = {dtype: Stream(path, threads, dtype, depth, args.decode) for dtype in (base, other)}
         for stream in streams.values():
             stream.speed()  # the prefill
         speeds: dict[str, list[float]] = {dtype: [] for dtype in streams}
@@ -197,7 +197,7 @@ def measure_speed(args: argparse.Namespace, depths: list[int], path: str, thread
         for stream in streams.values():
             stream.close()
         line = "   ".join(f"{dtype} {spread(x)}" for dtype, x in speeds.items())
-        print(f"  depth {depth:6}   {line}   ratio {median(speeds['int8']) / median(speeds['f16']):.2f}", flush=True)
+        print(f"  depth {depth:6}   {line}   ratio {median(speeds[other]) / median(speeds[base]):.2f}", flush=True)
         found[str(depth)] = speeds
     return found
 
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument(
         "--depths", type=int, nargs="*", default=None, help="for decode speed (2048 8128); none, or --against: skip it"
     )
+    parser.add_argument("--kv-dtype", choices=("int8", "int16"), default="int8", help="what is compared with f16")
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write a record to benchmarks/results")
@@ -231,7 +232,7 @@ def main() -> None:
     from quire.weights.store import Store
 
     path, threads = str(Store().resolve(args.model or DEFAULT_MODEL)), args.threads or available_cores()
-    sides = tuple(Side(dtype, path, dtype) for dtype in KV_DTYPES)
+    sides = tuple(Side(dtype, path, dtype) for dtype in ("f16", args.kv_dtype))
     if args.against:
         other = str(Store().resolve(args.against))
         sides = (Side(Path(other).stem, other), Side(Path(path).stem, path))

@@ -91,7 +91,7 @@ class EngineConfig:
     threads: int | None = None  # None: what was measured to be fastest here
     isa: str | None = None
     kv_memory: int | None = None  # bytes for the KV pool; None: see resolve_pool
-    kv_dtype: str = "auto"  # how K and V are kept: "f16", "int8", "fp8"; auto: f16, or what a torch device computes in
+    kv_dtype: str = "auto"  # how K and V are kept: "f16", "int16", "int8", "fp8"; auto: what is best there, or what a torch device computes in
     context: int | None = None  # None: what the model was trained for
     max_seqs: int = 0  # sequences in a batch; 0: see resolve_step
     max_batch_tokens: int = 0  # tokens in a step; 0: see resolve_step

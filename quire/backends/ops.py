@@ -313,6 +313,7 @@ class Backend(Protocol):
 
     name: str
     kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
+    kv_dtype: str  # of them, what is best where nobody asks
     kv_states: bool  # whether a further pool may be one of states, for layers that carry one from token to token
 
     def compile(

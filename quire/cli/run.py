@@ -56,7 +56,9 @@ def command(
     threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    kv_dtype: Annotated[str, Option(help="How K and V are kept: f16, int8 or fp8 (half the memory).")] = "auto",
+    kv_dtype: Annotated[
+        str, Option(help="How K and V are kept: f16, int16, or with half the memory int8 or fp8.")
+    ] = "auto",
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",

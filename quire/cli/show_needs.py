@@ -14,7 +14,7 @@ from quire.backends.ops import Estimator, Needs
 from quire.config import PAGE_SIZE, EngineConfig, Environment, available_cores, resolve_step
 from quire.engine.build_writing import EXTRA_ROWS
 from quire.engine.memory import OVERHEAD, Budget, alone, size
-from quire.engine.sizes import pool_of, resolve_sizes
+from quire.engine.sizes import choose_kv, pool_of, resolve_sizes
 from quire.engine.tasks import task_of
 from quire.machine import look_at_memory
 from quire.models import Encoder, Grouped, Model, load
@@ -51,6 +51,7 @@ def _memory(model: Model, task: str, env: Environment, facts: dict[str, Any]) ->
     backend = open_backend("native", threads=threads, isa=env.isa)
     if not isinstance(backend, Estimator):
         return {}
+    config = choose_kv(config, model, backend)
     context, kv = model.config.context, pool_of(config, model)
     available = look_at_memory()
     if isinstance(model, Encoder):  # it keeps nothing, and sees a text at once

@@ -28,6 +28,7 @@ from quire.engine.build_adapted import check_loras
 from quire.engine.build_writing import build_writing
 from quire.engine.engine import Engine
 from quire.engine.parts import Parts
+from quire.engine.sizes import choose_kv
 from quire.engine.tasks import TASKS, task_of
 from quire.engine.types import EngineInfo
 from quire.layouts import Layout
@@ -65,6 +66,7 @@ def build_engine(
             f"there {'is' if len(backend.kv_dtypes) == 1 else 'are'} {', '.join(backend.kv_dtypes)}",
             cure="leave --kv-dtype out, or use another backend",
         )
+    config = choose_kv(config, model, backend)
     watch.lap("backend")
 
     def packed(layout: Layout, done: int, total: int) -> None:

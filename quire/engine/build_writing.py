@@ -143,7 +143,7 @@ def _scheduler(
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
-    """What was asked for about K and V, and what it costs."""
+    """What K and V are kept as, unless it is the plain thing, and what it costs."""
     if config.kv_dtype == "auto":
         return []
 
@@ -151,7 +151,7 @@ def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
         return sum(dataclasses.replace(k, dtype=dtype).token_bytes for k in kv.groups)
 
     beside = ", ".join(f"{name}: {each(name)}" for name in backend.kv_dtypes if name != kv.dtype)
-    return [f"KV cache: {kv.dtype}, {each(kv.dtype)} bytes per token ({beside}; asked for)"]
+    return [f"KV cache: {kv.dtype}, {each(kv.dtype)} bytes per token ({beside})"]
 
 
 def _drafts(config: EngineConfig) -> tuple[int, int]:

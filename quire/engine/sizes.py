@@ -5,9 +5,9 @@ What was asked for and cannot be is refused, with the numbers. Every decision is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.backends.ops import KV
+from quire.backends.ops import KV, Backend
 from quire.config import PAGE_SIZE, EngineConfig, Environment, parse_size, resolve_pool
 from quire.engine.memory import Budget, alone, holds, window_pools
 from quire.models import Model
@@ -92,6 +92,14 @@ def _share_out(
     left = budget.room - (used if budget.own else 2 * used)
     pages, line = resolve_pool(rest, max(0, left), page_bytes, context, config.max_seqs, own=budget.own)
     return tuple(own.get(g, pages) for g in range(len(page.groups))), [line, *lines]
+
+
+def choose_kv(config: EngineConfig, model: Model, backend: Backend) -> EngineConfig:
+    """Where nobody asked, K and V are kept as is best on this backend. Latent keys are f16 whatever is best."""
+    latent = any(k.latent for k in model.kv(1, PAGE_SIZE).groups)
+    if config.kv_dtype != "auto" or backend.kv_dtype == "f16" or latent:
+        return config
+    return replace(config, kv_dtype=backend.kv_dtype)
 
 
 def pool_of(config: EngineConfig, model: Model) -> KV:

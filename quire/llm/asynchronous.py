@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     isa: str | None  # force a kernel set, such as "avx2" or "scalar"
     context: int | None  # longest sequence, in tokens: what the model was made for
     kv_memory: int | str | None  # bytes, or a text such as "1GiB"
-    kv_dtype: str  # how K and V are kept: "f16", or "int8" or "fp8" for half the memory
+    kv_dtype: str  # how K and V are kept: "f16", "int16", or with half the memory "int8" or "fp8"
     max_seqs: int  # sequences in a batch
     max_batch_tokens: int  # tokens in a step
     max_waiting: int  # requests in the queue

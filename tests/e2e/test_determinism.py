@@ -163,7 +163,7 @@ def long_requests(model_path: Path) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["f16", "int8"])
+@pytest.mark.parametrize("dtype", ["f16", "int8", "int16"])
 def test_long_pasts_and_kv_dtypes(model_path, long_requests, dtype):
     """Cut into chunks by several threads, read once for sequences that share pages, from the tree: nobody can tell."""
     settings = {"context": 1024, "kv_memory": 128 << 20, "kv_dtype": dtype}
@@ -184,7 +184,7 @@ def test_long_pasts_and_kv_dtypes(model_path, long_requests, dtype):
 def test_int8_kv_is_said_and_counted(model_path):
     f16, int8 = (Bench(model_path, kv_dtype=dtype, kv_memory=32 << 20) for dtype in ("f16", "int8"))
     assert int8.info.pages == (32 << 20) // (16 * 12240) and f16.info.pages == (32 << 20) // (16 * 23040)
-    assert "KV cache: int8, 12240 bytes per token (f16: 23040; asked for)" in int8.info.decisions
+    assert "KV cache: int8, 12240 bytes per token (f16: 23040, int16: 23760)" in int8.info.decisions
     f16.close()
     int8.close()
 

@@ -15,7 +15,7 @@ static_assert(kMaxHeadDim / 4 * kQuadBytes <= (int)kFixedStride && kChunk / 4 * 
 
 constexpr int kOfPage = kPage / kWidth;  // registers of 16 lanes
 // How many registers of lanes go with Q queries in a tile.
-template <int Q> constexpr int kFixedVectors = kWidth == 16 ? (Q == 1 ? 4 : Q < 4 ? 2 : 1) : kWidth == 8 ? (Q < 3 ? 2 : 1) : Q > 2 ? 2 : 4;
+template <int Q> constexpr int kFixedVectors = kWidth == 16 ? (Q == 1 ? 4 : 2) : kWidth == 8 ? (Q < 3 ? 2 : 1) : Q > 2 ? 2 : 4;
 
 // What belongs to one side of some queries' products.
 struct FixedSide {

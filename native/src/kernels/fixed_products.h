@@ -70,7 +70,7 @@ struct CellQuad {
     C high, low;
 };
 QUIRE_INLINE CellQuad cell_quad(const uint8_t* high, const uint8_t* low) { return {flip_top(cload(high)), flip_top(cload(low))}; }
-template <int Q, int N> constexpr int kFixedSums = kWidth == 16 || Q * N <= 4 ? 3 : 2;  // with a third, none waits for another
+template <int Q, int N> constexpr int kFixedSums = Q * N <= (kWidth == 16 ? 8 : 4) ? 3 : 2;  // with a third, none waits for another
 template <int S, int Q, int N> QUIRE_INLINE void add_quad(W (&sums)[S][Q][N], int q, int v, const CellQuad& cell, const uint8_t* x) {
     const int8_t *high = (const int8_t*)x, *low = high + kPlaneBytes;
     sums[0][q][v] = dot4(sums[0][q][v], cell.high, high);

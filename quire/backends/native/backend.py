@@ -34,6 +34,7 @@ SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens 
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 CELLS = {"f16": 0, "int8": 1, "int16": 2}  # what C++ calls a way to keep K and V
+TILES = ("amx",)  # kernel sets with matrix tiles, which attend to int16 twice as fast as to f16
 _INTEGERS = 3  # float16 numbers, packed as integers of 14 bits with a scale for 32 of them: what products read fastest
 
 
@@ -138,6 +139,9 @@ class NativeBackend:
         if isa is not None and isa not in names:
             raise Unsupported(f"the kernel set {isa!r} does not run on this CPU", cure=f"there are: {', '.join(names)}")
         self.isa: str = isa or names[0]
+        self.kv_dtype: str = (
+            "int16" if names[0] in TILES else "f16"
+        )  # whichever set is used: all sets of a machine agree
         self.threads = threads
         try:
             self._machine = self._native.Machine(threads, self.isa, list(cores))

@@ -385,6 +385,7 @@ class ReferenceBackend:
 
     name = "reference"
     kv_dtypes = tuple(KV_DTYPES)
+    kv_dtype = "f16"
     kv_states = True
 
     def __init__(self) -> None:

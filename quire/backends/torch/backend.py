@@ -118,6 +118,7 @@ class TorchBackend:
 
     name = "torch"
     kv_dtypes: tuple[str, ...] = ("f16", "int8", "fp8")
+    kv_dtype = "f16"
     kv_states = True
     kernels: Callable[[KV, torch.device, torch.dtype], TorchKernels] = TorchKernels
     stacks: type[Stacks] = Stacks  # where adapters lie

@@ -11,14 +11,17 @@ from typing import Any, cast
 
 import pytest
 
-from quire.backends.ops import KV, Needs
+from quire.backends.native import available
+from quire.backends.native.backend import NativeBackend
+from quire.backends.ops import KV, Backend, Needs
 from quire.config import EngineConfig, Environment, resolve_step
 from quire.engine.build import build_engine, choose_threads
 from quire.engine.memory import OVERHEAD, Budget, size
-from quire.engine.sizes import resolve_sizes
+from quire.engine.sizes import choose_kv, resolve_sizes
 from quire.machine import Memory
 from quire.models import Model
 from quire.observe.errors import BadRequest, NotEnoughMemory
+from tests.unit.models import tiny
 
 ENV = Environment(home=Path("/nowhere"))
 PAGE = 2 * 2 * 16 * 1 * 8 * 2  # bytes: layers, K and V, tokens, heads, width, float16
@@ -215,3 +218,39 @@ def test_windows_that_do_not_fit_are_refused_with_the_numbers() -> None:
 def test_windows_alone_bound_no_context() -> None:
     got = shared_out(model=windowed(100000, whole=False), kv_memory=40 * OWN)
     assert got.context == 100000 and got.groups == (40,)
+
+
+@pytest.mark.parametrize(
+    ("asked", "best", "latent", "kept"),
+    [
+        ("auto", "int16", 0, "int16"),
+        ("auto", "f16", 0, "auto"),  # the plain thing, whatever that is on a device
+        ("f16", "int16", 0, "f16"),
+        ("int8", "int16", 0, "int8"),
+        ("auto", "int16", 8, "auto"),  # keys whose front is the value are f16
+    ],
+)
+def test_k_and_v_are_kept_as_asked_or_as_is_best(asked: str, best: str, latent: int, kept: str) -> None:
+    own = KV(1, 1, 16, kv_heads=1, head_dim=8, latent=latent)
+    whole = cast("Model", SimpleNamespace(kv=lambda pages, size: KV(2, pages, size, 1, 8, more=(own,))))
+    backend = cast("Backend", SimpleNamespace(kv_dtype=best))
+    assert choose_kv(EngineConfig(path="", kv_dtype=asked), whole, backend).kv_dtype == kept
+
+
+@pytest.mark.parametrize("best", ["f16", "int16"])
+def test_what_is_best_is_used_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: str) -> None:
+    monkeypatch.setattr("quire.backends.native.backend.TILES", available() if best == "int16" else ())
+    path = str(tiny.write_gguf(tiny.build(), tmp_path / "m.gguf"))
+    for asked in ("auto", "f16", "int16"):
+        engine, info = build_engine(EngineConfig(path=path, backend="native", kv_dtype=asked, threads=1), ENV)
+        engine.close()
+        kept = best if asked == "auto" else asked
+        assert any(line.startswith(f"KV cache: {kept}, ") for line in info.decisions) == (
+            asked != "auto" or best != "f16"
+        )
+
+
+def test_matrix_tiles_decide_for_every_kernel_set() -> None:
+    """So that sets of one machine agree."""
+    best = "int16" if available()[0] == "amx" else "f16"
+    assert {NativeBackend(isa=isa).kv_dtype for isa in available()} == {best}

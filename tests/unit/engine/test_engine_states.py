@@ -160,7 +160,7 @@ def test_keys_and_values_may_be_rounded_further(path: Path) -> None:
     """States are not."""
     cold = Served(path, "native", at_once=1, prefix_cache=False, kv_dtype="int8")
     assert Served(path, "native", repeat=2, kv_dtype="int8").heard == cold.heard
-    plain = Served(path, "native")
+    plain = Served(path, "native", kv_dtype="f16")
     assert cold.info.kv_bytes - plain.info.kv_bytes == plain.tree.pool.size * (16 * 2 * 2 * (32 + 4) - FULL_PAGE)
 
 
@@ -172,7 +172,7 @@ def test_every_kernel_set_gives_the_same_bits(path: Path, alone: Heard) -> None:
 
 
 def test_states_are_told_and_bounded(path: Path) -> None:
-    served = Served(path, "native")
+    served = Served(path, "native", kv_dtype="f16")
     line = next(line for line in served.info.decisions if line.startswith("state pool"))
     assert "4 layers that carry a state: 16 states" in line and "two for each of 4 sequences" in line
     assert "state: 4 of 5 layers carry one instead of keys and values" in served.info.decisions

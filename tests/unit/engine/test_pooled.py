@@ -111,11 +111,11 @@ def test_a_decoder_that_generates_embeds_when_asked(backend: str, tmp_path: Path
 def test_pages_are_taken_for_a_text_and_given_back(tmp_path: Path):
     path = folders.save(decoder(), tmp_path / "m")
     page = 3 * 2 * 2 * 16 * 2 * 16
-    engine, info = made(path, task="embed", kv_memory=10 * page)
+    engine, info = made(path, task="embed", kv_memory=10 * page, kv_dtype="f16")
     assert (info.pages, info.context) == (10, 160)
     few = vectors(engine)
     assert engine.stats().pages_used == 0
-    many = vectors(made(path, task="embed")[0])
+    many = vectors(made(path, task="embed", kv_dtype="f16")[0])
     assert [v.tobytes() for v in few] == [v.tobytes() for v in many]
 
 

@@ -262,7 +262,7 @@ async def test_keys_of_large_bodies_are_looked_at_off_the_loop():
     with pytest.raises(BadRequest, match="'c' comes twice"):
         await limits.checked_keys(body)
     ticking.cancel()
-    assert ticks > 2
+    assert ticks  # none, had the loop waited
     assert await limits.checked_keys(b'{"a": 1, "a": 2' + b" " * limits.KEYS_MOST + b"}")
     for odd in (b"", b"[" * 100_000, b"\xff", b'{"a": 1' + b"9" * 10_000 + b', "b": 2}', b'{"a": NaN}'):
         assert await limits.checked_keys(odd) == odd
