@@ -186,9 +186,9 @@ struct FixedCall {
 template <bool Some> void attend_fixed(const AttendArgs& a) {
     FixedCall call(a, Some);
     const bool several = a.count > kMaxQueries;  // tiles: then cells stay in the first cache while all of them look there
-    constexpr int kTogether = 4;
+    constexpr int kNear = 4;
     for (int page = call.front, end; page < call.pages; page = end) {
-        end = several ? std::min(page + kTogether, call.pages) : call.pages;
+        end = several ? std::min(page + kNear, call.pages) : call.pages;
         call.for_tiles(kMaxQueries, [&](int n, int first, int from, int to) {
             with_count(n, [&](auto count) {
                 constexpr int Q = decltype(count)::value;

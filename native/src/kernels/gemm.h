@@ -125,31 +125,31 @@ template <int BITS, bool BIAS, class Function> inline void each_quad(const uint8
 
 namespace {
 
-// kTogether: lanes whose extras lie together, as many as are multiplied at a time, so that few lines are read.
+// kExtraLanes: lanes whose extras lie together, as many as are multiplied at a time, so that few lines are read.
 // kFromPoint: whether sums start from the bits of kSumPoint, and end as the bits of that number plus the sum: one fma with sx and `excess`
 // takes it away, exactly, and multiplies. Matrix tiles start from 0.
 #ifdef QUIRE_AMX
-constexpr int kTogether = 16;
+constexpr int kExtraLanes = 16;
 constexpr bool kFromPoint = false;
 #else
-constexpr int kTogether = 8;
+constexpr int kExtraLanes = 8;
 constexpr bool kFromPoint = true;
 #endif
 
 // What some rows of a panel bring to a tile of 32 columns beside their codes.
 template <int GROUP> struct Extra {
-    float sx[kTogether];
-    float excess[kTogether];  // -kSumPoint * sx
+    float sx[kExtraLanes];
+    float excess[kExtraLanes];  // -kSumPoint * sx
     struct {
-        uint32_t start[kTogether];  // what the integer sum starts from
-        float sxs[kTogether];       // sx * sum, for the bias
+        uint32_t start[kExtraLanes];  // what the integer sum starts from
+        float sxs[kExtraLanes];       // sx * sum, for the bias
     } part[32 / GROUP];
 
     // Its lanes from `lane` on.
     const Extra* from(int lane) const { return (const Extra*)(sx + lane); }
 };
 
-template <int GROUP, int MOST> using Extras = Extra<GROUP>[16 / kTogether][MOST];  // of a panel
+template <int GROUP, int MOST> using Extras = Extra<GROUP>[16 / kExtraLanes][MOST];  // of a panel
 
 // Made once, so that a product's inner loop has nothing to do in scalar registers. `by`: what a sum needs for each of the row's codes, because
 // of what weights are stored more. Lanes past the last row are zeros: what a panel has there may be no number, or one that is slow to multiply.
@@ -159,9 +159,9 @@ inline void fill_extras(const uint8_t* panel, const QuantShape& s, int t0, int t
     const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
     const I times = iset(by), point = iset(kFromPoint ? (int32_t)float_to_bits(kSumPoint) : 0);
     for (int t = 0; t < tiles; t++, scale += 16, sum += 32) {
-        Extra<GROUP>&first = to[0][t], &second = to[16 / kTogether - 1][t];
+        Extra<GROUP>&first = to[0][t], &second = to[16 / kExtraLanes - 1][t];
         auto store = [](F lanes, void* low, void* high) {
-            if constexpr (kTogether == 16) fstore((float*)low, lanes);
+            if constexpr (kExtraLanes == 16) fstore((float*)low, lanes);
             else fstore_halves((float*)low, (float*)high, lanes);
         };
         const F known = fload_n(scale, rows);
@@ -183,13 +183,14 @@ template <int GROUP> struct Lanes {
 
     template <int MOST>
     Lanes(const int8_t* panel, const Extras<GROUP, MOST>& extras, int lane)
-        : codes(panel + 32 * lane), extra(extras[lane / kTogether]->from(lane % kTogether)) {}
+        : codes(panel + 32 * lane), extra(extras[lane / kExtraLanes]->from(lane % kExtraLanes)) {}
 };
 
 // The packed weights that will be unpacked next, asked for a few lines at a time while rows pass over the chunk before: all at
-// once they would wait for each other, and the rows for them.
+// once they would wait for each other, and the rows for them. Codes alone: scales that lie apart from them are few, and asking for them
+// gains nothing.
 class Ahead {
-    const uint8_t *at_[3 * kPair], *end_[3 * kPair];
+    const uint8_t *at_[kPair] = {}, *end_[kPair] = {};
     int now_ = 0, count_ = 0, each_ = 0;
 
     size_t add(const uint8_t* from, size_t bytes) {
@@ -202,14 +203,9 @@ class Ahead {
     Ahead(const Matrix& w, int b, int t0, int tiles, int calls) {
         size_t bytes = 0;
         for (int i = b; i < b + kPair && i < w.blocks; i++) {
-            const uint8_t* block = w.block(i);
-            const size_t t = (size_t)t0, n = (size_t)tiles;
-            bytes += add(block + t * w.code_step, n * w.code_step);
-            if (kTogether) continue;
-            bytes += add(block + w.scale_at + t * w.factor_step, n * w.factor_step);
-            if (w.has_biases()) bytes += add(block + w.bias_at + t * w.factor_step, n * w.factor_step);
+            bytes += add(w.block(i) + (size_t)t0 * w.code_step, (size_t)tiles * w.code_step);
         }
-        each_ = (int)((bytes / 64 + 3 * kPair + (size_t)calls - 1) / (size_t)calls);
+        each_ = (int)((bytes / 64 + kPair + (size_t)calls - 1) / (size_t)calls);
     }
 
     void ask() {
