@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kTileSide = 16, kTileDepth = 64;  // rows of a tile, and columns of bytes that are multiplied at once
-constexpr int kTiledFrom = 8;                   // queries of a call
+constexpr int kTiledFrom = 6;                   // queries of a call
 
 // One side of tiles' products: high planes and low ones of tiles, one tile behind the other.
 struct TileCells {
