@@ -218,12 +218,18 @@ def _health(server: Server) -> bool:
 def test_idle_is_under_one_percent_of_a_core(start: Callable[..., Server]):
     server = start()
     complete(server, SHORT)
-    time.sleep(1)
     pids = [server.process.pid, server.engine_pid()]
-    before = [_cpu(p) for p in pids]
-    time.sleep(5)
-    used = sum(_cpu(p) for p in pids) - sum(before)
+    deadline = time.monotonic() + 60  # first it touches memory ahead, which takes as long as the system takes to clear it
+    while _used(pids, 1) > 0.01 and time.monotonic() < deadline:
+        pass
+    used = _used(pids, 5)
     assert used / 5 < 0.01, f"{used / 5:.2%} of a core"
+
+
+def _used(pids: list[int], seconds: float) -> float:
+    before = sum(_cpu(p) for p in pids)
+    time.sleep(seconds)
+    return sum(_cpu(p) for p in pids) - before
 
 
 def _cpu(pid: int) -> float:
