@@ -49,7 +49,7 @@ inline void copy_lane(const QuantShape& s, const uint8_t* from, int lane, uint8_
     for (int g = 0; QuantShape::kHasExcess && g < groups; g++) memcpy(out_excess + 256 * g, excess + 256 * g, 16);
     const float* sxs = (const float*)(from + s.sxs) + lane;
     float* out_sxs = (float*)(to + s.sxs) + to_lane;
-    for (int g = 0; QuantShape::kHasExcess && g < groups; g++) out_sxs[16 * g] = sxs[16 * g];
+    for (int g = 0; g < groups; g++) out_sxs[16 * g] = sxs[16 * g];
     if (!s.fine()) return;
     for (int g = 0; g < groups; g++) memcpy(out + s.low + 512 * g, codes + s.low + 512 * g, 32);
     const int32_t* low = (const int32_t*)(from + s.low_sum) + lane;

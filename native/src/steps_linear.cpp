@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kRows = 128;      // rows of x in an item: they stay in the second cache while the weights pass
 constexpr int kStreaming = 32;  // rows up to which a product waits for its weights
+constexpr int kWide = 4;        // groups of 32 columns that many rows of a gated pair take at a time
 constexpr int kPeakBlocks = kSampleBlock / 16;  // blocks of a weight whose results have one peak
 constexpr size_t kNear = 64 << 10;  // bytes of results that are looked at again while a cache has them
 
@@ -132,12 +133,12 @@ struct Gated : Shared {
     bool keep = false, quantized = false;
     Act act = Act::Swiglu;
 
-    void prepare(const Run& run) override { share((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, 4); }
+    void prepare(const Run& run) override { share((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, kWide); }
     int items(const Run& run) const override { return times(run.rows(gate.in)); }
     void work(const Run& run, int item, int thread) const override {
         const int m0 = item / spread.items * kRows, index = index_of(item, thread);
         const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
-        const int most = kRows / m;  // groups whose results fit the scratch
+        const int most = (m > kStreaming ? kWide : 1) * kRows / m;  // groups at a time: a few rows' results stay in the first cache
         const uint8_t* then = after(run, index, thread);
         for (int g = spread.from(index), end = spread.to(index); g < end; g += most) {
             const bool last = g + most >= end;
@@ -149,7 +150,7 @@ struct Gated : Shared {
         const int n = gate.segment.weight->n, most = gate.segment.weight->blocks;
         const int b0 = 2 * g0, b1 = 2 * g1 < most ? 2 * g1 : most, width = 32 * (g1 - g0);
         float* g = (float*)run.plan.scratch(thread);
-        float* u = g + 32 * kRows;
+        float* u = g + kWide * 32 * kRows;
         Epilogue e;
         e.out_stride = (size_t)width;
         e.out = g;
@@ -255,7 +256,7 @@ void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
     for (const Slot* s : {step->keep ? &step->out : &step->quant, step->quantized ? &step->quant : &step->out})
         if (s->width != n || s->per_token != step->gate.in.per_token) refuse("gated: shapes differ");
     step->act = act;
-    need_scratch(2 * 32 * kRows * sizeof(float));
+    need_scratch(2 * kWide * 32 * kRows * sizeof(float));
     steps_.push_back(std::move(step));
 }
 

@@ -185,19 +185,19 @@ struct GateUp : MoeStep {
         const int columns = moe->columns, size = moe->size, units = moe->tiles * columns;
         for (int u; (u = moe->unit.fetch_add(1, std::memory_order_relaxed)) < units;) {
             const Tile& t = tiles[u / columns];
-            const Operand x = moe->input(run, t);
-            for (int g = u % columns * size; g < (u % columns + 1) * size && 32 * g < moe->inner; g++) group(run, t, x, g, thread);
+            const int g0 = u % columns * size, g1 = std::min(g0 + size, (moe->inner + 31) / 32);
+            some(run, t, moe->input(run, t), g0, g1, thread);
         }
     }
-    void group(const Run& run, const Tile& t, const Operand& x, int column, int thread) const {
+    void some(const Run& run, const Tile& t, const Operand& x, int g0, int g1, int thread) const {
         const Experts& w = moe->experts;
         const size_t e = (size_t)t.expert;
-        const int b0 = 2 * column, b1 = std::min(b0 + 2, w.gate[e]->blocks), count = std::min(32, moe->inner - 32 * column);
+        const int b0 = 2 * g0, b1 = std::min(2 * g1, w.gate[e]->blocks), width = 32 * (g1 - g0), count = std::min(width, moe->inner - 32 * g0);
         float* g = (float*)run.plan.scratch(thread);
-        float* u = g + 32 * kRows;
+        float* u = g + kGroups * 32 * kRows;
         const Kernels& k = run.plan.kernels();
         Epilogue to;
-        to.out_stride = 32;
+        to.out_stride = (size_t)width;
         to.out = g;
         if (!w.gate_bias.empty()) to.bias = w.gate_bias[e]->data() + 16 * b0;
         multiply(k, *w.gate[e], b0, b1, x, t.rows, to);
@@ -205,12 +205,12 @@ struct GateUp : MoeStep {
         to.bias = w.up_bias.empty() ? nullptr : w.up_bias[e]->data() + 16 * b0;
         multiply(k, *w.up[e], b0, b1, x, t.rows, to);
         const bool rounded = affine(*w.down[e]);
-        for (int r = 0; r < t.rows; r++, g += 32, u += 32) {
+        for (int r = 0; r < t.rows; r++, g += width, u += width) {
             const int position = t.at + r;
-            float* out = rounded ? g : moe->inner_row(run, position) + 32 * column;
+            float* out = rounded ? g : moe->inner_row(run, position) + 32 * g0;
             if (w.clamped) k.clamped(g, u, w.limit, count, out);
             else k.swiglu(g, u, count, out);
-            if (rounded) k.quantize(out, column, 1, moe->inner_panel(run, position), position % 16, moe->inner_shape);
+            if (rounded) k.quantize(out, g0, g1 - g0, moe->inner_panel(run, position), position % 16, moe->inner_shape);
         }
     }
 };
@@ -297,7 +297,7 @@ void Plan::moe(int x, int quant, int logits, Experts experts, Routing routing, i
     moe->room = Room(moe->out.per_token ? limits_.max_tokens : limits_.max_rows, count, routing.top, width, inner, moe->forms, down);
     if (room % 64 || room > arena_memory_.size() || moe->room.bytes > arena_memory_.size() - room) refuse("its room lies outside the arena");
     moe->at = room;
-    need_scratch(std::max({routing.scratch(), 2 * 32 * kRows * sizeof(float), 16 * kBlocks * kRows * sizeof(float)}));
+    need_scratch(std::max({routing.scratch(), 2 * kGroups * 32 * kRows * sizeof(float), 16 * kBlocks * kRows * sizeof(float)}));
     moe->experts = std::move(experts);
     moe->routing = std::move(routing);
     auto add = [&](auto step) {

@@ -83,8 +83,9 @@ constexpr float kScaleLimit = 0x1p110f;  // see group_scale
 
 // Activations rounded to int8, in panels of 16 rows, so that what a matrix product reads is one stream:
 //   codes  per 32 columns: 16 rows x 32 int8
-//   then the scales, and the sums that offsets and biases of weights are multiplied by; on ARM also what a sum that is made among the
-//   bits of a float32 (sum_bits) has too much when it is multiplied by the scale, four times over, and the products of scales and sums
+//   then the scales, and the sums that offsets of weights are multiplied by; on ARM also what a sum that is made among the bits of a
+//   float32 (sum_bits) has too much when it is multiplied by the scale, four times over
+//   the products of scales and sums, which biases of weights are multiplied by
 //   in fine panels, which weights of 14 bits read, what the codes lost: in 256ths of a step, as the codes are, and its sums
 // Lanes past the last row hold anything.
 struct QuantShape {
@@ -93,7 +94,7 @@ struct QuantShape {
     size_t sx = 0;      // float [k/32][16]  scale
     size_t sum = 0;     // int32 [k/16][16]  sum of each half group's int8
     size_t excess = 0;  // float [k/32][16][4]  -kSumPoint * scale, where kHasExcess
-    size_t sxs = 0;     // float [k/32][16]  scale * sum, there too
+    size_t sxs = 0;     // float [k/32][16]  scale * sum
     size_t low = 0;     // int8 [k/32][16][32]  of fine panels, else 0
     size_t low_sum = 0;  // int32 [k/32][16]
     size_t bytes = 0;   // of a panel
@@ -109,8 +110,8 @@ struct QuantShape {
         sx = 512 * g;
         sum = sx + 64 * g;
         excess = sum + 128 * g;
-        sxs = excess + 256 * g;
-        bytes = kHasExcess ? sxs + 64 * g : excess;
+        sxs = excess + (kHasExcess ? 256 * g : 0);
+        bytes = sxs + 64 * g;
         if (fine) low = bytes, low_sum = low + 512 * g, bytes = low_sum + 64 * g;
     }
     bool fine() const { return low != 0; }

@@ -50,13 +50,14 @@ template <int SUMS> inline void tile_group(const int8_t* x, const uint8_t* codes
 #undef QUIRE_TILE
 #endif
 
-// The scales of a panel's rows: where they are, or in its extras.
+// The scales of a panel's rows and their products with sums: where they are, or in its extras.
 struct TileScales {
-    const float* first;
+    const float *sx, *sxs;
     size_t step;  // per tile
 
-    TileScales(const float* of, size_t apart) : first(of), step(apart) {}
-    explicit TileScales(const Extra<32>* extra) : first(extra->sx), step(sizeof *extra / sizeof(float)) {}
+    TileScales(const uint8_t* panel, const QuantShape& s, int t0)
+        : sx((const float*)(panel + s.sx) + 16 * (size_t)t0), sxs((const float*)(panel + s.sxs) + 16 * (size_t)t0), step(16) {}
+    explicit TileScales(const Extra<32>* extra) : sx(extra->sx), sxs(extra->part[0].sxs), step(sizeof *extra / sizeof(float)) {}
 };
 
 // The first R lanes of a panel against one unpacked block. The tile unit always does all 16; what it makes of lanes past the
@@ -69,24 +70,23 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes<32>& x, TileSc
     QUIRE_UNROLL16
     for (int r = 0; r < R; r++) a[r] = sums_before(to, r, column);
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
-        ahead.ask();
-        const auto& extra = x.extra[g].part[0];
-        const float* sx = scales.first + scales.step * (size_t)g;
+        const float *sx = scales.sx + scales.step * (size_t)g, *sxs = scales.sxs + scales.step * (size_t)g;
         if (shifted)  // only for 8-bit codes with an offset that is not 128
-            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)extra.start[r]))));
+            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)x.extra[g].part[0].start[r]))));
         const F sw = fload(chunk.scale[g][0]);
         F bw = sw;
         if constexpr (BIAS) bw = fload(chunk.bias[g][0]);
         QUIRE_UNROLL16
         for (int r = 0; r < R; r++) {
             a[r] = ffma(sw, fmul(fset(sx[r]), ffrom(_mm512_load_si512(d + 16 * r))), a[r]);
-            if constexpr (BIAS) a[r] = ffma(bw, fset(extra.sxs[r]), a[r]);
+            if constexpr (BIAS) a[r] = ffma(bw, fset(sxs[r]), a[r]);
         }
     };
     auto codes = [&](int g) { return chunk.codes[g]; };
     auto lanes = [&](int g) { return x.codes + 512 * (size_t)g; };
     int g = 0;
     for (; g + 4 <= tiles; g += 4) {
+        ahead.ask();
         tile_group<0>(lanes(g), codes(g), sums[0]);
         if (g) drain(g - 2, sums[2]);
         tile_group<1>(lanes(g + 1), codes(g + 1), sums[1]);

@@ -155,10 +155,10 @@ template <int GROUP, int MOST> using Extras = Extra<GROUP>[16 / kExtraLanes][MOS
 // of what weights are stored more. Lanes past the last row are zeros: what a panel has there may be no number, or one that is slow to multiply.
 template <int GROUP, bool BIAS, int MOST>
 inline void fill_extras(const uint8_t* panel, const QuantShape& s, int t0, int tiles, int rows, int by, Extras<GROUP, MOST>& to) {
-    const float* scale = (const float*)(panel + s.sx) + 16 * (size_t)t0;
+    const float *scale = (const float*)(panel + s.sx) + 16 * (size_t)t0, *sxs = (const float*)(panel + s.sxs) + 16 * (size_t)t0;
     const int32_t* sum = (const int32_t*)(panel + s.sum) + 32 * (size_t)t0;
     const I times = iset(by), point = iset(kFromPoint ? (int32_t)float_to_bits(kSumPoint) : 0);
-    for (int t = 0; t < tiles; t++, scale += 16, sum += 32) {
+    for (int t = 0; t < tiles; t++, scale += 16, sxs += 16, sum += 32) {
         Extra<GROUP>&first = to[0][t], &second = to[16 / kExtraLanes - 1][t];
         auto store = [](F lanes, void* low, void* high) {
             if constexpr (kExtraLanes == 16) fstore((float*)low, lanes);
@@ -171,7 +171,7 @@ inline void fill_extras(const uint8_t* panel, const QuantShape& s, int t0, int t
             const I total = GROUP == 32 ? iadd(iload_n(sum, rows), iload_n(sum + 16, rows)) : iload_n(sum + 16 * part, rows);
             auto &one = first.part[part], &other = second.part[part];
             store(fbits(iadd(imul(total, times), point)), one.start, other.start);
-            if constexpr (BIAS) store(fmul(known, ffrom(total)), one.sxs, other.sxs);
+            if constexpr (BIAS) store(GROUP == 32 ? fload_n(sxs, rows) : fmul(known, ffrom(total)), one.sxs, other.sxs);
         }
     }
 }
@@ -374,7 +374,7 @@ QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x,
     const int chunks = (w.tiles + kChunk - 1) / kChunk, most = (w.tiles + chunks - 1) / chunks;  // of even size
     auto rows_of = [m](int panel) { return m - 16 * panel < 16 ? m - 16 * panel : 16; };
 #ifdef QUIRE_AMX
-    auto plain = [&](int panel) { return !BIAS && !shift && rows_of(panel) == 16; };  // its scales are read where they are
+    auto plain = [&](int panel) { return !shift && rows_of(panel) == 16; };  // its scales and sums are read where they are
     const TileScope scope;
 #else
     auto plain = [](int) { return false; };
@@ -392,15 +392,15 @@ QUIRE_ONCE void affine_passes(const Matrix& w, int b0, int b1, const uint8_t* x,
                 const bool more = b + kPair < end;
                 const int then = more ? t0 : last ? 0 : t0 + tiles;
                 Ahead ahead(w, more ? b + kPair : last ? end : from, then, w.tiles - then < most ? w.tiles - then : most,
-                            kTiles ? panels * blocks * tiles : m / kTileRows + 1);
+                            kTiles ? panels * blocks * (tiles < 4 ? 1 : tiles / 4) : m / kTileRows + 1);
                 for (int i = 0; i < panels; i++) {
                     const uint8_t* panel = x + (size_t)i * s.bytes;
                     const int8_t* codes = (const int8_t*)panel + 512 * (size_t)t0;
                     float* partial = acc + (size_t)((b - from) * kMaxTall * 16 + 16 * i * 16 * blocks);
                     const Sums sums{partial, (size_t)(16 * blocks), t0 == 0, last ? &e : nullptr, 16 * i, 16 * (b - b0)};
 #ifdef QUIRE_AMX
-                    const TileScales sx = plain(i) ? TileScales{(const float*)(panel + s.sx) + 16 * (size_t)t0, 16} : TileScales(extras[i][0]);
-                    tile_panel<BIAS>(chunk, blocks, tiles, Lanes<GROUP>(codes, extras[i], 0), sx, rows_of(i), shift != 0, sums, ahead);
+                    const TileScales scales = plain(i) ? TileScales(panel, s, t0) : TileScales(extras[i][0]);
+                    tile_panel<BIAS>(chunk, blocks, tiles, Lanes<GROUP>(codes, extras[i], 0), scales, rows_of(i), shift != 0, sums, ahead);
 #else
                     affine_panel<BITS, GROUP, BIAS>(chunk, blocks, tiles, codes, extras[i], rows_of(i), sums, ahead);
 #endif

@@ -70,7 +70,7 @@ __attribute__((always_inline)) inline void quantize_group(F a, F b, float inv, f
         for (int i = 0; i < 4; i++) excess[i] = -kSumPoint * scale;
     }
     code_sums(qa, qb, sum + 32 * g, sum + 32 * g + 16);
-    if constexpr (QuantShape::kHasExcess) ((float*)(panel + s.sxs) + lane)[16 * g] = scale * (float)(sum[32 * g] + sum[32 * g + 16]);
+    ((float*)(panel + s.sxs) + lane)[16 * g] = scale * (float)(sum[32 * g] + sum[32 * g + 16]);
     if (!s.fine()) return;
     const F step = fset(256.0f);
     const I la = icodes(fmul(fsub(a, fround(a)), step)), lb = icodes(fmul(fsub(b, fround(b)), step));

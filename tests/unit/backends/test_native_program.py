@@ -19,7 +19,7 @@ from quire.backends.ops import KV
 from quire.backends.recorder import Instruction, Segment, Value, record
 from quire.layouts import Rope
 from quire.observe.errors import Unsupported
-from tests.unit.backends.native_kit import TinyModel, affine, dense, i32, ragged
+from tests.unit.backends.native_kit import TinyModel, affine, dense, i32, ragged, rows_batch
 
 MODEL = TinyModel()
 IDS = [int(x) for x in np.random.default_rng(0).integers(0, MODEL.vocabulary, 45)]
@@ -92,6 +92,27 @@ def test_fusing_does_not_show_for_plain_weights(pairs: bool) -> None:
     model = TinyModel(names=("Q5_0", "Q2_K", "Q3_K"), pairs=pairs, bias=False)
     runs = [compiled(model, passes=p).run(ragged([(IDS, 0, PAGES)])).copy() for p in ((), fuse.PASSES)]
     np.testing.assert_array_equal(*runs)
+
+
+@pytest.mark.parametrize("rows", [2, 33, 100, 160])
+@pytest.mark.parametrize("width", [96, 2080, 2656])
+def test_a_pair_takes_many_columns_at_a_time(rows: int, width: int) -> None:
+    gate, up, down = affine("Q4_0", width, 64), affine("Q4_1", width, 64, seed=1), affine("Q8_0", 64, width, seed=2)
+
+    def forward(ops, batch, inputs):
+        return ops.linear(ops.swiglu(ops.linear(inputs["x"], gate), ops.linear(inputs["x"], up)), down)
+
+    recording = record(forward, KV(0, 1, 16, 1, 64), {"x": 64})
+    assert "gated" in [i.op for i in fuse.fuse(recording.instructions, recording.output)]
+    x = np.random.default_rng(3).standard_normal((rows, 64)).astype(np.float32)
+    batch = rows_batch(rows)
+    limits = {"kv": KV(0, 1, 16, 1, 64), "max_tokens": rows, "max_rows": rows, "inputs": {"x": 64}}
+    runs = [
+        NativeBackend(passes=p, threads=t).compile(forward, **limits).run(batch, {"x": x}).copy()
+        for p, t in (((), 1), (fuse.PASSES, 1), (fuse.PASSES, 3))
+    ]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
 
 
 def ops_of(passes: tuple[fuse.Pass, ...], model: TinyModel) -> list[str]:
