@@ -72,7 +72,10 @@ inline void tile_block(const Chunk& chunk, int tiles, const Lanes<32>& x, TileSc
     auto drain = [&](int g, int32_t* d) __attribute__((always_inline)) {
         const float *sx = scales.sx + scales.step * (size_t)g, *sxs = scales.sxs + scales.step * (size_t)g;
         if (shifted)  // only for 8-bit codes with an offset that is not 128
-            for (int r = 0; r < R; r++) fstore((float*)(d + 16 * r), _mm512_castsi512_ps(iadd(_mm512_load_si512(d + 16 * r), iset((int32_t)x.extra[g].part[0].start[r]))));
+            for (int r = 0; r < R; r++) {
+                const I more = iset((int32_t)x.extra[g].part[0].start[r]);
+                _mm512_store_si512(d + 16 * r, iadd(_mm512_load_si512(d + 16 * r), more));
+            }
         const F sw = fload(chunk.scale[g][0]);
         F bw = sw;
         if constexpr (BIAS) bw = fload(chunk.bias[g][0]);
