@@ -219,9 +219,8 @@ def test_idle_is_under_one_percent_of_a_core(start: Callable[..., Server]):
     server = start()
     complete(server, SHORT)
     pids = [server.process.pid, server.engine_pid()]
-    deadline = (
-        time.monotonic() + 60
-    )  # first it touches memory ahead, which takes as long as the system takes to clear it
+    deadline = time.monotonic() + 60
+    # First it touches memory ahead, which takes as long as the system takes to clear it.
     while _used(pids, 1) > 0.01 and time.monotonic() < deadline:
         pass
     used = _used(pids, 5)
