@@ -105,17 +105,23 @@ def round_to_bfloat(source: Path, target: Path) -> None:
     reader.data.flush()
 
 
-def prepare(folder: Path, shape: str, name: str) -> Path:
-    """The file of this shape and format, written when it is not there. RuntimeError says what that would need."""
+def model(name: str = "") -> Path:
+    """Where a model is, the default one without a name; it is fetched, with progress, if it is not on this machine."""
+    from quire.cli.pull import here
     from quire.config import DEFAULT_MODEL
     from quire.weights.store import Store
 
+    return Path(here(Store(), name or DEFAULT_MODEL))
+
+
+def prepare(folder: Path, shape: str, name: str) -> Path:
+    """The file of this shape and format, written when it is not there. RuntimeError says what that would need."""
     target = path_of(folder, shape, name)
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     print(f"writing {target}", file=sys.stderr, flush=True)
-    original = Path(Store().resolve(DEFAULT_MODEL))
+    original = model()
     if name == "F16_BF16":
         whole = prepare(folder, shape, "F16")
         _write(target, lambda part: round_to_bfloat(whole, part))

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import files
 from benchmarks.record import ROOT, save
-from quire.config import DEFAULT_MODEL
 
 EVENT = b"data: {"
 LAST = b"0\r\n\r\n"  # the end of a chunked body
@@ -83,10 +83,9 @@ def serve(builder: str) -> None:
     from quire.server import lifecycle
     from quire.server.service import Service
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.store import Store
 
     logging.basicConfig(level=logging.WARNING)
-    path = str(Store().pull(DEFAULT_MODEL))
+    path = str(files.model())
     config = ServerConfig(port=0, log_requests=False)
     sock = lifecycle.bind(config.host, 0)
 
@@ -321,9 +320,8 @@ def measure_stall(route: str, seconds: float) -> dict[str, Any]:
 def _ids(text: str) -> list[int]:
     from quire.chat.words import tokenizer_of
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.store import Store
 
-    with open_checkpoint(str(Store().pull(DEFAULT_MODEL))) as checkpoint:
+    with open_checkpoint(str(files.model())) as checkpoint:
         return tokenizer_of(checkpoint).encode(text, add_special=False, parse_special=False)
 
 

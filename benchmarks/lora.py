@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import files
 from benchmarks.record import save
 from quire import LLM, SamplingParams
 from quire.config import DEFAULT_MODEL, PAGE_SIZE
@@ -81,9 +82,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--save", action="store_true", help="keep a record in benchmarks/results")
     asked = parser.parse_args()
-    from quire.weights.store import Store
-
-    path = str(Store().resolve(asked.model))
+    path = str(files.model(asked.model))
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         loras = write_adapters(path, Path(folder), asked.adapters, asked.rank)

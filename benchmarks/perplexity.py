@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import files
 from benchmarks.figures import spread
 from benchmarks.record import ROOT, median, save
 from quire.backends.batch import Batch
 from quire.backends.ops import Backend
-from quire.config import DEFAULT_MODEL, PAGE_SIZE, EngineConfig, Environment, available_cores
+from quire.config import PAGE_SIZE, EngineConfig, Environment, available_cores
 from quire.models import Model
 
 STEP = 128  # tokens in a step; each has a row of logits as wide as the vocabulary
@@ -229,12 +230,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write a record to benchmarks/results")
     args = parser.parse_args()
-    from quire.weights.store import Store
-
-    path, threads = str(Store().resolve(args.model or DEFAULT_MODEL)), args.threads or available_cores()
+    path, threads = str(files.model(args.model)), args.threads or available_cores()
     sides = tuple(Side(dtype, path, dtype) for dtype in ("f16", args.kv_dtype))
     if args.against:
-        other = str(Store().resolve(args.against))
+        other = str(files.model(args.against))
         sides = (Side(Path(other).stem, other), Side(Path(path).stem, path))
         if len({side.name for side in sides}) < 2:
             sys.exit(f"--against {args.against}: that is the same model, or has the same file name")

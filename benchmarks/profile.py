@@ -74,11 +74,11 @@ def show(title: str, wall: float, found: dict[str, float], count: int) -> None:
 
 
 def main() -> None:
+    from benchmarks import files
     from quire.backends.native.backend import NativeBackend
     from quire.config import DEFAULT_MODEL, available_cores
     from quire.models import load
     from quire.weights.gguf import GGUF
-    from quire.weights.store import Store
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
@@ -94,7 +94,7 @@ def main() -> None:
     if not 0 <= args.shared <= args.prompt:
         parser.error(f"--shared {args.shared}: the prompt has {args.prompt} tokens")
 
-    model = load(GGUF.open(str(Store().resolve(args.model))))
+    model = load(GGUF.open(str(files.model(args.model))))
     depth = max(args.depth, args.prompt)
     pages = -(-(depth + args.decode) // PAGE)
     most = max(args.streams, default=1)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.config import DEFAULT_MODEL, EngineConfig, Environment
+from benchmarks import files
+from quire.config import EngineConfig, Environment
 from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
-from quire.weights.store import Store
 
 PROMPT = "A quire is a set of pages bound together. The oldest one that is known was found"
 
@@ -47,7 +47,7 @@ class Stream:
         from quire.chat.tokenizer import Tokenizer
         from quire.weights.gguf import GGUF
 
-        path = str(Store().resolve(model or DEFAULT_MODEL))
+        path = str(files.model(model))
         with GGUF.open(path) as gguf:
             self.tokenizer = Tokenizer.from_gguf(gguf.metadata)
         self.prompt = self.tokenizer.encode(PROMPT, add_special=False, parse_special=False)

@@ -14,6 +14,8 @@ from benchmarks import client, cpu, files, peers
 from benchmarks.client import Load
 from benchmarks.sections import decode, prefill, streams
 from benchmarks.world import World
+from quire.observe.errors import NotFound
+from quire.weights.store import Store
 
 BENCH = """
     import itertools, json, sys
@@ -97,6 +99,19 @@ def test_files_that_cannot_be_made_are_left_out_and_told(tmp_path: Path, monkeyp
     world = World(tmp_path, 2)
     assert world.pairs(("q4_1", "q8_0"), (files.SMALL,)) == [(files.SMALL, "q4_1")]
     assert "llama-quantize" in world.without[f"{files.SMALL} q8_0"]
+
+
+def test_the_default_model_is_fetched_on_a_machine_that_never_ran_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "fetched.gguf"
+
+    def absent(self: Store, name: str) -> Path:
+        raise NotFound(f"{name} is not on this machine", cure="", param="model")
+
+    monkeypatch.setattr(Store, "resolve", absent)
+    monkeypatch.setattr(Store, "pull", lambda self, name, progress: fetched)
+    assert files.prepare(tmp_path / "made", files.SMALL, "Q4_1").readlink() == fetched
 
 
 async def serve(
