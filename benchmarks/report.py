@@ -1,25 +1,27 @@
-"""`python -m benchmarks.report`: the tables of docs/performance-cpu.md, from the newest records.
+"""`python -m benchmarks.report`: every bar by machine in docs/performance-cpu.md, and all figures in docs/performance-cpu-results.md.
 
-    python -m benchmarks.report [--results FOLDER] [--page FILE] [--print]
+    python -m benchmarks.report [--results FOLDER] [--print]
 
-Each figure comes from the latest record that has it (of one commit's, the one with the most rounds); below the tables stand
-the machine, the versions and the commits they came from. Only what lies between the two markers in the page is replaced.
+Each figure comes from the latest record that has it (of one commit's, the one with the most rounds); above the tables stand
+the machine, the versions and the commits they came from. Only what lies between the two markers in a page is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import targets
 from benchmarks.figures import OURS, Figure, spread
 from benchmarks.record import RESULTS, ROOT, named, newest
 from benchmarks.sections import NAMES
-from benchmarks.table import judged, share
+from benchmarks.table import judged, reached, share
 
-PAGE = ROOT / "docs" / "performance-cpu.md"
+BARS, TABLES = (ROOT / "docs" / name for name in ("performance-cpu.md", "performance-cpu-results.md"))
 BEGIN, END = "<!-- results: begin (python -m benchmarks.report) -->", "<!-- results: end -->"
 TITLES = {
     "decode": "One stream, decoding",
@@ -83,13 +85,57 @@ def name_of(machine: dict[str, Any]) -> str:
     return f"{named(machine['cpu'])}, {machine['cores']} cores{kernels}"
 
 
-def render(paths: list[Path]) -> str:
-    """Everything between the markers: each machine's tables, the machine with the newest record first."""
+def by_machine(paths: list[Path]) -> dict[str, list[Path]]:
+    """Each machine's records, the machine with the newest one first."""
     machines: dict[str, list[Path]] = {}
     for path in sorted(paths, reverse=True):
         about = json.loads(path.read_text())["machine"]
         machines.setdefault(name_of(about), []).append(path)
-    parts = [of_machine(sorted(own)) for own in machines.values()]
+    return {name: sorted(own) for name, own in machines.items()}
+
+
+def bars(paths: list[Path]) -> str:
+    """Every bar and what each machine reached: the table of the front page."""
+    machines = by_machine(paths)
+    columns = {name: of_bars(own) for name, own in machines.items()}
+    rows = sorted({row for cells in columns.values() for row in cells}, key=order)
+    if not rows:
+        return "No record has been written yet."
+    lines = ["| | bar | " + " | ".join(machines) + " |", "|" + "---|" * (2 + len(machines))]
+    for section, shape, name, what in rows:
+        bar = targets.find(section, what, shape, name)
+        assert bar is not None
+        cells = [columns[m].get((section, shape, name, what), ("", ""))[0] for m in machines]
+        lines.append(f"| {section}, {shape} {name}, {what} | {targets.told(bar)} | " + " | ".join(cells) + " |")
+    counts = []
+    for cells in columns.values():
+        short = sum(word == "short" for _, word in cells.values())
+        counts.append(f"{len(cells) - short} of {len(cells)}")
+    return "\n".join([*lines, "| met | | " + " | ".join(counts) + " |"])
+
+
+def order(row: tuple[str, str, str, str]) -> tuple[Any, ...]:
+    """As a run goes, and what is told by a number by that number."""
+    section, *others = row
+    return NAMES.index(section), *(re.sub(r"\d+", lambda number: number[0].zfill(6), part) for part in others)
+
+
+def of_bars(paths: list[Path]) -> dict[tuple[str, str, str, str], tuple[str, str]]:
+    """Of each bar that was measured on a machine, what was reached, as told, and the verdict's word."""
+    found = {}
+    for key, (figure, head) in newest(paths).items():
+        if got := reached(figure):
+            target, value = got
+            word = targets.judge(target, value, figure.shape, head["machine"]["architecture"]).word
+            text = f"{value:.2f}" + ("x" if target.of == "ratio" else "")
+            found[key] = ({"short": f"**{text}**", "ok on x86": f"{text} (x86)"}.get(word, text), word)
+    return found
+
+
+def render(paths: list[Path]) -> str:
+    """Each machine's tables, the machine with the newest record first."""
+    machines = by_machine(paths)
+    parts = [of_machine(own) for own in machines.values()]
     if len(parts) < 2:
         return parts[0] if parts else "No record has been written yet."
     return "\n\n".join(
@@ -139,15 +185,15 @@ def replace(page: str, text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the page alone")
+    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the pages alone")
     args = parser.parse_args()
-    text = render(sorted(args.results.glob("cpu-*.json")))
-    if args.print:
-        print(text)
-        return
-    args.page.write_text(replace(args.page.read_text(), text))
-    print(f"wrote {args.page}", file=sys.stderr)
+    paths = sorted(args.results.glob("cpu-*.json"))
+    for page, text in ((BARS, bars(paths)), (TABLES, render(paths))):
+        if args.print:
+            print(text)
+        else:
+            page.write_text(replace(page.read_text(), text))
+            print(f"wrote {page}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,18 @@ def share(f: Figure) -> float:
     return ours / f.floor if f.more else f.floor / ours
 
 
-def judged(f: Figure, machine: str = "") -> targets.Verdict | None:
-    """The verdict on a figure that has a target and was measured."""
-    target = targets.find(*f.key[:1], f.what, f.shape, f.format)
+def reached(f: Figure) -> tuple[targets.Target, float] | None:
+    """A figure's target and what it bounds, as measured: the ratio, or our value. None where either is missing."""
+    target = targets.find(f.section, f.what, f.shape, f.format)
     if target is None:
         return None
     if target.of == "value":
-        return targets.judge(target, statistics.median(f.ours), f.shape, machine) if f.ours else None
+        return (target, statistics.median(f.ours)) if f.ours else None
     ratios = [statistics.median(r) for side in f.peers() if (r := f.ratios(side))]
-    return targets.judge(target, ratios[0], f.shape, machine) if ratios else None
+    return (target, ratios[0]) if ratios else None
+
+
+def judged(f: Figure, machine: str = "") -> targets.Verdict | None:
+    """The verdict on a figure that has a target and was measured."""
+    found = reached(f)
+    return targets.judge(*found, f.shape, machine) if found else None

@@ -81,16 +81,20 @@ def find(section: str, what: str, shape: str, name: str) -> Target | None:
     return next((t for t in TARGETS if t.covers(section, what, shape, name)), None)
 
 
+def told(target: Target) -> str:
+    """A bar in words."""
+    return f"{'at least' if target.least else 'at most'} {target.bound:.2f}{'x' if target.of == 'ratio' else ''}"
+
+
 def judge(target: Target, value: float, shape: str, machine: str = "") -> Verdict:
     """Whether `value` (a ratio, or a value of ours) meets its bar on this kind of machine."""
-    unit = "x" if target.of == "ratio" else ""
-    text = f"{'at least' if target.least else 'at most'} {target.bound:.2f}{unit}"
+    text = told(target)
     met = value >= target.bound if target.least else value <= target.bound
     lower = (
         target.x86 if (machine or platform.machine()) in ("x86_64", "AMD64") and shape in target.x86_shapes else None
     )
     if lower is not None and lower < target.bound:
-        text += f" (x86: {lower:.2f}{unit})"
+        text += f" (x86: {lower:.2f}{'x' if target.of == 'ratio' else ''})"
         if not met and value >= lower:
             return Verdict(text, "ok on x86")
     return Verdict(text, "ok" if met else "short")

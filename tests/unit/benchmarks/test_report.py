@@ -83,9 +83,46 @@ def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
         report.replace("a page without markers", "new")
 
 
-def test_the_page_has_the_markers() -> None:
-    text = report.PAGE.read_text()
+@pytest.mark.parametrize("page", [report.BARS, report.TABLES], ids=lambda page: page.name)
+def test_a_page_has_the_markers(page: Path) -> None:
+    text = page.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_every_bar_stands_with_what_each_machine_reached(tmp_path: Path) -> None:
+    paths = write(tmp_path)
+    slow = json.loads(paths[0].read_text())
+    slow["machine"] |= {"cores": 16}
+    slow["figures"] = [f for f in slow["figures"] if f["format"] == "q4_1" and f["section"] == "decode"]
+    slow["figures"][0]["values"][OURS] = {"": [150.0] * 3}
+    paths.append(tmp_path / "cpu-2.json")
+    paths[-1].write_text(json.dumps(slow))
+    assert report.bars(paths).splitlines() == [
+        "| | bar | A CPU, 16 cores | A CPU, 2 cores |",
+        "|---|---|---|---|",
+        "| decode, smollm2-135m q4_0, depth 0 | at least 1.15x |  | 1.80x |",
+        "| decode, smollm2-135m q4_1, depth 0 | at least 1.70x | **1.50x** | 1.80x |",
+        "| met | | 0 of 1 | 2 of 2 |",
+    ]
+
+
+def test_a_bar_that_x86_does_not_have_is_told_from_one_that_is_met(tmp_path: Path) -> None:
+    values = {OURS: {"": [110.0]}, "llama.cpp": {"-fa on": [100.0]}}
+    figures = [Figure("decode", "depth 0", "llama-1b", "q4_0", values=values).to_json()]
+    head = {**HEAD, "machine": {**HEAD["machine"], "architecture": "x86_64"}}
+    (tmp_path / "cpu-1.json").write_text(json.dumps({**head, "figures": figures}))
+    table = report.bars([tmp_path / "cpu-1.json"])
+    assert "| at least 1.15x | 1.10x (x86) |" in table
+    assert table.endswith("1 of 1 |")
+
+
+def test_bars_stand_in_the_order_of_a_run_and_of_numbers() -> None:
+    rows = [("start", "s", "q4_1", "x"), ("decode", "s", "q4_1", "depth 2048"), ("decode", "s", "q4_1", "depth 512")]
+    assert sorted(rows, key=report.order) == [rows[2], rows[1], rows[0]]
+
+
+def test_without_records_the_page_says_so() -> None:
+    assert report.bars([]) == "No record has been written yet."
 
 
 def test_a_plot_is_well_formed_and_every_point_is_inside() -> None:
