@@ -16,14 +16,22 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("codec: " + what); }
 
-// A plane cut into runs of consecutive bytes with one shift. Eight bytes are moved at a time inside one 64-bit word: what
+// Vectors of the compiler's own, which every CPU here has.
+using Four = uint32_t __attribute__((vector_size(16)));
+using Two = uint64_t __attribute__((vector_size(16)));
+using Eight = uint16_t __attribute__((vector_size(16)));
+
+inline Four all_bytes(Four, uint8_t byte) { return Four{} + byte * 0x01010101u; }
+inline Two all_bytes(Two, uint8_t byte) { return Two{} + byte * 0x0101010101010101u; }
+template <class Word> inline Word all_bytes(Word, uint8_t byte) { return (Word)(byte * (Word)0x0101010101010101u); }
+
+// A plane cut into runs of consecutive bytes with one shift. Many bytes are moved at a time inside words of 64 bits or fewer: what
 // a shift carries over from a neighbouring byte is masked away, and sums stay below 256, so bytes never mix.
 struct Run {
     int first, length, byte, shift;
     uint8_t mask;  // of the bits that a shifted byte still has
+    bool spread = false;  // eight numbers are one byte's bits, the lowest first
 };
-
-inline uint64_t eight(uint8_t byte) { return byte * 0x0101010101010101u; }
 
 struct Reader {
     struct Part {
@@ -43,8 +51,13 @@ struct Reader {
             for (int i = 0; i < count; i++) {
                 if (p.byte[(size_t)i] >= nbytes || p.shift[(size_t)i] > 7) refuse("a plane points outside its block");
                 int byte = p.byte[(size_t)i], shift = p.shift[(size_t)i];
+                if (spreads(p, i, nbytes)) {
+                    part.runs.push_back({i, 8, byte, 0, 1, true});
+                    i += 7;
+                    continue;
+                }
                 Run* last = part.runs.empty() ? nullptr : &part.runs.back();
-                if (last && last->shift == shift && last->byte + last->length == byte) last->length++;
+                if (last && !last->spread && last->shift == shift && last->byte + last->length == byte) last->length++;
                 else part.runs.push_back({i, 1, byte, shift, (uint8_t)(p.mask & 0xff >> shift)});
             }
             most += p.mask << p.lift;
@@ -53,51 +66,126 @@ struct Reader {
         if (most > 255) refuse("a number needs more than 8 bits");
     }
 
-    // The numbers before the offset is taken off.
-    void read(const uint8_t* block, uint8_t* out) const {
+    // The numbers of a block of each row, before the offset is taken off. Rows are `row_bytes` apart, and their numbers `stride`.
+    void read(const uint8_t* block, size_t row_bytes, int rows, uint8_t* out, size_t stride) const {
+        const Rows all{block, row_bytes, rows, out, stride};
         for (size_t p = 0; p < parts.size(); p++) {
-            if (p == 0) add<true>(parts[p], block, out);
-            else add<false>(parts[p], block, out);
+            if (p == 0) add<true>(parts[p], all);
+            else add<false>(parts[p], all);
         }
     }
 
 private:
-    template <bool first> static void add(const Part& p, const uint8_t* block, uint8_t* out) {
+    static bool spreads(const Plane& p, int first, int nbytes) {
+        if (p.mask != 1 || first + 8 > (int)p.byte.size() || p.byte[(size_t)first] >= nbytes) return false;
+        for (int i = 0; i < 8; i++)
+            if (p.byte[(size_t)(first + i)] != p.byte[(size_t)first] || p.shift[(size_t)(first + i)] != i) return false;
+        return true;
+    }
+
+    struct Rows {
+        const uint8_t* block;
+        size_t row_bytes;
+        int count;
+        uint8_t* out;
+        size_t stride;
+    };
+
+    template <bool first> static void add(const Part& p, const Rows& rows) {
         for (const Run& r : p.runs) {
-            const uint8_t* from = block + r.byte;
-            uint8_t* to = out + r.first;
-            const uint64_t flip = eight(p.flip), mask = eight(r.mask);
-            int i = 0;
-            for (; i + 8 <= r.length; i += 8) {
-                uint64_t bits, sum = 0;
-                memcpy(&bits, from + i, 8);
-                if (!first) memcpy(&sum, to + i, 8);
-                sum += ((bits ^ flip) >> r.shift & mask) << p.lift;
-                memcpy(to + i, &sum, 8);
+            if (r.spread) {
+                add_bits<first>(p, r, rows);
+                continue;
             }
-            for (; i < r.length; i++)
-                to[i] = (uint8_t)((first ? 0 : to[i]) + (((from[i] ^ p.flip) >> r.shift & r.mask) << p.lift));
+            int done = add<first, Two>(p, r, rows, 0);
+            done = add<first, uint64_t>(p, r, rows, done);
+            done = add<first, uint32_t>(p, r, rows, done);
+            add<first, uint8_t>(p, r, rows, done);
         }
+    }
+
+    // Every bit where it is in a byte of its own, then moved to the lowest place: a sum with 0x7f carries into the highest one.
+    template <bool first> static void add_bits(const Part& p, const Run& r, const Rows& rows) {
+        const int lift = p.lift;
+        const uint8_t* in = rows.block + r.byte;
+        uint8_t* out = rows.out + r.first;
+        for (int row = 0; row < rows.count; row++, in += rows.row_bytes, out += rows.stride) {
+            const uint64_t bits = all_bytes(uint64_t{}, (uint8_t)(*in ^ p.flip)) & 0x8040201008040201u;
+            uint64_t sum = 0;
+            if (!first) memcpy(&sum, out, 8);
+            sum += ((bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u) << lift;
+            memcpy(out, &sum, 8);
+        }
+    }
+
+    // A run from `from` on in every row, as many whole words as it has. Returns how far it got.
+    template <bool first, class Word> static int add(const Part& p, const Run& r, const Rows& rows, int from) {
+        constexpr int kBytes = (int)sizeof(Word);
+        const int end = from + (r.length - from) / kBytes * kBytes;
+        if (from == end) return end;
+        const Word flip = all_bytes(Word{}, p.flip), mask = all_bytes(Word{}, r.mask);
+        const int shift = r.shift, lift = p.lift;
+        const uint8_t* in = rows.block + r.byte;
+        uint8_t* out = rows.out + r.first;
+        for (int row = 0; row < rows.count; row++, in += rows.row_bytes, out += rows.stride)
+            for (int i = from; i < end; i += kBytes) {
+                Word bits, sum{};
+                memcpy(&bits, in + i, sizeof(Word));
+                if (!first) memcpy(&sum, out + i, sizeof(Word));
+                sum = (Word)(sum + (Word)((Word)((Word)(bits ^ flip) >> shift & mask) << lift));
+                memcpy(out + i, &sum, sizeof(Word));
+            }
+        return end;
     }
 };
 
-// Sixteen rows of 32 codes, `row_stride` apart, each less `less`, as the vectors of weight.h.
+template <int A, int B, int C, int D> inline Four pick(Four a, Four b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, A, B, C, D);
+#else
+    return __builtin_shuffle(a, b, Four{A, B, C, D});
+#endif
+}
+
+// Numbers from FIRST on, one of a and one of b in each word.
+template <int FIRST> inline Four in_pairs(Eight a, Eight b) {
+    constexpr int F = FIRST;
+#if defined(__clang__)
+    return (Four)__builtin_shufflevector(a, b, F, F + 8, F + 1, F + 9, F + 2, F + 10, F + 3, F + 11);
+#else
+    return (Four)__builtin_shuffle(a, b, Eight{F, F + 8, F + 1, F + 9, F + 2, F + 10, F + 3, F + 11});
+#endif
+}
+
+// Four words each of four rows: word j of every row becomes one vector.
+inline void transpose(const Four (&row)[4], Four (&word)[4]) {
+    const Four a = pick<0, 4, 1, 5>(row[0], row[1]), b = pick<2, 6, 3, 7>(row[0], row[1]);
+    const Four c = pick<0, 4, 1, 5>(row[2], row[3]), d = pick<2, 6, 3, 7>(row[2], row[3]);
+    word[0] = pick<0, 1, 4, 5>(a, c), word[1] = pick<2, 3, 6, 7>(a, c);
+    word[2] = pick<0, 1, 4, 5>(b, d), word[3] = pick<2, 3, 6, 7>(b, d);
+}
+
+// Sixteen rows of 32 codes, `row_stride` apart, each less `less`, as the vectors of weight.h: four rows at a time.
 template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uint8_t less, uint8_t* tile) {
-    auto two_bits = [](const uint32_t* q, int half, int shift) {  // bits shift, shift + 1 of quads 4 half .. 4 half + 3
-        uint32_t word = 0;
+    auto two_bits = [](const Four* q, int half, int shift) {  // bits shift, shift + 1 of quads 4 half .. 4 half + 3
+        Four word{};
         for (int j = 0; j < 4; j++) word |= ((q[4 * half + j] >> shift) & 0x03030303u) << (2 * j);
         return word;
     };
-    auto one_bit = [](const uint32_t* q, int shift) {
-        uint32_t word = 0;
+    auto one_bit = [](const Four* q, int shift) {
+        Four word{};
         for (int j = 0; j < 8; j++) word |= ((q[j] >> shift) & 0x01010101u) << j;
         return word;
     };
-    for (int r = 0; r < 16; r++) {
-        uint32_t q[8];
-        memcpy(q, codes + (size_t)r * row_stride, 32);
-        for (uint32_t& quad : q) quad ^= 0x01010101u * less;
-        auto put = [&](int vector, uint32_t word) { memcpy(tile + 64 * vector + 4 * r, &word, 4); };
+    for (int r = 0; r < 16; r += 4) {
+        Four q[8];
+        for (int half = 0; half < 2; half++) {
+            Four row[4], word[4];
+            for (int i = 0; i < 4; i++) memcpy(&row[i], codes + (size_t)(r + i) * row_stride + 16 * half, 16);
+            transpose(row, word);
+            for (int j = 0; j < 4; j++) q[4 * half + j] = word[j] ^ 0x01010101u * less;
+        }
+        auto put = [&](int vector, Four word) { memcpy(tile + 64 * vector + 4 * r, &word, 16); };
         if constexpr (bits == 8) {
             for (int j = 0; j < 8; j++) put(j, q[j]);
         } else if constexpr (bits == 6) {
@@ -105,10 +193,9 @@ template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uin
         } else if constexpr (bits == 4 && kNibbleRows) {
             for (int j = 0; j < 8; j++) {
                 uint8_t* to = tile + 32 * j + 4 * (r % 8);
-                uint32_t word = 0;
-                if (r >= 8) memcpy(&word, to, 4), word |= (q[j] ^ 0x08080808u) << 4;
-                else word = q[j];
-                memcpy(to, &word, 4);
+                Four word = q[j];
+                if (r >= 8) memcpy(&word, to, 16), word |= (q[j] ^ 0x08080808u) << 4;
+                memcpy(to, &word, 16);
             }
         } else if constexpr (bits >= 4) {
             for (int j = 0; j < 4; j++) put(j, (q[j] & 0x0f0f0f0fu) | (q[j + 4] & 0x0f0f0f0fu) << 4);
@@ -133,12 +220,6 @@ StoreTile tile_of(int bits) {
     }
 }
 
-// Copies a little-endian float of 2 or 4 bytes, or its negative.
-void copy_float(const uint8_t* from, uint8_t* to, size_t bytes, bool negate) {
-    memcpy(to, from, bytes);
-    if (negate) to[bytes - 1] ^= 0x80;
-}
-
 struct Packer {
     Matrix& w;
     const Codec& codec;
@@ -146,47 +227,53 @@ struct Packer {
     const uint8_t* data;
     size_t row_bytes;
 
-    void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int index, int lane,
-                     size_t region, uint8_t* supers) const {
+    static constexpr int kRows = 16;
+
+    // The factors of rows' blocks number `index`, the first row's at `block`: floats as Bits.
+    template <class Bits>
+    void put_factors(uint8_t* out, const Factor& f, const Reader& reader, const uint8_t* block, int rows, int index, size_t region,
+                     uint8_t* supers) const {
         const int tiles = codec.block / 32, per_tile = 32 / codec.group;
-        const size_t width = w.wide ? 4 : 2;
-        uint8_t factor[4];
-        copy_float(block + f.at, factor, width, f.negate);
+        const Bits sign = f.negate ? (Bits)((Bits)1 << (8 * sizeof(Bits) - 1)) : (Bits)0;
+        Bits factors[kRows] = {};  // those of rows past n stay zeros
+        for (int r = 0; r < rows; r++) {
+            memcpy(&factors[r], block + f.at + (size_t)r * row_bytes, sizeof(Bits));
+            factors[r] ^= sign;
+        }
         uint8_t* to = out + region + (size_t)(index * tiles) * w.factor_step;
         if (w.scales == Scales::Half) {
             for (int t = 0; t < tiles; t++, to += w.factor_step)
-                for (int g = 0; g < per_tile; g++) memcpy(to + width * (size_t)(16 * g + lane), factor, width);
+                for (int g = 0; g < per_tile; g++) memcpy(to + sizeof factors * (size_t)g, factors, sizeof factors);
             return;
         }
-        uint8_t values[32];
+        memcpy(supers + sizeof factors * (size_t)index, factors, sizeof factors);
+        uint8_t values[kRows][32];
         if (f.codes.planes.empty()) memset(values, 1, sizeof values);  // a factor without codes beside one with them
-        else reader.read(block, values);
+        else reader.read(block, row_bytes, rows, values[0], sizeof values[0]);
         const bool high = w.scales == Scales::Nibble && &f == &codec.bias;
-        const uint8_t* v = values;
-        for (int t = 0; t < tiles; t++, to += w.factor_step)
-            for (int g = 0; g < per_tile; g++) {
-                uint8_t value = (uint8_t)(*v++ - reader.offset), &lanes = to[16 * g + lane];
-                lanes = high ? (uint8_t)(lanes | value << 4) : value;
+        for (int t = 0, v = 0; t < tiles; t++, to += w.factor_step)
+            for (int g = 0; g < per_tile; g++, v++) {
+                uint8_t* lanes = to + kRows * g;
+                for (int r = 0; r < rows; r++) {
+                    const uint8_t value = (uint8_t)(values[r][v] - reader.offset);
+                    lanes[r] = high ? (uint8_t)(lanes[r] | value << 4) : value;
+                }
             }
-        memcpy(supers + width * (size_t)(16 * index + lane), factor, width);
     }
 
-    void pack_block(int b) const {
+    template <class Bits> void pack_block(int b) const {
         uint8_t* out = w.block(b);
-        uint8_t numbers[16 * 256] = {};  // rows past n stay zero
+        uint8_t numbers[kRows * 256] = {};  // rows past n stay zero
         const StoreTile store = tile_of(w.bits);
-        const int count = w.k / codec.block, rows = w.n - 16 * b < 16 ? w.n - 16 * b : 16;
-        for (int i = 0; i < count; i++) {
-            for (int r = 0; r < rows; r++) {
-                const uint8_t* block = data + (size_t)(16 * b + r) * row_bytes + (size_t)i * (size_t)codec.nbytes;
-                codes.read(block, numbers + (size_t)r * (size_t)codec.block);
-                put_factors(out, codec.scale, scale, block, i, r, w.scale_at, w.supers(b));
-                if (w.bias)
-                    put_factors(out, codec.bias, bias, block, i, r, w.scales == Scales::Nibble ? w.scale_at : w.bias_at,
-                                w.supers(b) + w.bias_super_at);
-            }
+        const int count = w.k / codec.block, rows = std::min(kRows, w.n - kRows * b);
+        const uint8_t* block = data + (size_t)(kRows * b) * row_bytes;
+        for (int i = 0; i < count; i++, block += codec.nbytes) {
+            codes.read(block, row_bytes, rows, numbers, (size_t)codec.block);
             for (int t = 0; t < codec.block / 32; t++)
                 store(numbers + 32 * t, (size_t)codec.block, stored_less(w.bits, w.bias), out + (size_t)(i * codec.block / 32 + t) * w.code_step);
+            put_factors<Bits>(out, codec.scale, scale, block, rows, i, w.scale_at, w.supers(b));
+            if (w.bias)
+                put_factors<Bits>(out, codec.bias, bias, block, rows, i, w.scales == Scales::Nibble ? w.scale_at : w.bias_at, w.supers(b) + w.bias_super_at);
         }
     }
 };
@@ -295,7 +382,7 @@ PackBlock affine(Matrix& w, const Codec& c, const uint8_t* data, int64_t n, int6
     Reader codes, scale, bias;
     w = shape_affine(c, n, row_bytes, codes, scale, bias);
     Packer packer{w, c, std::move(codes), std::move(scale), std::move(bias), data, (size_t)row_bytes};
-    return [packer = std::move(packer)](int b) { packer.pack_block(b); };
+    return [packer = std::move(packer)](int b) { packer.w.wide ? packer.pack_block<uint32_t>(b) : packer.pack_block<uint16_t>(b); };
 }
 
 // 16 rows of 32 float16 numbers as codes of 14 bits, and each row's scale: the power of two that leaves the largest of them a whole byte. Code
@@ -305,15 +392,11 @@ struct FourteenCodes {
     uint8_t upper[16][32], lower[16][32];
     uint16_t scale[16];
 
-    void take(int row, const uint8_t* halves) {
-        float value[32];
-        int most = 0;
-        for (int i = 0; i < 32; i++) {
-            uint16_t h;
-            memcpy(&h, halves + 2 * i, 2);
-            value[i] = widen(h);
-            most = std::max(most, h & 0x7fff);
-        }
+    void take(int row, const uint8_t* halves) {  // loops that compilers make vectors of
+        uint16_t half[32];
+        memcpy(half, halves, sizeof half);
+        int16_t most = 0;
+        for (int i = 0; i < 32; i++) most = std::max(most, (int16_t)(half[i] & 0x7fff));
         if (most >= 0x7c00) {
             scale[row] = 0x7e00;
             memset(upper[row], 128, 32), memset(lower[row], 32, 32);
@@ -323,10 +406,9 @@ struct FourteenCodes {
         const int exponent = std::max(3, (most >> 10) + ((most & 1023) > 1015));
         scale[row] = exponent > 6 ? (uint16_t)((exponent - 6) << 10) : (uint16_t)(0x40 << (exponent - 3));
         const float times = bits_to_float((uint32_t)(127 + 27 - exponent) << 23);
-        for (int i = 0; i < 32; i++) {
-            const int code = (int)(float_to_bits(value[i] * times + kSumPoint) - float_to_bits(kSumPoint)) + 32;
-            lower[row][i] = (uint8_t)(code & 63), upper[row][i] = (uint8_t)((code >> 6) + 128);
-        }
+        uint16_t code[32];  // and 32 more
+        for (int i = 0; i < 32; i++) code[i] = (uint16_t)(float_to_bits(widen(half[i]) * times + kSumPoint) - float_to_bits(kSumPoint) + 32);
+        for (int i = 0; i < 32; i++) lower[row][i] = (uint8_t)(code[i] & 63), upper[row][i] = (uint8_t)((code[i] >> 6) + 128);
     }
 
   private:
@@ -337,7 +419,12 @@ struct FourteenCodes {
         return (float)number;
     }
 #else
-    static float widen(uint16_t h) { return half_to_float(h); }
+    static float widen(uint16_t h) {  // of a finite one, without a branch
+        const uint32_t size = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+        const uint32_t normal = size + (112u << 23), below = float_to_bits(bits_to_float(size + (113u << 23)) - 0x1p-14f);
+        const uint32_t is_below = (uint32_t)((int32_t)(size - (1u << 23)) >> 31);
+        return bits_to_float(sign | (normal & ~is_below) | (below & is_below));
+    }
 #endif
 };
 
@@ -366,23 +453,47 @@ PackBlock fourteen(Matrix& w, const void* data, int64_t n, int64_t k) {
     };
 }
 
+// Sixteen rows of a few numbers, as many as sixteen bytes hold, column after column.
+inline void interleave(const uint8_t* rows, size_t row_bytes, uint32_t* to) {
+    for (int r = 0; r < 16; r += 4) {
+        Four row[4], column[4];
+        for (int i = 0; i < 4; i++) memcpy(&row[i], rows + (size_t)(r + i) * row_bytes, sizeof row[i]);
+        transpose(row, column);
+        for (int i = 0; i < 4; i++) memcpy(to + 16 * i + r, &column[i], sizeof column[i]);
+    }
+}
+inline void interleave(const uint8_t* rows, size_t row_bytes, uint16_t* to) {
+    for (int r = 0; r < 16; r += 8) {
+        Four low[4], high[4], column[4];  // two rows' numbers in each word, of the first four columns and the others
+        for (int i = 0; i < 4; i++) {
+            Eight a, b;
+            memcpy(&a, rows + (size_t)(r + 2 * i) * row_bytes, sizeof a), memcpy(&b, rows + (size_t)(r + 2 * i + 1) * row_bytes, sizeof b);
+            low[i] = in_pairs<0>(a, b), high[i] = in_pairs<4>(a, b);
+        }
+        transpose(low, column);
+        for (int i = 0; i < 4; i++) memcpy(to + 16 * i + r, &column[i], sizeof column[i]);
+        transpose(high, column);
+        for (int i = 0; i < 4; i++) memcpy(to + 16 * (4 + i) + r, &column[i], sizeof column[i]);
+    }
+}
+
 PackBlock dense(Matrix& w, Type type, const void* data, int64_t n, int64_t k) {
     w = shape_dense(type, n, k);
-    auto interleave = [&w, data, k](auto number) -> PackBlock {
+    auto pack_as = [&w, data, k](auto number) -> PackBlock {
         using T = decltype(number);
         return [&w, data, k](int b) {
             T* out = (T*)w.block(b);
-            for (int r = 0; r < 16 && 16 * b + r < w.n; r++) {
-                const uint8_t* row = (const uint8_t*)data + (size_t)(16 * b + r) * (size_t)k * sizeof(T);
-                for (int64_t i = 0; i < k; i++) {
-                    T value;
-                    memcpy(&value, row + (size_t)i * sizeof(T), sizeof(T));
-                    out[i * 16 + r] = value;
-                }
-            }
+            const size_t row_bytes = (size_t)k * sizeof(T);
+            const uint8_t* rows = (const uint8_t*)data + (size_t)(16 * b) * row_bytes;
+            constexpr int64_t kStep = 16 / sizeof(T);
+            int64_t done = 0;
+            if (16 * b + 16 <= w.n)
+                for (; done + kStep <= k; done += kStep) interleave(rows + (size_t)done * sizeof(T), row_bytes, out + 16 * done);
+            for (int r = 0; r < 16 && 16 * b + r < w.n; r++)
+                for (int64_t i = done; i < k; i++) memcpy(out + i * 16 + r, rows + (size_t)r * row_bytes + (size_t)i * sizeof(T), sizeof(T));
         };
     };
-    return type == Type::F32 ? interleave(uint32_t{}) : interleave(uint16_t{});
+    return type == Type::F32 ? pack_as(uint32_t{}) : pack_as(uint16_t{});
 }
 
 // Side by side: a small matrix by itself would get no huge page.
