@@ -6,164 +6,13 @@
 #include <algorithm>
 #include <functional>
 #include <stdexcept>
-#include <string>
 
 #include "half.h"
+#include "planes.h"
 
 namespace quire {
 
 namespace {
-
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("codec: " + what); }
-
-// Vectors of the compiler's own, which every CPU here has.
-using Four = uint32_t __attribute__((vector_size(16)));
-using Two = uint64_t __attribute__((vector_size(16)));
-using Eight = uint16_t __attribute__((vector_size(16)));
-
-inline Four all_bytes(Four, uint8_t byte) { return Four{} + byte * 0x01010101u; }
-inline Two all_bytes(Two, uint8_t byte) { return Two{} + byte * 0x0101010101010101u; }
-template <class Word> inline Word all_bytes(Word, uint8_t byte) { return (Word)(byte * (Word)0x0101010101010101u); }
-
-// A plane cut into runs of consecutive bytes with one shift. Many bytes are moved at a time inside words of 64 bits or fewer: what
-// a shift carries over from a neighbouring byte is masked away, and sums stay below 256, so bytes never mix.
-struct Run {
-    int first, length, byte, shift;
-    uint8_t mask;  // of the bits that a shifted byte still has
-    bool spread = false;  // eight numbers are one byte's bits, the lowest first
-};
-
-struct Reader {
-    struct Part {
-        std::vector<Run> runs;
-        uint8_t lift, flip;
-    };
-    std::vector<Part> parts;
-    int count = 0, offset = 0, most = 0;  // most: the largest sum before the offset is taken off
-
-    Reader() = default;
-    Reader(const Ints& ints, int numbers, int nbytes) : count(numbers), offset(ints.offset) {
-        for (const Plane& p : ints.planes) {
-            if ((int)p.byte.size() != count || (int)p.shift.size() != count) refuse("a plane has the wrong length");
-            if (p.mask < 0 || p.mask > 255 || p.flip < 0 || p.flip > 255 || p.lift < 0 || p.lift > 7)
-                refuse("a plane's mask, flip or lift is out of range");
-            Part part{{}, (uint8_t)p.lift, (uint8_t)p.flip};
-            for (int i = 0; i < count; i++) {
-                if (p.byte[(size_t)i] >= nbytes || p.shift[(size_t)i] > 7) refuse("a plane points outside its block");
-                int byte = p.byte[(size_t)i], shift = p.shift[(size_t)i];
-                if (spreads(p, i, nbytes)) {
-                    part.runs.push_back({i, 8, byte, 0, 1, true});
-                    i += 7;
-                    continue;
-                }
-                Run* last = part.runs.empty() ? nullptr : &part.runs.back();
-                if (last && !last->spread && last->shift == shift && last->byte + last->length == byte) last->length++;
-                else part.runs.push_back({i, 1, byte, shift, (uint8_t)(p.mask & 0xff >> shift)});
-            }
-            most += p.mask << p.lift;
-            parts.push_back(std::move(part));
-        }
-        if (most > 255) refuse("a number needs more than 8 bits");
-    }
-
-    // The numbers of a block of each row, before the offset is taken off. Rows are `row_bytes` apart, and their numbers `stride`.
-    void read(const uint8_t* block, size_t row_bytes, int rows, uint8_t* out, size_t stride) const {
-        const Rows all{block, row_bytes, rows, out, stride};
-        for (size_t p = 0; p < parts.size(); p++) {
-            if (p == 0) add<true>(parts[p], all);
-            else add<false>(parts[p], all);
-        }
-    }
-
-private:
-    static bool spreads(const Plane& p, int first, int nbytes) {
-        if (p.mask != 1 || first + 8 > (int)p.byte.size() || p.byte[(size_t)first] >= nbytes) return false;
-        for (int i = 0; i < 8; i++)
-            if (p.byte[(size_t)(first + i)] != p.byte[(size_t)first] || p.shift[(size_t)(first + i)] != i) return false;
-        return true;
-    }
-
-    struct Rows {
-        const uint8_t* block;
-        size_t row_bytes;
-        int count;
-        uint8_t* out;
-        size_t stride;
-    };
-
-    template <bool first> static void add(const Part& p, const Rows& rows) {
-        for (const Run& r : p.runs) {
-            if (r.spread) {
-                add_bits<first>(p, r, rows);
-                continue;
-            }
-            int done = add<first, Two>(p, r, rows, 0);
-            done = add<first, uint64_t>(p, r, rows, done);
-            done = add<first, uint32_t>(p, r, rows, done);
-            add<first, uint8_t>(p, r, rows, done);
-        }
-    }
-
-    // Every bit where it is in a byte of its own, then moved to the lowest place: a sum with 0x7f carries into the highest one.
-    template <bool first> static void add_bits(const Part& p, const Run& r, const Rows& rows) {
-        const int lift = p.lift;
-        const uint8_t* in = rows.block + r.byte;
-        uint8_t* out = rows.out + r.first;
-        for (int row = 0; row < rows.count; row++, in += rows.row_bytes, out += rows.stride) {
-            const uint64_t bits = all_bytes(uint64_t{}, (uint8_t)(*in ^ p.flip)) & 0x8040201008040201u;
-            uint64_t sum = 0;
-            if (!first) memcpy(&sum, out, 8);
-            sum += ((bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u) << lift;
-            memcpy(out, &sum, 8);
-        }
-    }
-
-    // A run from `from` on in every row, as many whole words as it has. Returns how far it got.
-    template <bool first, class Word> static int add(const Part& p, const Run& r, const Rows& rows, int from) {
-        constexpr int kBytes = (int)sizeof(Word);
-        const int end = from + (r.length - from) / kBytes * kBytes;
-        if (from == end) return end;
-        const Word flip = all_bytes(Word{}, p.flip), mask = all_bytes(Word{}, r.mask);
-        const int shift = r.shift, lift = p.lift;
-        const uint8_t* in = rows.block + r.byte;
-        uint8_t* out = rows.out + r.first;
-        for (int row = 0; row < rows.count; row++, in += rows.row_bytes, out += rows.stride)
-            for (int i = from; i < end; i += kBytes) {
-                Word bits, sum{};
-                memcpy(&bits, in + i, sizeof(Word));
-                if (!first) memcpy(&sum, out + i, sizeof(Word));
-                sum = (Word)(sum + (Word)((Word)((Word)(bits ^ flip) >> shift & mask) << lift));
-                memcpy(out + i, &sum, sizeof(Word));
-            }
-        return end;
-    }
-};
-
-template <int A, int B, int C, int D> inline Four pick(Four a, Four b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, A, B, C, D);
-#else
-    return __builtin_shuffle(a, b, Four{A, B, C, D});
-#endif
-}
-
-// Numbers from FIRST on, one of a and one of b in each word.
-template <int FIRST> inline Four in_pairs(Eight a, Eight b) {
-    constexpr int F = FIRST;
-#if defined(__clang__)
-    return (Four)__builtin_shufflevector(a, b, F, F + 8, F + 1, F + 9, F + 2, F + 10, F + 3, F + 11);
-#else
-    return (Four)__builtin_shuffle(a, b, Eight{F, F + 8, F + 1, F + 9, F + 2, F + 10, F + 3, F + 11});
-#endif
-}
-
-// Four words each of four rows: word j of every row becomes one vector.
-inline void transpose(const Four (&row)[4], Four (&word)[4]) {
-    const Four a = pick<0, 4, 1, 5>(row[0], row[1]), b = pick<2, 6, 3, 7>(row[0], row[1]);
-    const Four c = pick<0, 4, 1, 5>(row[2], row[3]), d = pick<2, 6, 3, 7>(row[2], row[3]);
-    word[0] = pick<0, 1, 4, 5>(a, c), word[1] = pick<2, 3, 6, 7>(a, c);
-    word[2] = pick<0, 1, 4, 5>(b, d), word[3] = pick<2, 3, 6, 7>(b, d);
-}
 
 // Sixteen rows of 32 codes, `row_stride` apart, each less `less`, as the vectors of weight.h: four rows at a time.
 template <int bits> void store_tile(const uint8_t* codes, size_t row_stride, uint8_t less, uint8_t* tile) {
@@ -321,24 +170,24 @@ namespace {
 
 // The codec, checked, and the matrix it makes, without memory.
 Matrix shape_affine(const Codec& c, int64_t n, int64_t row_bytes, Reader& codes, Reader& scale, Reader& bias) {
-    if (c.block != 32 && c.block != 256) refuse("a block must hold 32 or 256 numbers");
-    if (c.group != 16 && c.group != 32) refuse("a group must hold 16 or 32 numbers");
-    if (c.bits < 2 || c.bits > 8 || c.bits == 7) refuse("codes must have 2, 3, 4, 5, 6 or 8 bits");
-    if (c.nbytes < 1 || c.nbytes > 65535 || row_bytes % c.nbytes) refuse("a row is not a whole number of blocks");
+    if (c.block != 32 && c.block != 256) refuse_codec("a block must hold 32 or 256 numbers");
+    if (c.group != 16 && c.group != 32) refuse_codec("a group must hold 16 or 32 numbers");
+    if (c.bits < 2 || c.bits > 8 || c.bits == 7) refuse_codec("codes must have 2, 3, 4, 5, 6 or 8 bits");
+    if (c.nbytes < 1 || c.nbytes > 65535 || row_bytes % c.nbytes) refuse_codec("a row is not a whole number of blocks");
     const int64_t k = row_bytes / c.nbytes * c.block;
-    if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) refuse("the matrix is empty or too large");
+    if (n < 1 || k < 1 || n > (1 << 30) || k > (1 << 24)) refuse_codec("the matrix is empty or too large");
     auto inside = [&](const Factor& f) { return f.at >= 0 && f.at + (f.wide ? 4 : 2) <= c.nbytes; };
-    if (!inside(c.scale) || (c.has_bias && !inside(c.bias))) refuse("a scale lies outside its block");
-    if (c.has_bias && c.bias.wide != c.scale.wide) refuse("its factors are not of one width");
+    if (!inside(c.scale) || (c.has_bias && !inside(c.bias))) refuse_codec("a scale lies outside its block");
+    if (c.has_bias && c.bias.wide != c.scale.wide) refuse_codec("its factors are not of one width");
 
     codes = Reader(c.codes, c.block, c.nbytes);
-    if (codes.parts.empty() || codes.most >= 1 << c.bits) refuse("the codes do not fit their bits");
+    if (codes.parts.empty() || codes.most >= 1 << c.bits) refuse_codec("the codes do not fit their bits");
     const int groups = c.block / c.group;
     const bool two_level = !c.scale.codes.planes.empty() || (c.has_bias && !c.bias.codes.planes.empty());
     if (!c.scale.codes.planes.empty()) scale = Reader(c.scale.codes, groups, c.nbytes);
     if (c.has_bias && !c.bias.codes.planes.empty()) bias = Reader(c.bias.codes, groups, c.nbytes);
-    if (!fits_int8(scale) || !fits_int8(bias)) refuse("scale codes do not fit a signed byte");
-    if (two_level && c.block != 256) refuse("two-level scales need blocks of 256");
+    if (!fits_int8(scale) || !fits_int8(bias)) refuse_codec("scale codes do not fit a signed byte");
+    if (two_level && c.block != 256) refuse_codec("two-level scales need blocks of 256");
 
     Matrix w;
     w.type = Type::Affine;
