@@ -2,7 +2,7 @@
 
     python -m benchmarks.packing [--formats Q4_0 Q4_K ...] [--megabytes 64] [--rounds 5] [--save]
 
-A matrix of random numbers, 2048 columns wide, is packed with one thread and with every core, and its bytes are copied into memory that is
+A matrix of random bytes, 2048 columns wide, is packed with one thread and with every core, and its bytes are copied into memory that is
 fresh as well, in turns. Packing reads the file's bytes once and writes about as many, so the copy is its floor (of one thread; numpy copies
 with no more). What a load takes beside it is reading the file, and clearing memory.
 """
@@ -23,19 +23,13 @@ FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K
 
 
 def matrix(name: str, megabytes: float) -> tuple[np.ndarray, Any]:
-    """So many megabytes of random numbers in a format, and their layout. Random bytes would hold numbers that are not finite."""
-    from gguf import GGMLQuantizationType, quantize
-
+    """So many megabytes in a format, and their layout: small bytes, of which every format makes finite numbers."""
     from quire import formats
 
     form = formats.load(name)
-    rows = max(16, int(megabytes * 1e6 / (COLUMNS / form.BLOCK * form.NBYTES)) // 16 * 16)
-    numbers = np.random.default_rng(0).standard_normal((256, COLUMNS), np.float32) * np.float32(0.02)
-    try:
-        few = quantize(numbers, GGMLQuantizationType[name]).view(np.uint8)
-    except NotImplementedError:  # K types, whose writer is llama.cpp: any code will do, and factors that are small
-        few = np.random.default_rng(0).integers(0, 0x20, (256, COLUMNS // form.BLOCK * form.NBYTES), np.uint8)
-    data = np.ascontiguousarray(np.resize(few, (rows, few.shape[1])))
+    width = COLUMNS // form.BLOCK * form.NBYTES
+    rows = max(16, int(megabytes * 1e6 / width) // 16 * 16)
+    data = np.random.default_rng(0).integers(0, 0x20, (rows, width), np.uint8)
     return data, form.read(data, (rows, COLUMNS))
 
 
