@@ -43,9 +43,9 @@ struct Schedule {
     // attends can store, too.
     bool alone() const { return alone_; }
 
-    int items() const { return (int)items_.size() * kv_heads_; }
-    const Item& item(int i) const { return items_[(size_t)(i % (int)items_.size())]; }
-    int head(int i) const { return i / (int)items_.size(); }  // one head after the other: its pages stay in the cache
+    int items() const { return (int)places_.size(); }
+    const Item& item(int i) const { return items_[(size_t)places_[(size_t)i].item]; }
+    int head(int i) const { return places_[(size_t)i].head; }
     const Tile& tile(const Item& item, int i) const { return tiles_[(size_t)members_[(size_t)(item.first + i)]]; }
     int group() const { return group_; }
     int heads() const { return group_ * kv_heads_; }
@@ -68,6 +68,7 @@ private:
     int64_t tokens(const Tile& tile, int chunk, int chunks) const;
     bool past(const Tile& tile) const;
     bool apart();
+    void place(int threads);
 
     int group_, kv_heads_, window_, pool_;
     PartShape shape_;
@@ -79,6 +80,10 @@ private:
     mutable Mapping parts_;
     size_t used_ = 0;
     bool alone_ = false;
+    struct Place {
+        int item, head;
+    };
+    std::vector<Place> places_;  // in the order of the threads' shares
     std::vector<uint8_t> written_;  // per page of the pool; only during `apart` not 0
     std::vector<uint8_t> wanted_;   // per row, where not all are
     mutable std::vector<std::atomic<int>> pending_;  // [tile][kv_head]

@@ -28,7 +28,7 @@ struct Store : Step {
     }
 
     // Neighbours write to the same lines of a page: where there are many, one thread takes a page of them.
-    static int together(const Run& run) { return run.batch.tokens >= 4 * kPage * run.threads ? kPage : 1; }
+    static int together(const Run& run) { return run.batch.tokens >= kPage * run.threads ? kPage : 1; }
 
     int items(const Run& run) const override {
         if (schedule && schedule->alone()) return 0;
@@ -101,7 +101,7 @@ struct Attend : Step {
 
     void work(const Run& run, int i, int thread) const override {
         const Schedule::Item& item = schedule->item(i);
-        const int head = schedule->head(i), then = i + run.threads;  // what this thread will most likely do next
+        const int head = schedule->head(i), then = i + 1;  // what this thread will most likely do next
         if (item.whole) return whole(run, item, head, then, thread);
         for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, item, head, c, then, thread);
         for (int m = 0; m < item.members; m++) {

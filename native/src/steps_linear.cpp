@@ -39,22 +39,21 @@ void adapt(const Run& run, const Part& p, int b0, int b1, int m0, int m, const E
 // A step over units of weights (blocks, or pairs of them) that are shared out anew in every run.
 struct Shared : Step {
     Spread spread;
-    Claims claims;
 
     void share(int units, int rows, int threads, int most) {
         spread = rows > kStreaming ? Spread::even(units, threads, most) : Spread::streaming(units, threads);
-        claims.reset();
     }
     int times(int rows) const { return (rows + kRows - 1) / kRows * spread.items; }  // items for so many rows
-    int index_of(int item, int thread) const { return claims.take(item % spread.items, thread, spread.runs); }
 
     virtual const uint8_t* first_of(int index) const = 0;  // weights that an item of this index begins with
     bool streams() const override { return true; }
-    const uint8_t* begins(int thread) const override { return spread.runs ? first_of(thread < spread.runs ? thread : 0) : nullptr; }
+    const uint8_t* begins(int thread) const override {
+        return spread.runs ? first_of(ThreadPool::share_begins(thread, spread.items, spread.runs)) : nullptr;
+    }
     // After an item of this index: another one, or the next step.
-    const uint8_t* after(const Run& run, int index, int thread) const {
+    const uint8_t* after(int index, int thread) const {
         if (!spread.runs) return nullptr;
-        if (index + run.threads < spread.items) return first_of(index + run.threads);
+        if (spread.goes_on(index)) return first_of(index + 1);
         return next ? next->begins(thread) : nullptr;
     }
 };
@@ -75,9 +74,9 @@ struct Linear : Shared {
     void prepare(const Run& run) override { share((blocks + grain - 1) / grain, run.rows(parts[0].out), run.threads, 8 / grain); }
     int items(const Run& run) const override { return times(run.rows(parts[0].out)); }
     void work(const Run& run, int item, int thread) const override {
-        const int m0 = item / spread.items * kRows, index = index_of(item, thread);
+        const int m0 = item / spread.items * kRows, index = item % spread.items;
         const int rows = run.rows(parts[0].out), m = rows - m0 < kRows ? rows - m0 : kRows;
-        const uint8_t* then = after(run, index, thread);
+        const uint8_t* then = after(index, thread);
         int b0 = grain * spread.from(index), b1 = grain * spread.to(index);
         if (peaks) return some(run, b0, b1 < blocks ? b1 : blocks, m0, m, then);
         for (const Part& p : parts) {
@@ -136,10 +135,10 @@ struct Gated : Shared {
     void prepare(const Run& run) override { share((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, kWide); }
     int items(const Run& run) const override { return times(run.rows(gate.in)); }
     void work(const Run& run, int item, int thread) const override {
-        const int m0 = item / spread.items * kRows, index = index_of(item, thread);
+        const int m0 = item / spread.items * kRows, index = item % spread.items;
         const int rows = run.rows(gate.in), m = rows - m0 < kRows ? rows - m0 : kRows;
         const int most = (m > kStreaming ? kWide : 1) * kRows / m;  // groups at a time: a few rows' results stay in the first cache
-        const uint8_t* then = after(run, index, thread);
+        const uint8_t* then = after(index, thread);
         for (int g = spread.from(index), end = spread.to(index); g < end; g += most) {
             const bool last = g + most >= end;
             some(run, g, last ? end : g + most, m0, m, thread, last ? then : gate.segment.weight->block(2 * (g + most)));

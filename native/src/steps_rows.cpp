@@ -13,11 +13,17 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
-// An item is one row, or 16 where there are many: threads then write panels of their own.
+constexpr int kNarrow = 1024;  // columns of a row that is done sooner than another thread has got the lines of a panel
+
+// An item is one row, or 16 where there are many, or where they are short and make a panel: threads then write panels of their own.
 struct RowStep : Step {
     Slot out;
     int size = 1;  // rows in an item, of this run
-    void prepare(const Run& run) override { size = run.rows(out) >= 16 * run.threads ? 16 : 1; }
+    void prepare(const Run& run) override {
+        const Slot* panels = packs();
+        size = run.rows(out) >= 16 * run.threads || (panels && panels->width <= kNarrow) ? 16 : 1;
+    }
+    virtual const Slot* packs() const { return nullptr; }  // what it writes panels of
     int items(const Run& run) const override { return (run.rows(out) + size - 1) / size; }
     void work(const Run& run, int item, int thread) const override {
         const int rows = run.rows(out), end = (item + 1) * size < rows ? (item + 1) * size : rows;
@@ -41,6 +47,7 @@ struct Norm : RowStep {
     std::shared_ptr<const Vector> weight, bias;
     float eps = 0;
     int heads = 1, step = 0;  // step: from one head's weight to the next one's
+    const Slot* packs() const override { return quantized ? &quant : nullptr; }
     void row(const Run& run, int t, int thread) const override {
         const Kernels& k = run.plan.kernels();
         const int n = x.width / heads;
@@ -58,6 +65,7 @@ struct Norm : RowStep {
 struct Quantize : RowStep {
     const char* name() const override { return "quantize"; }
     Slot x;
+    const Slot* packs() const override { return &out; }
     void row(const Run& run, int t, int) const override {
         run.plan.quantize_row(out, t, run.plan.floats(x, t), 0, x.width / 32);
     }

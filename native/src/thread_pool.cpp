@@ -1,5 +1,5 @@
-// See thread_pool.h. On Linux a thread sleeps on the upper half of the ticket itself (futex); elsewhere on one condition
-// variable for all pools, which is as right and a little slower.
+// See thread_pool.h. On Linux a thread sleeps on the phase itself (futex); elsewhere on one condition variable for all pools, which is as
+// right and a little slower.
 #include "thread_pool.h"
 
 #include <chrono>
@@ -20,6 +20,12 @@
 
 namespace quire {
 
+#ifdef QUIRE_POOL_TEST
+void between_shares();  // of the test: stands still at random
+#else
+static inline void between_shares() {}
+#endif
+
 namespace {
 
 // Longer than waits inside a job on cores of our own, so that those cost no system call; short enough that a thread whose
@@ -35,11 +41,20 @@ inline void pause() {
 #endif
 }
 
-uint32_t phase_of(uint64_t ticket) { return (uint32_t)(ticket >> 32); }
-uint32_t left_of(uint64_t ticket) { return (uint32_t)ticket; }
+// A share's word: phase << 48 | end << 24 | begin.
+constexpr int kPhaseAt = 48, kEndAt = 24;
+constexpr uint64_t kMask = ((uint64_t)1 << kEndAt) - 1;
+constexpr uint32_t kMostPhases = 60000;
+constexpr uint64_t kOne = 1, kLast = (uint64_t)1 << kEndAt;
+
+uint64_t phase_of(uint64_t word) { return word >> kPhaseAt; }
+uint64_t tag_of(uint32_t phase) { return phase & 0xffff; }
+int begin_of(uint64_t word) { return (int)(word & kMask); }
+int end_of(uint64_t word) { return (int)(word >> kEndAt & kMask); }
+uint64_t word_of(uint64_t tag, int begin, int end) { return tag << kPhaseAt | (uint64_t)end << kEndAt | (uint64_t)begin; }
 
 #if defined(__linux__)
-static_assert(sizeof(std::atomic<uint64_t>) == 8, "the futex is half of the ticket");
+static_assert(sizeof(std::atomic<uint32_t>) == 4, "it is a futex");
 constexpr uint32_t kCallerBit = 1, kWorkerBit = 2;
 
 long futex(const void* word, int op, uint32_t value, uint32_t bits) {
@@ -61,12 +76,10 @@ void pin(std::thread&, int) {}
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, std::vector<int> cores) {
-    const uint32_t start = phase_of(ticket_.load());
-    workers_.reserve((size_t)threads);
+ThreadPool::ThreadPool(int threads, std::vector<int> cores) : threads_(threads), shares_(new Share[(size_t)threads]) {
     for (int t = 1; t < threads; t++) {
         try {
-            workers_.emplace_back([this, t, start] { take_part(t, start); });
+            workers_.emplace_back([this, t] { take_part(t, 0, false); });
         } catch (const std::system_error& e) {
             end();
             throw std::runtime_error("only " + std::to_string(t) + " of " + std::to_string(threads) + " threads could be started: " + e.what());
@@ -80,69 +93,99 @@ ThreadPool::~ThreadPool() { end(); }
 void ThreadPool::end() {
     std::lock_guard<std::mutex> turn(turn_);
     stop_.store(true, std::memory_order_relaxed);
-    publish(phase_of(ticket_.load()) + 1, 0);
+    publish(0);
     wake(true);
     for (auto& w : workers_) w.join();
 }
 
-void ThreadPool::publish(uint32_t phase, int items) {
+// The phase goes first: who is about to sleep sees it. The caller's share is the last to be written: when it says that the job is over, nobody
+// writes shares of that job any more.
+void ThreadPool::publish(int items) {
+    const uint32_t phase = phase_.load(std::memory_order_relaxed) + 1;
+    items_ = items;
     finished_.store(0, std::memory_order_relaxed);
-    ticket_.store((uint64_t)phase << 32 | (uint32_t)items, std::memory_order_seq_cst);
+    phase_.store(phase, std::memory_order_seq_cst);
+    for (int t = threads_; t-- > 0;) {
+        between_shares();
+        shares_[(size_t)t].word.store(word_of(tag_of(phase), share_begins(t, items, threads_), share_begins(t + 1, items, threads_)),
+                                      std::memory_order_release);
+    }
 }
 
-int ThreadPool::open_from(int step) {
-    for (; step < job_.steps; step++)
-        if (job_.items[step] > 0) {
-            step_ = step;
-            return items_ = job_.items[step];
-        }
-    return 0;
+// Does what comes from `step` on by itself, up to a step that has something for several threads, and opens that one; or says that the job is
+// over. Returns how many items were opened.
+int ThreadPool::advance(int step, int thread) {
+    for (; step < job_.steps && job_.items[step] < 2; step++)
+        if (job_.items[step] > 0) job_.work(job_.self, step, 0, thread);
+    step_ = step;
+    return step < job_.steps ? job_.items[step] : 0;
 }
 
 void ThreadPool::run_job(const Job& job) {
     std::lock_guard<std::mutex> turn(turn_);
+    if (threads_ == 1) {
+        for (int step = 0; step < job.steps; step++)
+            for (int i = 0; i < job.items[step]; i++) job.work(job.self, step, i, 0);
+        return;
+    }
     uint32_t phases = 0;
-    for (int i = 0; i < job.steps; i++) phases += job.items[i] > 0;
-    if (!phases) return;
-    const uint32_t now = phase_of(ticket_.load(std::memory_order_relaxed));
+    for (int i = 0; i < job.steps; i++) {
+        phases += job.items[i] > 1;
+        if ((uint64_t)job.items[i] > kMask || phases > kMostPhases) throw std::length_error("a job of more steps or items than words have room for");
+    }
     job_ = job;
-    publish(now + 1, open_from(0));
-    if (!workers_.empty()) wake(true);
-    take_part(0, now + 1 + phases);
+    const uint32_t now = phase_.load(std::memory_order_relaxed);
+    const int items = advance(0, 0);
+    if (!items) return;
+    publish(items);
+    wake(true);
+    take_part(0, tag_of(now + 1 + phases), true);
 }
 
-// Thread 0 returns when the phase is `until`: its job is done. Workers begin with the phase they have seen, and stay.
-void ThreadPool::take_part(int thread, uint32_t until) {
-    uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    if (thread && phase_of(ticket) == until) wait(until, false), ticket = ticket_.load(std::memory_order_acquire);
+// Does what is left of a share, the thread's own from the front and others' from the back; returns how many items that were. All of them are of
+// one step: while a thread has not told of one, no other step opens.
+int ThreadPool::take_share(int whose, int thread) {
+    std::atomic<uint64_t>& share = shares_[(size_t)whose].word;
+    const bool own = whose == thread;
+    int taken = 0;
+    for (uint64_t word = share.load(std::memory_order_acquire); begin_of(word) < end_of(word);) {
+        const int item = own ? begin_of(word) : end_of(word) - 1;
+        if (!share.compare_exchange_weak(word, own ? word + kOne : word - kLast, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        job_.work(job_.self, step_, item, thread);
+        taken++;
+        word = share.load(std::memory_order_acquire);
+    }
+    return taken;
+}
+
+// Thread 0 returns when the phase is `until`: its job is done. Workers begin with the first phase, and stay. `opened`: by this thread.
+void ThreadPool::take_part(int thread, uint64_t until, bool opened) {
+    const std::atomic<uint64_t>& own = shares_[(size_t)thread].word;
     for (;;) {
-        const uint32_t phase = phase_of(ticket);
+        const uint64_t phase = phase_of(own.load(std::memory_order_acquire));
         if (thread ? stop_.load(std::memory_order_relaxed) : phase == until) return;
-        int taken = 0, items = 0;
-        // A thread that was away for long finds another phase here, and its exchange fails: it can take nothing of a step
-        // that it has not seen.
-        while (left_of(ticket) && phase_of(ticket) == phase) {
-            if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-            items = items_;
-            job_.work(job_.self, step_, items - (int)left_of(ticket), thread);
-            taken++;
-            ticket = ticket_.load(std::memory_order_acquire);
+        int taken = opened ? 1 : 0;
+        for (int i = 0; i < threads_; i++) taken += take_share((thread + i) % threads_, thread);
+        if (!taken) {
+            wait(thread, phase);
+            continue;
         }
-        if (taken && finished_.fetch_add(taken, std::memory_order_acq_rel) + taken == items) {
-            const int next = open_from(step_ + 1);  // once it is published, what we opened is no longer ours to read
-            publish(phase + 1, next);
-            if (next > 1) wake(true);
-            else if (!next && thread) wake(false);
-        } else if (!left_of(ticket)) {
-            wait(phase, thread == 0);
+        const int all = items_ + 1;
+        opened = false;
+        if (finished_.fetch_add(taken, std::memory_order_acq_rel) + taken == all) {
+            const int items = advance(step_ + 1, thread);
+            publish(items);
+            opened = items > 0;
+            if (opened) wake(true);
+            else if (thread) wake(false);
         }
-        ticket = ticket_.load(std::memory_order_acquire);
     }
 }
 
 // Returns once the phase is another one.
-void ThreadPool::wait(uint32_t phase, bool caller) {
-    auto changed = [&] { return phase_of(ticket_.load(std::memory_order_acquire)) != phase; };
+void ThreadPool::wait(int thread, uint64_t phase) {
+    const std::atomic<uint64_t>& own = shares_[(size_t)thread].word;
+    auto changed = [&] { return phase_of(own.load(std::memory_order_acquire)) != phase; };
     const auto end = std::chrono::steady_clock::now() + kSpin;
     do {
         for (int i = 0; i < 16; i++) {
@@ -150,20 +193,20 @@ void ThreadPool::wait(uint32_t phase, bool caller) {
             pause();
         }
     } while (std::chrono::steady_clock::now() < end);
-    sleep(phase, caller);
+    const uint32_t now = phase_.load(std::memory_order_seq_cst);
+    if (tag_of(now) == phase) sleep(now, thread == 0);
 }
 
 // Sleepers make themselves known, then look at the phase; wakers change the phase, then look for sleepers. All four are
 // sequentially consistent, so one of the two sees the other.
-void ThreadPool::sleep(uint32_t phase, bool caller) {
+void ThreadPool::sleep(uint32_t now, bool caller) {
     const int weight = caller ? kCaller : 1;
     asleep_.fetch_add(weight, std::memory_order_seq_cst);
 #if defined(__linux__)
-    while (phase_of(ticket_.load(std::memory_order_seq_cst)) == phase)
-        futex(phase_word(), FUTEX_WAIT_BITSET, phase, caller ? kCallerBit : kWorkerBit);
+    while (phase_.load(std::memory_order_seq_cst) == now) futex(&phase_, FUTEX_WAIT_BITSET, now, caller ? kCallerBit : kWorkerBit);
 #else
     std::unique_lock<std::mutex> lock(sleep_mutex);
-    awake.wait(lock, [&] { return phase_of(ticket_.load(std::memory_order_seq_cst)) != phase; });
+    awake.wait(lock, [&] { return phase_.load(std::memory_order_seq_cst) != now; });
 #endif
     asleep_.fetch_sub(weight, std::memory_order_relaxed);
 }
@@ -172,19 +215,10 @@ void ThreadPool::wake(bool everybody) {
     const int asleep = asleep_.load(std::memory_order_seq_cst);
     if (everybody ? !asleep : asleep < kCaller) return;
 #if defined(__linux__)
-    futex(phase_word(), FUTEX_WAKE_BITSET, INT32_MAX, everybody ? kCallerBit | kWorkerBit : kCallerBit);
+    futex(&phase_, FUTEX_WAKE_BITSET, INT32_MAX, everybody ? kCallerBit | kWorkerBit : kCallerBit);
 #else
     std::lock_guard<std::mutex> lock(sleep_mutex);
     awake.notify_all();
-#endif
-}
-
-const std::atomic<uint32_t>* ThreadPool::phase_word() const {
-    auto* halves = reinterpret_cast<const std::atomic<uint32_t>*>(&ticket_);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    return halves;
-#else
-    return halves + 1;
 #endif
 }
 

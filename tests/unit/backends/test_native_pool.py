@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +52,28 @@ def test_programs_of_several_threads_take_turns_on_one_pool() -> None:
     for w in workers:
         w.join(60)
     assert not wrong and not any(w.is_alive() for w in workers)
+
+
+@pytest.mark.parametrize("sanitizer", ["", "thread"])
+def test_every_item_runs_once_and_after_the_step_before(sanitizer: str, tmp_path: Path) -> None:
+    """native/tests/pool.cpp, compiled here: it needs nothing but the pool."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or pytest.skip("needs a C++ compiler")
+    native, program = Path(__file__).parents[3] / "native", tmp_path / "pool"
+    command = [compiler, "-std=c++17", "-O1", "-g", "-DQUIRE_POOL_TEST", str(native / "tests/pool.cpp"), str(native / "src/thread_pool.cpp")]
+    if sanitizer:
+        (tmp_path / "empty.cpp").write_text("int main() {}")
+        flag = f"-fsanitize={sanitizer}"
+        empty = [compiler, flag, str(tmp_path / "empty.cpp"), "-o", str(program)]
+        if (
+            subprocess.run(empty, capture_output=True).returncode
+            or subprocess.run([program], capture_output=True).returncode
+        ):
+            pytest.skip(f"needs a compiler whose {flag} works here")
+        command.append(flag)
+    built = subprocess.run([*command, "-pthread", "-o", str(program)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program, "40"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "all well" in done.stdout, done.stderr
 
 
 def test_an_idle_pool_costs_nothing() -> None:
