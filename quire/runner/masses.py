@@ -3,8 +3,8 @@
 A weight is 2^y in float64 of plain sums and products, each rounded once, where y is the distance to the best score in bits at
 the temperature; a mass is that weight as a whole number of small units. Sums are sums of whole numbers: no order of addition
 can change one, so a row comes out alike whatever computes it, in any batch, on any number of threads, with any instructions.
-native/src/sample.cpp computes the same bits; this is what they are tested against, and what runs where there is no compiled
-module.
+native/src/sample_row.cpp computes the same bits; this is what they are tested against, and what runs where there is no
+compiled module.
 
 The unit is the smallest that lets the masses of a whole vocabulary add up in 63 bits: 2**-46 of the best token's weight for
 49,152 tokens, 2**-44 for 262,144. A token below half a unit has no mass and is never drawn.
