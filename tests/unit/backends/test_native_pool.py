@@ -59,7 +59,8 @@ def test_every_item_runs_once_and_after_the_step_before(sanitizer: str, tmp_path
     """native/tests/pool.cpp, compiled here: it needs nothing but the pool."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or pytest.skip("needs a C++ compiler")
     native, program = Path(__file__).parents[3] / "native", tmp_path / "pool"
-    command = [compiler, "-std=c++17", "-O1", "-g", "-DQUIRE_POOL_TEST", str(native / "tests/pool.cpp"), str(native / "src/thread_pool.cpp")]
+    sources = [str(native / "tests/pool.cpp"), str(native / "src/thread_pool.cpp")]
+    command = [compiler, "-std=c++17", "-O1", "-g", "-DQUIRE_POOL_TEST", *sources]
     if sanitizer:
         (tmp_path / "empty.cpp").write_text("int main() {}")
         flag = f"-fsanitize={sanitizer}"
