@@ -15,6 +15,8 @@ TYPE_CHECKING = False  # typing itself is one of the things that take their time
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from _typeshed import ReadableBuffer
+
 
 def main() -> None:
     """The console script."""
@@ -56,7 +58,7 @@ def have_streams() -> None:
     """One in the place of each of the three that somebody closed (`>&-`, a service without them), with the number it had.
 
     Otherwise the next file that is opened takes the number, and what a library prints lands in it. Writing to such a stdout fails
-    and is told; what is said on such a stderr is for nobody.
+    and is told; what is said on such a stderr, or on one that cannot be written, is for nobody.
     """
     for name in ("stdin", "stdout", "stderr"):  # in order: the lowest number that is free is the one that is missing
         if getattr(sys, name) is None:
@@ -65,6 +67,19 @@ def have_streams() -> None:
             setattr(sys, name, io.TextIOWrapper(io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a locale without the letters is no reason to fail
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        heard = io.BufferedWriter(Forgetful(sys.stderr.fileno(), "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(heard, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+
+
+class Forgetful(io.FileIO):
+    """What cannot be written is lost. Kept, it would be tried again when Python ends, and the exit code would be of that."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
 
 
 def straight(verb: str, words: list[str]) -> Callable[[], None] | None:
