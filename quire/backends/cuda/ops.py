@@ -348,7 +348,7 @@ class CudaKernels(TorchKernels):
             **cache.scales,
         }
         keys, values = cache.both
-        group = triton.next_power_of_2(heads // kv_heads)
+        group = int(triton.next_power_of_2(heads // kv_heads))
         few = longest == 1 or (batch.uniform and longest * group <= paged.VERIFIED)
         if not few or not self._chain:
             bounds = {"max_q": longest, "min_q": shortest}
@@ -462,7 +462,7 @@ class CudaKernels(TorchKernels):
         """Cosines and sines up to position `reach` at least. It grows by doubling; graphs ask for the most at once."""
         held = self._angles.get(id(rope))
         if held is None or held[1].shape[0] < reach:
-            positions = max(1024, triton.next_power_of_2(reach))
+            positions = max(1024, int(triton.next_power_of_2(reach)))
             held = self._angles[id(rope)] = rope, angle_table(self.frequencies(rope), positions, rope.magnitude)
         return held[1]
 

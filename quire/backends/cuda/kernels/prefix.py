@@ -48,7 +48,7 @@ def shared_attention(
     `space` has own_splits + prefix_splits parts.
     """
     heads, dim = q.shape[1], q.shape[2]
-    group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
+    group_pad = int(triton.next_power_of_2(heads // k_cache.shape[2]))  # which some releases of triton type as theirs
     if space.parts != own_splits + prefix_splits:
         raise ValueError(f"{own_splits} + {prefix_splits} parts need a workspace of as many, not {space.parts}")
     tile = decode_tile(kv_len.shape[0] * k_cache.shape[2] * own_splits, group_pad * max_q)
