@@ -79,7 +79,7 @@ void pin(std::thread&, int) {}
 ThreadPool::ThreadPool(int threads, std::vector<int> cores) : threads_(threads), shares_(new Share[(size_t)threads]) {
     for (int t = 1; t < threads; t++) {
         try {
-            workers_.emplace_back([this, t] { take_part(t, 0, false); });
+            workers_.emplace_back([this, t] { take_part(t, 0); });
         } catch (const std::system_error& e) {
             end();
             throw std::runtime_error("only " + std::to_string(t) + " of " + std::to_string(threads) + " threads could be started: " + e.what());
@@ -112,8 +112,7 @@ void ThreadPool::publish(int items) {
     }
 }
 
-// Does what comes from `step` on by itself, up to a step that has something for several threads, and opens that one; or says that the job is
-// over. Returns how many items were opened.
+// Does what comes from `step` on by itself, up to a step that has something for several threads; how many items that one has, 0: there is none.
 int ThreadPool::advance(int step, int thread) {
     for (; step < job_.steps && job_.items[step] < 2; step++)
         if (job_.items[step] > 0) job_.work(job_.self, step, 0, thread);
@@ -134,12 +133,20 @@ void ThreadPool::run_job(const Job& job) {
         if ((uint64_t)job.items[i] > kMask || phases > kMostPhases) throw std::length_error("a job of more steps or items than words have room for");
     }
     job_ = job;
+    if (!phases) return (void)advance(0, 0);
     const uint32_t now = phase_.load(std::memory_order_relaxed);
-    const int items = advance(0, 0);
-    if (!items) return;
-    publish(items);
-    wake(true);
-    take_part(0, tag_of(now + 1 + phases), true);
+    open(0, 0);
+    take_part(0, tag_of(now + 1 + phases));
+}
+
+// Opens what comes from `step` on. Waking others comes last, with nothing in hand: whoever is woken may well be given the core of who woke it.
+void ThreadPool::open(int step, int thread) {
+    for (int items; (items = advance(step, thread)); step = step_ + 1) {
+        publish(items);
+        if (finished_.fetch_add(1, std::memory_order_acq_rel) != items) return wake(true);
+    }  // meanwhile others have done it all
+    publish(0);
+    if (thread) wake(false);
 }
 
 // Does what is left of a share, the thread's own from the front and others' from the back; returns how many items that were. All of them are of
@@ -158,27 +165,20 @@ int ThreadPool::take_share(int whose, int thread) {
     return taken;
 }
 
-// Thread 0 returns when the phase is `until`: its job is done. Workers begin with the first phase, and stay. `opened`: by this thread.
-void ThreadPool::take_part(int thread, uint64_t until, bool opened) {
+// Thread 0 returns when the phase is `until`: its job is done. Workers begin with the first phase, and stay.
+void ThreadPool::take_part(int thread, uint64_t until) {
     const std::atomic<uint64_t>& own = shares_[(size_t)thread].word;
     for (;;) {
         const uint64_t phase = phase_of(own.load(std::memory_order_acquire));
         if (thread ? stop_.load(std::memory_order_relaxed) : phase == until) return;
-        int taken = opened ? 1 : 0;
+        int taken = 0;
         for (int i = 0; i < threads_; i++) taken += take_share((thread + i) % threads_, thread);
         if (!taken) {
             wait(thread, phase);
             continue;
         }
         const int all = items_ + 1;
-        opened = false;
-        if (finished_.fetch_add(taken, std::memory_order_acq_rel) + taken == all) {
-            const int items = advance(step_ + 1, thread);
-            publish(items);
-            opened = items > 0;
-            if (opened) wake(true);
-            else if (thread) wake(false);
-        }
+        if (finished_.fetch_add(taken, std::memory_order_acq_rel) + taken == all) open(step_ + 1, thread);
     }
 }
 

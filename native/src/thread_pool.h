@@ -64,8 +64,9 @@ private:
     void run_job(const Job& job);
     void end();
     int advance(int step, int thread);
+    void open(int step, int thread);
     void publish(int items);
-    void take_part(int thread, uint64_t until, bool opened);
+    void take_part(int thread, uint64_t until);
     int take_share(int whose, int thread);
     void wait(int thread, uint64_t phase);
     void sleep(uint32_t now, bool caller);

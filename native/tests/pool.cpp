@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <atomic>
 #include <chrono>
 #include <random>
 #include <thread>
@@ -63,6 +64,18 @@ void run_one(ThreadPool& pool, std::mt19937& random) {
             if (runs[s][(size_t)i] != 1) fail("did not run once", threads, (int)s, i);
 }
 
+// All threads are woken, whoever opens a step: nobody leaves an item of theirs before everybody has one.
+void meet(ThreadPool& pool) {
+    const int threads = pool.threads(), items[] = {threads, 1, threads};
+    std::atomic<int> here[3] = {};
+    pool.run(3, items, [&](int step, int item, int) {
+        if (step == 1) return nap(1000);  // the others sleep meanwhile
+        const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        for (here[step]++; here[step] < threads; nap(20))
+            if (std::chrono::steady_clock::now() > late) fail("not all threads came", threads, step, item);
+    });
+}
+
 void check_spread(const Spread& spread, int threads) {
     std::vector<int> seen((size_t)spread.units);
     for (int i = 0; i < spread.items; i++)
@@ -88,6 +101,7 @@ int main(int argc, char** argv) {
             check_spread(Spread::even(units, threads, 8), threads);
         }
         ThreadPool pool(threads);
+        for (int round = 0; round < 5; round++) nap(1000), meet(pool);
         std::vector<std::thread> callers;
         for (int c = 0; c < 3; c++)
             callers.emplace_back([&pool, rounds, seed = (unsigned)seeds()] {
