@@ -189,12 +189,12 @@ void test_affine(const Kernels& isa, const Kernels& scalar) {
     }
 }
 
-// More rows than fit a panel, and more columns than are taken at a time; from the second block on, with another one to ask for.
-void test_tall(const Kernels& isa, const Kernels& scalar, int k) {
-    const int n = 64, most = 128;
+// More rows than fit a panel, or more columns than are taken at a time; from the second block on, with another one to ask for.
+void test_large(const Kernels& isa, const Kernels& scalar, int n, int k, const std::vector<int>& rows) {
+    const int most = *std::max_element(rows.begin(), rows.end());
     const QuantShape shape(k, true);
     const std::vector<float> x = floats((size_t)(most * k)), bias = floats((size_t)n), residual = floats((size_t)(most * n));
-    std::vector<uint8_t> panels(shape.bytes * (most / 16), 0xff);
+    std::vector<uint8_t> panels(shape.bytes * (size_t)((most + 15) / 16), 0xff);
     for (int m = 0; m < most; m++)
         scalar.quantize(&x[(size_t)(m * k)], 0, k / 32, panels.data() + shape.bytes * (size_t)(m / 16), m % 16, shape);
     for (const Form& f : kForms) {
@@ -209,7 +209,7 @@ void test_tall(const Kernels& isa, const Kernels& scalar, int k) {
             scalar.linear_affine(w, 1, w.blocks, panels.data() + shape.bytes * (size_t)(r / 16) + QuantShape::at(0, r % 16), shape.from(0, r % 16), 1, e);
         }
         e.out = a.data() + 16, e.residual = residual.data() + 16, e.then = w.block(0);
-        for (int m : {6, 12, 16, 24, 31, 33, 38, 44, 63, most}) {
+        for (int m : rows) {
             isa.linear_affine(w, 1, w.blocks, panels.data(), shape, m, e);
             same(isa.name, f.name, a.data(), b.data(), (size_t)(m * n) * sizeof(float));
             std::fill(a.begin(), a.end(), 0.0f);
@@ -851,8 +851,10 @@ int main() {
         test_latent_plan(sets[i]);
         test_mixture(sets[i]);
         test_sampling(sets[i], scalar_kernels());
-        test_tall(*sets[i], *scalar_kernels(), 1280);
-        test_tall(*sets[i], *scalar_kernels(), 928);  // cannot be cut into parts of one size
+        const std::vector<int> tall = {6, 12, 16, 24, 31, 33, 38, 44, 63, 128}, few = {2, 4, 7, 11, 16};
+        test_large(*sets[i], *scalar_kernels(), 64, 1280, tall);
+        test_large(*sets[i], *scalar_kernels(), 64, 928, tall);  // cannot be cut into parts of one size
+        test_large(*sets[i], *scalar_kernels(), 160, 4352, few);  // in passes, over eight blocks and one
         test_extremes(*sets[i], *scalar_kernels());
         printf("%-8s %016llx\n", sets[i]->name, (unsigned long long)digest);
     }

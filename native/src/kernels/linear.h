@@ -8,7 +8,7 @@
 //   dense: one fma chain over k in order.
 // After that: + bias, then residual + result.
 //
-// One row streams the weights through once (gemv, here), and a few rows do so together. More rows: gemm.h.
+// One row streams the weights through once (gemv, here), and a few do so together (few.h). More rows: gemm.h.
 #pragma once
 
 #include "gemm.h"
@@ -16,6 +16,7 @@
 #include "neon_dense.h"
 #include "neon_fourteen.h"
 #else
+#include "few.h"
 #include "fourteen.h"
 #endif
 
@@ -28,11 +29,6 @@ template <int GROUP> constexpr int kChain = GROUP;
 #else
 template <int GROUP> constexpr int kChain = 16;
 #endif
-
-template <int BITS> inline B less_base(B codes) {
-    if constexpr (code_base(BITS) != 0) codes = bsub(codes, (uint8_t)code_base(BITS));
-    return codes;
-}
 
 // Block b of w against one row: a lane of a panel.
 template <int BITS, int GROUP, bool BIAS>
@@ -76,100 +72,9 @@ void affine_one_row(const Matrix& w, int b0, int b1, const uint8_t* x, const Qua
     for (int b = b0; b < b1; b++) finish(e, 0, 16 * (b - b0), affine_row<BITS, GROUP, BIAS>(w, b, x, s, 0));
 }
 
-constexpr int kFewTiles = 128;  // whose Extras are kept at a time
-
-// `tiles` tiles of block b from t0 on against R lanes of a panel, straight from the packed codes: unpacking them into memory
-// pays where many rows use them.
-template <int BITS, int GROUP, bool BIAS, int R>
-inline void affine_few(const Matrix& w, int b, int t0, int tiles, const Lanes<GROUP>& x, F (&acc)[R]) {
-    constexpr int kParts = 32 / GROUP;
-    const uint8_t* block = w.block(b);
-    const size_t code_step = w.code_step;
-    const size_t ahead = w.block_bytes < 8192 ? w.block_bytes : 8192;
-    for (int t = 0; t < tiles; t++) {
-        const uint8_t* tile = block + (size_t)(t0 + t) * code_step;
-        for (int i = 0; i < BITS; i++) prefetch(tile + ahead + 64 * i);
-        prefetch(block + w.scale_at + (size_t)(t0 + t) * w.factor_step + ahead);
-        if constexpr (BIAS) prefetch(block + w.bias_at + (size_t)(t0 + t) * w.factor_step + ahead);
-        const int8_t* q = x.codes + 512 * (size_t)t;
-        const Extra<GROUP>& extra = x.extra[t];
-        Dots<Lanes16, BITS, GROUP> d[kParts][R];
-        QUIRE_UNROLL
-        for (int part = 0; part < kParts; part++)
-            for (int r = 0; r < R; r++) d[part][r].total = iset((int32_t)extra.part[part].start[r]);
-        each_quad<BITS, BIAS>(tile, [&](int j, B codes) __attribute__((always_inline)) {
-            codes = less_base<BITS>(codes);
-            QUIRE_UNROLL
-            for (int r = 0; r < R; r++) d[j / (GROUP / 4)][r].add(j % (GROUP / 4), codes, q + 32 * r + 4 * j);
-        });
-        QUIRE_UNROLL
-        for (int part = 0; part < kParts; part++) {
-            const F sw = scale_of(w, b, t0 + t, part);
-            F bw = sw;
-            if constexpr (BIAS) bw = bias_of(w, b, t0 + t, part);
-            QUIRE_UNROLL
-            for (int r = 0; r < R; r++) {
-                acc[r] = ffma(sw, ffma(fbits(d[part][r].total), fset(extra.sx[r]), fset(extra.excess[r])), acc[r]);
-                if constexpr (BIAS) acc[r] = ffma(bw, fset(extra.part[part].sxs[r]), acc[r]);
-            }
-        }
-    }
-}
-
-// The rows of one panel (m of them) against some blocks.
-template <int BITS, int GROUP, bool BIAS> struct Few {
-    const Matrix& w;
-    const uint8_t* x;
-    const QuantShape& s;
-    const int m, shift;
-    alignas(64) Extras<GROUP, kFewTiles> extras;  // not cleared: a call fills what it reads
-
-    Few(const Matrix& weight, const uint8_t* panel, const QuantShape& shape, int rows)
-        : w(weight), x(panel), s(shape), m(rows), shift(code_base(BITS) - w.offset) {}
-
-    void fill(int t0) {
-        fill_extras<GROUP, BIAS>(x, s, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, m, shift, extras);
-    }
-
-    // Block b against lanes [lane, lane + R). Only those below m are rows; what is made of the others is dropped.
-    template <int R> void block(int b, int lane, const Epilogue& e, int column) {
-        F acc[R];
-        QUIRE_UNROLL
-        for (int r = 0; r < R; r++) acc[r] = fzero();
-        for (int t0 = 0; t0 < w.tiles; t0 += kFewTiles) {
-            if (w.tiles > kFewTiles) fill(t0);  // a wide matrix: again for every block
-            const Lanes<GROUP> lanes((const int8_t*)x + 512 * (size_t)t0, extras, lane);
-            affine_few<BITS, GROUP, BIAS, R>(w, b, t0, w.tiles - t0 < kFewTiles ? w.tiles - t0 : kFewTiles, lanes, acc);
-        }
-        QUIRE_UNROLL
-        for (int r = 0; r < R; r++)
-            if (lane + r < m) finish(e, lane + r, column, acc[r]);
-    }
-};
-
-// Rows of a call up to which affine_few is the faster way (one panel at most), and how many it takes along in one pass over a
-// block: their sums must fit the registers.
-constexpr bool kManyRegisters = kWidth == 16 && kDenseRows >= 8;
-constexpr int kFewAffine = kManyRegisters ? 16 : 2;
-
 // Whether a GGUF type has this form. Others come from elsewhere and always pass over unpacked codes: half of the compiler's time would be theirs.
 template <int BITS, int GROUP, bool BIAS>
 constexpr bool kCommon = GROUP == 32 ? BITS == 4 || BITS == 5 || BITS == 8 : BIAS ? BITS == 2 : BITS == 3 || BITS == 6 || BITS == 8;
-
-template <int BITS, int GROUP, bool BIAS>
-void affine_panel_rows(const Matrix& w, int b0, int b1, const uint8_t* x, const QuantShape& s, int m, const Epilogue& e) {
-    Few<BITS, GROUP, BIAS> few(w, x, s, m);
-    if (w.tiles <= kFewTiles) few.fill(0);
-    for (int b = b0; b < b1; b++) {
-        const int column = 16 * (b - b0);
-        int lane = 0;
-        if constexpr (kManyRegisters) {
-            for (; m - lane > 4; lane += 8) few.template block<8>(b, lane, e, column);
-            if (m - lane > 2) few.template block<4>(b, lane, e, column), lane += 4;
-        }
-        if (lane < m) few.template block<2>(b, lane, e, column);
-    }
-}
 
 // Row by row, as every other path must come out: for a set without a tile, where rows gain nothing by each other.
 template <int BITS, int GROUP, bool BIAS>
