@@ -180,9 +180,8 @@ def _check(config: EngineConfig) -> None:
             f"draft_tokens is {config.draft_tokens}: it must be between 1 and {MOST_DRAFTS}", param="draft_tokens"
         )
     if config.kv_dtype not in ("auto", *KV_DTYPES):
-        raise BadRequest(
-            f"kv_dtype is {config.kv_dtype!r}: it must be auto, {' or '.join(KV_DTYPES)}", param="kv_dtype"
-        )
+        *most, last = ("auto", *KV_DTYPES)
+        raise BadRequest(f"kv_dtype is {config.kv_dtype!r}: it must be {', '.join(most)} or {last}", param="kv_dtype")
     if config.task not in TASKS:
         raise BadRequest(f"task is {config.task!r}: it must be {', '.join(TASKS[:-1])} or {TASKS[-1]}", param="task")
     if config.quantize not in QUANTIZE:

@@ -27,8 +27,7 @@ template <int GROUP> struct FewRows {
     const Extra<GROUP>* extra;
 };
 
-// `tiles` tiles of block b from t0 on against R rows, straight from the packed codes: unpacking them into memory
-// pays where many rows use them.
+// `tiles` tiles of block b from t0 on against R rows.
 template <int BITS, int GROUP, bool BIAS, int R>
 inline void affine_few(const Matrix& w, int b, int t0, int tiles, const FewRows<GROUP>& x, F (&acc)[R]) {
     constexpr int kParts = 32 / GROUP;
