@@ -66,7 +66,7 @@ def register(app: FastAPI, server: Server) -> None:
     for path in ("/v2/models", "/v2/health", "/v2/repository"):
         errors.SHAPES[path] = shape
 
-    async def server(request: Request) -> Response:
+    async def about(request: Request) -> Response:
         return reply({"name": "quire", "version": VERSION, "extensions": ["generate", "binary_tensor_data"]})
 
     async def live(request: Request) -> Response:
@@ -105,7 +105,7 @@ def register(app: FastAPI, server: Server) -> None:
         before = asked.text_input if fields.exclude_input_in_output is False else ""
         return _Events(feed, _Stream(_head(served, asked.id), before))
 
-    for path, handler in (("/v2", server), ("/v2/health/live", live), ("/v2/health/ready", ready)):
+    for path, handler in (("/v2", about), ("/v2/health/live", live), ("/v2/health/ready", ready)):
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
     app.add_api_route("/v2/repository/index", index, methods=["POST"], response_model=None)
     for base in (f"{NAMED}/versions/{{version}}", NAMED):

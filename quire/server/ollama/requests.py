@@ -146,13 +146,13 @@ def _check_window(options: Options) -> None:
 
 def context_of(served: Served, options: Options) -> int:
     """Tokens that prompt and answer may have together: what is served, or less where the client says so."""
-    served, asked = served.info.context, _whole("num_ctx", options.num_ctx)
+    most, asked = served.info.context, _whole("num_ctx", options.num_ctx)
     if asked is None:
-        return served
-    if asked > served:
+        return most
+    if asked > most:
         raise BadRequest(
-            f"options: num_ctx is {asked}: {served.model.name} is served with a context of {served}",
-            cure=f"send at most {served}, or start the server with a longer --context",
+            f"options: num_ctx is {asked}: {served.model.name} is served with a context of {most}",
+            cure=f"send at most {most}, or start the server with a longer --context",
             param="options.num_ctx",
             code="context_length_exceeded",
         )

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, Response
 from quire.observe.errors import BadRequest
 from quire.server.callers import caller_of
 from quire.server.openai.batches.files import new_id
-from quire.server.openai.batches.opened import Storage, needed, storage_of
+from quire.server.openai.batches.storage import Storage, needed, storage_of
 from quire.server.openai.pages import no_such_after, page, window
 from quire.server.replies import reply
 from quire.server.server import Server
@@ -40,7 +40,7 @@ def register(app: FastAPI, server: Server) -> None:
         return needed(app, server, "files")
 
     async def upload(request: Request) -> Response:
-        from quire.server.upload import receive
+        from quire.server.openai.batches.upload import receive
 
         files = storage().files
         await files.check_room()

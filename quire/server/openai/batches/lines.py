@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from quire.server import jsonl
 from quire.server.openai.batches.journal import Line
+from quire.server.replies import line as json_line
 
 MAX_LINES = 50_000
 MAX_FAULTS = 100  # told of one file
@@ -118,7 +118,7 @@ def not_run(line: Line, code: str, message: str) -> bytes:
 def _written(line: Line, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
     name = f"batch_req_{line.batch.removeprefix('batch_')[:16]}{line.n:08x}"  # the same however often it is written
     body = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
-    return jsonl.line(body)
+    return json_line(body)
 
 
 def _is_json(body: bytes) -> bool:

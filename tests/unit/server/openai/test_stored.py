@@ -11,7 +11,7 @@ import pytest
 
 from quire.observe.errors import NotFound, QuireError
 from quire.server.database import Database
-from quire.server.kept import SCHEMA, Bounds, Kept, Record
+from quire.server.openai.responses.stored import SCHEMA, Bounds, Record, StoredResponses
 
 
 def record(name: str, previous: str | None = None, text: str = "x", status: str = "completed") -> Record:
@@ -24,11 +24,11 @@ def record(name: str, previous: str | None = None, text: str = "x", status: str 
     )
 
 
-def kept(path: Path | None = None, **bounds: Any) -> Kept:
-    return Kept(Database(path, SCHEMA), Bounds(**bounds))
+def kept(path: Path | None = None, **bounds: Any) -> StoredResponses:
+    return StoredResponses(Database(path, SCHEMA), Bounds(**bounds))
 
 
-async def names(store: Kept, *all: str) -> list[str]:
+async def names(store: StoredResponses, *all: str) -> list[str]:
     """Which are there, found without a use of them."""
     found = await store._database.run(lambda link: [r["id"] for r in link.execute("SELECT id FROM responses")])
     return [name for name in all if name in found]
@@ -92,7 +92,7 @@ async def test_bytes_are_bounded():
 
 async def test_age_is_bounded_but_not_of_those_that_run(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("quire.server.kept.time.time", lambda: now[0])
+    monkeypatch.setattr("quire.server.openai.responses.stored.time.time", lambda: now[0])
     store = kept(seconds=60)
     await store.put(record("old"))
     await store.put(record("runs", status="in_progress"))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
 from tests.unit.server.test_bad_input import LEAK, RAW
 
@@ -211,7 +212,7 @@ async def test_layers_in_front_speak_it_too(caplog: pytest.LogCaptureFixture):
         r = await http.post(MESSAGES, json=ask(), headers={"host": "evil.example"})
         assert r.status_code == 403
         check(r.json(), "permission_error")
-    loading = Service(ServerConfig(), MODEL)
+    loading = Server(ServerConfig(), [Model(MODEL)])
     async with client_for(service=loading) as http:
         for path, body in ((MESSAGES, ask()), (COUNT, without("max_tokens"))):
             r = await http.post(path, json=body)

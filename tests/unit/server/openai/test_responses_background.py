@@ -10,10 +10,9 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.observe.errors import EngineDead
-from quire.server.dialects import _responses_runs
-from quire.server.kept import UNFINISHED, Kept, Record
+from quire.server.openai.responses.stored import UNFINISHED, Record, StoredResponses
 from tests.unit.server.fakes import FakeCompleter, client_for, service_over, settled
-from tests.unit.server.test_responses import HI, kinds, post, told
+from tests.unit.server.openai.test_responses import HI, kinds, post, told
 
 
 async def until(http: httpx.AsyncClient, response: str, *states: str) -> dict[str, Any]:
@@ -182,15 +181,15 @@ async def test_one_that_ran_when_the_server_died_is_told_failed(tmp_path):
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
     """The ends of responses are stored slowly: the first event is set when one is about to be, the second lets it be."""
-    put, storing, free = Kept.put, asyncio.Event(), asyncio.Event()
+    put, storing, free = StoredResponses.put, asyncio.Event(), asyncio.Event()
 
-    async def slowly(self: Kept, record: Record) -> None:
+    async def slowly(self: StoredResponses, record: Record) -> None:
         if record.body["status"] not in UNFINISHED:
             storing.set()
             await free.wait()
         await put(self, record)
 
-    monkeypatch.setattr(Kept, "put", slowly)
+    monkeypatch.setattr(StoredResponses, "put", slowly)
     return storing, free
 
 

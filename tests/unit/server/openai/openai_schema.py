@@ -1,6 +1,6 @@
 """OpenAI's published OpenAPI document as an oracle: does an answer have the shape that its own schema asks for?
 
-    python -m tests.unit.server.openai_schema OPENAPI.json      makes data/openai.json again, from openai/openai-openapi
+    python -m tests.unit.server.openai.openai_schema OPENAPI.json      makes data/openai.json again, from openai/openai-openapi
 
 Of the document only what answers here can be made of is kept: no prose, and of every union no alternative that is about tools, media and
 models that run on OpenAI's side. Leaving alternatives out makes the schema stricter, never laxer. The document is MIT licensed, (c) OpenAI.

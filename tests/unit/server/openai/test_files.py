@@ -13,9 +13,9 @@ import pytest
 from openai.types import FileDeleted, FileObject
 
 from quire.config import ServerConfig
-from quire.server.files import Files
+from quire.server.openai.batches.files import Files
+from quire.server.openai.batches.upload import label
 from quire.server.state import State, default_folder
-from quire.server.upload import label
 from tests.unit.server.fakes import FakeCompleter, client_for, service_over
 
 
@@ -113,7 +113,7 @@ async def test_too_large(config):
 
 async def test_a_huge_file_is_never_whole_in_memory(config, monkeypatch):
     """Its largest piece is bounded, however it arrives."""
-    from quire.server import upload as uploads
+    from quire.server.openai.batches import upload as uploads
 
     largest = 0
     write = uploads.MultipartParser.write
@@ -232,7 +232,7 @@ async def test_bytes_of_a_dead_upload_are_swept(config):
     folder.mkdir(parents=True)
     async with client_for(config=config) as http:
         kept = (await upload(http)).json()["id"]
-        http._transport.app.state.service.close()
+        http._transport.app.state.server.close()
     (folder / "file-dead.part").write_bytes(b"half")
     service = service_over(FakeCompleter(), config)
     async with client_for(config=config, service=service) as http:

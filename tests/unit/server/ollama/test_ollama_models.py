@@ -21,7 +21,8 @@ import pytest
 from quire import __version__
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from quire.weights import catalogue
 from quire.weights.catalogue import Entry
 from quire.weights.manifest import Manifest, encode
@@ -60,15 +61,15 @@ def put(store: Store, name: str, data: bytes, pulled_at: str = "2026-03-04T05:06
 
 
 @pytest.fixture
-def service(tmp_store: Store, tmp_path: Path) -> Service:
+def service(tmp_store: Store, tmp_path: Path) -> Server:
     """A ready service whose model is in the store, beside another one."""
     completer = FakeCompleter()
-    service = Service(ServerConfig(), MODEL)
-    service.attach(completer.client, completer)
+    service = Server(ServerConfig(), [Model(MODEL)])
+    service.attach(service.models.first, completer.client, completer)
     service.store = tmp_store
     manifest = put(tmp_store, MODEL, model_file(tmp_path / "a.gguf", "a"))
     put(tmp_store, "other:7b", model_file(tmp_path / "b.gguf", "b"), "2026-08-04T05:06:07+00:00")
-    service.path = str(tmp_store.blob(manifest))
+    service.models.first.path = str(tmp_store.blob(manifest))
     return service
 
 
@@ -100,11 +101,11 @@ async def test_what_clients_probe():
         assert (await http.head("/api/tags")).status_code == 200
 
 
-async def test_tags_are_the_served_model_and_then_the_stores(service: Service):
+async def test_tags_are_the_served_model_and_then_the_stores(service: Server):
     async with client_for(service=service) as http:
         served, other = (await http.get("/api/tags")).json()["models"]
     assert (served["name"], served["model"], other["name"]) == (MODEL, MODEL, "other:7b")
-    data = Path(str(service.path)).read_bytes()
+    data = Path(str(service.models.first.path)).read_bytes()
     assert (served["size"], served["digest"]) == (len(data), hashlib.sha256(data).hexdigest())
     assert datetime.fromisoformat(served["modified_at"]) == datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
     assert served["details"] == {
@@ -117,7 +118,7 @@ async def test_tags_are_the_served_model_and_then_the_stores(service: Service):
     }
 
 
-async def test_a_broken_header_costs_only_its_details(service: Service):
+async def test_a_broken_header_costs_only_its_details(service: Server):
     assert service.store is not None
     put(service.store, "broken:1b", b"GGUF" + b"\xff" * 100)
     async with client_for(service=service) as http:
@@ -129,13 +130,13 @@ async def test_a_broken_header_costs_only_its_details(service: Service):
 
 async def test_a_served_file_outside_the_store(tmp_path: Path):
     completer = FakeCompleter()
-    service = Service(ServerConfig(), MODEL)
+    service = Server(ServerConfig(), [Model(MODEL)])
     async with client_for(service=service) as http:
         assert (await http.get("/api/tags")).json() == {"models": []}  # not found yet
         assert (await http.get("/api/ps")).json() == {"models": []}
         data = model_file(tmp_path / "mine.gguf", "a")
-        service.path = str(tmp_path / "mine.gguf")
-        service.attach(completer.client, completer)
+        service.models.first.path = str(tmp_path / "mine.gguf")
+        service.attach(service.models.first, completer.client, completer)
         (one,) = (await http.get("/api/tags")).json()["models"]
         assert (one["name"], one["size"], one["digest"]) == (MODEL, len(data), "")
         assert str(tmp_path) not in (await http.post("/api/show", json={"model": MODEL})).text
@@ -143,7 +144,7 @@ async def test_a_served_file_outside_the_store(tmp_path: Path):
         assert (r.status_code, "store" in r.json()["error"]) == (501, True)
 
 
-async def test_show(service: Service):
+async def test_show(service: Server):
     async with client_for(service=service) as http:
         body = (await http.post("/api/show", json={"model": MODEL})).json()
         other = (await http.post("/api/show", json={"name": "other:7b:latest"})).json()
@@ -152,8 +153,8 @@ async def test_show(service: Service):
         nobody = await http.post("/api/show", json={})
     assert body["template"] == "{{ messages }}"
     assert body["capabilities"] == ["completion"]
-    assert service.completer is not None
-    service.completer.answers = CALLER
+    assert service.models.first.completer is not None
+    service.models.first.completer.answers = CALLER
     async with client_for(service=service) as http:
         able = (await http.post("/api/show", json={"model": MODEL})).json()
         idle = (await http.post("/api/show", json={"name": "other:7b"})).json()
@@ -172,24 +173,24 @@ async def test_show(service: Service):
     assert (verbose.status_code, nobody.status_code) == (400, 400)
 
 
-async def test_ps_says_what_is_loaded_and_that_it_stays(service: Service):
+async def test_ps_says_what_is_loaded_and_that_it_stays(service: Server):
     async with client_for(service=service) as http:
         (one,) = (await http.get("/api/ps")).json()["models"]
         assert (one["name"], one["size"], one["size_vram"], one["context_length"]) == (MODEL, 2000, 0, 200)
         assert one["digest"] and one["details"]["family"] == "llama"
         assert datetime.fromisoformat(one["expires_at"]).year > 2200
-        info = service.info
-        service.completer.info = msgspec.structs.replace(info, backend="cuda (NVIDIA H200, bfloat16)")
+        info = service.models.first.info
+        service.models.first.completer.info = msgspec.structs.replace(info, backend="cuda (NVIDIA H200, bfloat16)")
         (one,) = (await http.get("/api/ps")).json()["models"]
         assert one["size_vram"] == 2000
-        service.client.alive = False
+        service.models.first.client.alive = False
         assert (await http.get("/api/ps")).json() == {"models": []}
 
 
 # The store
 
 
-async def test_pull_tells_how_it_goes(service: Service, tiny: Entry, origin: Origin):
+async def test_pull_tells_how_it_goes(service: Server, tiny: Entry, origin: Origin):
     async with client_for(service=service) as http:
         r = await http.post("/api/pull", json={"model": "tiny:1m"})
     assert r.headers["content-type"] == "application/x-ndjson"
@@ -204,7 +205,7 @@ async def test_pull_tells_how_it_goes(service: Service, tiny: Entry, origin: Ori
     assert service.store.resolve("tiny:1m").read_bytes() == TINY
 
 
-async def test_pull_in_one_answer_and_what_is_here_already(service: Service, tiny: Entry, origin: Origin):
+async def test_pull_in_one_answer_and_what_is_here_already(service: Server, tiny: Entry, origin: Origin):
     async with client_for(service=service) as http:
         for _ in range(2):
             r = await http.post("/api/pull", json={"name": "tiny:1m", "stream": False})
@@ -221,7 +222,7 @@ async def test_pull_in_one_answer_and_what_is_here_already(service: Service, tin
         assert list(json.loads(r.text.splitlines()[-1])) == ["error"]
 
 
-async def test_a_pull_ends_with_its_client_and_keeps_what_came(service: Service, tiny: Entry, origin: Origin):
+async def test_a_pull_ends_with_its_client_and_keeps_what_came(service: Server, tiny: Entry, origin: Origin):
     go = threading.Event()
     origin.faults = [Fault(pause=go)]
     app = create_app(ServerConfig(), service)
@@ -254,7 +255,7 @@ async def test_a_pull_ends_with_its_client_and_keeps_what_came(service: Service,
     assert not pulling.done()
     left.set()
     await asyncio.wait_for(pulling, 20)  # the client is let go at once, whatever the network does
-    assert not service.feeds
+    assert not service.running
     go.set()
     assert service.store is not None
     for _ in range(200):
@@ -266,8 +267,8 @@ async def test_a_pull_ends_with_its_client_and_keeps_what_came(service: Service,
     assert b"success" not in b"".join(m.get("body", b"") for m in sent)
 
 
-async def test_a_few_pulls_at_a_time(service: Service, tiny: Entry, origin: Origin, monkeypatch: pytest.MonkeyPatch):
-    from quire.server.dialects import ollama_store
+async def test_a_few_pulls_at_a_time(service: Server, tiny: Entry, origin: Origin, monkeypatch: pytest.MonkeyPatch):
+    from quire.server.ollama import store as ollama_store
 
     monkeypatch.setattr(ollama_store, "MAX_PULLS", 1)
     go = threading.Event()
@@ -296,14 +297,14 @@ async def test_a_few_pulls_at_a_time(service: Service, tiny: Entry, origin: Orig
         ({"model": "smollm2", "insecure": True}, 400, "insecure"),
     ],
 )
-async def test_pulls_that_are_refused(service: Service, body: dict[str, Any], status: int, names: str):
+async def test_pulls_that_are_refused(service: Server, body: dict[str, Any], status: int, names: str):
     async with client_for(service=service) as http:
         r = await http.post("/api/pull", json=body)
     assert r.status_code == status, r.text
     assert names in r.json()["error"]
 
 
-async def test_delete(service: Service):
+async def test_delete(service: Server):
     assert service.store is not None
     async with client_for(service=service) as http:
 
@@ -320,7 +321,7 @@ async def test_delete(service: Service):
     assert service.store.get(MODEL) is not None
 
 
-async def test_copy_is_a_second_name(service: Service):
+async def test_copy_is_a_second_name(service: Server):
     assert service.store is not None
     async with client_for(service=service) as http:
 
@@ -347,7 +348,7 @@ async def test_copy_is_a_second_name(service: Service):
         assert not blob.exists()
 
 
-async def test_the_store_is_not_changed_from_other_machines_without_a_key(service: Service):
+async def test_the_store_is_not_changed_from_other_machines_without_a_key(service: Server):
     service.config = ServerConfig(host="0.0.0.0")
     async with client_for(service=service) as http:
         for method, path, body in (
@@ -362,15 +363,15 @@ async def test_the_store_is_not_changed_from_other_machines_without_a_key(servic
         assert r.status_code == 200
 
 
-async def test_what_is_not_here_is_named(service: Service):
+async def test_what_is_not_here_is_named(service: Server):
     async with client_for(service=service) as http:
         r = await http.post("/api/push", content=b"{}")
     assert r.status_code == 501
     assert "push" in r.json()["error"]
 
 
-async def test_a_pull_that_nobody_waits_for_stops_at_the_next_bytes(service: Service):
-    from quire.server.dialects.ollama_store import Gone, Pulling
+async def test_a_pull_that_nobody_waits_for_stops_at_the_next_bytes(service: Server):
+    from quire.server.ollama.store import Gone, Pulling
 
     pulling = Pulling(service, "tiny:1m", None, lambda _: None)
     pulling.start(100, "tiny:1m", 10)

@@ -15,9 +15,9 @@ from quire.chat.answers.types import Tool, Tools
 from quire.chat.types import Chunk
 from quire.engine.types import Constraint
 from tests.effort import at_most
+from tests.unit.server.anthropic.test_anthropic import events
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
 from tests.unit.server.scripts import THINKS_AND_CALLS, Bench, bench, call, script, scripts
-from tests.unit.server.test_anthropic import events
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "hi"}]

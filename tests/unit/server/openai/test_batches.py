@@ -17,9 +17,8 @@ from openai.types import Batch
 from quire.config import ServerConfig
 from quire.engine.types import Event, Receipt, Request
 from quire.observe.errors import Busy, EngineDead
-from quire.server import files
-from quire.server.batches import journal, lines, queue
-from quire.server.urgency import BATCH
+from quire.server.callers import BATCH
+from quire.server.openai.batches import files, journal, lines, queue
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
 
 CHAT = "/v1/chat/completions"
@@ -356,8 +355,8 @@ async def test_a_result_is_told_once_and_files_keep_their_ids(config):
     async with server(config) as http:
         app = http._transport.app
         book = app.state.desk.journal
-        await app.state.service.jobs[0].stop()
-        app.state.service.jobs[0].start = lambda: None
+        await app.state.server.jobs[0].stop()
+        app.state.server.jobs[0].start = lambda: None
         batch = await begin(http, line(0))
         one = journal.Line(batch, 0, "id0", 0, 1)
         await book.add([one, journal.Line(batch, 1, "id1", 0, 1)])
@@ -383,7 +382,7 @@ async def test_a_result_is_told_once_and_files_keep_their_ids(config):
 
 async def test_cancelled_and_expired_while_the_server_was_down(config):
     async with server(config) as http:
-        service = http._transport.app.state.service
+        service = http._transport.app.state.server
         for job in service.jobs:
             await job.stop()
         service.jobs[0].start = lambda: None  # nothing runs: the server dies before it can
@@ -438,7 +437,7 @@ async def test_a_drain_stops_the_queue_at_once(config):
     completer = FakeCompleter()
     completer.delay = 1.0
     async with server(config, completer) as http:
-        service = http._transport.app.state.service
+        service = http._transport.app.state.server
         batch = await begin(http, line(0))
         await until(http, batch, "in_progress")
         while not completer.running:
@@ -452,14 +451,15 @@ async def test_a_drain_stops_the_queue_at_once(config):
 async def test_a_batch_waits_for_its_model(config):
     """Another model in the same folder does not run it."""
     async with server(config) as http:
-        service = http._transport.app.state.service
-        service.name = "other"
+        service = http._transport.app.state.server
+        (model,) = service.models
+        model.names = ("other",)
         theirs = await begin(http, line(0, model="other"))
-        service.name = MODEL
+        model.names = (MODEL,)
         ours = await begin(http, line(0))
         await until(http, ours)
         assert (await until(http, theirs, "in_progress"))["request_counts"]["completed"] == 0
-        service.name = "other"
+        model.names = ("other",)
         service.jobs[0].start()
         assert (await until(http, theirs))["request_counts"]["completed"] == 1
 

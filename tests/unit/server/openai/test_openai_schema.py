@@ -12,11 +12,12 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.observe.errors import Busy, EngineDead, QuireError
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, client_for, events
-from tests.unit.server.openai_schema import conforms, conforms_event
+from tests.unit.server.openai.openai_schema import conforms, conforms_event
+from tests.unit.server.openai.test_batches import begin, line, server, until
 from tests.unit.server.scripts import THINKS_AND_CALLS
-from tests.unit.server.test_batches import begin, line, server, until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SAYS = {"messages": [{"role": "user", "content": "hi"}]}
@@ -164,11 +165,11 @@ async def test_responses_that_fail_wait_and_are_cancelled():
 
 
 async def test_models():
-    service = Service(ServerConfig(), MODEL)
+    service = Server(ServerConfig(), [Model(MODEL)])
     for ready in (False, True):
         if ready:
             completer = FakeCompleter()
-            service.attach(completer.client, completer)
+            service.attach(service.models.first, completer.client, completer)
         async with client_for(service=service) as http:
             conforms("ListModelsResponse", (await http.get("/v1/models")).json())
             conforms("Model", (await http.get(f"/v1/models/{MODEL}")).json())

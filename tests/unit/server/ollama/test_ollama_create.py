@@ -12,11 +12,11 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.observe.errors import BadRequest, Unsupported
-from quire.server.dialects import _modelfile, _ollama_adapters
-from quire.server.service import Service
+from quire.server.ollama import adapters, modelfile
+from quire.server.server import Server
 from quire.weights.manifest import Defaults
 from tests.unit.server.fakes import MODEL, client_for
-from tests.unit.server.test_ollama_models import model_file, service  # noqa: F401  (a fixture)
+from tests.unit.server.ollama.test_ollama_models import model_file, service  # noqa: F401  (a fixture)
 
 PIRATE = {
     "model": "pirate",
@@ -35,7 +35,7 @@ async def make(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
     return await http.post("/api/create", json=PIRATE | more)
 
 
-async def test_made_shown_listed_copied_and_deleted(service: Service):  # noqa: F811
+async def test_made_shown_listed_copied_and_deleted(service: Server):  # noqa: F811
     async with client_for(service=service) as http:
         r = await make(http)
         assert [json.loads(line)["status"] for line in r.text.splitlines()][-1] == "success"
@@ -48,7 +48,7 @@ async def test_made_shown_listed_copied_and_deleted(service: Service):  # noqa: 
             '"x"',
             '"y"',
         ]
-        back = _modelfile.parse(shown["modelfile"])
+        back = modelfile.parse(shown["modelfile"])
         assert back["from"] == MODEL and back["system"] == PIRATE["system"]
         assert back["parameters"] == PIRATE["parameters"] and back["messages"] == PIRATE["messages"]
         names = [m["name"] for m in (await http.get("/api/tags")).json()["models"]]
@@ -58,20 +58,20 @@ async def test_made_shown_listed_copied_and_deleted(service: Service):  # noqa: 
         for name in ("pirate", "captain"):
             assert (await http.request("DELETE", "/api/delete", json={"model": name})).status_code == 200
             assert (await http.post("/api/show", json={"model": name})).status_code == 404
-        assert service.path is not None and Path(service.path).exists()
+        assert service.models.first.path is not None and Path(service.models.first.path).exists()
 
 
-async def test_made_from_what_was_made(service: Service):  # noqa: F811
+async def test_made_from_what_was_made(service: Server):  # noqa: F811
     async with client_for(service=service) as http:
         await make(http)
         r = await http.post("/api/create", json={"model": "mate", "from": "pirate", "parameters": {"temperature": 1}})
         assert r.status_code == 200, r.text
         shown = (await http.post("/api/show", json={"model": "mate:latest"})).json()
     assert shown["system"] == PIRATE["system"]
-    assert _modelfile.parse(shown["modelfile"])["parameters"] == {**PIRATE["parameters"], "temperature": 1}
+    assert modelfile.parse(shown["modelfile"])["parameters"] == {**PIRATE["parameters"], "temperature": 1}
 
 
-async def test_from_a_modelfile(service: Service):  # noqa: F811
+async def test_from_a_modelfile(service: Server):  # noqa: F811
     text = (
         f'# mine\nFROM {MODEL}\nPARAMETER top_k 3\nPARAMETER stop "a b"\nSYSTEM """Two\nlines"""\nMESSAGE user "hi"\n'
     )
@@ -81,7 +81,7 @@ async def test_from_a_modelfile(service: Service):  # noqa: F811
         shown = (await http.post("/api/show", json={"model": "mine"})).json()
     assert shown["system"] == "Two\nlines"
     assert shown["messages"] == [{"role": "user", "content": "hi"}]
-    assert _modelfile.parse(shown["modelfile"])["parameters"] == {"top_k": 3, "stop": ["a b"]}
+    assert modelfile.parse(shown["modelfile"])["parameters"] == {"top_k": 3, "stop": ["a b"]}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_from_a_modelfile(service: Service):  # noqa: F811
         ({"modelfile": "FROM x"}, 400, "modelfile"),
     ],
 )
-async def test_what_cannot_be_honoured(service: Service, more: dict[str, Any], status: int, names: str):  # noqa: F811
+async def test_what_cannot_be_honoured(service: Server, more: dict[str, Any], status: int, names: str):  # noqa: F811
     async with client_for(service=service) as http:
         r = await make(http, **more)
         assert r.status_code == status, r.text
@@ -136,14 +136,14 @@ async def test_what_cannot_be_honoured(service: Service, more: dict[str, Any], s
 )
 def test_modelfiles_that_are_none(text: str):
     with pytest.raises(BadRequest, match="modelfile"):
-        _modelfile.parse(text)
+        modelfile.parse(text)
 
 
 def test_a_modelfile_goes_round():
     made = Defaults(
         "a:1b", "s", {"temperature": 0.1, "stop": ["q"], "use_mmap": True}, ({"role": "user", "content": "m"},)
     )
-    back = _modelfile.parse(_modelfile.write(made.parent, made, "MIT"))
+    back = modelfile.parse(modelfile.write(made.parent, made, "MIT"))
     assert back == {
         "from": "a:1b",
         "parameters": made.parameters,
@@ -153,12 +153,12 @@ def test_a_modelfile_goes_round():
     }
 
 
-async def test_the_models_own_template_may_be_said_again(service: Service):  # noqa: F811
+async def test_the_models_own_template_may_be_said_again(service: Server):  # noqa: F811
     async with client_for(service=service) as http:
         assert (await make(http, template="{{ messages }}")).status_code == 200
 
 
-async def test_a_file_by_its_digest(service: Service, tmp_path: Path):  # noqa: F811
+async def test_a_file_by_its_digest(service: Server, tmp_path: Path):  # noqa: F811
     data = model_file(tmp_path / "c.gguf", "c")
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
     store = service.store
@@ -181,15 +181,15 @@ async def test_a_file_by_its_digest(service: Service, tmp_path: Path):  # noqa: 
         assert (await http.head(f"/api/blobs/{digest}")).status_code == 404
 
 
-async def test_not_from_other_machines_without_a_key(service: Service):  # noqa: F811
+async def test_not_from_other_machines_without_a_key(service: Server):  # noqa: F811
     service.config = ServerConfig(host="0.0.0.0")
     async with client_for(config=service.config, service=service) as http:
         assert (await make(http)).status_code == 403
         assert (await http.post("/api/blobs/sha256:" + "0" * 64, content=b"x")).status_code == 403
 
 
-async def test_requests_get_what_the_name_says(service: Service):  # noqa: F811
-    completer: Any = service.completer
+async def test_requests_get_what_the_name_says(service: Server):  # noqa: F811
+    completer: Any = service.models.first.completer
     async with client_for(service=service) as http:
         await make(http)
         ask = {"model": "pirate:latest", "messages": [{"role": "user", "content": "hi"}], "stream": False}
@@ -224,7 +224,7 @@ async def test_requests_get_what_the_name_says(service: Service):  # noqa: F811
         assert r.status_code == 404, "its bytes are not those being served"
 
 
-async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Service):  # noqa: F811
+async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Server):  # noqa: F811
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     text = f'FROM {MODEL}\nTEMPLATE """{source}"""\n'
     async with client_for(service=service) as http:
@@ -233,7 +233,7 @@ async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Servi
         for name in ("mine", "child"):
             shown = (await http.post("/api/show", json={"model": name})).json()
             assert shown["template"] == source
-            assert _modelfile.parse(shown["modelfile"])["template"] == source
+            assert modelfile.parse(shown["modelfile"])["template"] == source
         assert (
             await http.post("/api/create", json={"model": "child", "from": "mine", "template": ""})
         ).status_code == 200
@@ -241,11 +241,11 @@ async def test_a_template_of_one_s_own_is_kept_told_and_inherited(service: Servi
 
 
 async def test_an_adapter_that_the_server_has_no_room_for(
-    service: Service,  # noqa: F811
+    service: Server,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The name is kept and that is told; until it can be answered with its adapter it is not answered at all."""
-    monkeypatch.setattr(_ollama_adapters, "check_fits", lambda model, adapter: None)  # the engine here is a script
+    monkeypatch.setattr(adapters, "check_fits", lambda model, adapter: None)  # the engine here is a script
     store, data = service.store, b"GGUF, as far as the store is concerned"
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
     assert store is not None
@@ -258,7 +258,7 @@ async def test_an_adapter_that_the_server_has_no_room_for(
         assert any("no room for adapters" in line for line in lines)
         shown = (await http.post("/api/show", json={"model": "tuned"})).json()
         assert f"ADAPTER @{digest}" in shown["modelfile"]
-        assert _modelfile.parse(shown["modelfile"])["adapters"] == {f"@{digest}": f"@{digest}"}
+        assert modelfile.parse(shown["modelfile"])["adapters"] == {f"@{digest}": f"@{digest}"}
         for path, body in (
             ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
             ("/api/generate", {"prompt": "hi"}),

@@ -12,7 +12,8 @@ import pytest
 from quire.chat.infill import Infill
 from quire.config import ServerConfig
 from quire.observe.errors import Busy, EngineDead
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for
 
 GENERATE, CHAT = "/api/generate", "/api/chat"
@@ -266,19 +267,19 @@ async def test_keep_alive_is_told_where_it_is_not_kept(keep: Any, told: bool):
 
 async def test_a_request_waits_for_a_model_that_loads():
     completer = FakeCompleter()
-    service = Service(ServerConfig(), MODEL)
+    service = Server(ServerConfig(), [Model(MODEL)])
     async with client_for(service=service) as http:
         waiting = asyncio.create_task(http.post(GENERATE, json=HI | {"stream": False}))
         await asyncio.sleep(0.15)
         assert not waiting.done()
-        service.attach(completer.client, completer)
+        service.attach(service.models.first, completer.client, completer)
         body = (await waiting).json()
     assert body["response"] == ANSWER
     assert 0 < body["load_duration"] <= body["total_duration"]
 
 
 async def test_a_drain_ends_the_wait():
-    service = Service(ServerConfig(), MODEL)
+    service = Server(ServerConfig(), [Model(MODEL)])
     async with client_for(service=service) as http:
         waiting = asyncio.create_task(http.post(GENERATE, json=HI))
         await asyncio.sleep(0.05)
@@ -297,8 +298,8 @@ async def test_names_of_the_served_model(name: str):
 @pytest.mark.parametrize("name", ["smollm2", "smollm2:latest", "smollm2:135m"])
 async def test_names_are_completed_as_the_catalogue_does(name: str):
     completer = FakeCompleter()
-    service = Service(ServerConfig(), "smollm2:135m")
-    service.attach(completer.client, completer)
+    service = Server(ServerConfig(), [Model("smollm2:135m")])
+    service.attach(service.models.first, completer.client, completer)
     async with client_for(service=service) as http:
         r = await http.post(CHAT, json=TALK | {"model": name, "stream": False})
     assert r.status_code == 200, r.text

@@ -12,7 +12,7 @@ from quire.chat.types import Chunk
 from quire.config import ServerConfig
 from quire.observe.errors import Busy
 from tests.unit.server.fakes import FakeCompleter, client_for
-from tests.unit.server.test_completions import Scored
+from tests.unit.server.openai.test_completions import Scored
 
 TEXT = "Hello, wörld"
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, events
 
 TEXT = "Hello, wörld"
@@ -41,7 +42,7 @@ async def test_metadata_and_health():
 
 
 async def test_a_server_that_loads_is_alive_and_not_ready():
-    async with client_for(service=Service(ServerConfig(), MODEL)) as http:
+    async with client_for(service=Server(ServerConfig(), [Model(MODEL)])) as http:
         assert (await http.get("/v2/health/live")).status_code == 200
         assert (await http.get("/v2/health/ready")).status_code == 503
         assert (await http.get(f"{BASE}/ready")).status_code == 503

@@ -13,7 +13,7 @@ from quire.chat.types import Chunk, Generation
 from quire.config import ServerConfig
 from quire.engine.types import Receipt
 from quire.observe.errors import Busy, EngineDead, QuireError
-from quire.server import sse
+from quire.server import replies
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, opened_by, service_over
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -118,8 +118,8 @@ async def test_every_event_of_a_stream():
 
 
 async def test_silence_is_a_ping(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sse, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(replies, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(replies, "KEEP_ALIVE_SECONDS", 0.01)
     completer = FakeCompleter()
     async with client_for(completer) as http:
         completer.gate = opened_by(http, b"event: ping", 3)

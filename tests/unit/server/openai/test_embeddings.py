@@ -19,13 +19,14 @@ from quire.config import EngineConfig, Environment, ServerConfig
 from quire.engine.inprocess import InProcessClient
 from quire.observe.errors import Unavailable
 from quire.server.app import create_app
-from quire.server.attend import attended
 from quire.server.errors import ClientGone
-from quire.server.service import Service
+from quire.server.feed import attended
+from quire.server.served import Model, Served
+from quire.server.server import Server
 from quire.weights.checkpoint import open_checkpoint
 from tests.unit.chat.test_embedder import folder, wanted
-from tests.unit.server.fakes import URL, client_for
-from tests.unit.server.openai_schema import conforms
+from tests.unit.server.fakes import URL, FakeCompleter, client_for
+from tests.unit.server.openai.openai_schema import conforms
 
 pytest.importorskip("torch", reason="needs torch: the test extra")
 pytest.importorskip("transformers", reason="needs transformers: the test extra")
@@ -51,8 +52,8 @@ async def serving(path: Path) -> AsyncIterator[httpx.AsyncClient]:
     try:
         with open_checkpoint(path) as checkpoint:
             completer = Completer(client, *words_of(checkpoint), info)
-        service = Service(ServerConfig(), "tiny")
-        service.attach(client, completer)
+        service = Server(ServerConfig(), [Model("tiny")])
+        service.attach(service.models.first, client, completer)
         transport = httpx.ASGITransport(app=create_app(ServerConfig(), service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
             yield http
@@ -196,7 +197,8 @@ class Leaving:
 
 
 async def test_work_is_let_go_when_its_client_leaves_or_the_server_stops():
-    service = Service(ServerConfig(), "tiny")
+    completer: Any = FakeCompleter()
+    served = Served(Model("tiny"), completer, "tiny")
     ended: list[str] = []
 
     async def work() -> int:
@@ -209,12 +211,12 @@ async def test_work_is_let_go_when_its_client_leaves_or_the_server_stops():
     request: Any = Leaving()
     asyncio.get_running_loop().call_later(0.05, request.gone.set)
     with pytest.raises(ClientGone):
-        await attended(service, request, work())
+        await attended(served, request, work())
     request = Leaving()
-    asyncio.get_running_loop().call_later(0.05, lambda: [f.fail(Unavailable("stopping")) for f in service.feeds])
+    asyncio.get_running_loop().call_later(0.05, lambda: [f.fail(Unavailable("stopping")) for f in served.model.running])
     with pytest.raises(Unavailable, match="stopping"):
-        await attended(service, request, work())
-    assert ended == ["let go"] * 2 and not service.feeds
+        await attended(served, request, work())
+    assert ended == ["let go"] * 2 and not served.model.running
 
 
 async def test_ollamas_routes(tiny: tuple[Path, Any, Any]):

@@ -13,8 +13,8 @@ from ollama import ChatResponse, GenerateResponse
 from quire.chat.answers.types import Tool, Tools
 from quire.chat.types import Chunk
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
+from tests.unit.server.ollama.test_ollama import lines
 from tests.unit.server.scripts import FUNCTION, OTHER, THINKS_AND_CALLS, Bench, bench, call, script, scripts
-from tests.unit.server.test_ollama import lines
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 TALK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

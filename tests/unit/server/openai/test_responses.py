@@ -14,7 +14,7 @@ from quire.chat.types import CallPart, Chunk
 from quire.engine.types import Receipt
 from quire.observe.errors import Busy, EngineDead
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
-from tests.unit.server.openai_schema import conforms, conforms_event
+from tests.unit.server.openai.openai_schema import conforms, conforms_event
 from tests.unit.server.scripts import bench, scripts
 
 # By their names: a union of sixty would be tried one by one.

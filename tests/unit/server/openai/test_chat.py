@@ -253,8 +253,8 @@ async def test_engine_errors_never_show_the_machine():
 
 
 async def test_a_long_wait_is_kept_alive(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("quire.server.sse.FIRST_SECONDS", 0.02)
-    monkeypatch.setattr("quire.server.sse.KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr("quire.server.replies.FIRST_SECONDS", 0.02)
+    monkeypatch.setattr("quire.server.replies.KEEP_ALIVE_SECONDS", 0.01)
     completer = FakeCompleter()
     async with client_for(completer) as http:
         completer.gate = opened_by(http, b": waiting", 2)
