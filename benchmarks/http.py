@@ -82,7 +82,7 @@ def serve(builder: str) -> None:
     from quire.engine.process_client import ProcessClient
     from quire.server import lifecycle
     from quire.server.served import Model
-from quire.server.server import Server
+    from quire.server.server import Server
     from quire.weights.checkpoint import open_checkpoint
 
     logging.basicConfig(level=logging.WARNING)

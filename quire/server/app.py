@@ -137,8 +137,8 @@ def _probes(app: FastAPI, server: Server) -> None:
         """A request sent now would be taken: by the model that is named, or by one at least."""
         name = request.query_params.get("model")
         if name is not None or len(server.models) == 1:
-            model, _ = server.models.choose(name)
-            stage, body = model.stage, _told(model)
+            body = _told(server.models.choose(name)[0])
+            stage = body["status"] = "draining" if server.draining else body["status"]
         else:
             stage = server.stage
             body = {"status": stage, "model": server.models.first.name, "models": [_told(m) for m in server.models]}

@@ -17,8 +17,8 @@ from quire.server.bodies import read_json
 from quire.server.callers import caller_of
 from quire.server.openai import metadata
 from quire.server.openai.batches.file_routes import expiry
-from quire.server.openai.batches.storage import Storage, needed, storage_of
 from quire.server.openai.batches.queue import ENDPOINTS
+from quire.server.openai.batches.storage import Storage, needed, storage_of
 from quire.server.openai.pages import no_such_after, page, window
 from quire.server.replies import reply
 from quire.server.server import Server

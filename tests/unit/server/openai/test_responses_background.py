@@ -10,6 +10,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.observe.errors import EngineDead
+from quire.server.openai.responses import runs
 from quire.server.openai.responses.stored import UNFINISHED, Record, StoredResponses
 from tests.unit.server.fakes import FakeCompleter, client_for, service_over, settled
 from tests.unit.server.openai.test_responses import HI, kinds, post, told
@@ -122,8 +123,8 @@ async def test_one_that_fails():
 
 
 async def test_only_so_many_run_and_wait(monkeypatch):
-    monkeypatch.setattr(_responses_runs, "TOGETHER", 2)
-    monkeypatch.setattr(_responses_runs, "MAX_QUEUED", 3)
+    monkeypatch.setattr(runs, "TOGETHER", 2)
+    monkeypatch.setattr(runs, "MAX_QUEUED", 3)
     completer = FakeCompleter()
     completer.delay = 0.5
     async with client_for(completer) as http:
@@ -141,7 +142,7 @@ async def test_only_so_many_run_and_wait(monkeypatch):
 
 
 async def test_old_logs_give_way(monkeypatch):
-    monkeypatch.setattr(_responses_runs, "MAX_ENDED", 1)
+    monkeypatch.setattr(runs, "MAX_ENDED", 1)
     async with client_for() as http:
         old, new = "", ""
         for _ in range(2):  # one after the other: of two at once either may end first
