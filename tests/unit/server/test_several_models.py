@@ -35,10 +35,10 @@ class AdapterFake(FakeClient):
 
     def __init__(self, *names: str) -> None:
         super().__init__()
-        self.adapters = [AdapterInfo(name=name, rank=1, nbytes=1) for name in names]
+        self.adapters = [AdapterInfo(name=name, path="", rank=1, nbytes=1) for name in names]
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        self.adapters.append(AdapterInfo(name=name, rank=1, nbytes=1))
+        self.adapters.append(AdapterInfo(name=name, path="", rank=1, nbytes=1))
         return self.adapters[-1]
 
     async def unload_adapter(self, name: str) -> None:
@@ -163,7 +163,7 @@ async def test_a_name_that_is_none_and_no_name(dialect: str):
 
 @pytest.mark.parametrize("dialect", ASKS)
 async def test_one_engine_that_is_down_does_not_disturb_the_other(dialect: str):
-    ask, text, _ = ASKS[dialect]
+    ask, _, _ = ASKS[dialect]
     two = Two()
     two.alpha.client.alive = False
     async with two.http() as http:
