@@ -53,8 +53,8 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
     """A device runner whose graphs do nothing, and whose sampler takes the first token."""
     import torch
 
-    from quire.backends.torch.sampler import DeviceSampler, Wishes
-    from quire.runner.device_runner import DeviceRunner
+    from quire.backends.torch.sampler import DeviceSampler, SamplingMetadata
+    from quire.runner.device.runner import DeviceRunner
 
     tokens = torch.zeros(max(sequences, BUDGET), dtype=torch.int64)
 
@@ -62,13 +62,13 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         def greedy(self, logits: torch.Tensor) -> torch.Tensor:
             return tokens[: logits.shape[0]]
 
-        def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-            return tokens[: logits.shape[0] if wishes.rows is None else wishes.rows.shape[0]]
+        def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+            return tokens[: logits.shape[0] if metadata.rows is None else metadata.rows.shape[0]]
 
         def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
             return torch.zeros(logits.shape[0], 2 + 2 * top, dtype=torch.float64)
 
-        def practise(self, logits: torch.Tensor) -> None:
+        def warm_up(self, logits: torch.Tensor) -> None:
             pass
 
     class Program:
@@ -83,7 +83,7 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         def launch(self, batch: Any) -> torch.Tensor:
             return self._logits[: batch.logit_rows.shape[0]]
 
-        def rehearsal(self) -> AbstractContextManager[None]:
+        def compile_only(self) -> AbstractContextManager[None]:
             return nullcontext()
 
     class Graph:
@@ -98,8 +98,8 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         Program(), kv=kv, vocab_size=VOCAB, max_seqs=sequences, max_tokens=BUDGET, max_context=context,
         max_rows=max(sequences, 512), padded=True,
     )  # fmt: skip
-    runner._decoder._graphs = runner._prompter._graphs = Graphs()
-    runner._decoder._tokens.zero_()  # where a graph would leave them
+    runner._decode._graphs = runner._prefill._graphs = Graphs()
+    runner._decode._tokens.zero_()  # where a graph would leave them
     return runner
 
 

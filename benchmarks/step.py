@@ -85,8 +85,8 @@ def costs(model: str, tokens: int) -> dict[str, float]:
     for owner, method, name in (
         (scheduler, "plan", "plan"),
         (scheduler, "commit", "commit"),
-        (runner._intake, "apply", "slots"),
-        (runner, "_go_on", "batch and model"),
+        (runner._host, "apply", "slots"),
+        (runner, "_run_decode_only", "batch and model"),
         (runner, "_sample", "choosing"),
         (engine, "step", "a whole step"),
     ):

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from quire.backends.torch.sampler import BROKEN, RULED_OUT, TorchSampler  # noqa: E402
-from quire.runner.device_wishes import SlotWishes  # noqa: E402
+from quire.runner.device.slot_sampling import SlotSampling  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.runner.random import uniform, uniforms  # noqa: E402
 from quire.runner.sampler import Sampler, Stream  # noqa: E402
@@ -28,17 +28,17 @@ def _both(logits, params, *, seed=0, position=0, sampler=TorchSampler(), **conte
     """The token of the host's sampler and of the device's, for every row of logits alone and for all at once."""
     rows = len(logits)
     streams = [Stream(params, seed + i, V, **context) for i in range(rows)]
-    wishes = SlotWishes(rows, V, CPU)
+    own = SlotSampling(rows, V, CPU)
     for i, stream in enumerate(streams):
-        wishes.open(i, stream)
+        own.open(i, stream)
     slots, positions = np.arange(rows), np.full(rows, position)
-    asked = wishes.ask(slots, positions)
+    sampling = own.gather(slots, positions)
     tensor = torch.from_numpy(logits)
-    if asked is None:
+    if sampling is None:
         tokens = sampler.greedy(tensor)
     else:
-        sent = [torch.from_numpy(a.copy()) for a in asked.arrays()]
-        tokens = sampler.choose(tensor, wishes.wishes(asked, sent))
+        sent = [torch.from_numpy(a.copy()) for a in sampling.arrays()]
+        tokens = sampler.choose(tensor, own.metadata(sampling, sent))
     host = Sampler(V).sample(logits, streams, [position] * rows)
     return tokens.tolist(), host
 

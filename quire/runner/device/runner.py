@@ -5,14 +5,14 @@
 
 A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
 The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
-so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.Decoder, short ones
-with prompts through prompts.Prompter, those that verify drafts through verify.Verifier, all others are launched as they
+so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.DecodeSteps, short ones
+with prompts through prompts.PrefillSteps, those that verify drafts through verify.VerifySteps, all others are launched as they
 come. Everything is put on one stream in the order of the plans, from one thread.
 
 With a proposer the host must know a sequence's tokens before it can guess more of them, and how many were right before it
 knows where the next one goes: then a forward reads the steps before it first, and its tokens all come from the host.
 
-The seam: `Intake` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
+The seam: `HostState` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
 the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read:
 its slot then fails, and so does whatever was launched for it in between, told apart by how often the slot was opened.
 """
@@ -29,21 +29,22 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.answers import Answers
-from quire.runner.capture import Decoder, DeviceState
-from quire.runner.device_wishes import SlotWishes
-from quire.runner.intake import Intake, Pending, Works
-from quire.runner.launched import Launched, Shape
+from quire.runner.decode_only import Index
+from quire.runner.device.answers import Answers
+from quire.runner.device.decode import DecodeSteps
+from quire.runner.device.launched import Launched, Shape
+from quire.runner.device.prefill import PrefillSteps
+from quire.runner.device.sharing import LEAST, Sharing, find
+from quire.runner.device.slot_sampling import SlotSampling
+from quire.runner.device.staging import Arrival, Staging
+from quire.runner.device.state import DeviceState
+from quire.runner.device.verify import VerifySteps
+from quire.runner.device.warmup import warm_up
+from quire.runner.host_state import HostState, Pending, Works
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Work
-from quire.runner.practice import practise
-from quire.runner.prompts import Prompter
 from quire.runner.sampler import Masks
-from quire.runner.sharing import LEAST, Sharing, find
 from quire.runner.speculate import Proposer
-from quire.runner.staging import Arrival, Staging
-from quire.runner.steady import Index
-from quire.runner.verify import Verifier
 
 LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
 WORTH = 16384  # tokens of keys and values that need not be read again: what reading them once costs in launches
@@ -96,7 +97,7 @@ class DeviceRunner:
         self._device = program.device
         self._vocab = vocab_size
         self._page_size = kv.page_size
-        self._intake = Intake(
+        self._host = HostState(
             kv,
             vocab_size=vocab_size,
             max_seqs=max_seqs,
@@ -106,29 +107,29 @@ class DeviceRunner:
             proposer=proposer,
             histories=False,
         )
-        self._slots = self._intake.slots
+        self._slots = self._host.slots
         max_pages = self._slots.table.shape[1]
         self._state = DeviceState(max_seqs, max_pages, [k.pages for k in kv.groups], kv.page_size, self._device)
         self._shares = program.shares and not kv.window  # rows with pages missing in front begin alike for nothing
-        self._wishes = SlotWishes(max_seqs, vocab_size, self._device)
+        self._sampling = SlotSampling(max_seqs, vocab_size, self._device)
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._late = Staging(self._device)
-        self._decoder: Decoder | None = None
-        self._prompter: Prompter | None = None
-        self._verifier: Verifier | None = None
+        self._decode: DecodeSteps | None = None
+        self._prefill: PrefillSteps | None = None
+        self._verify: VerifySteps | None = None
         if program.graphs if padded is None else padded:
-            self._decoder = Decoder(program, self._state, max_seqs, max_context, vocab_size)
-            self._prompter = Prompter(
+            self._decode = DecodeSteps(program, self._state, max_seqs, max_context, vocab_size)
+            self._prefill = PrefillSteps(
                 program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
             )  # fmt: skip
             if proposer is not None and drafts:
-                self._verifier = Verifier(
+                self._verify = VerifySteps(
                     program, self._state, drafts=drafts, max_seqs=max_seqs, max_tokens=max_tokens,
                     max_context=max_context, vocab=vocab_size
                 )  # fmt: skip
             if program.graphs:
-                self._get_ready(max_seqs, max_tokens, max_context)
-        self._answers = Answers(self._intake, max_seqs)
+                self._warm_up(max_seqs, max_tokens, max_context)
+        self._answers = Answers(self._host, max_seqs)
         self._sharing: Sharing | None = None  # of the step that is being launched
         self._rows = 0  # ... and its rows a sequence, where it verifies as many for each
         # Slots that were looked at last, and what they share.
@@ -144,14 +145,14 @@ class DeviceRunner:
             raise RuntimeError("the runner is closed")
         if self._unsampled is not None:
             raise RuntimeError("forward was called twice without sample between: the first logits would be lost")
-        if self._intake.proposer is not None and self._unread:
+        if self._host.proposer is not None and self._unread:
             self.read(self._unread[-1])
         pending = Launched(plan)
         try:
-            self._intake.apply(plan)
+            self._host.apply(plan)
             self._follow(plan)
-            if not self._launch_steady(pending):
-                batch = self._intake.build(pending, self._arrange)
+            if not self._launch_decode_only(pending):
+                batch = self._host.build(pending, self._arrange)
                 if batch is not None:
                     self._launch(pending, batch)
         except Exception as error:
@@ -182,7 +183,7 @@ class DeviceRunner:
 
     def adopt(self, loras: Loras) -> None:
         """The adapters that plans may name; changed within `between` alone."""
-        self._intake.loras = loras
+        self._host.loras = loras
 
     @torch.inference_mode()
     def between(self, task: Callable[[], None]) -> None:
@@ -201,11 +202,11 @@ class DeviceRunner:
     def _follow(self, plan: Plan) -> None:
         """What the device must know of slots that come and go."""
         for slot in plan.closed:
-            self._wishes.close(slot)
+            self._sampling.close(slot)
         for new in plan.opened:
             if self._slots.failure(new.slot) is None:
-                self._answers.turns[new.slot] += 1
-                self._wishes.open(new.slot, self._slots.stream(new.slot))
+                self._answers.openings[new.slot] += 1
+                self._sampling.open(new.slot, self._slots.stream(new.slot))
 
     def _arrange(self, pending: Pending, works: Works) -> Works:
         """Decode rows that share a beginning, one after another."""
@@ -214,7 +215,7 @@ class DeviceRunner:
         if pending.drafts:
             self._level(pending, works)
             return works
-        if self._decoder is None or any(w.tokens is not None for w in works.values()):
+        if self._decode is None or any(w.tokens is not None for w in works.values()):
             return works
         self._sharing = self._shared(np.array([w.slot for w in works.values()], np.intp))
         if self._sharing is None:
@@ -244,9 +245,9 @@ class DeviceRunner:
         """As many rows for every sequence, where that is not many more than there are, and the plan has room for them."""
         streams = [self._slots.stream(w.slot) for w in works.values()]
         known = any(w.tokens is not None for w in works.values())
-        if self._verifier is None or known or any(stream.history is not None for stream in streams):
+        if self._verify is None or known or any(stream.history is not None for stream in streams):
             return
-        rows = self._verifier.rows_for(1 + max(map(len, pending.drafts.values())), len(works))
+        rows = self._verify.rows_for(1 + max(map(len, pending.drafts.values())), len(works))
         needed = sum(map(pending.rows_of, works))
         if rows is None or any(w.n < rows for w in works.values()) or rows * len(works) > 2 * needed + LEVEL:
             return
@@ -255,31 +256,31 @@ class DeviceRunner:
             guess = pending.drafts.get(i, [])
             pending.guesses[i] = guess + [0] * (rows - 1 - len(guess))  # nobody looks at what follows the drafts
 
-    def _launch_steady(self, pending: Launched) -> bool:
+    def _launch_decode_only(self, pending: Launched) -> bool:
         """Launch a step in which every sequence goes on by a token, without a look at each. False: it must be looked at.
 
         It does what `_arrange` and `_launch` do for such a step, in arrays over all rows.
         """
-        slot = None if self._decoder is None else self._intake.steady(pending.plan)
-        if self._decoder is None or slot is None or (found := self._intake.places(slot)) is None:
+        slot = None if self._decode is None else self._host.decode_only(pending.plan)
+        if self._decode is None or slot is None or (found := self._host.places(slot)) is None:
             return False
         slots, (pos, writes) = self._slots, found
         changed = [w for w in pending.plan.work if w.pages]
         self._notice(changed)
         sharing = self._shared(slot)
-        pending.turns = self._answers.turns[slot]
+        pending.openings = self._answers.openings[slot]
         if sharing is None:
             pending.sampled = list(range(slot.size))
         else:
             order = sharing.order
             pending.sampled = order.tolist()
             slot, pos, writes = slot[order], pos[order], [write[order] for write in writes]
-        pending.steady, pending.slots, pending.ahead = True, slot, np.zeros(slot.size, np.int64)
+        pending.decode_only, pending.slots, pending.ahead = True, slot, np.zeros(slot.size, np.int64)
         pending.shape = self._shape(pending)
-        pending.asked = self._wishes.ask(slot, slots.position[slot])
-        more = self._more(pending) if pending.asked or pending.shape.wanted else []
+        pending.sampling = self._sampling.gather(slot, slots.position[slot])
+        more = self._more(pending) if pending.sampling or pending.shape.wanted else []
         own = slot.astype(np.int32)
-        pending.logits, pending.best, pending.sent = self._decoder.run(
+        pending.logits, pending.best, pending.sent = self._decode.run(
             -1 - own, pos, writes, own, *_changes(changed, self._state), sharing=sharing, more=more
         )
         slots.length[slot] = pos + 1
@@ -289,10 +290,10 @@ class DeviceRunner:
     def _launch(self, pending: Launched, batch: Batch) -> None:
         works = pending.works
         own = np.array([w.slot for w in works.values()], np.int32)
-        if self._intake.proposer is None:
+        if self._host.proposer is None:
             known = np.array([w.tokens is not None for w in works.values()], np.bool_)
             batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
-        pending.turns[list(works)] = self._answers.turns[own]
+        pending.openings[list(works)] = self._answers.openings[own]
         pending.sampled = [i for i, w in works.items() if w.sample]
         slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
         pending.ahead = np.zeros(slots.size, np.int64)
@@ -301,27 +302,27 @@ class DeviceRunner:
             pending.slots = np.repeat(slots, rows)
             pending.ahead = np.concatenate([np.arange(n) for n in rows])
         pending.shape = self._shape(pending)
-        pending.asked = self._wishes.ask(pending.slots, self._slots.position[pending.slots] + pending.ahead)
+        pending.sampling = self._sampling.gather(pending.slots, self._slots.position[pending.slots] + pending.ahead)
         where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
         plain = batch.adapters is None
         captured = plain or self._program.adapts
-        if plain and self._rows and self._verifier is not None:
-            more = self._more(pending) if pending.asked or pending.shape.wanted else []
-            pending.logits, pending.best, pending.sent = self._verifier.run(batch, own, where, pages, more)
-        elif captured and decoding and self._decoder is not None:
+        if plain and self._rows and self._verify is not None:
+            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+            pending.logits, pending.best, pending.sent = self._verify.run(batch, own, where, pages, more)
+        elif captured and decoding and self._decode is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
-            more = self._more(pending) if pending.asked or pending.shape.wanted else []
+            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
             sharing = self._sharing
             if sharing is not None and sharing.order.size != own.size:  # of rows that could not be computed
                 sharing = None
-            pending.logits, pending.best, pending.sent = self._decoder.run(
+            pending.logits, pending.best, pending.sent = self._decode.run(
                 *arrays, sharing=sharing, adapters=batch.adapters, more=more
             )
-        elif captured and self._prompter is not None and (size := self._prompter.size_for(batch)) is not None:
+        elif captured and self._prefill is not None and (size := self._prefill.size_for(batch)) is not None:
             more = self._more(pending)
-            pending.logits, pending.sent = self._prompter.run(size, batch, own, where, pages, more)
+            pending.logits, pending.sent = self._prefill.run(size, batch, own, where, pages, more)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
         self._slots.length[own] = batch.kv_len
@@ -333,7 +334,7 @@ class DeviceRunner:
 
     def _shape(self, pending: Launched) -> Shape:
         """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""
-        tops = self._wishes.logprobs[pending.slots]
+        tops = self._sampling.logprobs[pending.slots]
         wanted = [(j, int(tops[j])) for j in np.flatnonzero(tops >= 0).tolist()]
         prompt: list[tuple[int, list[int], int]] = []
         for i, w in pending.works.items():
@@ -341,7 +342,7 @@ class DeviceRunner:
                 try:
                     tokens = self._slots.after(w.slot, w.start, w.prompt_logits)
                 except ValueError as error:
-                    self._intake.fail(pending, [i], str(error))
+                    self._host.fail(pending, [i], str(error))
                     tokens = [0] * w.prompt_logits
                 prompt.append((i, tokens, self._slots.stream(w.slot).params.prompt_logprobs or 0))
         if not wanted and not prompt:
@@ -351,10 +352,10 @@ class DeviceRunner:
 
     def _more(self, pending: Launched) -> list[np.ndarray]:
         """What sampling needs on the device besides logits."""
-        shape, asked = pending.shape, pending.asked
+        shape, sampling = pending.shape, pending.sampling
         follow = [token for _, tokens, _ in shape.prompt for token in tokens]
         whole = [pending.slots, np.array(follow, np.int32), np.array([j for j, _ in shape.wanted], np.int32)]
-        return [*(x.astype(np.int32) for x in whole), *(asked.arrays() if asked is not None else [])]
+        return [*(x.astype(np.int32) for x in whole), *(sampling.arrays() if sampling is not None else [])]
 
     def _eager(
         self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: list[np.ndarray]
@@ -369,8 +370,8 @@ class DeviceRunner:
         ids, pos, q_start, kv_len, rows, slots, places = sent[:7]
         pending.sent = sent[len(arrays) :]
         if where.size:
-            self._state.place(places, *sent[7 : 7 + kinds])
-        tables = self._state.rows(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
+            self._state.set_pages(places, *sent[7 : 7 + kinds])
+        tables = self._state.page_tables(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
         return self._program.launch(
             DeviceBatch(
                 ids=self._state.tokens(ids),
@@ -388,16 +389,16 @@ class DeviceRunner:
             )
         )
 
-    def _get_ready(self, *sizes: int) -> None:
+    def _warm_up(self, *sizes: int) -> None:
         """Compile and capture everything: none of that may meet a request."""
-        steps = [x for x in (self._decoder, self._prompter, self._verifier) if x is not None]
-        with self._program.rehearsal():
+        steps = [x for x in (self._decode, self._prefill, self._verify) if x is not None]
+        with self._program.compile_only():
             for kind in steps:
-                kind.rehearse()
-            practise(self._program, self._state, self._staging, *sizes, sampling=False)
+                kind.warm_up()
+            warm_up(self._program, self._state, self._staging, *sizes, sampling=False)
         for kind in steps:
             kind.capture()
-        practise(self._program, self._state, self._staging, *sizes)
+        warm_up(self._program, self._state, self._staging, *sizes)
 
     # ---- choosing
 
@@ -407,15 +408,15 @@ class DeviceRunner:
         own = {j: masks[i] for i, j in pending.firsts().items() if i in masks} if masks else None
         if own:  # only now is it known what they want: this costs copies of its own
             positions = self._slots.position[pending.slots] - 1 + pending.ahead
-            pending.asked = self._wishes.ask(pending.slots, positions, own)
+            pending.sampling = self._sampling.gather(pending.slots, positions, own)
             pending.sent = self._late.send(self._more(pending))
         if not pending.sent:  # decoded, and nobody wants more than the best token
             assert tokens is not None
             return Arrival(tokens)
         slots, follow, wanted = (x.long() for x in pending.sent[:3])
         tokens = self._choose(pending, logits[:count])
-        if self._intake.proposer is None:  # who has one tells the device every token
-            self._state.keep(slots, tokens)
+        if self._host.proposer is None:  # who has one tells the device every token
+            self._state.set_last(slots, tokens)
         parts = [tokens.double()]
         if shape.wanted:
             every = len(shape.wanted) == count
@@ -428,19 +429,19 @@ class DeviceRunner:
     def _choose(self, pending: Launched, logits: torch.Tensor) -> torch.Tensor:
         """A token, or a code, for each sampled row."""
         best = pending.best
-        if best is None and (pending.asked is None or not pending.asked.every):
+        if best is None and (pending.sampling is None or not pending.sampling.every):
             best = self._sampler.greedy(logits)
-        if pending.asked is None:
+        if pending.sampling is None:
             assert best is not None
             return best
-        wishes = self._wishes.wishes(pending.asked, pending.sent[3:])
-        chosen = self._sampler.choose(logits, wishes)
-        self._wishes.add(wishes, chosen)
-        return chosen if best is None or wishes.rows is None else best.index_copy(0, wishes.rows.long(), chosen)
+        metadata = self._sampling.metadata(pending.sampling, pending.sent[3:])
+        chosen = self._sampler.choose(logits, metadata)
+        self._sampling.add(metadata, chosen)
+        return chosen if best is None or metadata.rows is None else best.index_copy(0, metadata.rows.long(), chosen)
 
     def _recover(self, pending: Launched, error: Exception) -> None:
         """A step that could not be launched fails its sequences; memory that it held is given back."""
-        self._intake.fail_step(pending, error)
+        self._host.fail_step(pending, error)
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
 

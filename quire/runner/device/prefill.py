@@ -17,8 +17,9 @@ import torch
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.capture import MORE, DeviceState, graph_of
-from quire.runner.staging import Staging
+from quire.runner.device.decode import MORE, graph_of
+from quire.runner.device.staging import Staging
+from quire.runner.device.state import DeviceState
 
 # (tokens, sequences): alone or nearly so in fine steps, among many others in coarse ones.
 SIZES = (
@@ -28,7 +29,7 @@ SIZES = (
 CHANGES = 2  # page-table entries that a captured step can change, per sequence and per page of new tokens
 
 
-class Prompter:
+class PrefillSteps:
     """The sizes. The logits of a step are valid until the next one."""
 
     def __init__(
@@ -75,7 +76,7 @@ class Prompter:
         """One step: the logits of batch.logit_rows, and `more`, sent along for later."""
         room = self._changes(*size)
         if where.size > room:  # a long prefix that was found: its pages are placed ahead of the step
-            self._state.place(*self._spill.send([where, *pages]))
+            self._state.set_pages(*self._spill.send([where, *pages]))
             where, pages = where[:0], [own[:0] for own in pages]
         arrays, adapted = self._padded(size, batch, slots, where, pages), batch.adapters is not None
         if batch.adapters is not None:
@@ -130,8 +131,8 @@ class Prompter:
             views.append(self._staging.view(at, count))
             at += count
         ids, pos, q_start, kv_len, slots, rows, where = views[:7]
-        state.place(where, *views[8::2])
-        tables = state.rows(slots, views[7::2])
+        state.set_pages(where, *views[8::2])
+        tables = state.page_tables(slots, views[7::2])
         self._program.launch(
             DeviceBatch(
                 ids=state.tokens(ids),
@@ -160,7 +161,7 @@ class Prompter:
             [*self._padded(size, blank, none, none, [none] * kinds), *([_fill(none, size[0], -1)] if adapted else [])]
         )
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """One step of every kind that a kernel might be chosen by."""
         for kind in [(size, False) for size in self.sizes[::2]] + [(size, True) for size in self.adapted_sizes]:
             self._blank(*kind)

@@ -1,4 +1,4 @@
-"""A step on its way through a device: what was asked of it, and how the numbers that come back are to be read."""
+"""A step on its way through a device: what it computes and samples, and how the numbers that come back are to be read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.runner.device_wishes import Asked
-from quire.runner.intake import Pending
+from quire.runner.device.slot_sampling import RowSampling
+from quire.runner.host_state import Pending
 from quire.runner.plan import Logprob, Plan
 
 
@@ -25,18 +25,18 @@ class Shape:
 class Launched(Pending):
     """A forward on its way, with what its sampling needs."""
 
-    __slots__ = ("ahead", "asked", "best", "sent", "shape", "slots", "steady", "turns")
+    __slots__ = ("ahead", "best", "decode_only", "openings", "sampling", "sent", "shape", "slots")
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
         # Which opening of its slot each work belongs to; -1: not computed.
-        self.turns = np.full(len(plan.work), -1, np.int64)
-        self.steady = False  # all work was computed, a row each
+        self.openings = np.full(len(plan.work), -1, np.int64)
+        self.decode_only = False  # all work was computed, a row each
         self.slots = np.zeros(0, np.intp)  # of the sampled rows: as often as a sequence has rows
         self.ahead = np.zeros(0, np.int64)  # of each, the guesses before it
         self.shape = Shape(0, [], [])
-        self.asked: Asked | None = None
-        self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what is asked
+        self.sampling: RowSampling | None = None
+        self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what sampling needs
         self.best: torch.Tensor | None = None  # the best tokens, when the forward noted them already
 
     def firsts(self) -> dict[int, int]:

@@ -1,6 +1,6 @@
-"""Practice: steps of every kind that is not captured, launched before the first request, on the spare pages.
+"""Warm-up: steps of every kind that is not captured are launched before the first request, on the spare pages.
 
-What they compile must not meet a request. Nothing of them stays.
+So no request waits while a kernel is compiled. Nothing that these steps write is ever read.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 from quire.backends.batch import Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.capture import DeviceState
-from quire.runner.staging import Staging
+from quire.runner.device.staging import Staging
+from quire.runner.device.state import DeviceState
 
 # Decode rows, prompt rows and reach: few rows, many, split contexts, and not.
 KINDS = ((0, 3, 64), (1, 3, 256), (1, 20, 1024), (1, 40, 4096), (1, 300, 256), (7, 200, 2048), (159, 300, 512))
 
 
 @torch.inference_mode()
-def practise(
+def warm_up(
     program: DeviceProgram,
     state: DeviceState,
     staging: Staging,
@@ -41,7 +41,7 @@ def practise(
         ids, last = np.zeros_like(pos), q_start[1:] - 1
         arrays = [ids, pos, q_start, n, last.astype(np.int32), np.full(n.size, state.spare, np.int32)]
         on_device = staging.send([*arrays, *writes])
-        tables = state.rows(on_device[5], on_device[6:])
+        tables = state.page_tables(on_device[5], on_device[6:])
         blank = np.zeros((n.size, 1), np.int32)
         others = tuple(Table(blank, write) for write in writes[1:])
         batch = DeviceBatch(
@@ -59,5 +59,5 @@ def practise(
         )
         logits = program.launch(batch)
         if sampling:
-            program.sampler.practise(logits)
+            program.sampler.warm_up(logits)
     torch.cuda.synchronize(program.device)

@@ -1,7 +1,7 @@
-"""The intake: a Plan is applied to the slots, checked, and becomes a batch; and failures stay with whom they hit.
+"""What the host keeps of sequences: a Plan is applied to its slots, checked, and becomes a batch; errors stay with the row they hit.
 
-This is the half of a runner that no device changes. `runner.py` (numpy on the host) and `device_runner.py` (torch, state on
-the device) are the other halves: they compute the batch and choose the tokens, each in its own way.
+This is the half that both runners share. `runner.py` (numpy on the host) and `device/runner.py` (torch, tokens and page tables
+on the device) are the other halves: they compute the batch and choose the tokens, each in its own way.
 
     Plan ──► apply (closed, opened, pages) ──► refuse failed slots ──► build, dropping bad rows ──► Batch
 """
@@ -18,11 +18,11 @@ from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV
 from quire.observe.errors import QuireError
 from quire.runner.batch_builder import FEW, BadWork, BatchBuilder
+from quire.runner.decode_only import DecodeOnly, Index
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Row, Work
 from quire.runner.slots import Slots
 from quire.runner.speculate import Proposer
-from quire.runner.steady import Index, Steady
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ Works: TypeAlias = dict[int, Work]  # by their place in the plan, in the order o
 class Pending:
     """A forward that was given to the device: logits wait in it for `sample`."""
 
-    __slots__ = ("_rows", "drafts", "guesses", "logits", "plan", "sampled", "steady", "works")
+    __slots__ = ("_rows", "decode_only", "drafts", "guesses", "logits", "plan", "sampled", "works")
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self._rows: list[Row] | None = None  # until somebody has something to note
-        self.steady = False  # every work goes on by a token, and nothing below is filled in but the logits
+        self.decode_only = False  # every work goes on by a token, and nothing below is filled in but the logits
         self.works: Works = {}  # what is computed, by its place in plan.work
         self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
         self.drafts: dict[int, list[int]] = {}  # by place in plan.work: what is guessed to come next
@@ -57,8 +57,8 @@ class Pending:
         return self._rows is None
 
     def each(self) -> None:
-        """Fill in what is below for a steady step: its works are to be looked at one by one."""
-        self.steady = False
+        """Fill in what is below for a decode-only step: its works are to be looked at one by one."""
+        self.decode_only = False
         self.works = dict(enumerate(self.plan.work))
         self.sampled = list(self.works)
         for row in self.rows:
@@ -69,7 +69,7 @@ class Pending:
         return 1 + len(self.guesses.get(index, ()))
 
 
-class Intake:
+class HostState:
     """Slots and a builder, and the rules of who fails with whom."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Intake:
             max_rows=max_rows,
             groups=len(kv.groups),
         )
-        self._steady = Steady(max_seqs)
+        self._decode_only = DecodeOnly(max_seqs)
 
     def apply(self, plan: Plan) -> None:
         """Closed slots, opened slots, pages. What is wrong with one sequence fails that one."""
@@ -146,8 +146,8 @@ class Intake:
 
         `arrange` may put the rows in another order, and add guesses.
         """
-        if arrange is None and len(pending.plan.work) > FEW and (slot := self.steady(pending.plan)) is not None:
-            made = self._builder.steady(slot, self.slots)
+        if arrange is None and len(pending.plan.work) > FEW and (slot := self.decode_only(pending.plan)) is not None:
+            made = self._builder.decode_only(slot, self.slots)
             if made is not None:
                 pending.works = dict(enumerate(pending.plan.work))
                 return made
@@ -166,13 +166,13 @@ class Intake:
                 del works[index]
         return None
 
-    def going_on(self, plan: Plan) -> Index | None:
-        """The slots of a steady plan, whatever is to be said about them."""
-        return self._steady.slot if self.proposer is None and self._steady.take(plan.work) else None
+    def decode_slots(self, plan: Plan) -> Index | None:
+        """The slots of a decode-only plan, even if some of them failed or have adapters."""
+        return self._decode_only.slot if self.proposer is None and self._decode_only.take(plan.work) else None
 
-    def steady(self, plan: Plan) -> Index | None:
-        """The slots of a steady plan, if nothing is to be said about any one of them. None: look at each."""
-        slot = self.going_on(plan)
+    def decode_only(self, plan: Plan) -> Index | None:
+        """The slots of a decode-only plan, if all are live and none has an adapter. None: the caller looks at each row."""
+        slot = self.decode_slots(plan)
         if slot is None:
             return None
         fine = self.slots.live[slot].all() and (self.loras is None or (self.slots.adapter[slot] < 0).all())

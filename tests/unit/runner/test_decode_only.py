@@ -1,4 +1,4 @@
-"""Which plans are steady, and that what is kept of one is never taken for another's; and pages that are placed together."""
+"""Which plans only decode, and that what is kept of one is never taken for another's; and pages that are placed together."""
 
 from typing import cast
 
@@ -8,12 +8,12 @@ import pytest
 
 from quire.backends.adapters import Adapts
 from quire.backends.ops import KV
-from quire.runner.intake import Intake, Pending
+from quire.runner.decode_only import DecodeOnly
+from quire.runner.host_state import HostState, Pending
 from quire.runner.lora import Loras
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Open, Plan, Work
 from quire.runner.slots import Slots
-from quire.runner.steady import Steady
 
 
 def on(slot: int, /, **other: object) -> Work:
@@ -21,14 +21,14 @@ def on(slot: int, /, **other: object) -> Work:
 
 
 def test_slots_are_read_once_while_works_stay_the_same():
-    steady, plan = Steady(8), [on(s) for s in (3, 1, 7)]
-    assert steady.take(plan) and steady.slot.tolist() == [3, 1, 7]
-    first = steady.slot
-    assert steady.take([plan[0], on(1, page_from=2, pages=[5]), plan[2]]), "another object of the same slot"
-    assert steady.take(list(plan)) and steady.slot is first
-    assert steady.take([plan[1], plan[0], plan[2]]) and steady.slot.tolist() == [1, 3, 7]
-    assert steady.take(plan[:2]) and steady.slot.tolist() == [3, 1]
-    assert steady.take([*plan, on(0)]) and steady.slot.tolist() == [3, 1, 7, 0]
+    plans, plan = DecodeOnly(8), [on(s) for s in (3, 1, 7)]
+    assert plans.take(plan) and plans.slot.tolist() == [3, 1, 7]
+    first = plans.slot
+    assert plans.take([plan[0], on(1, page_from=2, pages=[5]), plan[2]]), "another object of the same slot"
+    assert plans.take(list(plan)) and plans.slot is first
+    assert plans.take([plan[1], plan[0], plan[2]]) and plans.slot.tolist() == [1, 3, 7]
+    assert plans.take(plan[:2]) and plans.slot.tolist() == [3, 1]
+    assert plans.take([*plan, on(0)]) and plans.slot.tolist() == [3, 1, 7, 0]
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_slots_are_read_once_while_works_stay_the_same():
 )
 @pytest.mark.parametrize("known", [False, True])
 def test_one_other_work_makes_a_plan_another(other: dict[str, object], known: bool):
-    steady, plan = Steady(8), [on(s) for s in (3, 1, 7)]
-    assert not known or steady.take(plan)
-    assert not steady.take([on(3, **other), *plan[1:]])
-    assert steady.take(plan) and steady.slot.tolist() == [3, 1, 7]
+    plans, plan = DecodeOnly(8), [on(s) for s in (3, 1, 7)]
+    assert not known or plans.take(plan)
+    assert not plans.take([on(3, **other), *plan[1:]])
+    assert plans.take(plan) and plans.slot.tolist() == [3, 1, 7]
 
 
 def test_an_empty_plan_is_none():
-    assert not Steady(4).take([])
+    assert not DecodeOnly(4).take([])
 
 
 def opened(groups: int = 1) -> Slots:
@@ -107,16 +107,16 @@ def test_a_failed_slot_is_not_live_until_it_is_opened_again():
 
 
 def test_a_plan_with_an_adapter_or_a_failed_slot_is_looked_at_row_by_row():
-    intake = Intake(KV(1, 8, 4, 1, 8), vocab_size=9, max_seqs=4, max_tokens=8, max_context=16, max_rows=4)
+    host = HostState(KV(1, 8, 4, 1, 8), vocab_size=9, max_seqs=4, max_tokens=8, max_context=16, max_rows=4)
     opened = [Open(slot=s, sampling=SamplingParams(), seed=1, tokens=[1], prompt_len=1, stop_ids=[]) for s in range(3)]
     plan = Plan(step=0, work=[on(s, pages=[s]) for s in range(3)], opened=opened)
-    intake.apply(plan)
-    slot = intake.steady(plan)
+    host.apply(plan)
+    slot = host.decode_only(plan)
     assert slot is not None and slot.tolist() == [0, 1, 2]
-    intake.loras = Loras(cast(Adapts, None), 1)
-    assert intake.steady(plan) is slot
-    intake.slots.adapter[1] = 0
-    assert intake.steady(plan) is None
-    intake.slots.adapter[1] = -1
-    intake.fail(Pending(plan), [2], "broken")
-    assert intake.steady(plan) is None
+    host.loras = Loras(cast(Adapts, None), 1)
+    assert host.decode_only(plan) is slot
+    host.slots.adapter[1] = 0
+    assert host.decode_only(plan) is None
+    host.slots.adapter[1] = -1
+    host.fail(Pending(plan), [2], "broken")
+    assert host.decode_only(plan) is None

@@ -20,9 +20,10 @@ import torch
 
 from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
-from quire.backends.torch.batch import DeviceBatch, DeviceTable, Shared
-from quire.runner.sharing import GROUPS, Sharing
-from quire.runner.staging import Staging
+from quire.backends.torch.batch import DeviceBatch, Shared
+from quire.runner.device.sharing import GROUPS, Sharing
+from quire.runner.device.staging import Staging
+from quire.runner.device.state import DeviceState
 
 SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 SHARED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # where rows share prefixes: a step costs less
@@ -31,44 +32,7 @@ CHANGES = 2  # page-table entries that a captured step can change, per row
 MORE = 64  # numbers per row that may travel with a step without a copy of their own
 
 
-class DeviceState:
-    """What the device knows of every slot: the token sampled last, and its page tables. One slot more is for padding."""
-
-    def __init__(self, max_seqs: int, max_pages: int, pages: Sequence[int], page_size: int, device: torch.device):
-        """`pages` of each group's pool."""
-        self.spare = max_seqs  # its tables name one page of each pool, which no sequence has
-        self.spare_pages = list(pages)
-        self.spare_writes = [n * page_size for n in pages]
-        self.max_pages = max_pages
-        self.last = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
-        self.tables = [torch.zeros(max_seqs + 1, max_pages, dtype=torch.int32, device=device) for _ in pages]
-        for table, n in zip(self.tables, pages, strict=True):
-            table[self.spare].fill_(n)
-
-    def place(self, where: torch.Tensor, *pages: torch.Tensor) -> None:
-        """Write pages of each group at flat places of its table."""
-        at = where.long()
-        for table, new in zip(self.tables, pages, strict=True):
-            table.view(-1).index_copy_(0, at, new)
-
-    def rows(self, slots: torch.Tensor, writes: Sequence[torch.Tensor], width: int | None = None) -> list[DeviceTable]:
-        """The rows of these slots in each group's table, with the places to write of their tokens."""
-        own = slots.long()
-        return [
-            DeviceTable(table[:, :width].index_select(0, own), write)
-            for table, write in zip(self.tables, writes, strict=True)
-        ]
-
-    def tokens(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids: -1 - slot stands for what that slot sampled last."""
-        return torch.where(ids < 0, self.last[(-1 - ids).clamp(min=0).long()], ids)
-
-    def keep(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note what was sampled. A code in place of a token is noted as token 0, which nobody will be told of."""
-        self.last.index_copy_(0, slots, tokens.clamp(min=0).to(torch.int32))
-
-
-class Decoder:
+class DecodeSteps:
     """The ladder. `logits` and `tokens` of a step are valid until the next one."""
 
     def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int):
@@ -118,7 +82,7 @@ class Decoder:
         sizes = sizes if adapters is None else self.adapted_sizes
         size = sizes[bisect_left(sizes, n)]
         if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
-            state.place(*self._spill.send([where, *pages]))
+            state.set_pages(*self._spill.send([where, *pages]))
             where, pages = where[:0], [own[:0] for own in pages]
         groups = [] if sharing is None else self._groups(sharing, slots, size)
         if adapters is not None:
@@ -169,9 +133,9 @@ class Decoder:
         view, state = self._staging.view, self._state
         ids, pos, slots, where = (view(at * size, n * size) for at, n in ((0, 1), (1, 1), (2, 1), (3, CHANGES)))
         ends = [3 + CHANGES + g * (1 + CHANGES) for g in range(self._kinds)]
-        state.place(where, *(view((at + 1) * size, CHANGES * size) for at in ends))
+        state.set_pages(where, *(view((at + 1) * size, CHANGES * size) for at in ends))
         own = slots.long()
-        tables = state.rows(own, [view(at * size, size) for at in ends])
+        tables = state.page_tables(own, [view(at * size, size) for at in ends])
         shared = None
         if sharing:
             at = self._numbers(size)
@@ -196,7 +160,7 @@ class Decoder:
         )
         logits = self._program.launch(batch)
         tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))
-        state.keep(own, tokens)
+        state.set_last(own, tokens)
 
     def _blank(self, size: int, sharing: bool, adapted: bool) -> None:
         """Fill the buffer with padding rows alone."""
@@ -210,7 +174,7 @@ class Decoder:
         found = [(size, False, False) for size in plain] + [(size, True, False) for size in self.shared_sizes]
         return found + [(size, False, True) for size in self.adapted_sizes]
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """One step of every kind that a kernel might be chosen by."""
         few = [size for size in self.sizes if size <= 64 or size == self.sizes[-1] or size % 128 == 0]
         for kind in self._every(few):

@@ -1,4 +1,4 @@
-"""What the open slots want of sampling, ready for a device: numbers on the host, penalty histories on the device.
+"""How each open slot samples, ready for a device: parameters as numbers on the host, penalty histories on the device.
 
 Parameters are a row of numbers a slot, sent with each step that samples it; what has no fixed size (logit_bias, stop ids
 that min_tokens holds back) is sent as places and values, a constraint's mask as bits. Only histories live on the device,
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.backends.torch.sampler import COLUMNS, Wishes
+from quire.backends.torch.sampler import COLUMNS, SamplingMetadata
 from quire.runner.random import Draws
 from quire.runner.sampler import Masks, Stream
 
@@ -23,7 +23,7 @@ _AT = {name: i for i, name in enumerate(COLUMNS)}
 
 
 @dataclass(slots=True)
-class Asked:
+class RowSampling:
     """The rows of one step that need more than the best logit. Arrays on the host, to be sent."""
 
     rows: npt.NDArray[np.intp]  # places among the sampled rows
@@ -38,14 +38,14 @@ class Asked:
     allowed: list[np.ndarray] = field(default_factory=list)  # int32 [words] each
 
     def arrays(self) -> list[np.ndarray]:
-        """Everything, as Staging takes it; `SlotWishes.wishes` reads it back."""
+        """Everything, as Staging takes it; `SlotSampling.metadata` reads it back."""
         lists = (self.narrow, self.rows, self.histories, self.typical, *self.bias[:2], *self.stops, self.masks)
         bits = np.concatenate(self.allowed) if self.allowed else np.zeros(0, np.int32)
         ints = (*(np.asarray(x, np.int32) for x in lists), bits)
         return [*ints, self.params.ravel(), np.array(self.bias[2], np.float64)]
 
 
-class SlotWishes:
+class SlotSampling:
     """Parameters by slot, and the histories of those with penalties."""
 
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device):
@@ -80,8 +80,8 @@ class SlotWishes:
         self._streams[slot] = None
         self._histories.close(slot)
 
-    def ask(self, slots: np.ndarray, positions: np.ndarray, masked: Masks | None = None) -> Asked | None:
-        """What these sampled rows want; None when each wants its best logit. `masked` are by place among the rows."""
+    def gather(self, slots: np.ndarray, positions: np.ndarray, masked: Masks | None = None) -> RowSampling | None:
+        """How these rows sample; None when each takes its best logit. `masked` are by index among the rows."""
         special = ~self.plain[slots]
         for i in masked or ():
             special[i] = True
@@ -95,53 +95,53 @@ class SlotWishes:
         narrow = ((k > 0) & (k < self._vocab)) | (params[:, _AT["top_p"]] < 1.0) | (params[:, _AT["min_p"]] > 0.0)
         typical = np.flatnonzero((params[:, _AT["typical_p"]] < 1.0) & drawing)
         every, histories = rows.size == slots.size, self._histories.places(own)
-        asked = Asked(rows, every, params, narrow & drawing, histories, typical)
+        found = RowSampling(rows, every, params, narrow & drawing, histories, typical)
         for i in np.flatnonzero(at < self._lists[own]).tolist():
             position, stream = at[i], self._streams[own[i]]
             assert stream is not None  # only open slots are sampled
             for token, value in stream.params.logit_bias.items():
-                asked.bias[0].append(i)
-                asked.bias[1].append(token)
-                asked.bias[2].append(value)
+                found.bias[0].append(i)
+                found.bias[1].append(token)
+                found.bias[2].append(value)
             if position < stream.params.min_tokens:
-                asked.stops[0].extend([i] * stream.stop_ids.size)
-                asked.stops[1].extend(stream.stop_ids.tolist())
+                found.stops[0].extend([i] * stream.stop_ids.size)
+                found.stops[1].extend(stream.stop_ids.tolist())
         if masked:
             for row in rows.tolist():
-                asked.masks.append(len(asked.allowed) if row in masked else -1)
+                found.masks.append(len(found.allowed) if row in masked else -1)
                 if row in masked:
-                    asked.allowed.append(_bits(np.atleast_2d(masked[row])[0]))
-        return asked
+                    found.allowed.append(_bits(np.atleast_2d(masked[row])[0]))
+        return found
 
-    def wishes(self, asked: Asked, sent: list[torch.Tensor]) -> Wishes:
-        """The wishes, on the device. `sent` is what became of `asked.arrays()`."""
+    def metadata(self, sampling: RowSampling, sent: list[torch.Tensor]) -> SamplingMetadata:
+        """The same rows on the device. `sent` is what became of `sampling.arrays()`."""
         narrow, rows, history, typical, *pairs, mask, bits, params, values = sent
         bias_rows, bias_tokens, stop_rows, stop_tokens = pairs
-        p = asked.params
+        p = sampling.params
         k, drawing = p[:, _AT["top_k"]], p[:, _AT["temperature"]] > 0.0
         seen, counts = self._histories.seen, self._histories.counts
-        return Wishes(
+        return SamplingMetadata(
             params=params.view(-1, len(COLUMNS)),
-            rows=None if asked.every else rows,
+            rows=None if sampling.every else rows,
             narrow=narrow,
             draws=bool(drawing.any()),
             most_k=int(k[(k < self._vocab) & drawing].max(initial=0)),
             top_p=bool((p[drawing, _AT["top_p"]] < 1.0).any()),
             min_p=bool((p[drawing, _AT["min_p"]] > 0.0).any()),
-            typical=typical if asked.typical.size else None,
-            bias=(bias_rows, bias_tokens, values) if asked.bias[0] else None,
-            stops=(stop_rows, stop_tokens) if asked.stops[0] else None,
-            seen=seen if asked.histories.size else None,
-            counts=counts if asked.histories.size else None,
-            history=history if asked.histories.size else None,
-            allowed=bits.view(len(asked.allowed), -1) if asked.masks else None,
-            mask=mask if asked.masks else None,
+            typical=typical if sampling.typical.size else None,
+            bias=(bias_rows, bias_tokens, values) if sampling.bias[0] else None,
+            stops=(stop_rows, stop_tokens) if sampling.stops[0] else None,
+            seen=seen if sampling.histories.size else None,
+            counts=counts if sampling.histories.size else None,
+            history=history if sampling.histories.size else None,
+            allowed=bits.view(len(sampling.allowed), -1) if sampling.masks else None,
+            mask=mask if sampling.masks else None,
         )
 
-    def add(self, wishes: Wishes, tokens: torch.Tensor) -> None:
+    def add(self, metadata: SamplingMetadata, tokens: torch.Tensor) -> None:
         """These tokens were chosen; codes are ignored."""
-        if wishes.history is not None:
-            self._histories.add(wishes.history, tokens)
+        if metadata.history is not None:
+            self._histories.add(metadata.history, tokens)
 
 
 def _bits(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:

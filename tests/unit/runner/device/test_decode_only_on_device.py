@@ -5,13 +5,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from device_kit import OnDevice, make_device_runner  # noqa: E402
-from test_runner import GREEDY, MIXED, _fine  # noqa: E402
-from tiny_llama import decode, generate, known, make_runner, opening  # noqa: E402
-
-from quire.runner.device_runner import DeviceRunner  # noqa: E402
+from quire.runner.device.runner import DeviceRunner  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.runner.plan import Plan, Row  # noqa: E402
+from tests.unit.runner.device.kit import OnDevice, make_device_runner  # noqa: E402
+from tests.unit.runner.test_runner import GREEDY, MIXED, _fine  # noqa: E402
+from tests.unit.runner.tiny_llama import decode, generate, known, make_runner, opening  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7], [11, 12, 13, 14, 15, 16]]
 PAGES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -25,7 +24,7 @@ def begin(runner, params):
 
 
 def steps(runner, count, works=None):
-    """So many steady steps, with the same Work each time: the rows of each."""
+    """So many decode-only steps, with the same Work each time: the rows of each."""
     works = works or [decode(s) for s in (2, 0, 1)]
     return [runner.step(Plan(step=1 + i, work=list(works))).rows for i in range(count)]
 
@@ -39,8 +38,8 @@ def device():
 def runner(device, monkeypatch):
     made = make_device_runner(run=device, padded=True)
     taken: list[bool] = []
-    launch = DeviceRunner._launch_steady
-    monkeypatch.setattr(DeviceRunner, "_launch_steady", lambda *args: taken.append(launch(*args)) or taken[-1])
+    launch = DeviceRunner._launch_decode_only
+    monkeypatch.setattr(DeviceRunner, "_launch_decode_only", lambda *args: taken.append(launch(*args)) or taken[-1])
     made.taken = taken
     return made
 
@@ -91,7 +90,7 @@ def test_a_sequence_that_has_no_page_left_is_told_so(runner):
 
 def test_what_was_shared_is_looked_at_again_when_an_old_page_changes(runner, device, monkeypatch):
     """OnDevice checks what it is told of common beginnings against the tables."""
-    for name in ("device_runner.WORTH", "sharing.LEAST", "device_runner.LEAST"):
+    for name in ("device.runner.WORTH", "device.sharing.LEAST", "device.runner.LEAST"):
         monkeypatch.setattr(f"quire.runner.{name}", 1)
     prompt = list(range(4, 17))
     work = [known(s, prompt, 0, sample=True, pages=own) for s, own in ((0, [0, 1, 2, 3, 4]), (2, [7, 8, 9, 10]))]

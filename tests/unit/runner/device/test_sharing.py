@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from quire.runner import sharing
-from quire.runner.sharing import Sharing, find
+from quire.runner.device import sharing
+from quire.runner.device.sharing import Sharing, find
 
 
 def best(rows: list[list[int]], least: int) -> int:

@@ -8,10 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-import test_runner_overlap as overlapped  # noqa: E402
-from device_kit import OnDevice, make_device_runner  # noqa: E402
-from naive_sampling import logprobs  # noqa: E402
-from test_runner import (  # noqa: E402, F401
+from quire.engine.types import Request  # noqa: E402
+from quire.runner.params import SamplingParams  # noqa: E402
+from quire.runner.plan import Plan  # noqa: E402
+from tests.unit.runner import test_runner_overlap as overlapped  # noqa: E402
+from tests.unit.runner.device.kit import OnDevice, make_device_runner  # noqa: E402
+from tests.unit.runner.naive_sampling import logprobs  # noqa: E402
+from tests.unit.runner.test_runner import (  # noqa: E402, F401
     GREEDY,
     MIXED,
     PROMPT,
@@ -26,11 +29,7 @@ from test_runner import (  # noqa: E402, F401
     test_prompt_logprobs_across_chunks,
     test_resuming_after_preemption_changes_nothing,
 )
-from tiny_llama import all_logits, decode, generate, known, make_runner, opening  # noqa: E402
-
-from quire.engine.types import Request  # noqa: E402
-from quire.runner.params import SamplingParams  # noqa: E402
-from quire.runner.plan import Plan  # noqa: E402
+from tests.unit.runner.tiny_llama import all_logits, decode, generate, known, make_runner, opening  # noqa: E402
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "padded"])
@@ -41,7 +40,7 @@ def padded(request):
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
     """Steps with prompts are padded here too, but not to sizes that only a GPU computes at once."""
-    monkeypatch.setattr("quire.runner.prompts.SIZES", ((6, 3), (12, 5)))
+    monkeypatch.setattr("quire.runner.device.prefill.SIZES", ((6, 3), (12, 5)))
 
 
 @pytest.fixture
@@ -106,9 +105,9 @@ def test_it_is_the_host_runner(seed, padded, monkeypatch):
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_that_share_a_beginning_are_put_together(seed, monkeypatch):
     """Traffic over few prompts, with every shared page told: the same tokens, and what is told is true (see OnDevice)."""
-    monkeypatch.setattr("quire.runner.device_runner.WORTH", 1)
-    monkeypatch.setattr("quire.runner.sharing.LEAST", 1)
-    monkeypatch.setattr("quire.runner.device_runner.LEAST", 1)
+    monkeypatch.setattr("quire.runner.device.runner.WORTH", 1)
+    monkeypatch.setattr("quire.runner.device.sharing.LEAST", 1)
+    monkeypatch.setattr("quire.runner.device.runner.LEAST", 1)
     rng = random.Random(seed)
     bases = [[rng.randrange(4, 30) for _ in range(rng.randrange(9, 21))] for _ in range(3)]
     requests = [
@@ -164,7 +163,7 @@ def test_decode_steps_are_padded_to_the_ladder():
 
 def test_short_prompts_are_padded_and_long_ones_are_not(monkeypatch):
     """A step that a size fits is padded to it, rows and sequences; any other is launched as it is. The tokens are the same."""
-    monkeypatch.setattr("quire.runner.prompts.SIZES", ((16, 4), (16, 6)))
+    monkeypatch.setattr("quire.runner.device.prefill.SIZES", ((16, 4), (16, 6)))
     seen = OnDevice(64)
     runner = make_device_runner(run=seen, padded=True, max_seqs=7)
     go = Steps(runner)
@@ -323,7 +322,7 @@ def test_the_triton_sampler_in_its_place(seed, padded, monkeypatch):
 
 def test_a_slot_that_changed_hands_shares_nothing_any_more(monkeypatch):
     """The next sequence in it has pages of its own, and they came in a step with prompts, which looks for no sharing."""
-    for name in ("device_runner.WORTH", "sharing.LEAST", "device_runner.LEAST"):
+    for name in ("device.runner.WORTH", "device.sharing.LEAST", "device.runner.LEAST"):
         monkeypatch.setattr(f"quire.runner.{name}", 1)
     seen = OnDevice(64)
     go = Steps(make_device_runner(padded=True, run=seen))
@@ -343,7 +342,7 @@ def test_a_slot_that_changed_hands_shares_nothing_any_more(monkeypatch):
 
 
 def test_a_row_that_cannot_be_computed_takes_its_sharing_with_it(monkeypatch):
-    for name in ("device_runner.WORTH", "sharing.LEAST", "device_runner.LEAST"):
+    for name in ("device.runner.WORTH", "device.sharing.LEAST", "device.runner.LEAST"):
         monkeypatch.setattr(f"quire.runner.{name}", 1)
     seen = OnDevice(64)
     go = Steps(make_device_runner(padded=True, run=seen))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import tiny_llama
 import torch
-from tiny_llama import CONTEXT, V
 
 from quire.backends.batch import Batch, Table
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
-from quire.runner.device_runner import DeviceRunner
+from quire.runner.device.runner import DeviceRunner
 from quire.runner.speculate import Proposer
+from tests.unit.runner import tiny_llama
+from tests.unit.runner.tiny_llama import CONTEXT, V
 
 SHARED = ("start", "length", "table", "own_from")
 NAMES = ("ids", "pos", "q_start", "kv_len", "pages", "write", "logit_rows")

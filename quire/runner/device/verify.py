@@ -17,8 +17,9 @@ import torch
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch
-from quire.runner.capture import MORE, DeviceState, graph_of, pad
-from quire.runner.staging import Staging
+from quire.runner.device.decode import MORE, graph_of, pad
+from quire.runner.device.staging import Staging
+from quire.runner.device.state import DeviceState
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = 512  # more rows than this are an eager step's business
@@ -30,7 +31,7 @@ def ladder(drafts: int) -> list[int]:
     return sorted({2, 1 + -(-drafts // 2), 1 + drafts} - {1}) if drafts else []
 
 
-class Verifier:
+class VerifySteps:
     """The sizes, as rows of a sequence and sequences. Logits and tokens of a step are valid until the next one."""
 
     def __init__(
@@ -80,7 +81,7 @@ class Verifier:
         sizes = self._sizes[rows]
         size = sizes[bisect_left(sizes, batch.sequences)]
         if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
-            self._state.place(*self._spill.send([where, *pages]))
+            self._state.set_pages(*self._spill.send([where, *pages]))
             where, pages = where[:0], [own[:0] for own in pages]
         arrays = self._padded(rows, size, batch, slots, where, pages)
         needed = self._numbers(rows, size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
@@ -123,8 +124,8 @@ class Verifier:
             views.append(self._staging.view(at, count))
             at += count
         ids, pos, slots, where = views[:4]
-        state.place(where, *views[5::2])
-        tables = state.rows(slots, views[4::2])
+        state.set_pages(where, *views[5::2])
+        tables = state.page_tables(slots, views[4::2])
         logits = self._program.launch(
             DeviceBatch(
                 ids=ids,
@@ -152,7 +153,7 @@ class Verifier:
         blank = Batch(none, none, np.zeros(1, np.int32), none, table, none, none, others)
         self._staging.send(self._padded(rows, size, blank, none, none, [none] * kinds))
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """One step of every kind that a kernel might be chosen by."""
         for rows, sizes in self._sizes.items():
             for size in sizes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from quire.backends.torch.sampler import RULED_OUT as NO_TOKEN
-from quire.runner.intake import Intake, reason
-from quire.runner.launched import Launched, logprob_of
+from quire.runner.device.launched import Launched, logprob_of
+from quire.runner.host_state import HostState, reason
 from quire.runner.plan import Row
 from quire.runner.rules import RULED_OUT
 
@@ -21,20 +21,20 @@ _BROKEN = "the model produced NaN or infinite logits"
 class Answers:
     """Reads steps in the order they were launched."""
 
-    def __init__(self, intake: Intake, max_seqs: int):
-        self.turns = np.zeros(max_seqs, np.int64)  # how often each slot was opened
+    def __init__(self, host: HostState, max_seqs: int):
+        self.openings = np.zeros(max_seqs, np.int64)  # how often each slot was opened
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
-        self._intake = intake
-        self._slots = intake.slots
+        self._host = host
+        self._slots = host.slots
 
     def read(self, pending: Launched, numbers: np.ndarray | None) -> list[Row]:
         """The rows of a step, from the numbers that came back; None: nothing was sampled."""
-        plain = pending.steady and pending.blank and not self._lost and not pending.shape.wanted
+        plain = pending.decode_only and pending.blank and not self._lost and not pending.shape.wanted
         if plain and numbers is not None and numbers.min() >= 0:  # nobody has failed: a token each, and that is all
             tokens = np.empty_like(numbers)
             tokens[pending.sampled] = numbers
             return [Row(1, [token]) for token in tokens.tolist()]
-        if pending.steady:
+        if pending.decode_only:
             for row in pending.rows:
                 row.accepted = 1 if row.error is None else 0
         if self._lost:
@@ -45,14 +45,14 @@ class Answers:
 
     def fail(self, pending: Launched, error: Exception) -> list[Row]:
         """The same for a step that the device itself failed in: nobody in it can be answered."""
-        for i in np.flatnonzero(pending.turns >= 0).tolist():
+        for i in np.flatnonzero(pending.openings >= 0).tolist():
             self._fail(pending, i, reason(error))
         return pending.rows
 
     def _lose(self, pending: Launched) -> None:
         """Fail what was launched for an opening of a slot that had failed by then."""
-        for i in np.flatnonzero(pending.turns >= 0).tolist():
-            slot, turn = pending.plan.work[i].slot, int(pending.turns[i])
+        for i in np.flatnonzero(pending.openings >= 0).tolist():
+            slot, turn = pending.plan.work[i].slot, int(pending.openings[i])
             gone = self._lost.get(slot)
             if gone is not None and gone[0] == turn:
                 self._fail(pending, i, gone[1])
@@ -72,7 +72,7 @@ class Answers:
                     rows = (told[first + j] for j in range(len(tokens)))
                     pairs = zip(tokens, rows, strict=True)
                     pending.rows[i].logprobs = [logprob_of(token, row, top, shape.top) for token, (row, top) in pairs]
-                if self._intake.proposer is not None:
+                if self._host.proposer is not None:
                     self._note(pending, i, tokens)
         at = len(shape.wanted)
         for i, tokens, top in shape.prompt:
@@ -99,15 +99,15 @@ class Answers:
     def _note(self, pending: Launched, index: int, tokens: list[int]) -> None:
         """What the host knows of a slot, once its tokens are known."""
         slot = pending.plan.work[index].slot
-        if self.turns[slot] == pending.turns[index]:
-            self._intake.verified(pending, index, tokens)
+        if self.openings[slot] == pending.openings[index]:
+            self._host.verified(pending, index, tokens)
             self._slots.position[slot] += len(tokens) - 1
 
     def _fail(self, pending: Launched, index: int, why: str) -> None:
         """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
-        slot, turn = pending.plan.work[index].slot, int(pending.turns[index])
+        slot, turn = pending.plan.work[index].slot, int(pending.openings[index])
         if pending.rows[index].error is None:
             pending.rows[index] = Row(accepted=0, error=why)
             self._lost[slot] = turn, why
-            if self.turns[slot] == turn:
+            if self.openings[slot] == turn:
                 self._slots.fail([slot], why)
