@@ -21,11 +21,11 @@ from quire.cli.pull import here, supported
 from quire.cli.served_models import Wanted, read_loras, read_models
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
-    from quire.engine.client import EngineClient
+    from quire.engine.transport.client import EngineClient
     from quire.server.served import Model
     from quire.server.server import Server
 

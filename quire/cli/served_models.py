@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 _ALIASES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@,-]*")
 

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from quire.config import VERSION
-from quire.engine.client import AdapterClient, EngineClient
+from quire.engine.transport.client import AdapterClient, EngineClient
 from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, QuireError, Unavailable
 from quire.observe.metrics import ModelMetrics
 from quire.server.callers import Caller
-from quire.weights.catalogue import look_up
+from quire.weights.store.catalogue import look_up
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
-    from quire.chat.template import ChatTemplate
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.templates.template import ChatTemplate
+    from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.chat.types import Generation
 
 MAX_NAME = 512  # characters of a name that is looked for

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.requests import Request
 
 from quire.config import EngineConfig, ServerConfig
-from quire.engine.client import EngineClient
+from quire.engine.transport.client import EngineClient
 from quire.observe.errors import Unavailable
 from quire.observe.metrics import Metrics
 from quire.server.callers import caller_of
@@ -22,7 +22,7 @@ from quire.server.state import State
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
 
 class Job(Protocol):

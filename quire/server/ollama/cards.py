@@ -18,7 +18,7 @@ from quire.server.ollama.names import Names
 from quire.server.served import Model, canonical
 
 if TYPE_CHECKING:
-    from quire.weights.manifest import Defaults, Manifest
+    from quire.weights.store.manifest import Defaults, Manifest
 
 CACHED = 256  # headers kept
 
@@ -121,7 +121,7 @@ def read(path: str) -> Header:
 def _read(path: str, changed: int) -> Header:
     from quire.weights import folder
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.gguf import GGUF, describe
+    from quire.weights.gguf.file import GGUF, describe
 
     with open_checkpoint(path) as checkpoint:
         if isinstance(checkpoint, GGUF):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest
-from quire.weights.manifest import Defaults
+from quire.weights.store.manifest import Defaults
 
 
 def options(made: Defaults | None, given: msgspec.Raw) -> msgspec.Raw:

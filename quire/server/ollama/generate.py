@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat.answers.types import Tools
+from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
@@ -36,7 +36,7 @@ from quire.server.shared.compat import Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, encode_text
 from quire.server.shared.infill import gap
 from quire.server.shared.tools import NO_TOOLS, choose, openai_tools
-from quire.weights.manifest import Defaults
+from quire.weights.store.manifest import Defaults
 
 # What becomes of a conversation that does not fit. Nothing is cut here, and what does not fit is told.
 IGNORED = frozenset({"truncate", "shift"})

@@ -14,7 +14,7 @@ from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server.callers import caller_of
 from quire.server.served import Model, Served, bare_name, canonical
 from quire.server.server import Server
-from quire.weights.manifest import Defaults, Manifest
+from quire.weights.store.manifest import Defaults, Manifest
 
 MAX_TEMPLATES = 32  # of made names that are kept compiled
 
@@ -106,7 +106,7 @@ class Names:
         key = served.model.name, made.template
         if key not in self._templates:
             from quire.chat.completer import Completer
-            from quire.chat.template import ChatTemplate
+            from quire.chat.templates.template import ChatTemplate
 
             words = served.tokenizer
             bos, eos = ("" if i is None else words.token_text(i) for i in (words.bos_id, words.eos_id))

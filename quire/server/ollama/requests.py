@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA
+from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams

@@ -33,7 +33,7 @@ from quire.server.server import Server
 from quire.server.shared.compat import Absent, Endpoint, Fields
 from quire.server.threads import in_thread
 from quire.weights import names as written
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 MAX_PULLS = 4  # at a time
 TELL_SECONDS = 0.1  # between two lines of progress

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.chat.answers.types import Tools
+from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.server import bodies
@@ -24,7 +24,7 @@ from quire.server.served import Served
 from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
 
 if TYPE_CHECKING:
-    from quire.chat.answers.types import Reading
+    from quire.chat.tools.types import Reading
 
 MAX_TURNS = 20_000
 MAX_CALLS = 1024  # in one turn

@@ -23,7 +23,7 @@ from quire.server.openai.batches import files
 from quire.server.openai.responses import stored
 from quire.server.served import Model
 from quire.server.server import Server
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 from tests.unit.server.fakes import MODEL, FakeCompleter
 from tests.unit.server.openai.test_batches import line, server, until
 

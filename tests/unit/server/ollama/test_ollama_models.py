@@ -23,10 +23,10 @@ from quire.config import ServerConfig
 from quire.server.app import create_app
 from quire.server.served import Model
 from quire.server.server import Server
-from quire.weights import catalogue
-from quire.weights.catalogue import Entry
-from quire.weights.manifest import Manifest, encode
-from quire.weights.store import Store
+from quire.weights.store import catalogue
+from quire.weights.store.catalogue import Entry
+from quire.weights.store.manifest import Manifest, encode
+from quire.weights.store.store import Store
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, client_for
 from tests.unit.weights.origin import Body, Fault, Origin
 
