@@ -133,7 +133,7 @@ def _room(parts: Parts, encoder: Encoder, kv: KV, budget: int, rows: int) -> lis
     if not isinstance(parts.backend, Estimator):
         return []
     needs = parts.backend.estimate(parts.model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=encoder.inputs)
-    memory = Budget(look_at_memory(), needs, share=config.memory_share)
+    memory = Budget(look_at_memory(), needs)
     memory.check(kv.nbytes, kv.page_bytes)
     return [memory.line(kv.nbytes)]
 

@@ -30,15 +30,19 @@ NAMES = [
 HI = [{"role": "user", "content": "hi"}]
 
 
+def _adapter(name: str) -> AdapterInfo:
+    return AdapterInfo(name=name, path="", rank=1, modules=1, nbytes=1, digest="")
+
+
 class AdapterFake(FakeClient):
     """An engine client whose engine has adapters."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
-        self.adapters = [AdapterInfo(name=name, path="", rank=1, nbytes=1) for name in names]
+        self.adapters = [_adapter(name) for name in names]
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        self.adapters.append(AdapterInfo(name=name, path="", rank=1, nbytes=1))
+        self.adapters.append(_adapter(name))
         return self.adapters[-1]
 
     async def unload_adapter(self, name: str) -> None:
@@ -60,6 +64,11 @@ class Two:
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
         async with client_for(service=self.server, config=self.config) as http:
             yield http
+
+
+async def send(http: httpx.AsyncClient, *models: str) -> str:
+    """A batch with a line for each of these models."""
+    return await begin(http, "\n".join(batch_line(n, model=name) for n, name in enumerate(models)))
 
 
 def openai_stream(r: httpx.Response) -> str:
@@ -323,8 +332,8 @@ async def test_batches_of_each_model(tmp_path: Path):
     async with two.http() as http:
         for job in two.server.jobs:
             job.start()
-        slow = await begin(http, batch_line(0, model="a"), batch_line(1, model="a"))
-        done = await until(http, await begin(http, batch_line(0, model="smollm2"), batch_line(1, model="b")))
+        slow = await send(http, "a", "a")
+        done = await until(http, await send(http, "smollm2", "b"))
         assert (done["model"], done["request_counts"]["completed"]) == ("smollm2:135m", 2)
         assert two.alpha.running <= 1
         two.alpha.gate.set()
@@ -338,9 +347,7 @@ async def test_batches_of_each_model(tmp_path: Path):
 async def test_a_batch_may_name_both(tmp_path: Path):
     two = Two(ServerConfig(state_dir=tmp_path))
     async with two.http() as http:
-        done = await until(
-            http, await begin(http, batch_line(0, model="a"), batch_line(1, model="b"), batch_line(2, model="c"))
-        )
+        done = await until(http, await send(http, "a", "b", "c"))
         assert (done["request_counts"]["completed"], done["request_counts"]["failed"]) == (2, 1)
         assert len(two.alpha.seen) == len(two.beta.seen) == 1
         for job in two.server.jobs:
