@@ -6,12 +6,12 @@ from fastapi import FastAPI
 
 from quire.server.openai import chat, completions, embeddings, models
 from quire.server.openai.batches import file_routes
-from quire.server.openai.batches import routes as batches
-from quire.server.openai.responses import routes as responses
+from quire.server.openai.batches import routes as batch_routes
+from quire.server.openai.responses import routes as response_routes
 from quire.server.server import Server
 
 
 def register(app: FastAPI, server: Server) -> None:
     """Add the routes."""
-    for part in (batches, chat, completions, embeddings, file_routes, models, responses):
+    for part in (batch_routes, chat, completions, embeddings, file_routes, models, response_routes):
         part.register(app, server)

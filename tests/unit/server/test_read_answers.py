@@ -132,7 +132,7 @@ async def test_switches_reach_the_prompt(template: ChatTemplate):
     ):
         made = service(template, "ok")
         await post(made, path, **body)
-        engine: Any = made.client
+        engine: Any = made.models.first.client
         prompt = TOKENIZER.decode(engine.requests[0].tokens, skip_special=False)
         assert ("</think>" in prompt) != thinks, (path, body, prompt)
 

@@ -325,7 +325,7 @@ async def test_a_death_between_any_two_steps(config, at, monkeypatch):
     """The process dies just after a step of the journal, or just before the next."""
 
     async with server(config) as http:
-        journal = http._transport.app.state.desk.journal
+        journal = http._transport.app.state.batches.journal
         step = getattr(journal, at)
         dead = asyncio.Event()
 
@@ -354,7 +354,7 @@ async def test_a_result_is_told_once_and_files_keep_their_ids(config):
     """The journal itself: what is written twice is written once."""
     async with server(config) as http:
         app = http._transport.app
-        book = app.state.desk.journal
+        book = app.state.batches.journal
         await app.state.server.jobs[0].stop()
         app.state.server.jobs[0].start = lambda: None
         batch = await begin(http, line(0))
@@ -369,7 +369,7 @@ async def test_a_result_is_told_once_and_files_keep_their_ids(config):
         assert [(found.n, result) for found, result in await book.results(batch, journal.COMPLETED, -1)] == [
             (0, b"first")
         ]
-        assert [found.n for found in await book.waiting(5, set(), MODEL)] == [1]
+        assert [found.n for found in await book.waiting(5, set(), [MODEL])] == [1]
         assert await book.waiting(5, {(batch, 1)}, MODEL) == []
         closing = await book.finalize(await book.get(batch), "completed")
         again = await book.finalize(await book.get(batch), "expired")
@@ -390,7 +390,7 @@ async def test_cancelled_and_expired_while_the_server_was_down(config):
         expired = await begin(http, line(0))
         await http.post(f"/v1/batches/{cancelled}/cancel")
         past = "UPDATE batches SET expires = created WHERE id = ?"
-        book = http._transport.app.state.desk.journal
+        book = http._transport.app.state.batches.journal
         await book._run(lambda link: link.execute(past, (expired,)))
     async with server(config) as http:
         assert (await until(http, cancelled))["status"] == "cancelled"

@@ -222,7 +222,7 @@ async def test_files_expire(config, monkeypatch):
         body = (await http.post("/v1/files", data=fields, files={"file": ("a", b"x")})).json()
         assert body["expires_at"] == body["created_at"] + 3600
         later = time.time() + 3601
-        monkeypatch.setattr("quire.server.files.time.time", lambda: later)
+        monkeypatch.setattr("quire.server.openai.batches.files.time.time", lambda: later)
         assert (await http.get(f"/v1/files/{body['id']}")).status_code == 404
         assert (await http.get("/v1/files")).json()["data"] == []
 
@@ -238,7 +238,7 @@ async def test_bytes_of_a_dead_upload_are_swept(config):
     async with client_for(config=config, service=service) as http:
         app = http._transport.app
         fresh = (await upload(http)).json()["id"]
-        files: Files = app.state.desk.files
+        files: Files = app.state.batches.files
         await files.sweep()
         assert {p.name for p in folder.iterdir()} == {kept, fresh}
 
@@ -247,7 +247,7 @@ async def test_a_disk_that_is_full(config, monkeypatch):
     def full(out: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quire.server.upload._sync", full)
+    monkeypatch.setattr("quire.server.openai.batches.upload._sync", full)
     async with client_for(config=config) as http:
         r = await upload(http)
     assert r.status_code == 507 and r.json()["error"]["code"] == "storage_full"
