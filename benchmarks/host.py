@@ -27,12 +27,12 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine import wire
+from quire.engine.constraints.enforce import Guides
 from quire.engine.engine import Engine
-from quire.engine.guides import Guides
 from quire.engine.limits import standard
-from quire.engine.pending import Pending
 from quire.engine.scheduler import Scheduler
+from quire.engine.transport import wire
+from quire.engine.transport.pending import Pending
 from quire.engine.types import Event, Request
 from quire.layouts import Floats
 from quire.runner.params import SamplingParams
@@ -227,7 +227,7 @@ def texts(news: list[Event], rounds: int = 20) -> list[float]:
     from quire.config import DEFAULT_MODEL
     from quire.observe.errors import QuireError
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
     try:
         with open_checkpoint(str(Store().resolve(DEFAULT_MODEL))) as checkpoint:

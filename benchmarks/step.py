@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import files
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.engine import Engine
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
@@ -44,8 +44,8 @@ class Stream:
     """An engine, driven step by step with one request."""
 
     def __init__(self, model: str):
-        from quire.chat.tokenizer import Tokenizer
-        from quire.weights.gguf import GGUF
+        from quire.chat.tokenizers.tokenizer import Tokenizer
+        from quire.weights.gguf.file import GGUF
 
         path = str(files.model(model))
         with GGUF.open(path) as gguf:

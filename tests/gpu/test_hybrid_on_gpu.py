@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 pytest.importorskip("transformers", reason="needs transformers, which makes the model: pip install quire[test]")
 
-from quire.engine import build_writing  # noqa: E402
-from quire.engine.sizes import resolve_sizes  # noqa: E402
+from quire.engine.construction import generating as build_writing  # noqa: E402
+from quire.engine.construction.sizes import resolve_sizes  # noqa: E402
 from quire.observe.errors import Unsupported  # noqa: E402
 from tests.gpu.grouped import (  # noqa: E402
     check_again,

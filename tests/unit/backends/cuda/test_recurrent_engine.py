@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.types import Request
 from quire.runner.device import runner as device_runner
 from quire.runner.params import SamplingParams
