@@ -107,7 +107,7 @@ class PageRequest:
     def checked(cls, groups: Sequence[KV], group: int, pages: PageIds, layers: range | None) -> PageRequest:
         """The request; a ValueError, where it names what is not there."""
         kv = groups[checked_group(groups, group)]
-        ids = np.asarray(pages)
+        ids = np.array(pages)  # a copy: what is checked is what is used
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(f"pages are named by a list of whole numbers, not by {ids.dtype} of shape {ids.shape}")
         outside = ids[(ids < 0) | (ids >= kv.pages)]
@@ -126,13 +126,17 @@ class PageRequest:
         """The layers."""
         return slice(self.first, self.first + self.layers)
 
+    def shape(self, layout: PageLayout) -> tuple[int, int]:
+        """Of the buffer: a row for each page, of what these layers have."""
+        return self.pages.size, self.layers * layout.layer_nbytes
+
     def fresh(self, layout: PageLayout) -> PageBytes:
-        """A buffer for what is asked for."""
-        return np.zeros((self.pages.size, self.layers * layout.layer_nbytes), np.uint8)
+        """A buffer of that shape, in memory of no special kind."""
+        return np.zeros(self.shape(layout), np.uint8)
 
     def check_buffer(self, buffer: PageBytes, layout: PageLayout, *, written: bool) -> None:
         """Raises ValueError unless the buffer has a row for each page, of these layers' bytes; `written`: by the copy."""
-        shape = (self.pages.size, self.layers * layout.layer_nbytes)
+        shape = self.shape(layout)
         if not isinstance(buffer, np.ndarray) or buffer.dtype != np.uint8:
             raise ValueError(
                 f"a buffer of pages is a numpy array of uint8, not {getattr(buffer, 'dtype', type(buffer))}"

@@ -27,7 +27,7 @@ class ReferenceOps:
 
     def __init__(self, backend: ReferenceBackend, kv: KV):
         self._backend = backend
-        self._kv = kv
+        self.kv = kv
         self._keys = [Cache(own) for own in kv.groups]
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
         self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
@@ -35,7 +35,7 @@ class ReferenceOps:
 
     def by_page(self, group: int) -> list[Part]:
         """Views of a group's pool, [layers, pages, numbers], in the order in which a page's bytes have them."""
-        kv, values = self._kv.groups[group], self._values[group]
+        kv, values = self.kv.groups[group], self._values[group]
         if kv.state:
             return [self._states[group].swapaxes(0, 1)]
         keys = self._keys[group].by_page(kv.page_size)
@@ -105,7 +105,7 @@ class ReferenceOps:
         sinks: Dense | None = None,
         group: int = 0,
     ) -> Floats:
-        kv, keys, values, table = self._kv.groups[group], self._keys[group], self._values[group], batch.table(group)
+        kv, keys, values, table = self.kv.groups[group], self._keys[group], self._values[group], batch.table(group)
         assert values is not None
         keys.write(layer, table.write, k)
         values.write(layer, table.write, v)
@@ -128,7 +128,7 @@ class ReferenceOps:
     def latent_attention(
         self, q: Floats, k: Floats, batch: Batch, *, layer: int, heads: int, scale: float, group: int = 0
     ) -> Floats:
-        kv, keys, table = self._kv.groups[group], self._keys[group], batch.table(group)
+        kv, keys, table = self.kv.groups[group], self._keys[group], batch.table(group)
         keys.write(layer, table.write, k)
         queries = q.reshape(-1, heads, kv.head_dim)
         out = np.empty((q.shape[0], heads, kv.latent), np.float32)
@@ -144,7 +144,7 @@ class ReferenceOps:
         self, batch: Batch, window: int | None, table: Table
     ) -> Iterator[tuple[int, slice, int, npt.NDArray[np.integer]]]:
         """(sequence, its rows, first position any of them sees, where the tokens from there on lie)."""
-        size = self._kv.page_size
+        size = self.kv.page_size
         for b in range(batch.sequences):
             rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
             first = 0 if window is None else max(0, int(batch.pos[rows.start]) - window + 1)
@@ -168,7 +168,7 @@ class ReferenceOps:
         past = len(factors) - 1
         states = self._states[group][:, layer, at : at + past * x.shape[1]].reshape(-1, past, x.shape[1])
         out = np.empty_like(x)
-        for walk in walks(batch, group, self._kv.page_size):
+        for walk in walks(batch, group, self.kv.page_size):
             before = np.zeros_like(x, shape=states.shape[1:]) if walk.load < 0 else states[walk.load]
             seen = np.concatenate([before, x[walk.rows]])
             n = len(seen) - past
@@ -201,7 +201,7 @@ class ReferenceOps:
         shape = (heads, key_dim, v.shape[2])
         states = self._states[group][:, layer, at : at + math.prod(shape)].reshape(-1, *shape)
         out = np.empty((len(qkv), heads, v.shape[2]), np.float32)
-        for walk in walks(batch, group, self._kv.page_size):
+        for walk in walks(batch, group, self.kv.page_size):
             own = np.zeros(shape, np.float32) if walk.load < 0 else states[walk.load].copy()
             stops = dict(walk.stops)
             for t in range(walk.rows.start, walk.rows.stop):
@@ -325,10 +325,9 @@ def rope_columns(rope: Rope) -> tuple[slice, slice]:
 class ReferenceProgram:
     """Runs the forward as it is, every time."""
 
-    def __init__(self, forward: Forward, ops: ReferenceOps, kv: KV):
+    def __init__(self, forward: Forward, ops: ReferenceOps):
         self._forward = forward
         self._ops = ops
-        self._kv = kv
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         self._ops.adapters[slot] = dict(pairs)
@@ -338,7 +337,7 @@ class ReferenceProgram:
 
     def page_layout(self, group: int) -> PageLayout:
         """A layer's bytes are the keys, [token, head, column], their scales, [token, head], then values in the same way."""
-        return layout_of(self._kv.groups[checked_group(self._kv.groups, group)], self._ops.by_page(group))
+        return layout_of(self._ops.kv.groups[checked_group(self._ops.kv.groups, group)], self._ops.by_page(group))
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
         return blank(self.page_layout(group), count)
@@ -346,7 +345,7 @@ class ReferenceProgram:
     def read_pages(
         self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
     ) -> CopiedPages:
-        asked = PageRequest.checked(self._kv.groups, group, pages, layers)
+        asked = PageRequest.checked(self._ops.kv.groups, group, pages, layers)
         layout = self.page_layout(group)
         out = asked.fresh(layout) if out is None else out
         asked.check_buffer(out, layout, written=True)
@@ -354,7 +353,7 @@ class ReferenceProgram:
         return CopiedPages(out)
 
     def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> CopiedPages:
-        asked = PageRequest.checked(self._kv.groups, group, pages, layers)
+        asked = PageRequest.checked(self._ops.kv.groups, group, pages, layers)
         asked.check_buffer(buffer, self.page_layout(group), written=False)
         write(self._ops.by_page(group), asked, buffer)
         return CopiedPages(buffer)
@@ -388,7 +387,7 @@ class ReferenceBackend:
         packed: Callable[[Layout, int, int], None] | None = None,
     ) -> ReferenceProgram:
         check_kv(kv, self)
-        return ReferenceProgram(forward, ReferenceOps(self, kv), kv)
+        return ReferenceProgram(forward, ReferenceOps(self, kv))
 
     def describe(self) -> str:
         return "reference (numpy)"

@@ -20,12 +20,14 @@ from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.early import take_early
 from quire.backends.ops import KV, TABLE, Forward, check_kv
+from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.backends.recorder import Instruction, Recording, Value, record
 from quire.backends.torch.adapters import Stacks, without
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.emit import Cells, Emitter, Step, ends, groups, kept_back, products, stacks
 from quire.backends.torch.fuse import fuse
 from quire.backends.torch.kernels import TorchKernels
+from quire.backends.torch.pages import DevicePages
 from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory, within_openmp
@@ -80,6 +82,7 @@ class TorchProgram:
         self._plain = plain
         self._adapted = adapted  # for steps with adapters in them
         self._held = held
+        self._pages = pages_of(kernels)
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, inputs: Mapping[str, torch.Tensor] = {}) -> torch.Tensor:
@@ -99,6 +102,21 @@ class TorchProgram:
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         self._held.place(slot, pairs)
 
+    def page_layout(self, group: int) -> PageLayout:
+        return self._pages.layout(group)
+
+    def page_buffer(self, group: int, count: int) -> PageBytes:
+        """Pinned, where the device is a GPU: pages in other memory are copied while the caller waits."""
+        return self._pages.buffer(group, count)
+
+    def read_pages(
+        self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
+    ) -> PageCopy:
+        return self._pages.read(group, pages, out, layers)
+
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> PageCopy:
+        return self._pages.write(group, pages, buffer, layers)
+
     def _deliver(self, result: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """The result, where the batch wants it."""
         if batch.into is None:
@@ -111,6 +129,16 @@ class TorchProgram:
             raise ValueError(f"the program takes the inputs {sorted(self._plain.inputs)}, not {sorted(inputs)}")
         given = {name: torch.tensor(x, dtype=self.kernels.dtype, device=self.device) for name, x in inputs.items()}
         return self.launch(DeviceBatch.of(batch, self.device), given).cpu().numpy()
+
+
+def pages_of(kernels: TorchKernels) -> DevicePages:
+    """Copies of the pages of these kernels' pools."""
+    dtypes, words = [], []
+    for pool in kernels.pools:
+        state = pool.kv.state
+        dtypes.append("float32" if state else str(pool.numbers.dtype).removeprefix("torch."))
+        words.append([kernels.states.words(pool.group)] if state else pool.words)
+    return DevicePages(kernels.kv, dtypes, words, kernels.device)
 
 
 class TorchBackend:
