@@ -288,6 +288,10 @@ void bind_plan(nb::module_& m) {
             if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
             return p.kv(group).layer_bytes();
         })
+        .def("finite", [](const Plan& p, int group) {  // for tests: kernels that look at it are on one architecture alone
+            if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
+            return p.finite(group);
+        })
         .def("read_pages", [](const Plan& p, int group, const Pages& pages, int first, int layers, const Bytes& to) {
             check_rows(p, group, pages, layers, to);
             nb::gil_scoped_release free;

@@ -59,6 +59,23 @@ def test_what_is_no_number_in_other_pages_stays_there(variant: str):
         np.testing.assert_array_equal(dirty.run(step.batch, step.inputs), fresh.run(step.batch, step.inputs))
 
 
+@pytest.mark.skipif(not any(v.startswith("native") for v in VARIANTS), reason="needs the native extension")
+def test_a_native_pool_knows_that_it_was_given_what_is_not_finite():
+    """Some kernels read halves faster where all are known to be finite: what is written counts as what steps store."""
+    value = np.array([np.inf, -np.inf, np.nan], np.float16).view(np.uint8).reshape(3, 2)
+    for kv in (KV(2, 3, 16, 1, 16), KV(2, 3, 16, 1, 16, "int8"), KV(2, 3, 16, 1, 16, "int16")):
+        for one in value:
+            program = open_backend("native").compile(
+                lambda ops, batch, inputs: ops.scale(inputs["x"], 1.0), kv=kv, inputs={"x": 8}, **LIMITS
+            )
+            rows = garbage(np.random.default_rng(1), (2, program.page_layout(0).nbytes))
+            program.write_pages(0, [0, 2], rows)
+            assert program._plan.finite(0)
+            rows[1, -66:-64] = one  # a value of the last layer: of codes, a part of them
+            program.write_pages(0, [2, 1], rows)
+            assert program._plan.finite(0) == (kv.dtype != "f16")
+
+
 # ---- what the bytes are
 
 
