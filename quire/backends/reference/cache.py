@@ -97,8 +97,10 @@ def write(parts: Sequence[Part], asked: PageRequest, buffer: PageBytes) -> None:
 
 def _columns(parts: Sequence[Part], asked: PageRequest, buffer: PageBytes) -> Iterator[tuple[PageBytes, Part]]:
     """The columns of a buffer, [pages, layers, bytes], that each part of the pool takes."""
-    rows, at = buffer.reshape(asked.pages.size, asked.layers, -1) if buffer.size else None, 0
-    for part in parts if rows is not None else ():
+    if not buffer.size:
+        return
+    rows, at = buffer.reshape(asked.pages.size, asked.layers, -1), 0
+    for part in parts:
         nbytes = part.shape[2] * part.itemsize
         yield rows[..., at : at + nbytes], part
         at += nbytes
