@@ -260,9 +260,9 @@ def sampling() -> Iterator[Row]:
             ("both", 40, 0.9, 1),
         ):
             one = [0.0 if name == "greedy" else 0.8, k, 1.0, p, 0.0, 1.0, 0.0, 0.0, 0.37]
-            wishes = torch.tensor([one] * rows, dtype=torch.float64, device="cuda")
+            params = torch.tensor([one] * rows, dtype=torch.float64, device="cuda")
             flags = torch.full((rows,), wanted, device="cuda").int()
-            call: Callable[[], None] = lambda s=scores, w=wishes, f=flags, t=tokens, b=found: choose(s, w, f, t, b)  # noqa: E731
+            call: Callable[[], None] = lambda s=scores, w=params, f=flags, t=tokens, b=found: choose(s, w, f, t, b)  # noqa: E731
             call()
             wrong = float((tokens != scores.argmax(1)).float().mean()) if name == "greedy" else None
             yield Row(f"sample {rows} x 128256 {name}", wrong, graph_seconds([call] * 4), scores.nbytes)

@@ -79,7 +79,7 @@ def serve(builder: str) -> None:
     from quire.chat.completer import Completer
     from quire.chat.words import words_of
     from quire.config import EngineConfig, ServerConfig
-    from quire.engine.process_client import ProcessClient
+    from quire.engine.transport.process_client import ProcessClient
     from quire.server import lifecycle
     from quire.server.service import Service
     from quire.weights.checkpoint import open_checkpoint

@@ -137,7 +137,7 @@ def run_python(code: str) -> str:
 def test_the_cpu_path_loads_no_torch_and_no_server():
     """What `quire run` loads before its first token."""
     out = run_python(
-        "import sys, quire.engine.inprocess, quire.engine.build, quire.chat.completer, quire.models, quire.llm\n"
+        "import sys, quire.engine.transport.inprocess, quire.engine.construction.build, quire.chat.completer, quire.models, quire.llm\n"
         "print(*sorted({m.split('.')[0] for m in sys.modules}))"
     )
     loaded = set(out.split())

@@ -19,11 +19,11 @@ from quire.cli.engine_options import engine_options
 from quire.cli.pull import here, supported
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
-    from quire.engine.client import EngineClient
+    from quire.engine.transport.client import EngineClient
     from quire.server.service import Service
 
 DEFAULTS = ServerConfig()

@@ -27,8 +27,8 @@ from quire.layouts import Floats, Layout
 from quire.models.places import Places
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened, naming
-from quire.weights.gguf import GGUF
-from quire.weights.glimpse import Glimpse
+from quire.weights.gguf.file import GGUF
+from quire.weights.gguf.peek import Glimpse
 
 if TYPE_CHECKING:
     from quire.models.pooling import ScoreHead

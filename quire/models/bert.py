@@ -31,7 +31,7 @@ from quire.models.parts import (
 )
 from quire.models.pooling import ScoreHead, activation_of
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from quire.models.parts import (
 )
 from quire.models.rope import yarn_magnitude
 from quire.observe.errors import Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

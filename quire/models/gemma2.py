@@ -32,7 +32,7 @@ from quire.models.parts import (
     windows_line,
 )
 from quire.models.places import Places
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from quire.models.parts import (
     rotation,
 )
 from quire.observe.errors import Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
     from quire.weights.folder import Folder
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
     from quire.weights.values import Values
 
 MAX_LAYERS = 1024

@@ -34,7 +34,7 @@ from quire.models.parts import (
 from quire.models.places import Places
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

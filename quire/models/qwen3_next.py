@@ -31,7 +31,7 @@ from quire.models.parts import (
 )
 from quire.models.qwen_moe import plain_layers
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.config import VERSION, ServerConfig
-from quire.engine.client import EngineClient
+from quire.engine.transport.client import EngineClient
 from quire.observe.errors import QuireError
 from quire.server.app import create_app
 from quire.server.service import Service

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.client import EngineClient
+from quire.engine.transport.client import EngineClient
 from quire.server.service import Service
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
-    from quire.chat.template import ChatTemplate
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.templates.template import ChatTemplate
+    from quire.chat.tokenizers.tokenizer import Tokenizer
 
 
 async def open_model(
@@ -26,7 +26,7 @@ async def open_model(
     """Load `config.path`; `say` gets the lines that the engine has for people."""
     from quire.chat.completer import Completer
     from quire.chat.words import words_of
-    from quire.engine.process_client import ProcessClient
+    from quire.engine.transport.process_client import ProcessClient
     from quire.weights.checkpoint import open_checkpoint
 
     def progress(done: int, total: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from quire.config import VERSION, ServerConfig
-from quire.engine.client import AdapterClient, EngineClient
+from quire.engine.transport.client import AdapterClient, EngineClient
 from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, Unavailable
 from quire.observe.metrics import Metrics, ModelMetrics
@@ -27,7 +27,7 @@ from quire.server.state import State
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
 
 # The adapter that the request of this task chose; empty: the model as it is.

@@ -11,7 +11,7 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.adapters import FixedStacks
 from quire.backends.cuda.kernels import fp8
-from quire.backends.cuda.kernels.launch import rehearsal
+from quire.backends.cuda.kernels.launch import compile_only
 from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.tiles import library_takes
 from quire.backends.torch.backend import TorchBackend, TorchProgram
@@ -57,7 +57,7 @@ class CudaBackend(TorchBackend):
         program.graphs = self.device.type == "cuda"
         program.shares = self.shares
         program.adapts = program.has_sites
-        program.rehearsal = rehearsal
+        program.compile_only = compile_only
         return program
 
     def implementations(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The torch backend: records a forward, brings its weights to a device, and runs it there.
 
 A program can be used in two ways. `run` is the Program contract: numpy in, numpy out, waited for. `launch` is for a
-runner that keeps its state on the device (runner/device_runner.py): tensors in, float32 logits out as a tensor, and no
+runner that keeps its state on the device (runner/device/runner.py): tensors in, float32 logits out as a tensor, and no
 wait. Both execute the same list of instructions. Nothing here knows slots, sampling or graphs.
 """
 
@@ -52,7 +52,7 @@ class DeviceProgram(Protocol):
         """Logits of batch.logit_rows, float32 [L, V], on the device; valid until the next launch. Does not wait."""
         ...
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def compile_only(self) -> AbstractContextManager[None]:
         """Launches in here mean nothing: they are for what must be compiled, which may then be done faster."""
         ...
 
@@ -78,7 +78,7 @@ class TorchProgram:
         self.graphs = False
         self.shares = False
         self.adapts = False
-        self.rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.compile_only: Callable[[], AbstractContextManager[None]] = nullcontext
         self._plain = plain
         self._adapted = adapted  # for steps with adapters in them
         self._held = held

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.chat.answers.types import Tool, Tools
-from quire.engine.grammar import JSON_SCHEMA
+from quire.chat.tools.types import Tool, Tools
+from quire.engine.constraints.grammar import JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.grammar import CHOICE, GBNF, JSON_OBJECT, JSON_SCHEMA, LARK, REGEX, STRUCTURAL_TAG
-from quire.engine.schemas import blanks_of
+from quire.engine.constraints.grammar import CHOICE, GBNF, JSON_OBJECT, JSON_SCHEMA, LARK, REGEX, STRUCTURAL_TAG
+from quire.engine.constraints.schemas import blanks_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 

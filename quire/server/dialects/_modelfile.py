@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.observe.errors import BadRequest
-from quire.weights.manifest import Defaults
+from quire.weights.store.manifest import Defaults
 
 MAX_LINES = 4096
 KNOWN = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "ADAPTER", "MESSAGE", "LICENSE")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA
+from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.runner.params import SamplingParams
@@ -23,8 +23,8 @@ from quire.server.dialects import _fields, _turns
 from quire.server.dialects._sampling import sampling
 from quire.server.limits import checked_keys, read_body, read_json
 from quire.server.service import Service
-from quire.weights.catalogue import look_up
-from quire.weights.manifest import Defaults
+from quire.weights.store.catalogue import look_up
+from quire.weights.store.manifest import Defaults
 
 T = TypeVar("T", bound=msgspec.Struct)
 

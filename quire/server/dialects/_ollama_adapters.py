@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.engine.client import AdapterClient
+from quire.engine.transport.client import AdapterClient
 from quire.observe.errors import BadRequest, QuireError
 from quire.server.errors import clean
 from quire.server.service import Service
 from quire.server.threads import in_thread
-from quire.weights.manifest import File, Manifest
-from quire.weights.store import Store
+from quire.weights.store.manifest import File, Manifest
+from quire.weights.store.store import Store
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIGEST = re.compile(r"@?sha256[:-]([0-9a-f]{64})")
@@ -50,7 +50,7 @@ def read(store: Store, given: dict[str, str]) -> tuple[tuple[File, ...], Path]:
 
 def check_fits(model: str, adapter: Path) -> None:
     """Refuse an adapter that is none, or not of the model at that path. Reads headers, and of the adapter everything."""
-    from quire.engine.build_adapted import MOST, open_adapted
+    from quire.engine.construction.adapters import MOST, open_adapted
     from quire.models import load
     from quire.weights.checkpoint import open_checkpoint
 

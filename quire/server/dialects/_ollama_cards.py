@@ -17,7 +17,7 @@ from quire.server.dialects import _ollama
 from quire.server.service import Service
 
 if TYPE_CHECKING:
-    from quire.weights.manifest import Defaults, Manifest
+    from quire.weights.store.manifest import Defaults, Manifest
 
 CACHED = 256  # headers kept
 
@@ -123,7 +123,7 @@ def read(path: str) -> Header:
 def _read(path: str, changed: int) -> Header:
     from quire.weights import folder
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.gguf import GGUF, describe
+    from quire.weights.gguf.file import GGUF, describe
 
     with open_checkpoint(path) as checkpoint:
         if isinstance(checkpoint, GGUF):

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.observe.errors import BadRequest
 from quire.server.service import SPEAKER, Service
-from quire.weights.manifest import Defaults
+from quire.weights.store.manifest import Defaults
 
 MAX_SPEAKERS = 32  # templates of names that are kept compiled
 
@@ -22,7 +22,7 @@ def speak(service: Service, made: Defaults | None) -> None:
         return
     if made.template not in service.speakers:
         from quire.chat.completer import Completer
-        from quire.chat.template import ChatTemplate
+        from quire.chat.templates.template import ChatTemplate
 
         base = service.ready()
         words = base.tokenizer

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from quire.chat.answers.types import Tool, Tools
+from quire.chat.tools.types import Tool, Tools
 from quire.chat.types import Generation
-from quire.engine.grammar import JSON_OBJECT, JSON_SCHEMA
+from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, NotFound
 from quire.runner.params import MAX_LOGPROBS

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.chat.types import Generation
-from quire.engine.grammar import JSON_SCHEMA, REGEX
+from quire.engine.constraints.grammar import JSON_SCHEMA, REGEX
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.chat.answers.types import Tool, Tools
+from quire.chat.tools.types import Tool, Tools
 from quire.observe.errors import BadRequest
 from quire.server import limits
 from quire.server.service import Service

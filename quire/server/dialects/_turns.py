@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.chat.answers.types import Tools
+from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.server import limits
@@ -23,7 +23,7 @@ from quire.server.dialects._tools import NO_TOOLS, check_callable, check_name, s
 from quire.server.service import Service
 
 if TYPE_CHECKING:
-    from quire.chat.answers.types import Reading
+    from quire.chat.tools.types import Reading
 
 MAX_TURNS = 20_000
 MAX_CALLS = 1024  # in one turn

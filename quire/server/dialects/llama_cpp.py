@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from quire.chat.types import Chunk, Generation, TokenLogprob
 from quire.config import VERSION
-from quire.engine.grammar import GBNF, JSON_SCHEMA
+from quire.engine.constraints.grammar import GBNF, JSON_SCHEMA
 from quire.engine.types import Constraint, Receipt
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import MAX_LOGPROBS, SamplingParams

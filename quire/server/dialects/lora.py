@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.client import AdapterClient
+from quire.engine.transport.client import AdapterClient
 from quire.observe.errors import BadModelFile, BadRequest, NotEnoughMemory, Unsupported
 from quire.server.dialects._compat import Endpoint, Fields
 from quire.server.dialects._fields import parse

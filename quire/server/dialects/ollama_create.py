@@ -29,8 +29,8 @@ from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import HEADERS, LineStream
 from quire.server.threads import in_thread
-from quire.weights.manifest import Defaults
-from quire.weights.store import Store
+from quire.weights.store.manifest import Defaults
+from quire.weights.store.store import Store
 
 BLOBS = "/api/blobs/"
 ROLES = frozenset({"system", "user", "assistant"})
@@ -202,7 +202,7 @@ def _template(store: Store, source: str, template: str) -> str:
             param="template",
             code="unsupported_parameter",
         )
-    from quire.chat.template import ChatTemplate
+    from quire.chat.templates.template import ChatTemplate
 
     try:
         told = ChatTemplate(template, where="template").render([{"role": "user", "content": _PROBE}])

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat.answers.types import Tools
+from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
@@ -34,7 +34,7 @@ from quire.server.feed import Feed, News
 from quire.server.replies import reply
 from quire.server.service import Service
 from quire.server.sse import LineStream
-from quire.weights.manifest import Defaults
+from quire.weights.store.manifest import Defaults
 
 # What becomes of a conversation that does not fit. Nothing is cut here, and what does not fit is told.
 IGNORED = frozenset({"truncate", "shift"})

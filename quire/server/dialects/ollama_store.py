@@ -33,7 +33,7 @@ from quire.server.sse import HEADERS, LineStream
 from quire.server.tenants import check_administers
 from quire.server.threads import in_thread
 from quire.weights import names
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 MAX_PULLS = 4  # at a time
 TELL_SECONDS = 0.1  # between two lines of progress

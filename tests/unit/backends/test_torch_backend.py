@@ -68,7 +68,7 @@ def test_random_weights_need_no_data():
 def recorded(path: Path):
     from quire import models
     from quire.backends.recorder import record
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
 
     model = models.load(GGUF.open(path))
     return model, record(model.forward, model.kv(4, 16), {})
@@ -176,8 +176,8 @@ def test_logits_equal_transformers(changes: dict, tmp_path: Path):
 
 def test_the_default_model_continues_as_transformers_does(model_path: Path):
     """Greedy, 10 tokens a prompt, float32 on the CPU."""
-    from quire.chat.tokenizer import Tokenizer
-    from quire.weights.gguf import GGUF
+    from quire.chat.tokenizers.tokenizer import Tokenizer
+    from quire.weights.gguf.file import GGUF
 
     with GGUF.open(model_path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf.metadata)

@@ -1,4 +1,4 @@
-"""Steady steps that a program takes by itself, beside the same plans in Python's own steps: rows and slots are the same."""
+"""Decode-only steps that a program takes by itself, beside the same plans in Python's own steps: rows and slots are the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tiny_llama import KV_HEADS, WIDTH, TinyLlama, V, decode, known, opening
 
 from quire.backends.adapters import Pair as Halves
 from quire.backends.adapters import Site
@@ -17,6 +16,7 @@ from quire.runner.lora import Loras
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan, Result
 from quire.runner.runner import Runner
+from tests.unit.runner.tiny_llama import KV_HEADS, WIDTH, TinyLlama, V, decode, known, opening
 
 PAGE, CONTEXT, SEQS = 16, 60, 8
 ARRAYS = ("last", "length", "position", "covered", "adapter", "live")

@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from naive_sampling import distribution
 
 from quire.backends.native import extension
 from quire.backends.native.backend import NativeBackend
 from quire.runner.params import SamplingParams
 from quire.runner.random import draw53
 from quire.runner.sampler import Chosen, Sampler, Stream
+from tests.unit.runner.naive_sampling import distribution
 
 SIZES = (1, 2, 3, 63, 64, 65, 1003, 4097, 40_961)
 

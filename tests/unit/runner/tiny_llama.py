@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import naive_sampling
 import numpy as np
 
 from quire.backends.batch import Batch
@@ -19,6 +18,7 @@ from quire.models.places import Places
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Open, Work
 from quire.runner.runner import Runner
+from tests.unit.runner import naive_sampling
 
 V, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 89, 16, 4, 2, 4, 2
 PAGE = 4

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from quire.chat.answers.types import Tools
 from quire.chat.infill import Infill
+from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
 from quire.config import ServerConfig
 from quire.engine.types import Constraint, EngineInfo, Receipt, Stats

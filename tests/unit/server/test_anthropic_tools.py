@@ -11,7 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given, settings
 from pydantic import TypeAdapter
 
-from quire.chat.answers.types import Tool, Tools
+from quire.chat.tools.types import Tool, Tools
 from quire.chat.types import Chunk
 from quire.engine.types import Constraint
 from tests.effort import at_most

@@ -16,7 +16,7 @@ import pytest
 from quire.chat.completer import Completer
 from quire.chat.words import words_of
 from quire.config import EngineConfig, Environment, ServerConfig
-from quire.engine.inprocess import InProcessClient
+from quire.engine.transport.inprocess import InProcessClient
 from quire.observe.errors import Unavailable
 from quire.server.app import create_app
 from quire.server.attend import attended

@@ -14,7 +14,7 @@ from quire.config import ServerConfig
 from quire.observe.errors import BadRequest, Unsupported
 from quire.server.dialects import _modelfile, _ollama_adapters
 from quire.server.service import Service
-from quire.weights.manifest import Defaults
+from quire.weights.store.manifest import Defaults
 from tests.unit.server.fakes import MODEL, client_for
 from tests.unit.server.test_ollama_models import model_file, service  # noqa: F401  (a fixture)
 

@@ -22,10 +22,9 @@ from quire import __version__
 from quire.config import ServerConfig
 from quire.server.app import create_app
 from quire.server.service import Service
-from quire.weights import catalogue
-from quire.weights.catalogue import Entry
-from quire.weights.manifest import Manifest, encode
-from quire.weights.store import Store
+from quire.weights.store.catalogue import Entry
+from quire.weights.store.manifest import Manifest, encode
+from quire.weights.store.store import Store, catalogue
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, client_for
 from tests.unit.weights.origin import Body, Fault, Origin
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from ollama import ChatResponse, GenerateResponse
 
-from quire.chat.answers.types import Tool, Tools
+from quire.chat.tools.types import Tool, Tools
 from quire.chat.types import Chunk
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
 from tests.unit.server.scripts import FUNCTION, OTHER, THINKS_AND_CALLS, Bench, bench, call, script, scripts

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from quire.chat.completer import Completer
-from quire.chat.template import ChatTemplate
+from quire.chat.templates.template import ChatTemplate
 from quire.config import ServerConfig
 from quire.engine.types import EngineInfo, Event
 from quire.server.service import Service

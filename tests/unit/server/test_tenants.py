@@ -19,7 +19,7 @@ from quire.server.database import Database
 from quire.server.dialects import ollama_store
 from quire.server.errors import Forbidden
 from quire.server.service import Service
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 from tests.unit.server.fakes import MODEL, FakeCompleter
 from tests.unit.server.test_batches import line, server, until
 

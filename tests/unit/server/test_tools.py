@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from quire.chat.answers.types import Tool, Tools
+from quire.chat.tools.types import Tool, Tools
 from quire.chat.types import Chunk
 from quire.engine.types import Constraint
 from tests.effort import at_most
