@@ -48,6 +48,7 @@ class DecodeSteps:
         # Graphs of every size leave their results here: each of its own would add up to gigabytes.
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(most, dtype=torch.int64, device=program.device)
+        self.hidden = program.hidden_buffers(most)  # rows that the program keeps, of the last step
         self.shared_sizes = [size for size in SHARED_SIZES if size < max_seqs] + [max_seqs] if program.shares else []
         self.adapted_sizes = [size for size in ADAPTED_SIZES if size < max_seqs] + [max_seqs] if program.adapts else []
         # By size, whether prefixes are shared, and whether rows have adapters; never both.
@@ -157,6 +158,7 @@ class DecodeSteps:
             shared=shared,
             adapters=view(self._numbers(size), size) if adapted else None,
             into=self._logits,
+            hidden_into=self.hidden,
         )
         logits = self._program.launch(batch)
         tokens = self._tokens[:size].copy_(self._program.sampler.greedy(logits))

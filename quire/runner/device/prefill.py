@@ -53,6 +53,7 @@ class PrefillSteps:
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         most = max((seqs for _, seqs in self.sizes), default=0)
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=program.device)
+        self.hidden = program.hidden_buffers(max((tokens for tokens, _ in self.sizes), default=0))
         self._graphs: dict[tuple[tuple[int, int], bool], torch.cuda.CUDAGraph] = {}  # by size, and whether adapted
 
     def size_for(self, batch: Batch) -> tuple[int, int] | None:
@@ -147,6 +148,7 @@ class PrefillSteps:
                 reach=self._reach,
                 host=host,
                 into=self._logits,
+                hidden_into=self.hidden,
                 adapters=self._staging.view(at, tokens) if adapted else None,
             )
         )

@@ -61,6 +61,7 @@ class VerifySteps:
         self._count = torch.arange(whole + 1, dtype=torch.int32, device=program.device)
         self._logits = torch.empty(whole, vocab, dtype=torch.float32, device=program.device)
         self._tokens = torch.empty(whole, dtype=torch.int64, device=program.device)
+        self.hidden = program.hidden_buffers(whole)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     @property
@@ -142,6 +143,7 @@ class VerifySteps:
                 reach=self._reach,
                 host=host,
                 into=self._logits,
+                hidden_into=self.hidden,
             )
         )
         self._tokens[:whole].copy_(self._program.sampler.greedy(logits))
