@@ -11,6 +11,8 @@
 
 namespace quire {
 
+struct Slot;
+
 // A handle of one sampler's wish; the vocabulary is that of the sampler.
 struct Bound {
     Wish wish;
