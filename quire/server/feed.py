@@ -6,7 +6,7 @@
     drain timeout, keep-alive --/
 
 Leaving the `async with` block, for whatever reason, aborts what still runs. Measures first-token and inter-token times
-on the way. `attended` is the same for work that answers as a whole, such as embeddings. Knows no dialect.
+on the way. `while_connected` is the same for work that answers as a whole, such as embeddings. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Feed:
                 return
 
 
-class _Attended:
+class _Work:
     """What a shutdown sees of it."""
 
     def __init__(self, task: asyncio.Task[Any]):
@@ -201,11 +201,11 @@ class _Attended:
         self._task.cancel()
 
 
-async def attended(served: Served, request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(served: Served, request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. Raises ClientGone, or what the server stops with; both cancel it."""
     task = asyncio.create_task(work)
     left = asyncio.create_task(_left(request))
-    own = _Attended(task)
+    own = _Work(task)
     served.model.running.add(own)
     metrics = served.metrics
     try:

@@ -227,25 +227,25 @@ def _thinking(served: Served, asked: Prompt) -> dict[str, Any]:
     """Keywords for the template. No word means no thinking, as it does for Anthropic, where that can be said."""
     effort = None if asked.output_config is None else asked.output_config.effort
     made = {} if effort is None else conversation.thinking(served, None, effort, "output_config.effort")
-    wish = asked.thinking
-    if wish is None:
+    wanted = asked.thinking
+    if wanted is None:
         return made or (
             conversation.thinking(served, False, None, "thinking") if conversation.can_switch(served) else {}
         )
-    if wish.display not in (None, "summarized"):
+    if wanted.display not in (None, "summarized"):
         raise BadRequest(
             "thinking.display: not supported: thinking is shown", param="thinking.display", code="unsupported_parameter"
         )
-    if wish.type == "disabled":
+    if wanted.type == "disabled":
         return made | conversation.thinking(served, False, None, "thinking")
-    if wish.type == "adaptive":  # as much as the model will, which may be nothing
+    if wanted.type == "adaptive":  # as much as the model will, which may be nothing
         return made | (conversation.thinking(served, True, None, "thinking") if conversation.can_switch(served) else {})
-    if wish.type != "enabled":
+    if wanted.type != "enabled":
         raise BadRequest("thinking.type: must be enabled, disabled or adaptive", param="thinking.type")
-    if wish.budget_tokens is None:
+    if wanted.budget_tokens is None:
         raise BadRequest("thinking.budget_tokens: Field required", param="thinking.budget_tokens")
-    if wish.budget_tokens < 1:
+    if wanted.budget_tokens < 1:
         raise BadRequest("thinking.budget_tokens: must be at least 1", param="thinking.budget_tokens")
     if "thinking_budget" in conversation.template_reads(served):
-        made["thinking_budget"] = wish.budget_tokens
+        made["thinking_budget"] = wanted.budget_tokens
     return made | conversation.thinking(served, True, None, "thinking")

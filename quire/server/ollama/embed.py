@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
-from quire.server.feed import attended
+from quire.server.feed import while_connected
 from quire.server.ollama import requests
 from quire.server.ollama.names import Names
 from quire.server.replies import reply
@@ -62,7 +62,7 @@ def register(app: FastAPI, names: Names) -> None:
             work = served.embedder().embed(
                 texts, truncate=asked.truncate is not False, dimensions=asked.dimensions, param="input"
             )
-            made = await attended(served, request, work)
+            made = await while_connected(served, request, work)
             count(served, made)
             body["embeddings"] = [one.vector.tolist() for one in made]
         body["total_duration"] = requests.nanoseconds(time.monotonic() - arrived)
@@ -75,7 +75,7 @@ def register(app: FastAPI, names: Names) -> None:
         served, _ = await _begin(names, request, asked)
         if not asked.prompt:
             return reply({"embedding": []})
-        made = await attended(served, request, served.embedder().embed([asked.prompt], param="prompt"))
+        made = await while_connected(served, request, served.embedder().embed([asked.prompt], param="prompt"))
         count(served, made)
         return reply({"embedding": made[0].vector.tolist()})
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from quire.chat.embedder import Embedded, Input
 from quire.observe.errors import BadRequest
 from quire.server.bodies import read_json
-from quire.server.feed import attended
+from quire.server.feed import while_connected
 from quire.server.replies import reply
 from quire.server.server import Server
 from quire.server.shared.compat import Endpoint, Fields
@@ -63,7 +63,7 @@ def register(app: FastAPI, server: Server) -> None:
         work = embedder.embed(
             _inputs(asked.input), prompt=asked.prompt_name, truncate=bool(asked.truncate), dimensions=asked.dimensions
         )
-        made = await attended(served, request, work)
+        made = await while_connected(served, request, work)
         count(served, made)
         data = [{"object": "embedding", "index": i, "embedding": _written(one, encoding)} for i, one in enumerate(made)]
         body = {"object": "list", "data": data, "model": served.model.name, "usage": usage(made), **cut(made)}

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
 from quire.server.bodies import read_json
-from quire.server.feed import attended
+from quire.server.feed import while_connected
 from quire.server.replies import reply
 from quire.server.server import Server
 from quire.server.shared.compat import Endpoint, Fields
@@ -62,7 +62,7 @@ def register(app: FastAPI, server: Server) -> None:
         if asked.top_n is not None and asked.top_n < 1:
             raise BadRequest(f"top_n is {asked.top_n}: it must be at least 1", param="top_n")
         work = embedder.score([(asked.query, text) for text in texts], truncate=bool(asked.truncate))
-        made = await attended(served, request, work)
+        made = await while_connected(served, request, work)
         count(served, made)
         order = sorted(range(len(texts)), key=lambda i: (-made[i].score, i))[: asked.top_n]
         results: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
 from quire.server.bodies import read_json
-from quire.server.feed import attended
+from quire.server.feed import while_connected
 from quire.server.replies import reply
 from quire.server.server import Server
 from quire.server.shared.compat import Endpoint, Fields
@@ -43,7 +43,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         embedder = served.embedder()
         work = embedder.score(_pairs(asked), truncate=bool(asked.truncate), param="text_2")
-        made = await attended(served, request, work)
+        made = await while_connected(served, request, work)
         count(served, made)
         body = {
             "id": f"score-{secrets.token_hex(12)}",

@@ -20,7 +20,7 @@ from quire.engine.transport.inprocess import InProcessClient
 from quire.observe.errors import Unavailable
 from quire.server.app import create_app
 from quire.server.errors import ClientGone
-from quire.server.feed import attended
+from quire.server.feed import while_connected
 from quire.server.served import Model, Served
 from quire.server.server import Server
 from quire.weights.checkpoint import open_checkpoint
@@ -211,11 +211,11 @@ async def test_work_is_let_go_when_its_client_leaves_or_the_server_stops():
     request: Any = Leaving()
     asyncio.get_running_loop().call_later(0.05, request.gone.set)
     with pytest.raises(ClientGone):
-        await attended(served, request, work())
+        await while_connected(served, request, work())
     request = Leaving()
     asyncio.get_running_loop().call_later(0.05, lambda: [f.fail(Unavailable("stopping")) for f in served.model.running])
     with pytest.raises(Unavailable, match="stopping"):
-        await attended(served, request, work())
+        await while_connected(served, request, work())
     assert ended == ["let go"] * 2 and not served.model.running
 
 
