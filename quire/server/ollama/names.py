@@ -7,6 +7,7 @@ request that chooses it is answered with those. `made` has the adapters that thi
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -15,6 +16,9 @@ from quire.server.callers import caller_of
 from quire.server.served import Model, Served, bare_name, canonical
 from quire.server.server import Server
 from quire.weights.store.manifest import Defaults, Manifest
+
+if TYPE_CHECKING:
+    from quire.chat.completer import Completer
 
 MAX_TEMPLATES = 32  # of made names that are kept compiled
 
@@ -25,7 +29,7 @@ class Names:
     def __init__(self, server: Server):
         self.server = server
         self.made: dict[str, Model] = {}
-        self._templates: dict[tuple[str, str], Served] = {}  # by model and template
+        self._completers: dict[tuple[str, str], Completer] = {}  # by model and template
 
     def get(self, name: str) -> Model | None:
         """The served model of that name; made names and adapters are none."""
@@ -68,8 +72,8 @@ class Names:
         if found is not None:
             return *found, None if made is None else made[1]
         model = self.get(name)
-        if model is not None and (made is None or made[0] is model or name in model.names):
-            return model, "", made[1] if made is not None and made[0] is model else None
+        if model is not None and (made is None or made[0].path == model.path or name in model.names):
+            return model, "", made[1] if made is not None and made[0].path == model.path else None
         if made is None:
             raise NotFound(
                 f"model {name[:128]!r} is not served here",
@@ -104,15 +108,15 @@ class Names:
         if made is None or not made.template:
             return served
         key = served.model.name, made.template
-        if key not in self._templates:
+        if key not in self._completers:
             from quire.chat.completer import Completer
             from quire.chat.templates.template import ChatTemplate
 
             words = served.tokenizer
             bos, eos = ("" if i is None else words.token_text(i) for i in (words.bos_id, words.eos_id))
-            while len(self._templates) >= MAX_TEMPLATES:
-                del self._templates[next(iter(self._templates))]
+            while len(self._completers) >= MAX_TEMPLATES:
+                del self._completers[next(iter(self._completers))]
             template = ChatTemplate(made.template, bos, eos, where="template")
             own = Completer(served.client, words, template, served.info)
-            self._templates[key] = replace(served, completer=own)
-        return replace(served, completer=self._templates[key].completer)
+            self._completers[key] = own
+        return replace(served, completer=self._completers[key])
