@@ -370,9 +370,18 @@ async def test_a_model_that_still_loads_keeps_the_other_from_nothing():
         )
         await settled()
         assert not waiting.done()
+        body = {"model": "poems", "prompt": "x", "stream": False}
+        for_adapter = asyncio.create_task(
+            http.post("/api/generate", json=body)
+        )  # no model's name yet: it may be an adapter's
+        await settled()
+        assert not for_adapter.done()
         completer = FakeCompleter("from late")
+        completer.client = AdapterFake("poems")
         two.server.attach(late, completer.client, completer)  # type: ignore[arg-type]
         assert (await waiting).json()["response"] == "from late"
+        assert (await for_adapter).json()["response"] == "from late"
+        assert [g.adapter for g in completer.seen] == ["", "poems"]
 
 
 async def test_a_drain_ends_the_answers_of_all():
