@@ -40,7 +40,7 @@ if importlib.util.find_spec("quire.backends.native._native") is not None:
     VARIANTS |= {f"native-{isa}": {"isa": isa, "threads": 2} for isa in available()}
 VARIANTS["torch-float32"] = {"device": "cpu", "dtype": "float32"}
 BEST = next((v for v in VARIANTS if v.startswith("native")), "reference")
-LIMITS = {"max_tokens": 64, "max_rows": 64}
+LIMITS = {"max_tokens": 96, "max_rows": 96}
 TOKENS = [int(t) for t in np.random.default_rng(2).integers(3, 100, 40)]
 EVERY = [*families.FAMILIES, *(f"mixture {kind}" for kind in mixtures.KINDS)]
 
@@ -90,9 +90,11 @@ def whole(kv: Any, tokens: list[int], rows: Sequence[int] | None = None) -> Batc
     return batch
 
 
-def compiled(folder: Path, variant: str, keep: Sequence[Hidden]) -> tuple[Any, Any]:
-    """A program that keeps these rows, and its pools."""
+def compiled(folder: Path, variant: str, keep: Sequence[Hidden], context: int | None = None) -> tuple[Any, Any]:
+    """A program that keeps these rows, and its pools. `context`: it serves no more than this."""
     model = models.load(open_checkpoint(folder))
+    if context is not None and isinstance(model, models.Stretches):
+        model.stretch(context)
     kv = model.kv(8, 16)
     return backend_of(variant).compile(model.forward, kv=kv, keep=keep, **LIMITS), kv
 
@@ -115,10 +117,12 @@ def test_rows_are_those_of_transformers(made: Any, variant: str, taken: bool):
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_marks_what_transformers_tells(made: Any, name: str):
     model, folder = made[name]
-    want = exact_states(model, TOKENS)
+    family = families.FAMILIES.get(name)
+    tokens = (2 * TOKENS)[: 40 if family is None else max(40, family.lengths[0][0])]  # of long ones other factors are right
+    want = exact_states(model, tokens)
     layers = [*range(len(want) - 1), FINAL]
-    program, kv = compiled(folder, BEST, [Hidden(layer) for layer in layers])
-    program.run(whole(kv, TOKENS, [39]))
+    program, kv = compiled(folder, BEST, [Hidden(layer) for layer in layers], family and family.context)
+    program.run(whole(kv, tokens, [39]))
     for layer, exact in zip(layers, want, strict=True):
         error = np.abs(program.hidden(Hidden(layer)) - exact).max()
         assert error < 2e-2 * max(exact.std(), 0.05), f"layer {layer}: {error / exact.std():.1e}"
@@ -156,7 +160,9 @@ def test_the_result_has_the_same_bits(made: Any, variant: str, name: str):
     _, folder = made[name]
     layers = len(models.load(open_checkpoint(folder)).layers)
     some = [Hidden(1), Hidden(layers - 1, taken=True), Hidden(FINAL, taken=True)]
-    every = [Hidden(n) for n in [*range(layers + 1), FINAL]]
+    # All rows of the last layer may be another kernel's business in torch, as those of a larger step are.
+    last = variant.startswith("torch")
+    every = [*(Hidden(n) for n in range(layers)), Hidden(layers, taken=last), Hidden(FINAL, taken=last)]
     results = []
     for keep in ([], some, every):
         program, kv = compiled(folder, variant, keep)
@@ -232,7 +238,7 @@ def test_memory_is_counted(made: Any):
     none = backend.estimate(model.forward, **sizes)
     some = backend.estimate(model.forward, keep=[Hidden(1), Hidden(2)], **sizes)
     assert none == backend.estimate(model.forward, keep=[], **sizes)
-    assert 0 < some.working - none.working <= 2 * 4 * 64 * model.config.width and some.weights == none.weights
+    assert 0 < some.working - none.working <= 2 * 4 * 96 * model.config.width and some.weights == none.weights
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
