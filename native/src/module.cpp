@@ -356,7 +356,7 @@ NB_MODULE(_native, m) {
     m.def("vector", &py_vector);
     bind_plan(m);
     bind_sampler(m);
-    bind_steady(m);
+    bind_decode_steps(m);
     m.def("sampler", [](const Machine& x, int vocabulary) {
         if (vocabulary < 1 || vocabulary > 1 << 28) throw std::invalid_argument("a vocabulary has between 1 and 2^28 tokens");
         return std::make_unique<Sampler>(x.pool, x.kernels, vocabulary);

@@ -750,15 +750,15 @@ void test_sampling(const Kernels* isa, const Kernels* scalar) {
     }
     const int vocabulary = 20011, rows = 24;
     const std::vector<float> logits = floats((size_t)(rows * vocabulary), 4);
-    std::vector<Wish> wishes((size_t)rows);
+    std::vector<SampleParams> params((size_t)rows);
     std::vector<Ask> asks((size_t)rows);
     for (int i = 0; i < rows; i++) {
-        Wish& w = wishes[(size_t)i];
+        SampleParams& w = params[(size_t)i];
         w.temperature = i % 5 ? 0.4 + i % 4 : 0.0, w.seed = (uint64_t)i * 77;
         w.top_k = i % 3 == 1 ? 1 << (i % 12) : 0, w.top_p = i % 4 == 1 ? 0.9 : 1.0, w.min_p = i % 7 == 2 ? 0.05 : 0.0;
         w.typical_p = i % 8 == 3 ? 0.8 : 1.0, w.logprobs = i % 6 - 1;
         if (i % 3 == 0) w.bias = {{below(vocabulary), 7.5}, {below(vocabulary), -3.0}};
-        asks[(size_t)i].wish = &w, asks[(size_t)i].logits = logits.data() + i * vocabulary, asks[(size_t)i].position = i;
+        asks[(size_t)i].params = &w, asks[(size_t)i].logits = logits.data() + i * vocabulary, asks[(size_t)i].position = i;
     }
     std::vector<Answer> together, alone, plain;
     Sampler many(std::make_shared<ThreadPool>(3), isa, vocabulary), one(std::make_shared<ThreadPool>(1), scalar, vocabulary);

@@ -352,14 +352,14 @@ class Needs:
 class HostSampler(Protocol):
     """Chooses tokens from rows of logits in one call, as quire/runner/rules.py and masses.py define it, bit for bit."""
 
-    def wish(self, *params: Any) -> Any:
-        """What a stream asks for, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
+    def params(self, *params: Any) -> Any:
+        """How a stream samples, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
         ...
 
     def choose(
         self,
         logits: Floats,
-        wishes: Sequence[Any],
+        params: Sequence[Any],
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
         seen: Sequence[tuple[int, Any, Any]],
@@ -398,7 +398,7 @@ class HostSteps(Protocol):
         """Compute the next token of each of these slots: their logits. None: nothing was done, one of them is special."""
         ...
 
-    def choose(self, wishes: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
+    def choose(self, params: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
         """The tokens after it, as HostSampler.choose finds them, with its `seen`. None: nothing was done, there is more to say than a token."""
         ...
 

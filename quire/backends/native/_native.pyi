@@ -102,30 +102,30 @@ class Plan:
         inputs: list[Floats], more: list[tuple[I32, I32]], /,
     ) -> Floats: ...  # fmt: skip
 
-class Wish: ...
+class SampleParams: ...
 
 _Told = tuple[float, int, list[tuple[int, float]]]  # log probability, rank, the best: their ids and log probabilities
 
 class Sampler:
-    def wish(
+    def params(
         self, temperature: float, top_k: int, typical_p: float, top_p: float, min_p: float, repetition: float,
         frequency: float, presence: float, min_tokens: int, seed: int, logprobs: int, bias: Sequence[tuple[int, float]],
         stops: Sequence[int], /,
-    ) -> Wish: ...  # fmt: skip
+    ) -> SampleParams: ...  # fmt: skip
     # Each sequence's tokens and what is told of them. -1 ends the tokens where logits are not numbers, -2 where none is left.
     def choose(
-        self, logits: Floats, wishes: Sequence[Wish], positions: Sequence[int], drafts: Sequence[Sequence[int]],
+        self, logits: Floats, params: Sequence[SampleParams], positions: Sequence[int], drafts: Sequence[Sequence[int]],
         seen: Sequence[tuple[int, Any, Any]], masks: Sequence[tuple[int, Any]], /,
     ) -> list[tuple[list[int], list[_Told]]]: ...  # fmt: skip
     def logprobs(self, logits: Floats, tokens: Sequence[int], top: int, /) -> list[_Told] | None: ...
 
 def sampler(machine: Machine, vocab_size: int, /) -> Sampler: ...
 
-class Steady:
+class DecodeSteps:
     # The arrays of a runner's slots: quire/runner/slots.py.
     def __init__(
         self, plan: Plan, sampler: Sampler, last: I32, length: I32, position: Any, adapter: I32, live: Any, tables: list[I32],
         page_size: int, max_context: int, most: int, /,
     ) -> None: ...  # fmt: skip
     def run(self, slot: Any, /) -> Floats | None: ...
-    def choose(self, wishes: Sequence[Wish], seen: Sequence[tuple[int, Any, Any]], /) -> list[int] | None: ...
+    def choose(self, params: Sequence[SampleParams], seen: Sequence[tuple[int, Any, Any]], /) -> list[int] | None: ...

@@ -99,7 +99,13 @@ class NativeBackend:
         self._pack(draft.program, packed)
         plan, numbers, kept = self._emit(draft, kv, max_tokens, max_rows)
         made = NativeProgram(
-            plan, kv, dict(inputs), kept, Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
+            plan,
+            kv,
+            dict(inputs),
+            kept,
+            Sites(numbers, self._pack_adapters),
+            self.host_sampler,
+            self._native.DecodeSteps,
         )
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
