@@ -11,6 +11,8 @@
 
 namespace quire {
 
+struct Slot;
+
 // A handle of one sampler's parameters; the vocabulary is that of the sampler.
 struct Bound {
     SampleParams params;
