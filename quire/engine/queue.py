@@ -27,7 +27,9 @@ class Queue:
         self._heap: list[tuple[tuple[Any, int], Sequence]] = []  # of these; some that wait no more are still in it
         self._listed: set[int] = set()  # keys in the heap: a sequence that comes back is not there twice
         self._sizes: dict[Any, dict[int, dict[int, Sequence]]] = {}  # by rank, by bits of the length, by key
-        self._held: dict[int, tuple[list[tuple[int, int]], dict[int, Sequence]]] = {}  # by the key of who is waited for:
+        self._held: dict[
+            int, tuple[list[tuple[int, int]], dict[int, Sequence]]
+        ] = {}  # by the key of who is waited for:
         # (how far that one must come, key) as a heap, and by key those that still wait for it
         self._holds = 0
 
@@ -83,10 +85,11 @@ class Queue:
         """It still waits, and `first` passes it until `step_back`."""
         self._aside[seq.key] = seq
 
-    def step_back(self) -> None:
-        """All that have stepped aside are in their places again."""
-        aside, self._aside = self._aside, {}
-        for seq in aside.values():
+    def step_back(self, most: int) -> None:
+        """Those that have stepped aside are in their places again, so many of them at most: the longest aside come first."""
+        while self._aside and most:
+            seq = self._aside.pop(next(iter(self._aside)))
+            most -= 1
             if seq.key in self._waiting:
                 self._list(seq)
 
