@@ -95,7 +95,7 @@ class Ops(Protocol):
     """What a model is written over."""
 
     def embed(self, ids: Tensor, table: Layout) -> Tensor:
-        """Row ids[t] of the table, as float32. [T] -> [T, d]"""
+        """Row ids[t] of the table, as float32; where the batch gives a row for token t, that row. [T] -> [T, d]"""
         ...
 
     def rms_norm(self, x: Tensor, weight: Dense, eps: float, heads: int = 1) -> Tensor:
@@ -123,7 +123,8 @@ class Ops(Protocol):
         ...
 
     def rope(self, x: Tensor, pos: Tensor, rope: Rope, heads: int) -> Tensor:
-        """Rotate the first rope.dim columns of each head by float32(pos) * frequency."""
+        """Rotate the first rope.dim columns of each head by float32(pos) * frequency. Where the batch has coords and the rope
+        has axes, each frequency is turned by the position along its own axis."""
         ...
 
     def attention(

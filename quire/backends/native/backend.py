@@ -63,6 +63,7 @@ class NativeProgram:
         return self._plan.run(
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
             [(t.pages, t.write) for t in batch.more], batch.adapters,
+            None if batch.given is None else (batch.given.which(batch.tokens), batch.given.rows), batch.coords,
         )  # fmt: skip
 
     def host_steps(
@@ -474,7 +475,7 @@ def _weights(program: list[Instruction]) -> Iterator[Layout]:
 
 def _rope_table(plan: Any, rope: Rope) -> int:
     frequencies = np.ascontiguousarray(rope.frequencies, np.float32)
-    return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude))
+    return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude), rope.axes)
 
 
 def _codec(w: Affine) -> tuple[Any, ...]:
