@@ -20,7 +20,7 @@ from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
 from quire.engine.spans import SpanDoor
 from quire.engine.types import EngineInfo
-from quire.models import Grouped
+from quire.models import Grouped, SeveralAxes
 from quire.observe.errors import NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 
@@ -73,7 +73,7 @@ def build_writing(
         door = SpanDoor(
             CLOSED if adapted is None else adapted.door(program, runner),
             width=model.config.width,
-            axes=getattr(model.config, "axes", 1),
+            axes=model.axes if isinstance(model, SeveralAxes) else 1,
         )
     except BaseException:
         runner.close()  # its thread would hold the model for good

@@ -138,8 +138,8 @@ class ProcessClient:
         def submit(own: Request) -> None:
             nonlocal sent
             self._check_alive()
-            own, sent = self._rows.submit(own), True
-            self._send(wire.Add(request=own))
+            sent = True
+            self._send(wire.Add(request=self._rows.submit(own)))
 
         try:
             async with contextlib.aclosing(self._pending.events(request, submit, self.abort)) as events:

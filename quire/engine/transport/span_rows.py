@@ -64,9 +64,8 @@ class SentRows:
             self._users[name] = self._users.get(name, 0) + 1
             self._sizes[name] = len(rows)
         for name, rows in new.items():
-            view = memoryview(rows)
             for at in range(0, len(rows), PART):
-                self._send(wire.Rows(name=name, at=at, total=len(rows), data=view[at : at + PART]))
+                self._send(wire.Rows(name=name, at=at, total=len(rows), data=rows[at : at + PART]))
         return _without(request)
 
     def left(self, request_id: str) -> None:

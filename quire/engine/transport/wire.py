@@ -46,7 +46,7 @@ class Rows(msgspec.Struct, frozen=True, tag="rows"):
     name: bytes
     at: int
     total: int
-    data: bytes | memoryview
+    data: bytes
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
