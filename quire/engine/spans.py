@@ -99,7 +99,9 @@ def _wrong(span: Span, least: int, tokens: int, width: int, axes: int) -> str:
     if span.length < 1 or span.start < 0 or span.start > tokens or span.length > tokens - span.start:
         return f"{span.length} tokens from {span.start} on do not lie in a prompt of {tokens}"
     if span.start < least:
-        return f"it begins at {span.start}, and the span before it ends at {least}: spans are in order, and do not overlap"
+        return (
+            f"it begins at {span.start}, and the span before it ends at {least}: spans are in order, and do not overlap"
+        )
     if not 0 < len(span.kind) <= MAX_KIND:
         return f"its kind has {len(span.kind)} characters: 1 to {MAX_KIND} are needed"
     if not DIGEST[0] <= len(span.digest) <= DIGEST[1]:
@@ -117,7 +119,9 @@ def _wrong(span: Span, least: int, tokens: int, width: int, axes: int) -> str:
 def _misplaced(span: Span, axes: int) -> str:
     """What is wrong with a span's positions; empty: nothing."""
     if not span.positions:
-        return "" if not span.advance else f"it takes up {span.advance} positions, and does not say where its tokens are"
+        return (
+            "" if not span.advance else f"it takes up {span.advance} positions, and does not say where its tokens are"
+        )
     if axes == 1:
         return "it has positions of its own, and this model counts tokens"
     if len(span.positions) != 4 * axes * span.length:

@@ -128,9 +128,7 @@ class BatchBuilder:
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters, given, coords)
 
     @staticmethod
-    def _beside(
-        work: Sequence[Work], slots: Slots, start: I32, n: I32, pos: I32
-    ) -> tuple[Given | None, I32 | None]:
+    def _beside(work: Sequence[Work], slots: Slots, start: I32, n: I32, pos: I32) -> tuple[Given | None, I32 | None]:
         """The rows that spans give for tokens of this step, and the positions along each axis where some differ."""
         at: list[I32] = []
         rows: list[Floats] = []

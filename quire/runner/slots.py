@@ -112,7 +112,9 @@ class Slots:
     def _note(self, slot: int, new: Open, prompt: list[int]) -> list[int]:
         """Keep the spans of a prompt. What of it is text: that alone is penalized for being there."""
         if new.spans[-1].end > len(prompt):
-            raise ValueError(f"slot {slot}: a span ends at {new.spans[-1].end}, behind a prompt of {len(prompt)} tokens")
+            raise ValueError(
+                f"slot {slot}: a span ends at {new.spans[-1].end}, behind a prompt of {len(prompt)} tokens"
+            )
         own = self.spans[slot] = SlotSpans(new.spans)
         if own.shifts:
             self.shifted.add(slot)

@@ -29,7 +29,9 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str  # for instance "image"; two kinds never share pages
     digest: bytes  # of the content: who gives the same digest twice vouches that the rows are the same
     rows: bytes = b""  # float32, little-endian, [length, width]: these stand where the embedding's rows would
-    positions: bytes = b""  # int32, little-endian, [axes, length]: from the position of `start`; empty: one after another
+    positions: bytes = (
+        b""  # int32, little-endian, [axes, length]: from the position of `start`; empty: one after another
+    )
     advance: int = 0  # positions that the span takes up; 0: as many as tokens
 
     @property

@@ -58,7 +58,9 @@ class SentRows:
             raise TooLarge(f"a span has {largest} bytes of rows: at most {MAX_ROWS}", param="spans")
         held = sum(self._sizes.values())
         if held + sum(map(len, new.values())) > MAX_HELD:
-            raise Busy(f"the spans of requests that run have {held} bytes of rows: there is no room for more", retry_after=1.0)
+            raise Busy(
+                f"the spans of requests that run have {held} bytes of rows: there is no room for more", retry_after=1.0
+            )
         self._of[request.id] = set(parts)
         for name, rows in parts.items():
             self._users[name] = self._users.get(name, 0) + 1

@@ -32,7 +32,9 @@ def grid(start: int, data: bytes, frames: int = 1) -> Span:
     t, h, w = np.meshgrid(np.arange(frames), np.arange(ROWS), np.arange(COLUMNS), indexing="ij")
     positions = np.stack([t.ravel(), h.ravel(), w.ravel()]).astype("<i4")
     assert len(data) == positions.shape[1]
-    return msgspec.structs.replace(picture(data, start), positions=positions.tobytes(), advance=int(positions.max()) + 1)
+    return msgspec.structs.replace(
+        picture(data, start), positions=positions.tobytes(), advance=int(positions.max()) + 1
+    )
 
 
 ONE, TWO = grid(10, bytes(range(24))), grid(40, bytes(range(100, 148)), frames=2)
@@ -95,7 +97,10 @@ def oracle(model: Any) -> Any:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
     own = Qwen2VLTextConfig(
-        **{name: getattr(c, name) for name in names}, rope_parameters=rope, use_sliding_window=False, attn_implementation="eager"
+        **{name: getattr(c, name) for name in names},
+        rope_parameters=rope,
+        use_sliding_window=False,
+        attn_implementation="eager",
     )
     twin = Qwen2VLTextModel(own).eval()
     assert (twin.config.hidden_size // twin.config.num_attention_heads) == 16
@@ -120,7 +125,11 @@ def test_qwen2_vl_says_the_same(made: tuple[Any, Path], backend: str, chunk: int
         request("text", tokens[:30], params=params),
         request("one", tokens, msgspec.structs.replace(ONE, start=60), params=params),
     )
-    asked = {"pictures": (tokens, (ONE, TWO)), "text": (tokens[:30], ()), "one": (tokens, (msgspec.structs.replace(ONE, start=60),))}
+    asked = {
+        "pictures": (tokens, (ONE, TWO)),
+        "text": (tokens[:30], ()),
+        "one": (tokens, (msgspec.structs.replace(ONE, start=60),)),
+    }
     table = model.get_input_embeddings().weight.detach()
     for name, (ids, spans) in asked.items():
         rows = table[ids].clone()
@@ -161,7 +170,9 @@ def test_a_rope_turns_each_frequency_along_its_own_axis(backend: str) -> None:
         kv = KV(0, 0, 16, 1, 16)
         program = opened.compile(forward, kv=kv, max_tokens=16, max_rows=16, inputs={"x": heads * dim})
         pages = np.zeros((1, 1), np.int32)
-        batch = Batch(count * 0, count, np.array([0, n], np.int32), np.array([n], np.int32), pages, count, count, coords=at)
+        batch = Batch(
+            count * 0, count, np.array([0, n], np.int32), np.array([n], np.int32), pages, count, count, coords=at
+        )
         return np.array(program.run(batch, {"x": x}))
 
     for pairs in (False, True):
@@ -190,7 +201,10 @@ def test_a_rope_turns_each_frequency_along_its_own_axis(backend: str) -> None:
         ({"advance": 5}, "its positions go from 0 to 5, and it takes up 5"),
         ({"advance": 0}, "it takes up 0 positions"),
         ({"advance": 1 << 40}, "it takes up 1099511627776 positions"),
-        ({"positions": ONE.positions[:-4]}, "its positions have 284 bytes: 24 int32 numbers along each of 3 axes take 288"),
+        (
+            {"positions": ONE.positions[:-4]},
+            "its positions have 284 bytes: 24 int32 numbers along each of 3 axes take 288",
+        ),
         ({"positions": np.full(72, -1, "<i4").tobytes()}, "its positions go from -1 to -1"),
     ],
 )

@@ -38,7 +38,11 @@ def picture(data: bytes, start: int) -> Span:
     """A toy encoder: each byte is a token, and its row is that byte's column of a fixed projection."""
     rows = PROJECTION[np.frombuffer(data, np.uint8)]
     return Span(
-        start=start, length=len(data), kind="image", digest=hashlib.sha256(data).digest(), rows=rows.astype("<f4").tobytes()
+        start=start,
+        length=len(data),
+        kind="image",
+        digest=hashlib.sha256(data).digest(),
+        rows=rows.astype("<f4").tobytes(),
     )
 
 
@@ -64,7 +68,9 @@ def engine_of(path: Path, backend: str, **options: Any) -> Engine:
         pytest.importorskip("quire.backends.native._native", reason="needs the native backend: pip install -e .")
     if backend == "torch":
         pytest.importorskip("torch", reason="needs torch: the torch extra")
-    config = EngineConfig(path=str(path), backend=backend, **where, **{"max_seqs": 4, "max_batch_tokens": 48, **options})
+    config = EngineConfig(
+        path=str(path), backend=backend, **where, **{"max_seqs": 4, "max_batch_tokens": 48, **options}
+    )
     return build_engine(config, Environment(home=path.parent))[0]
 
 
@@ -90,7 +96,9 @@ def equal(backend: str, *heard: list[tuple[int, Any]]) -> bool:
 
 
 def request(name: str, tokens: list[int], *spans: Span, **more: Any) -> Request:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "logprobs": 2, "ignore_eos": True, **more.pop("params", {})})
+    params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 12, "logprobs": 2, "ignore_eos": True, **more.pop("params", {})}
+    )
     return Request(id=name, tokens=tokens, sampling=params, spans=spans, **more)
 
 
@@ -102,7 +110,9 @@ def own_rows(embedding: np.ndarray, start: int, end: int, kind: str = "image") -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [7, 16, 48, 96])
-def test_rows_of_the_embedding_give_what_their_tokens_give(path: Path, embedding: np.ndarray, backend: str, chunk: int) -> None:
+def test_rows_of_the_embedding_give_what_their_tokens_give(
+    path: Path, embedding: np.ndarray, backend: str, chunk: int
+) -> None:
     engine = engine_of(path, backend, max_batch_tokens=chunk, prefix_cache=False)
     spans = (own_rows(embedding, 3, 30), own_rows(embedding, 30, 31), own_rows(embedding, 40, 90))
     blank = PROMPT.copy()
@@ -138,14 +148,19 @@ def test_transformers_says_the_same(made: tuple[Any, Path], embedding: np.ndarra
 def test_a_picture_is_found_again_and_never_taken_for_another(path: Path, backend: str) -> None:
     engine = engine_of(path, backend)
     one, two = bytes(range(40)), bytes(range(1, 41))
-    alone = {name: said(serve(engine_of(path, backend), request(name, PROMPT, picture(data, 20)))[name]) for name, data in [("one", one), ("two", two)]}
+    alone = {
+        name: said(serve(engine_of(path, backend), request(name, PROMPT, picture(data, 20)))[name])
+        for name, data in [("one", one), ("two", two)]
+    }
     first = serve(engine, request("one", PROMPT, picture(one, 20)))["one"]
     again = serve(engine, request("again", [7] * 20 + PROMPT[20:], picture(one, 20)))["again"]
     same = serve(engine, request("same", PROMPT, picture(one, 20)))["same"]
     other = serve(engine, request("other", PROMPT, picture(two, 20)))["other"]
     tenant = serve(engine, request("tenant", PROMPT, picture(one, 20), namespace="b"))["tenant"]
     text = serve(engine, request("text", PROMPT))["text"]
-    found = [events[-1].receipt.cached_tokens for events in (first, again, same, other, tenant, text) if events[-1].receipt]
+    found = [
+        events[-1].receipt.cached_tokens for events in (first, again, same, other, tenant, text) if events[-1].receipt
+    ]
     assert found == [0, 0, 80, 16, 0, 16]  # the prefix up to the picture is text, and shared
     assert equal(backend, said(first), said(same), said(tenant), alone["one"])
     assert equal(backend, said(other), alone["two"])
@@ -169,7 +184,9 @@ def test_preempted_and_shared_in_a_tight_pool(path: Path, backend: str, depth: i
     assert tight.stats().preemptions > 0
     for own in todo:
         alone = engine_of(path, backend, prefix_cache=False)
-        assert equal(backend, said(heard[own.id]), said(serve(alone, msgspec.structs.replace(own, follows=None))[own.id]))
+        assert equal(
+            backend, said(heard[own.id]), said(serve(alone, msgspec.structs.replace(own, follows=None))[own.id])
+        )
         alone.close()
     tight.close()
 
@@ -184,7 +201,9 @@ def test_drafts_never_go_on_with_what_is_no_text(path: Path) -> None:
     assert flat[0] == flat[1]
 
 
-def test_text_pays_nothing_and_decoding_after_a_picture_is_decoding(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_pays_nothing_and_decoding_after_a_picture_is_decoding(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without spans none of their code runs; with one, a step of decoding is the same call of C++ as ever."""
     engine = engine_of(path, "native")
     runner: Any = engine._runner
