@@ -230,6 +230,7 @@ def test_steps_with_spans_are_launched_as_they_come(padded, shifted):
             )
             out += [_fine(row).tokens for _ in range(2) for row in go(decode(0))]
             assert out[-3:] == [[token] for token in generate(PROMPT, GREEDY, 7, 3)]
+            assert not made._slots.spans and not made._slots.shifted
             said.append(out)
             made.close()
         assert said[0] == said[1]
