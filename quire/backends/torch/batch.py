@@ -7,7 +7,7 @@ the bounds must do. `derived` keeps what is computed once a step and used by eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from quire.backends.batch import Batch
+from quire.backends.outputs import Hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class DeviceBatch:
     all_taken: bool = False  # logit_rows are all rows, one after another
     given: DeviceGiven | None = None  # None: every token is text; steps that are captured are
     coords: torch.Tensor | None = None  # int32 [axes, T]; None: pos along all axes
+    hidden_into: Mapping[Hidden, torch.Tensor] | None = (
+        None  # where rows that the program keeps go; None: wherever there is room
+    )
+    hidden: dict[Hidden, torch.Tensor] = field(
+        default_factory=dict
+    )  # those rows, once launched; valid until the next launch
 
     def table(self, group: int) -> DeviceTable:
         """The pages and the places to write of a group."""
