@@ -277,6 +277,7 @@ class Rope:
     dim: int
     pairs: bool
     magnitude: float = 1.0  # cos and sin are multiplied by this (yarn)
+    axes: tuple[int, ...] = ()  # [dim / 2] the axis of a token's positions that each turns by; empty: there is one
 
 
 Layout: TypeAlias = Dense | Affine | Float8

@@ -296,7 +296,7 @@ class CudaKernels(TorchKernels):
         norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         qkv = side_by_side(q, k, v)
-        if rope is None or qkv is None:
+        if rope is None or qkv is None or (batch.coords is not None and rope.axes):
             told: dict[str, Any] = {"rope": rope, "sight": sight, "norms": norms}
             return super().attention(q, k, v, batch, cache=cache, heads=heads, scale=scale, **told)
         tokens = q.shape[-2]

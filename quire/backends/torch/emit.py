@@ -76,6 +76,8 @@ class Emitter:
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = k.embed(batch.ids, table)
+            if batch.given is not None:
+                cells[out] = k.place(cells[out], batch.given)
 
         return run
 
