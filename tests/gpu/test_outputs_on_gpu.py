@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def runner(keep: tuple[Hidden, ...], *, padded: bool | None, proposer: Any = None) -> DeviceRunner:
     backend = open_backend("cuda", device="cuda", dtype="bfloat16", deterministic=True)
-    program = backend.compile(MODEL.forward, kv=POOL, max_tokens=64, max_rows=40, keep=keep)
+    program: Any = backend.compile(MODEL.forward, kv=POOL, max_tokens=64, max_rows=40, keep=keep)
     return DeviceRunner(
         program, kv=POOL, vocab_size=V, max_seqs=8, max_tokens=64, max_context=64, max_rows=40,
         padded=padded, proposer=proposer, drafts=4,
@@ -67,7 +67,7 @@ def test_graphs_keep_what_steps_that_are_launched_keep(drafts: bool):
         proposer = Told([5, 6, 7, 8], [8, 9, 10, 11]) if drafts else None
         made = runner(keep, padded=padded, proposer=proposer)
         if padded is None:
-            assert made._decode is not None and made._decode.captured
+            assert made._decode is not None and made._decode.ladder.graphs
         results.append(steps(made, plans))
     graphs, eager, without = results
     for (a, tokens), (b, same), (nothing, plain) in zip(graphs, eager, without, strict=True):
