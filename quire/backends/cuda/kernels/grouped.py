@@ -249,7 +249,10 @@ def grouped(
 
 @Launcher
 @triton.jit
-def _add_shares(y, shares, out, width, stride_y, stride_o, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_shares(
+    y, shares, out, width, stride_p, stride_y, stride_o, TOP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -258,17 +261,23 @@ def _add_shares(y, shares, out, width, stride_y, stride_o, TOP: tl.constexpr, BL
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP):
         value = tl.load(y + (row * TOP + i) * stride_y + col, mask=col < width, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            value += tl.load(y + part * stride_p + (row * TOP + i) * stride_y + col, mask=col < width, other=0.0)
         total += tl.load(shares + row * TOP + i) * value
     tl.store(out + row * stride_o + col, total.to(out.dtype.element_ty), mask=col < width)
 
 
 def add_shares(y: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
-    """out [T, d] = the sum of shares [T, top] * y [T * top, d], in the order of choices, in float32."""
+    """out [T, d] = the sum of shares [T, top] * y [T * top, d], in the order of choices, in float32.
+
+    y may be [parts, T * top, d] float32, the parts of a product split over k: they are added first, in their order.
+    """
     (rows, top), width = shares.shape, out.shape[1]
-    if y.shape != (rows * top, width) or out.shape[0] != rows:
+    if y.shape[-2:] != (rows * top, width) or out.shape[0] != rows:
         raise ValueError(f"shares {list(shares.shape)} of {list(y.shape)} into {list(out.shape)}")
     block = min(1024, triton.next_power_of_2(width))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _add_shares[(triton.cdiv(width, block), rows)](
-        y, shares, out, width, y.stride(0), out.stride(0), TOP=top, BLOCK=block, PDL=pdl, num_warps=4, **launch
-    )
+        y, shares, out, width, y.stride(0), y.stride(-2), out.stride(0), TOP=top, PARTS=y.shape[0] if y.ndim == 3 else 1,
+        BLOCK=block, PDL=pdl, num_warps=4, **launch,
+    )  # fmt: skip

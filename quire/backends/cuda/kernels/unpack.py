@@ -1,0 +1,126 @@
+"""Tiles of four-bit matrices (backends/torch/words.py) as numbers in registers, laid out as a tensor core takes its left operand.
+
+A word of eight codes becomes four registers of two bfloat16 each, by masks and shifts; no number is converted or moved. In
+Triton's interpreter, which has neither bfloat16 nor inline assembly, the same bits become float32 and then the rows' own type.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPrivateImportUsage=false
+# (kernels are in Triton's language, which only looks like Python to a type checker)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000: the signs of two bfloat16
+SIZES = tl.constexpr(0x01C001C0)  # the bits of both that a code of MXFP4 gives beside its sign
+FIELDS = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0: all of a code
+NIBBLES = tl.constexpr(0x000F000F)
+MAGIC = tl.constexpr(0x43004300)  # 128 twice: with a code in its lowest bits it is 128 + code
+
+
+@triton.jit
+def _two(bits, like: tl.constexpr):
+    """int32 [N, 16], two bfloat16 in each, as numbers [N, 16, 2]."""
+    if INTERPRETED:
+        low = (bits << 16).to(tl.float32, bitcast=True)
+        high = (bits & -65536).to(tl.float32, bitcast=True)
+        return tl.join(low, high).to(like)
+    low = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _scaled(bits, factor, like: tl.constexpr):
+    """The same, times the two bfloat16 in each of factor int32 [N]. Exact where factors are powers of two."""
+    if INTERPRETED:
+        numbers = _two(bits, tl.float32) * (factor << 16).to(tl.float32, bitcast=True)[:, None, None]
+        return numbers.to(like)
+    wide = tl.broadcast_to(factor[:, None], bits.shape)
+    product = tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [bits, wide], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return _two(product, like)
+
+
+@triton.jit
+def _mx_bits(words, Q: tl.constexpr):
+    """Code Q of both halves of each word, as two bfloat16 that are 2 ** -126 of its value."""
+    if Q == 0:
+        bits = words & FIELDS
+    elif Q == 1:
+        bits = (words << 3) & FIELDS
+    elif Q == 2:
+        bits = ((words << 1) & SIGNS) | ((words << 6) & SIZES)
+    else:
+        bits = ((words << 2) & SIGNS) | ((words >> 3) & SIZES)
+    return bits
+
+
+@triton.jit
+def _mx_quarter(words, scale, Q: tl.constexpr, like: tl.constexpr):
+    factor = ((scale >> (8 * Q)) & 255) * 0x00800080  # an exponent in its place, twice
+    return _scaled(_mx_bits(words, Q), factor, like)
+
+
+@triton.jit
+def _int_quarter(words, Q: tl.constexpr, like: tl.constexpr):
+    own = words >> (4 * Q) if Q > 0 else words
+    if INTERPRETED:
+        bits = (own & NIBBLES) | MAGIC
+    else:  # one instruction, which the compiler does not find: both masks are constants, and it takes one
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r", [own, tl.full(own.shape, MAGIC, tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return _two(bits, like)
+
+
+@triton.jit
+def _together(a, b, c, d, N: tl.constexpr):
+    """Four quarters [N, 16, 2] as a tile [N, 128]: nothing moves, each thread's registers are those it had."""
+    pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [N, 16, 2, low bit of the quarter, high bit]
+    return tl.reshape(tl.permute(pairs, 0, 4, 3, 1, 2), [N, 128])
+
+
+@triton.jit
+def mx_tile(words, scale, N: tl.constexpr, like: tl.constexpr):
+    """Words [N, 16] and factors [N] of MXFP4 as their numbers [N, 128]."""
+    return _together(
+        _mx_quarter(words, scale, 0, like),
+        _mx_quarter(words, scale, 1, like),
+        _mx_quarter(words, scale, 2, like),
+        _mx_quarter(words, scale, 3, like),
+        N,
+    )
+
+
+@triton.jit
+def int_tile(words, N: tl.constexpr, like: tl.constexpr):
+    """Words [N, 16] of integers as 128 + code [N, 128]."""
+    return _together(
+        _int_quarter(words, 0, like),
+        _int_quarter(words, 1, like),
+        _int_quarter(words, 2, like),
+        _int_quarter(words, 3, like),
+        N,
+    )
+
+
+@triton.jit
+def int_quarter(words, Q: tl.constexpr, N: tl.constexpr, like: tl.constexpr):
+    """Quarter Q of it [N, 32]."""
+    return tl.reshape(_int_quarter(words, Q, like), [N, 32])
+
+
+@triton.jit
+def scale_and_zero(pair):
+    """int32 [N] of two float16 each, as two of float32."""
+    scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, zero
