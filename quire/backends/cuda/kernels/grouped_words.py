@@ -32,6 +32,8 @@ class Block:
     warps: int
     stages: int
     splits: int = 1
+    left: bool = False  # weights as the left operand: for many rows, as the larger instructions of Hopper want it
+    chains: int = 1
 
 
 # By how many rows an expert has on average: the first that has room for them, and some more.
@@ -45,12 +47,37 @@ def block_of(pairs: int, count: int) -> Block:
     return next((b for b in BLOCKS[1:] if 2 * pairs <= b.rows * count), BLOCKS[-1])
 
 
+@triton.jit
+def _add_tile(
+    acc, x_row, w_row, s_row, tile, k, inner, HIGH: tl.constexpr, EVEN: tl.constexpr, LEFT: tl.constexpr,
+    MAYBE: tl.constexpr, end,
+):  # fmt: skip
+    """acc plus a tile's products, its weights unpacked on the way. MAYBE: there may be no such tile."""
+    if MAYBE:
+        four = tl.load(w_row + tile * 1024, mask=tl.zeros([HIGH, 16], tl.int32) + tile < end, other=0)
+        factors = tl.load(s_row + tile * 64, mask=tl.zeros([HIGH], tl.int32) + tile < end, other=0)
+    else:
+        four = tl.load(w_row + tile * 1024)
+        factors = tl.load(s_row + tile * 64)
+    if EVEN and not MAYBE:
+        values = tl.load(x_row + tile * 128)
+    else:
+        values = tl.load(x_row + tile * 128, mask=(tile * 128 + inner < (tl.minimum(k, end * 128)))[None, :], other=0.0)
+    weights = mx_tile(four, factors, HIGH, values.dtype)
+    if LEFT:
+        acc = tl.dot(weights, tl.trans(values), acc)
+    else:
+        acc = tl.dot(values, tl.trans(weights), acc)
+    return acc
+
+
 @Launcher
 @triton.jit(do_not_specialize=["pairs", "count", "tiles"])
 def _grouped_words(
     x, words, scale, y, bias, order, starts, pairs, count, n, k, tiles, limit, stride_x, stride_y,
     E_PAD: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    LEFT: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     part = tl.program_id(2)
@@ -91,27 +118,29 @@ def _grouped_words(
     w_row = words + first[:, None] * 16 + tl.arange(0, 16)[None, :]
     s_row = scale + first
     share = tl.cdiv(tiles, SPLITS)
-    acc = tl.zeros([HIGH, BLOCK_M], tl.float32)
-    for tile in range(part * share, tl.minimum(tiles, part * share + share)):
-        four = tl.load(w_row + tile * 1024)
-        factors = tl.load(s_row + tile * 64)
-        if EVEN:
-            values = tl.load(x_row + tile * 128)
-        else:
-            values = tl.load(x_row + tile * 128, mask=(tile * 128 + inner < k)[None, :], other=0.0)
-        acc = tl.dot(mx_tile(four, factors, HIGH, values.dtype), tl.trans(values), acc)
+    acc = tl.zeros([HIGH, BLOCK_M] if LEFT else [BLOCK_M, HIGH], tl.float32)
+    begin = part * share
+    end = tl.minimum(tiles, begin + share)
+    if CHAINS == 2:  # two tiles at a time: the second is unpacked while the first is multiplied
+        more = tl.zeros([HIGH, BLOCK_M] if LEFT else [BLOCK_M, HIGH], tl.float32)
+        for tile in range(begin, end, 2):
+            acc = _add_tile(acc, x_row, w_row, s_row, tile, k, inner, HIGH, EVEN, LEFT, False, end)
+            more = _add_tile(more, x_row, w_row, s_row, tile + 1, k, inner, HIGH, EVEN, LEFT, True, end)
+        acc += more
+    else:
+        for tile in range(begin, end):
+            acc = _add_tile(acc, x_row, w_row, s_row, tile, k, inner, HIGH, EVEN, LEFT, False, end)
+    if LEFT:
+        acc = tl.trans(acc)
     if GATED:
-        acc, up = tl.split(tl.permute(tl.reshape(acc, [2, CHANNELS, BLOCK_M]), 1, 2, 0))
-    acc = tl.trans(acc)
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, CHANNELS]), 0, 2, 1))
     col = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     if BIAS:
         if GATED:
-            up = tl.trans(up) + tl.load(bias + expert * 2 * n + n + col, mask=col < n, other=0.0)[None, :]
+            up += tl.load(bias + expert * 2 * n + n + col, mask=col < n, other=0.0)[None, :]
             acc += tl.load(bias + expert * 2 * n + col, mask=col < n, other=0.0)[None, :]
         elif part == 0:
             acc += tl.load(bias + expert * n + col, mask=col < n, other=0.0)[None, :]
-    elif GATED:
-        up = tl.trans(up)
     if GATED:
         if LIMIT:
             acc = tl.minimum(acc, limit)
@@ -155,5 +184,5 @@ def grouped_words(
         x, w.words, w.scale, y, x if bias is None else bias, order, starts, pairs, count, n, k, w.words.shape[1],
         limit or 0.0, x.stride(0), y.stride(-2), E_PAD=triton.next_power_of_2(count), TOP=top, BLOCK_M=block.rows,
         HIGH=block.high, GATED=gated, LIMIT=limit is not None, BIAS=bias is not None, SPLITS=block.splits,
-        EVEN=k % 128 == 0, PDL=pdl, num_warps=block.warps, num_stages=block.stages, **launch,
+        EVEN=k % 128 == 0, LEFT=block.left, CHAINS=block.chains, PDL=pdl, num_warps=block.warps, num_stages=block.stages, **launch,
     )  # fmt: skip

@@ -19,8 +19,7 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000: the signs of two bfloat16
 SIZES = tl.constexpr(0x01C001C0)  # the bits of both that a code of MXFP4 gives beside its sign
 FIELDS = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0: all of a code
-NIBBLES = tl.constexpr(0x000F000F)
-MAGIC = tl.constexpr(0x43004300)  # 128 twice: with a code in its lowest bits it is 128 + code
+NIBBLES = tl.constexpr(0x00F000F0)  # a code of an integer where it is 2 ** -129 of itself
 
 
 @triton.jit
@@ -69,16 +68,69 @@ def _mx_quarter(words, scale, Q: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
-def _int_quarter(words, Q: tl.constexpr, like: tl.constexpr):
-    own = words >> (4 * Q) if Q > 0 else words
+def _int_bits(words, Q: tl.constexpr):
+    """Code Q of both halves of each word, as two bfloat16 that are 2 ** -129 of it: subnormal up to 7, and then not, in one line."""
+    if Q == 0:
+        bits = (words << 4) & NIBBLES
+    elif Q == 1:
+        bits = words & NIBBLES
+    else:
+        bits = (words >> (4 * Q - 4)) & NIBBLES
+    return bits
+
+
+@triton.jit
+def scale_and_zero(pair):
+    """int32 [N] of two float16 each, as two of float32."""
+    scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def _twice(number):
+    """float32 [N] as int32: the nearest bfloat16 in both halves."""
+    return (number.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
+
+
+@triton.jit
+def _int_quarter(words, pair, Q: tl.constexpr, like: tl.constexpr):
+    """scale * code + zero, rounded once [N, 16, 2]; the scale is rounded to bfloat16, and the zero so that 8 stays where it was."""
+    scale, zero = scale_and_zero(pair)
+    bits = _int_bits(words, Q)
     if INTERPRETED:
-        bits = (own & NIBBLES) | MAGIC
-    else:  # one instruction, which the compiler does not find: both masks are constants, and it takes one
-        bits = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r", [own, tl.full(own.shape, MAGIC, tl.int32)],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return _two(bits, like)
+        codes = _two(bits, tl.float32) * 4.0 * 1.7014118346046923e38
+        return (codes * scale[:, None, None] + zero[:, None, None]).to(like)
+    near = scale.to(tl.bfloat16).to(tl.float32)
+    zero += 8.0 * (scale - near)
+    factor = _twice(near * 4.0 * 1.7014118346046923e38)  # 2 ** 129 of it: scales are below a quarter
+    made = tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r",
+        [bits, tl.broadcast_to(factor[:, None], bits.shape), tl.broadcast_to(_twice(zero)[:, None], bits.shape)],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return _two(made, like)
+
+
+@triton.jit
+def int_tile(words, s_row, GROUP: tl.constexpr, N: tl.constexpr, like: tl.constexpr):
+    """Words [N, 16] of integers as numbers [N, 128]; s_row [N]: where the scales and zeros of their groups are, 64 apart."""
+    a = tl.load(s_row)
+    b, c, d = a, a, a
+    if GROUP == 64:
+        c = tl.load(s_row + 64)
+        d = c
+    elif GROUP == 32:
+        b = tl.load(s_row + 64)
+        c = tl.load(s_row + 128)
+        d = tl.load(s_row + 192)
+    return _together(
+        _int_quarter(words, a, 0, like),
+        _int_quarter(words, b, 1, like),
+        _int_quarter(words, c, 2, like),
+        _int_quarter(words, d, 3, like),
+        N,
+    )
 
 
 @triton.jit
@@ -98,29 +150,3 @@ def mx_tile(words, scale, N: tl.constexpr, like: tl.constexpr):
         _mx_quarter(words, scale, 3, like),
         N,
     )
-
-
-@triton.jit
-def int_tile(words, N: tl.constexpr, like: tl.constexpr):
-    """Words [N, 16] of integers as 128 + code [N, 128]."""
-    return _together(
-        _int_quarter(words, 0, like),
-        _int_quarter(words, 1, like),
-        _int_quarter(words, 2, like),
-        _int_quarter(words, 3, like),
-        N,
-    )
-
-
-@triton.jit
-def int_quarter(words, Q: tl.constexpr, N: tl.constexpr, like: tl.constexpr):
-    """Quarter Q of it [N, 32]."""
-    return tl.reshape(_int_quarter(words, Q, like), [N, 32])
-
-
-@triton.jit
-def scale_and_zero(pair):
-    """int32 [N] of two float16 each, as two of float32."""
-    scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale, zero

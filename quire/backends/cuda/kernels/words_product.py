@@ -1,8 +1,7 @@
 """Products with four-bit integers that lie in tiles of words, for any number of rows: w = scale[group] * code + zero[group].
 
-Codes become 128 + code in bfloat16 without a conversion (unpack.py), a group's sum is scaled in float32, and what the 128 and the
-zero add is (zero - 128 * scale) times the sum of x over the group. That sum is a product with ones: tensor cores that wait for
-memory have the time, and it comes in the layout in which it is added.
+The weights of a tile become bfloat16 in registers, once for all rows of a program (unpack.py): the bytes that are read are those of
+the codes. Where a program has few rows the weights are the left operand, for many they go through shared memory as the right one.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -18,7 +17,7 @@ import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts, gate, store_part
-from quire.backends.cuda.kernels.unpack import INTERPRETED, int_quarter, int_tile, scale_and_zero
+from quire.backends.cuda.kernels.unpack import INTERPRETED, int_tile
 from quire.backends.torch.words import IntWords
 
 
@@ -38,7 +37,7 @@ def _ask(rows, LINES: tl.constexpr):
 def _words_product(
     x, words, scale, y, residual, bias, part, m, n, k, tiles, stride_x, stride_y, stride_r,
     BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     CHANNELS: tl.constexpr = HIGH // 2 if SWIGLU else HIGH
     GROUPS: tl.constexpr = 128 // GROUP
@@ -58,32 +57,23 @@ def _words_product(
             _ask(w_row + begin * 1024, LINES)
         tl.extra.cuda.gdc_wait()
     word = tl.arange(0, 16)
-    inner = tl.arange(0, GROUP if GROUP == 128 else 32)
+    inner = tl.arange(0, 128)
     here = (rows < m)[:, None]
     x_row = x + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
-    acc = tl.zeros([HIGH, BLOCK_M], tl.float32)
-    ones = tl.full([HIGH, GROUP if GROUP == 128 else 32], 1.0, x.dtype.element_ty)
-    pair = tl.load(s_row + tl.minimum(begin, tiles - 1) * GROUPS * 64)
+    acc = tl.zeros([HIGH, BLOCK_M] if LEFT else [BLOCK_M, HIGH], tl.float32)
     for tile in range(begin, end):
         four = tl.load(w_row[:, None] + tile * 1024 + word[None, :])
-        if GROUP == 128:  # scales are asked for a tile ahead: the loop would wait for them
-            s, z = scale_and_zero(pair)
-            pair = tl.load(s_row + tl.minimum(tile + 1, end - 1) * 64)
-            values = tl.trans(tl.load(x_row + tile * 128, mask=here, other=0.0))
-            own = tl.dot(int_tile(four, HIGH, x.dtype.element_ty), values)
-            sums = tl.dot(ones, values)
-            acc += own * s[:, None] + sums * (z - 128.0 * s)[:, None]
+        values = tl.load(x_row + tile * 128, mask=here, other=0.0)
+        weights = int_tile(four, s_row + tile * GROUPS * 64, GROUP, HIGH, x.dtype.element_ty)
+        if LEFT:
+            acc = tl.dot(weights, tl.trans(values), acc)
         else:
-            for q in tl.static_range(4):
-                values = tl.trans(tl.load(x_row + tile * 128 + 32 * q, mask=here, other=0.0))
-                s, z = scale_and_zero(tl.load(s_row + (tile * GROUPS + q * 32 // GROUP) * 64))
-                own = tl.dot(int_quarter(four, q, HIGH, x.dtype.element_ty), values)
-                sums = tl.dot(ones, values)
-                acc += own * s[:, None] + sums * (z - 128.0 * s)[:, None]
+            acc = tl.dot(values, tl.trans(weights), acc)
+    if LEFT:
+        acc = tl.trans(acc)
     if SWIGLU:
-        acc, up = tl.split(tl.permute(tl.reshape(acc, [2, CHANNELS, BLOCK_M]), 1, 2, 0))
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, CHANNELS]), 0, 2, 1))
         acc = gate(acc, up, SWIGLU)
-    acc = tl.trans(acc)
     columns = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     keep = here & (columns < n)[None, :]
     if SPLITS > 1:
@@ -105,6 +95,7 @@ def words_product(
     gelu: bool = False,
     part: torch.Tensor | None = None,
     add_parts: bool = True,
+    left: bool = True,
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, `rows` of x in a program.
 
@@ -127,7 +118,7 @@ def words_product(
     _words_product[(triton.cdiv(n, channels), triton.cdiv(m, rows), shape.splits)](
         x, w.words, w.scale, y, res, b, y if part is None else part, m, n, k, w.words.shape[1], x.stride(0), y.stride(0),
         res.stride(0), BLOCK_M=rows, HIGH=shape.block_n, GROUP=w.group, SPLITS=shape.splits,
-        SWIGLU=2 if swiglu and gelu else swiglu, PDL=shape.pdl, LINES=shape.lines,
+        SWIGLU=2 if swiglu and gelu else swiglu, LEFT=left, PDL=shape.pdl, LINES=shape.lines,
         **(ends if single else {"BIAS": False, "RESIDUAL": False}), **launch,
     )  # fmt: skip
     if not single and add_parts:

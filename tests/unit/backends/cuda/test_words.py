@@ -92,8 +92,8 @@ def test_rows_are_whole_tiles():
 
 
 @pytest.mark.parametrize("m, n, k, group", [(1, 64, 256, 128), (5, 128, 128, 32), (19, 192, 256, 64), (40, 64, 384, 128)])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_a_product_with_integers(m: int, n: int, k: int, group: int, splits: int, half: torch.dtype, device: str):
+@pytest.mark.parametrize("splits, left", [(1, False), (2, True)])
+def test_a_product_with_integers(m: int, n: int, k: int, group: int, splits: int, left: bool, half: torch.dtype, device: str):
     w, dense = integers(n, k, group)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(half)
     residual, bias = (torch.randn(s, generator=torch.Generator().manual_seed(2)).to(half) for s in ((m, n), (n,)))
@@ -102,9 +102,9 @@ def test_a_product_with_integers(m: int, n: int, k: int, group: int, splits: int
     part = torch.full((splits, m, n), float("nan"), device=device)
     shape = Shape(64, 0, 4, 2, splits=splits)
     y = torch.full((m, n), float("nan"), dtype=half, device=device)
-    words_product(x, w, y, shape, rows=16, part=part)
+    words_product(x, w, y, shape, rows=16, part=part, left=left)
     assert error(y, want) < 5e-3
-    words_product(x, w, y, shape, rows=16, part=part, residual=residual, bias=bias)
+    words_product(x, w, y, shape, rows=16, part=part, left=left, residual=residual, bias=bias)
     assert error(y, want + residual.double() + bias.double()) < 5e-3
 
 
@@ -126,7 +126,7 @@ def experts(ids: list[int], count: int, device: str) -> tuple[torch.Tensor, torc
     return chosen.long(), order, starts
 
 
-@pytest.mark.parametrize("block", [Block(16, 64, 4, 2), Block(16, 128, 4, 2), Block(16, 64, 4, 2, splits=3)], ids=str)
+@pytest.mark.parametrize("block", [Block(16, 64, 4, 2), Block(16, 128, 4, 2, left=True), Block(16, 64, 4, 2, splits=3, chains=2)], ids=str)
 @pytest.mark.parametrize("k, biased", [(256, False), (160, True)])
 def test_pairs_and_their_experts(block: Block, k: int, biased: bool, half: torch.dtype, device: str):
     """One expert has more than a block holds, one has none; the last tile of k is cut off, as is the last of 192 channels."""
