@@ -24,8 +24,8 @@ import torch
 HIGH, WIDE = 64, 128  # rows and columns of a tile
 WORDS = WIDE // 8  # of a row in a tile
 QUARTER = 32  # columns that one shift of a tile's words gives; those of one exponent of MXFP4
-MOST = 128  # the largest exponent of MXFP4 that can be kept: its factor must be a bfloat16
-BIAS = 126  # what is added to an exponent: as the exponent of a bfloat16 it then makes up for 2 ** -126, too
+BIAS = 62  # what is added to an exponent of MXFP4: as that of a bfloat16, times a code, it gives 2 ** -64 of the number
+MOST = 192  # the largest exponent that stays a number so
 _INT_AT = (0, 4, 8, 12)
 _MX_AT = ((15, 6), (12, 3), (14, 0), (13, 9))  # sign, and the lowest of the other three bits
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -74,7 +74,7 @@ class MxWords:
         self.keep(code.to(torch.uint8).view(w.shape), exponent.to(torch.uint8))
 
     def keep(self, codes: torch.Tensor, exponents: torch.Tensor) -> None:
-        """Become codes [n, k] of 0 .. 15, the sign in the highest bit, with exponents uint8 [n, k / 32], none above MOST."""
+        """Become codes [n, k] of 0 .. 15, the sign in the highest bit, with exponents uint8 [n, k / 32]. What is above MOST is infinite."""
         n, k = codes.shape
         more = -k % WIDE
         codes = torch.nn.functional.pad(codes, (0, more))
@@ -82,7 +82,7 @@ class MxWords:
         fields = _quarters(codes)
         halves = [(f >> 3) << sign | (f & 7) << low for f, (sign, low) in zip(fields, _MX_AT, strict=True)]
         self.words.copy_(_join(halves))
-        own = (exponents.int() + BIAS).view(n // HIGH, HIGH, -1, 4).transpose(1, 2)
+        own = (exponents.int().clamp(max=MOST + 1) + BIAS).view(n // HIGH, HIGH, -1, 4).transpose(1, 2)
         self.scale.copy_(own[..., 0] | own[..., 1] << 8 | own[..., 2] << 16 | own[..., 3] << 24)
 
     def dequantize(self) -> torch.Tensor:
@@ -99,7 +99,8 @@ class MxWords:
         halves = _split(words)
         codes = [(h >> sign & 1) << 3 | h >> low & 7 for h, (sign, low) in zip([halves] * 4, _MX_AT, strict=True)]
         exponents = torch.stack([scale >> 8 * q & 255 for q in range(4)], -1) - BIAS - 127
-        return torch.ldexp(table[torch.stack(codes, -2)], exponents[..., None]).flatten(-2)
+        powers = torch.where(exponents > MOST - 127, float("inf"), torch.exp2(exponents.float()))
+        return (table[torch.stack(codes, -2)] * powers[..., None]).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)

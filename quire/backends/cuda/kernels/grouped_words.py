@@ -12,14 +12,14 @@ the bytes that are read are those of the file. With few pairs a product may be s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.unpack import mx_tile
+from quire.backends.cuda.kernels.unpack import MX_TIMES, mx_tile
 from quire.backends.torch.words import HIGH, MxWords
 
 
@@ -32,43 +32,20 @@ class Block:
     warps: int
     stages: int
     splits: int = 1
-    left: bool = False  # weights as the left operand: for many rows, as the larger instructions of Hopper want it
-    chains: int = 1
 
 
-# By how many rows an expert has on average: the first that has room for them, and some more.
-BLOCKS = (Block(8, 64, 4, 5), Block(16, 64, 4, 4), Block(32, 64, 4, 4), Block(64, 128, 4, 3), Block(128, 128, 8, 3))
+# By how many rows an expert has on average: what `benchmarks.gpu_kernels --only experts` found best on an H200. Small blocks are
+# multiplied by instructions that wait for nothing; large ones by Hopper's own.
+BLOCKS = ((2, Block(8, 128, 4, 4)), (10, Block(16, 128, 4, 4)), (40, Block(32, 128, 4, 3)), (256, Block(64, 128, 4, 3)))
+LARGEST = Block(128, 128, 4, 3)
+_FEW = 4, 4  # so many rows at most, and parts of k that fill the device then
 
 
-def block_of(pairs: int, count: int) -> Block:
-    """Which configuration so many pairs get: experts seldom have more than twice the average."""
-    if pairs <= 8:  # of one or two rows: no expert can have more
-        return BLOCKS[0]
-    return next((b for b in BLOCKS[1:] if 2 * pairs <= b.rows * count), BLOCKS[-1])
-
-
-@triton.jit
-def _add_tile(
-    acc, x_row, w_row, s_row, tile, k, inner, HIGH: tl.constexpr, EVEN: tl.constexpr, LEFT: tl.constexpr,
-    MAYBE: tl.constexpr, end,
-):  # fmt: skip
-    """acc plus a tile's products, its weights unpacked on the way. MAYBE: there may be no such tile."""
-    if MAYBE:
-        four = tl.load(w_row + tile * 1024, mask=tl.zeros([HIGH, 16], tl.int32) + tile < end, other=0)
-        factors = tl.load(s_row + tile * 64, mask=tl.zeros([HIGH], tl.int32) + tile < end, other=0)
-    else:
-        four = tl.load(w_row + tile * 1024)
-        factors = tl.load(s_row + tile * 64)
-    if EVEN and not MAYBE:
-        values = tl.load(x_row + tile * 128)
-    else:
-        values = tl.load(x_row + tile * 128, mask=(tile * 128 + inner < (tl.minimum(k, end * 128)))[None, :], other=0.0)
-    weights = mx_tile(four, factors, HIGH, values.dtype)
-    if LEFT:
-        acc = tl.dot(weights, tl.trans(values), acc)
-    else:
-        acc = tl.dot(values, tl.trans(weights), acc)
-    return acc
+def block_of(pairs: int, count: int, top: int, gated: bool = False) -> Block:
+    """Which configuration so many pairs of rows and their `top` choices get."""
+    block = next((b for most, b in BLOCKS if pairs <= most * count), LARGEST)
+    rows = pairs // max(top, 1)
+    return replace(block, splits=_FEW[1]) if rows <= _FEW[0] and not gated else block
 
 
 @Launcher
@@ -77,7 +54,7 @@ def _grouped_words(
     x, words, scale, y, bias, order, starts, pairs, count, n, k, tiles, limit, stride_x, stride_y,
     E_PAD: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GATED: tl.constexpr,
     LIMIT: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    LEFT: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     part = tl.program_id(2)
@@ -118,20 +95,16 @@ def _grouped_words(
     w_row = words + first[:, None] * 16 + tl.arange(0, 16)[None, :]
     s_row = scale + first
     share = tl.cdiv(tiles, SPLITS)
-    acc = tl.zeros([HIGH, BLOCK_M] if LEFT else [BLOCK_M, HIGH], tl.float32)
-    begin = part * share
-    end = tl.minimum(tiles, begin + share)
-    if CHAINS == 2:  # two tiles at a time: the second is unpacked while the first is multiplied
-        more = tl.zeros([HIGH, BLOCK_M] if LEFT else [BLOCK_M, HIGH], tl.float32)
-        for tile in range(begin, end, 2):
-            acc = _add_tile(acc, x_row, w_row, s_row, tile, k, inner, HIGH, EVEN, LEFT, False, end)
-            more = _add_tile(more, x_row, w_row, s_row, tile + 1, k, inner, HIGH, EVEN, LEFT, True, end)
-        acc += more
-    else:
-        for tile in range(begin, end):
-            acc = _add_tile(acc, x_row, w_row, s_row, tile, k, inner, HIGH, EVEN, LEFT, False, end)
-    if LEFT:
-        acc = tl.trans(acc)
+    acc = tl.zeros([HIGH, BLOCK_M], tl.float32)
+    for tile in range(part * share, tl.minimum(tiles, part * share + share)):
+        four = tl.load(w_row + tile * 1024)
+        factors = tl.load(s_row + tile * 64)
+        if EVEN:
+            values = tl.load(x_row + tile * 128)
+        else:
+            values = tl.load(x_row + tile * 128, mask=(tile * 128 + inner < k)[None, :], other=0.0)
+        acc = tl.dot(mx_tile(four, factors, HIGH, values.dtype), tl.trans(values), acc)
+    acc = tl.trans(acc) * MX_TIMES
     if GATED:
         acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, CHANNELS]), 0, 2, 1))
     col = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -163,7 +136,7 @@ def grouped_words(
     gated: bool = False,
     limit: float | None = None,
     bias: torch.Tensor | None = None,
-    block: Block | None = None,
+    block: Block,
     pdl: bool = False,
 ) -> None:
     """The product of each pair with its expert's matrix, as `grouped` has it; w has those of all experts, one below the other.
@@ -171,7 +144,6 @@ def grouped_words(
     y is [P, n], or with a block that splits k [splits, P, n] float32, whose parts somebody adds; the bias is in the first.
     """
     count, pairs, n, k = starts.shape[0] - 1, order.shape[0], y.shape[-1], x.shape[1]
-    block = block_of(pairs, count) if block is None else block
     if w.shape != (count * (2 * n if gated else n), k) or y.shape[-2] != pairs or x.stride(1) != 1 or n % HIGH:
         raise ValueError(f"rows {list(x.shape)} and experts {count} x {list(w.shape)} into {list(y.shape)}")
     if x.shape[0] * max(top, 1) != pairs:
@@ -184,5 +156,5 @@ def grouped_words(
         x, w.words, w.scale, y, x if bias is None else bias, order, starts, pairs, count, n, k, w.words.shape[1],
         limit or 0.0, x.stride(0), y.stride(-2), E_PAD=triton.next_power_of_2(count), TOP=top, BLOCK_M=block.rows,
         HIGH=block.high, GATED=gated, LIMIT=limit is not None, BIAS=bias is not None, SPLITS=block.splits,
-        EVEN=k % 128 == 0, LEFT=block.left, CHAINS=block.chains, PDL=pdl, num_warps=block.warps, num_stages=block.stages, **launch,
+        EVEN=k % 128 == 0, PDL=pdl, num_warps=block.warps, num_stages=block.stages, **launch,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Tiles of four-bit matrices (backends/torch/words.py) as numbers in registers, laid out as a tensor core takes its left operand.
 
-A word of eight codes becomes four registers of two bfloat16 each, by masks and shifts; no number is converted or moved. In
-Triton's interpreter, which has neither bfloat16 nor inline assembly, the same bits become float32 and then the rows' own type.
+A word of eight codes becomes four registers of two bfloat16 each, by masks, shifts and one product; nothing is converted or moved.
+So that no scale a file may have overflows on the way, the numbers are a power of two less than they should be, which whoever sums
+with them makes up for at the end: MX_TIMES and INT_TIMES. In Triton's interpreter, which has neither bfloat16 nor inline assembly, the same bits become float32 and then the rows' own type.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -22,6 +23,10 @@ FIELDS = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0: all of a code
 NIBBLES = tl.constexpr(0x00F000F0)  # a code of an integer where it is 2 ** -129 of itself
 
 
+MX_TIMES = tl.constexpr(1.0 if knobs.runtime.interpret else 2.0**64)
+INT_TIMES = tl.constexpr(1.0 if knobs.runtime.interpret else 2.0**18)
+
+
 @triton.jit
 def _two(bits, like: tl.constexpr):
     """int32 [N, 16], two bfloat16 in each, as numbers [N, 16, 2]."""
@@ -39,7 +44,7 @@ def _scaled(bits, factor, like: tl.constexpr):
     """The same, times the two bfloat16 in each of factor int32 [N]. Exact where factors are powers of two."""
     if INTERPRETED:
         numbers = _two(bits, tl.float32) * (factor << 16).to(tl.float32, bitcast=True)[:, None, None]
-        return numbers.to(like)
+        return (numbers * 1.8446744073709552e19).to(like)
     wide = tl.broadcast_to(factor[:, None], bits.shape)
     product = tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [bits, wide], dtype=tl.int32, is_pure=True, pack=1
@@ -102,8 +107,8 @@ def _int_quarter(words, pair, Q: tl.constexpr, like: tl.constexpr):
         codes = _two(bits, tl.float32) * 4.0 * 1.7014118346046923e38
         return (codes * scale[:, None, None] + zero[:, None, None]).to(like)
     near = scale.to(tl.bfloat16).to(tl.float32)
-    zero += 8.0 * (scale - near)
-    factor = _twice(near * 4.0 * 1.7014118346046923e38)  # 2 ** 129 of it: scales are below a quarter
+    zero = (zero + 8.0 * (scale - near)) * 3.814697265625e-06  # 2 ** -18 of it
+    factor = _twice(near * 2.596148429267414e33)  # 2 ** 111 of it, which makes up for the 2 ** -129 of a code but for that
     made = tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r",
         [bits, tl.broadcast_to(factor[:, None], bits.shape), tl.broadcast_to(_twice(zero)[:, None], bits.shape)],

@@ -1,7 +1,7 @@
 """Products with four-bit integers that lie in tiles of words, for any number of rows: w = scale[group] * code + zero[group].
 
 The weights of a tile become bfloat16 in registers, once for all rows of a program (unpack.py): the bytes that are read are those of
-the codes. Where a program has few rows the weights are the left operand, for many they go through shared memory as the right one.
+the codes. Weights are the left operand: few rows then fill the tensor cores, too.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts, gate, store_part
-from quire.backends.cuda.kernels.unpack import INTERPRETED, int_tile
+from quire.backends.cuda.kernels.unpack import INT_TIMES, INTERPRETED, int_tile
 from quire.backends.torch.words import IntWords
 
 
@@ -37,7 +37,7 @@ def _ask(rows, LINES: tl.constexpr):
 def _words_product(
     x, words, scale, y, residual, bias, part, m, n, k, tiles, stride_x, stride_y, stride_r,
     BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     CHANNELS: tl.constexpr = HIGH // 2 if SWIGLU else HIGH
     GROUPS: tl.constexpr = 128 // GROUP
@@ -60,17 +60,13 @@ def _words_product(
     inner = tl.arange(0, 128)
     here = (rows < m)[:, None]
     x_row = x + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
-    acc = tl.zeros([HIGH, BLOCK_M] if LEFT else [BLOCK_M, HIGH], tl.float32)
+    acc = tl.zeros([HIGH, BLOCK_M], tl.float32)
     for tile in range(begin, end):
         four = tl.load(w_row[:, None] + tile * 1024 + word[None, :])
         values = tl.load(x_row + tile * 128, mask=here, other=0.0)
         weights = int_tile(four, s_row + tile * GROUPS * 64, GROUP, HIGH, x.dtype.element_ty)
-        if LEFT:
-            acc = tl.dot(weights, tl.trans(values), acc)
-        else:
-            acc = tl.dot(values, tl.trans(weights), acc)
-    if LEFT:
-        acc = tl.trans(acc)
+        acc = tl.dot(weights, tl.trans(values), acc)
+    acc = tl.trans(acc) * INT_TIMES
     if SWIGLU:
         acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, CHANNELS]), 0, 2, 1))
         acc = gate(acc, up, SWIGLU)
@@ -95,7 +91,6 @@ def words_product(
     gelu: bool = False,
     part: torch.Tensor | None = None,
     add_parts: bool = True,
-    left: bool = True,
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, `rows` of x in a program.
 
@@ -118,7 +113,7 @@ def words_product(
     _words_product[(triton.cdiv(n, channels), triton.cdiv(m, rows), shape.splits)](
         x, w.words, w.scale, y, res, b, y if part is None else part, m, n, k, w.words.shape[1], x.stride(0), y.stride(0),
         res.stride(0), BLOCK_M=rows, HIGH=shape.block_n, GROUP=w.group, SPLITS=shape.splits,
-        SWIGLU=2 if swiglu and gelu else swiglu, LEFT=left, PDL=shape.pdl, LINES=shape.lines,
+        SWIGLU=2 if swiglu and gelu else swiglu, PDL=shape.pdl, LINES=shape.lines,
         **(ends if single else {"BIAS": False, "RESIDUAL": False}), **launch,
     )  # fmt: skip
     if not single and add_parts:
