@@ -122,6 +122,7 @@ class DeterministicBackend(CudaBackend):
 
     kernels = DeterministicKernels
     shares = False
+    packs = False
 
     def describe(self) -> str:
         return f"{super().describe()}, the same bits in any batch"

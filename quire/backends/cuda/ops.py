@@ -155,7 +155,7 @@ class CudaKernels(TorchKernels):
     def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
         if not fits(mixture, self.dtype):
             return super().moe(x, logits, mixture)
-        return mix(x, logits, mixture, pdl=self._chain)
+        return mix(x, logits, mixture, exact=self.invariant, pdl=self._chain)
 
     def _normed(
         self,

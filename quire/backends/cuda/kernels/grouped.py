@@ -44,9 +44,22 @@ TILES = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 WIDE = Tile(16, 64, 4, 2)
 # Weights with scales for tiles: the last one is for rows of fp8, and keeps three sums at a time.
 TILED = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3))
-# fp8 with a scale for each row: few rows as they are, in which nobody waits for a conversion; more in fp8 too.
-FP8_FEW = Tile(8, 64, 4, 4)
-FP8 = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+# fp8 with a scale for each row, by how many rows an expert has on average: gate and up, then down. Few rows stay as they are, in
+# blocks whose instructions take what was converted from registers; more are fp8 too, and nothing is converted.
+FP8_FEW = (Tile(8, 64, 4, 4), Tile(8, 128, 4, 3))
+FP8 = (
+    (4, FP8_FEW),
+    (24, (Tile(32, 128, 4, 5), Tile(32, 256, 8, 3))),
+    (64, (Tile(64, 128, 8, 4), Tile(64, 256, 8, 3))),
+)
+_FEW_PAIRS = 64  # of however few experts: rounding rows would cost more than it gains
+FP8_MANY = (Tile(128, 128, 8, 4), Tile(128, 256, 8, 3))
+
+
+def fp8_tile(pairs: int, count: int, gated: bool) -> Tile:
+    if pairs <= _FEW_PAIRS:
+        return FP8_FEW[0 if gated else 1]
+    return next((own for most, own in FP8 if pairs <= most * count), FP8_MANY)[0 if gated else 1]
 
 
 def tile_of(dtype: torch.dtype, pairs: int, count: int, tiled: bool = False) -> Tile:
@@ -233,7 +246,8 @@ def grouped(
     by_row = isinstance(w, Scaled) and w.codes.dtype == E4M3
     if (x_scale is not None or x.dtype == E4M3) and not (x_scale is not None and (by_row or isinstance(w, Tiled))):
         raise ValueError("rows of fp8 have scales, and are multiplied with fp8")
-    tile = tile_of(x.dtype, pairs, count, isinstance(w, Tiled)) if tile is None else tile
+    if tile is None:
+        tile = fp8_tile(pairs, count, gated) if by_row else tile_of(x.dtype, pairs, count, isinstance(w, Tiled))
     codes, scale, zero, group, height, step = w, x, x, 0, 0, BLOCK_K
     if isinstance(w, Tiled):
         codes, scale, height, step = w.codes, w.scale, w.height, WIDTH
