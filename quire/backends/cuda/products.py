@@ -29,7 +29,16 @@ from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.int8 import int8_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
 from quire.backends.cuda.kernels.swiglu import swiglu
-from quire.backends.cuda.kernels.tuning import FEW, ROWS, TILED_ROWS, WIDE, WORDS_ROWS, int4_shape, skinny_shape, words_shape
+from quire.backends.cuda.kernels.tuning import (
+    FEW,
+    ROWS,
+    TILED_ROWS,
+    WIDE,
+    WORDS_ROWS,
+    int4_shape,
+    skinny_shape,
+    words_shape,
+)
 from quire.backends.cuda.kernels.words_product import words_product
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, Tiled, Weight
@@ -274,7 +283,11 @@ class QuantizedProducts:
         return part if leave and part is not None else y
 
     def _many(
-        self, x: torch.Tensor | Unnormed | Rows, weight: Scaled | Int4 | IntWords, bias: torch.Tensor | None, y: torch.Tensor
+        self,
+        x: torch.Tensor | Unnormed | Rows,
+        weight: Scaled | Int4 | IntWords,
+        bias: torch.Tensor | None,
+        y: torch.Tensor,
     ) -> None:
         """More rows than the kernels of our own are for."""
         n, k = weight.shape

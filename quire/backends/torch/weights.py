@@ -59,7 +59,9 @@ class Words:
     group: int
 
 
-Kind: TypeAlias = torch.dtype | int | Tiles | Words  # numbers or codes of a type, the group of four-bit codes, FP8 in tiles, …
+Kind: TypeAlias = (
+    torch.dtype | int | Tiles | Words
+)  # numbers or codes of a type, the group of four-bit codes, FP8 in tiles, …
 
 
 class Weights:
@@ -161,7 +163,9 @@ class Weights:
             return []
         size = sum(t.nbytes for _, held in own for t in tensors(held))
         plain = sum(math.prod(w.shape) for w, _ in own) * self.dtype.itemsize
-        return [f"packed: {len(own)} matrices of MXFP4, {size / 2**20:.0f} MiB ({plain / 2**20:.0f} as {_name(self.dtype)})"]
+        return [
+            f"packed: {len(own)} matrices of MXFP4, {size / 2**20:.0f} MiB ({plain / 2**20:.0f} as {_name(self.dtype)})"
+        ]
 
     def _told_expanded(self) -> list[str]:
         """What takes more than its codes do in the file."""

@@ -42,7 +42,9 @@ class MxWords:
     """A matrix of MXFP4. What the last tile has more columns than the matrix is zero."""
 
     words: torch.Tensor  # [n / 64, tiles of columns, 64, 16] int32
-    scale: torch.Tensor  # [n / 64, tiles of columns, 64] int32: a byte for each 32 columns, exponent + BIAS, the first lowest
+    scale: (
+        torch.Tensor
+    )  # [n / 64, tiles of columns, 64] int32: a byte for each 32 columns, exponent + BIAS, the first lowest
     k: int
 
     @classmethod
@@ -108,7 +110,9 @@ class IntWords:
     """A matrix of four-bit integers, with a scale and a zero for every `group` columns of a row."""
 
     words: torch.Tensor  # [n / 64, k / 128, 64, 16] int32
-    scale: torch.Tensor  # [n / 64, k / group, 64] int32: two float16, the scale in the low half, the zero in the high one
+    scale: (
+        torch.Tensor
+    )  # [n / 64, k / group, 64] int32: two float16, the scale in the low half, the zero in the high one
     group: int
 
     @classmethod
@@ -141,7 +145,9 @@ class IntWords:
         self.keep(*nearest(w, self.group))
 
     def dequantize(self) -> torch.Tensor:
-        found = self._floats(self.words, self.scale.transpose(1, 2).unflatten(2, (self.words.shape[1], -1)).transpose(1, 2))
+        found = self._floats(
+            self.words, self.scale.transpose(1, 2).unflatten(2, (self.words.shape[1], -1)).transpose(1, 2)
+        )
         return found.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,9 @@ def _int_quarter(words, pair, Q: tl.constexpr, like: tl.constexpr):
         return (codes * scale[:, None, None] + zero[:, None, None]).to(like)
     near = scale.to(tl.bfloat16).to(tl.float32)
     zero = (zero + 8.0 * (scale - near)) * 3.814697265625e-06  # 2 ** -18 of it
-    factor = _twice(near * 2.596148429267414e33)  # 2 ** 111 of it, which makes up for the 2 ** -129 of a code but for that
+    factor = _twice(
+        near * 2.596148429267414e33
+    )  # 2 ** 111 of it, which makes up for the 2 ** -129 of a code but for that
     made = tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r",
         [bits, tl.broadcast_to(factor[:, None], bits.shape), tl.broadcast_to(_twice(zero)[:, None], bits.shape)],

@@ -93,7 +93,9 @@ def test_rows_are_whole_tiles():
         mx(128, 32)[0].rows(0, 32)
 
 
-@pytest.mark.parametrize("m, n, k, group", [(1, 64, 256, 128), (5, 128, 128, 32), (19, 192, 256, 64), (40, 64, 384, 128)])
+@pytest.mark.parametrize(
+    "m, n, k, group", [(1, 64, 256, 128), (5, 128, 128, 32), (19, 192, 256, 64), (40, 64, 384, 128)]
+)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_product_with_integers(m: int, n: int, k: int, group: int, splits: int, half: torch.dtype, device: str):
     w, dense = integers(n, k, group)
@@ -161,7 +163,9 @@ def test_gated_experts(limit: float | None, half: torch.dtype, device: str):
     chosen, order, starts = experts([2, 0, 0, 2], 3, device)
     x = torch.randn(2, k, generator=torch.Generator().manual_seed(1)).to(half).to(device)
     y = torch.full((4, n), float("nan"), dtype=half, device=device)
-    grouped_words(x, on(w, device), y, order, starts, top=2, gated=True, limit=limit, bias=bias, block=Block(16, 64, 4, 2))
+    grouped_words(
+        x, on(w, device), y, order, starts, top=2, gated=True, limit=limit, bias=bias, block=Block(16, 64, 4, 2)
+    )
     both = torch.einsum("pk,pnk->pn", x.double().repeat_interleave(2, 0), dense.to(device).view(3, 2 * n, k)[chosen])
     gate, up = (both + bias.double()[chosen]).chunk(2, 1)
     if limit is None:
