@@ -76,7 +76,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class ShapeTensors:
-    """Weights that are only shapes: each a view of one number, as wide as is asked for."""
+    """Weights that are only shapes: each a view of one number, as wide as is asked for. Random ones are made around it: 1 for a norm's
+    gain, 0 for all else, as biases of 1 would send every row to the same experts."""
 
     def __init__(self) -> None:
         self._taken: dict[str, Dense] = {}
@@ -132,7 +133,8 @@ class ShapeTensors:
 
     def _make(self, name: str, shape: tuple[int, ...]) -> Dense:
         if name not in self._taken:
-            self._taken[name] = Dense(np.broadcast_to(np.zeros(1, np.uint16), shape), "bf16")
+            around = 0x3F80 if len(shape) == 1 and "norm" in name else 0  # of bfloat16
+            self._taken[name] = Dense(np.broadcast_to(np.array([around], np.uint16), shape), "bf16")
         return self._taken[name]
 
 

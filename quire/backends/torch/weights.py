@@ -315,9 +315,10 @@ class Weights:
 
     def _fill(self, layout: Layout, into: torch.Tensor, feed: Feed | None) -> None:
         if self._random is not None:
-            into.normal_(0.0, _SPREAD, generator=self._random)
+            around = float(layout.dequantize(slice(0, 1))[0]) if into.dim() == 1 else 0.0  # 1 for a norm
+            into.normal_(around, _SPREAD, generator=self._random)
             if into.dim() == 1:
-                into.copy_(into.add_(1.0).to(self.dtype))  # a norm near 1, as a trained model's file would have it
+                into.copy_(into.to(self.dtype))  # as a trained model's file would have it
         elif feed is not None:
             for start, stop, rows in feed.rows(layout):
                 into[start:stop] = rows if isinstance(layout, Dense) else _numbers(rows, layout)

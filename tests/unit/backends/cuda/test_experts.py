@@ -144,8 +144,8 @@ def test_a_mixture_of_every_kind_of_weight(kind: torch.dtype | int | type | None
 @pytest.mark.parametrize("rows", [1, 21])
 def test_a_mixture_of_four_bits(rows: int, device: str, half: torch.dtype):
     """One row, whose products leave parts, and more; with what gpt-oss has, and a last tile that is cut off."""
-    m = mixture(160, 192, 5, Routing(3, renormalize=True), half, device, kind=MxWords, biased=True, limit=1.5)
-    x, logits = torch.randn(rows, 160).to(device).to(half), torch.randn(rows, 5).to(device)
+    m = mixture(192, 192, 5, Routing(3, renormalize=True), half, device, kind=MxWords, biased=True, limit=1.5)
+    x, logits = torch.randn(rows, 192).to(device).to(half), torch.randn(rows, 5).to(device)
     want = by_hand(x, logits, m)
     bound = 2e-2 if half == torch.bfloat16 else 3e-3
     assert error(module.mix(x, logits, m), want) < bound
