@@ -23,7 +23,7 @@ from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.caches import Cache
-from quire.backends.torch.kernels import PLAIN, Sight
+from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 
@@ -83,6 +83,11 @@ class DeterministicKernels(CudaKernels):
     ) -> tuple[torch.Tensor, Any]:
         product(x, weight, residual, bias=bias, residual=residual, pdl=self._chain)
         return residual, self.rms_norm(residual, norm, eps)
+
+    def add_norm(
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
+    ) -> tuple[torch.Tensor, Any]:
+        return TorchKernels.add_norm(self, a, b, weight, eps, soon=soon)  # with the norm that all others are
 
     def attend(
         self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight = PLAIN

@@ -1,4 +1,4 @@
-"""A mixture of experts on the GPU: five launches, whose grids depend on the number of rows alone.
+"""A mixture of experts on the GPU: five launches, whose grids depend on the number of rows alone; of few rows four, or three.
 
     route, place      who goes where, and the pairs of (row, choice) in the order of experts
     grouped, twice    gate and up with their activation, then down; a row of results for each pair
@@ -17,7 +17,7 @@ import torch
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.grouped import FP8_FEW, TILED, add_shares, fp8_tile, grouped, tile_of
 from quire.backends.cuda.kernels.grouped_words import block_of, grouped_words
-from quire.backends.cuda.kernels.route import place, route
+from quire.backends.cuda.kernels.route import FEW, place, route, route_few
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.quantized import E4M3, Int4, Mixed, Scaled, Tiled, Weight
@@ -33,33 +33,61 @@ def fits(m: Mixture, dtype: torch.dtype) -> bool:
     return not any(isinstance(w, Mixed | IntWords) for w in both) and (dtype != torch.float32 or not any(packed))
 
 
-def mix(x: torch.Tensor, logits: torch.Tensor, m: Mixture, *, exact: bool = False, pdl: bool = False) -> torch.Tensor:
-    """x [T, d] through the experts that its logits choose. exact: rows are never rounded on the way to fp8 weights, however many."""
+def mix(
+    x: torch.Tensor, logits: torch.Tensor, m: Mixture, *, exact: bool = False, loose: bool = False, pdl: bool = False
+) -> torch.Tensor:
+    """x [T, d] through the experts that its logits choose.
+
+    exact: rows are never rounded on the way to fp8 weights, however many. loose: of few rows perhaps parts [P, T, d], float32, for
+    whoever adds the result to something to add up.
+    """
     rows, top = x.shape[0], m.routing.top
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows == 0:
-        return out
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     experts = torch.empty(rows, top, dtype=torch.int32, device=x.device)
     shares = torch.empty(rows, top, dtype=torch.float32, device=x.device)
+    if rows <= FEW and m.routing.groups == 1:
+        order, starts = _places(rows * top, m.count, x.device)
+        route_few(logits, m.routing_bias, m.routing, experts, shares, order, starts, pdl=pdl)
+        loose = loose and isinstance(m.down, MxWords)
+        out = None if loose else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return _through(x, order, starts, shares, m, out, exact, pdl)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     route(logits, m.routing_bias, m.routing, experts, shares, pdl=pdl)
     step = max(1, _SPACE // (top * (x.shape[1] + m.inner) * x.element_size()))
     for first in range(0, rows, step):
         own = slice(first, min(rows, first + step))
-        _through(x[own], experts[own], shares[own], m, out[own], exact, pdl)
+        order, starts = _places(experts[own].numel(), m.count, x.device)
+        place(experts[own], order, starts, pdl=pdl)
+        _through(x[own], order, starts, shares[own], m, out[own], exact, pdl)
     return out
 
 
+def _places(pairs: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the order of pairs goes, and where each expert's begin."""
+    made = torch.empty(pairs + count + 1, dtype=torch.int32, device=device)
+    return made[:pairs], made[pairs:]
+
+
 def _through(
-    x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor, m: Mixture, out: torch.Tensor, exact: bool, pdl: bool
-) -> None:
-    pairs, top = experts.numel(), experts.shape[1]
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    starts = torch.empty(m.count + 1, dtype=torch.int32, device=x.device)
-    place(experts, order, starts, pdl=pdl)
+    x: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    shares: torch.Tensor,
+    m: Mixture,
+    out: torch.Tensor | None,
+    exact: bool,
+    pdl: bool,
+) -> torch.Tensor:
+    """Into `out`, or parts where there is none."""
+    top = shares.shape[1]
     told: dict[str, Any] = {"order": order, "starts": starts, "exact": exact, "pdl": pdl}
     inner = _grouped(x, m.both, m.inner, top=top, gated=True, limit=m.limit, bias=m.both_bias, **told)
+    if out is None:
+        return _grouped(inner, m.down, x.shape[1], bias=m.down_bias, choices=top, shares=shares, **told)
     results = _grouped(inner, m.down, x.shape[1], bias=m.down_bias, choices=top, **told)
     add_shares(results, shares, out, pdl=pdl)
+    return out
 
 
 def _grouped(
@@ -80,6 +108,8 @@ def _grouped(
     if isinstance(w, MxWords):
         block = block_of(pairs, count, options.get("top", choices), gated)
         shape, kind = ((pairs, n), x.dtype) if block.splits == 1 else ((block.splits, pairs, n), torch.float32)
+        if "shares" in options:
+            shape, kind = (block.splits * choices, pairs // choices, n), torch.float32
         y = torch.empty(shape, dtype=kind, device=x.device)
         grouped_words(x, w, y, order, starts, block=block, pdl=pdl, **options)
         return y

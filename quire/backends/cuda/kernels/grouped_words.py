@@ -51,9 +51,9 @@ def block_of(pairs: int, count: int, top: int, gated: bool = False) -> Block:
 @Launcher
 @triton.jit(do_not_specialize=["pairs", "count", "tiles"])
 def _grouped_words(
-    x, words, scale, y, bias, order, starts, pairs, count, n, k, tiles, limit, stride_x, stride_y,
+    x, words, scale, y, bias, shares, order, starts, pairs, count, n, k, tiles, limit, stride_x, stride_y,
     E_PAD: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, CHOICES: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
@@ -121,6 +121,9 @@ def _grouped_words(
             acc = acc * (1.0 / (1.0 + tl.exp(-1.702 * acc))) * up
         else:
             acc = acc * (1.0 / (1.0 + tl.exp(-acc))) * up
+    if CHOICES > 0:  # parts that a norm adds: [part, choice, row]
+        acc *= tl.load(shares + pair, mask=live, other=0.0)[:, None]
+        target = pair % CHOICES * (pairs // CHOICES) + pair // CHOICES
     place = y + (part * pairs + target).to(tl.int64)[:, None] * stride_y + col[None, :]
     tl.store(place, acc.to(y.dtype.element_ty), mask=live[:, None] & (col < n)[None, :])
 
@@ -136,25 +139,31 @@ def grouped_words(
     gated: bool = False,
     limit: float | None = None,
     bias: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
     block: Block,
     pdl: bool = False,
 ) -> None:
     """The product of each pair with its expert's matrix, as `grouped` has it; w has those of all experts, one below the other.
 
     y is [P, n], or with a block that splits k [splits, P, n] float32, whose parts somebody adds; the bias is in the first.
+    With `shares` [T, top] each result is multiplied with its own, and y is [splits * top, T, n]: its sum is all there is to add.
     """
     count, pairs, n, k = starts.shape[0] - 1, order.shape[0], y.shape[-1], x.shape[1]
-    if w.shape != (count * (2 * n if gated else n), k) or y.shape[-2] != pairs or x.stride(1) != 1 or n % HIGH:
+    if w.shape != (count * (2 * n if gated else n), k) or y.numel() != pairs * n * (block.splits if y.ndim == 3 else 1) or x.stride(1) != 1 or n % HIGH:
         raise ValueError(f"rows {list(x.shape)} and experts {count} x {list(w.shape)} into {list(y.shape)}")
     if x.shape[0] * max(top, 1) != pairs:
         raise ValueError(f"{x.shape[0]} rows, {top} choices each, are not {pairs} pairs")
-    if block.splits > 1 and (gated or y.shape[0] != block.splits or y.dtype != torch.float32 or not y.is_contiguous()):
+    choices = 0 if shares is None else shares.shape[1]
+    if shares is not None:
+        if gated or shares.numel() != pairs or y.shape != (block.splits * choices, pairs // choices, n):
+            raise ValueError(f"shares {list(shares.shape)} of {pairs} pairs into {list(y.shape)}")
+    elif block.splits > 1 and (gated or y.shape[0] != block.splits or y.dtype != torch.float32 or not y.is_contiguous()):
         raise ValueError(f"{block.splits} parts of sums into {list(y.shape)}")
     blocks = min(pairs, pairs // block.rows + count)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _grouped_words[(triton.cdiv(n, block.high // 2 if gated else block.high), blocks, block.splits)](
-        x, w.words, w.scale, y, x if bias is None else bias, order, starts, pairs, count, n, k, w.words.shape[1],
+        x, w.words, w.scale, y, x if bias is None else bias, x if shares is None else shares, order, starts, pairs, count, n, k, w.words.shape[1],
         limit or 0.0, x.stride(0), y.stride(-2), E_PAD=triton.next_power_of_2(count), TOP=top, BLOCK_M=block.rows,
-        HIGH=block.high, GATED=gated, LIMIT=limit is not None, BIAS=bias is not None, SPLITS=block.splits,
+        HIGH=block.high, GATED=gated, LIMIT=limit is not None, BIAS=bias is not None, SPLITS=block.splits, CHOICES=choices,
         EVEN=k % 128 == 0, PDL=pdl, num_warps=block.warps, num_stages=block.stages, **launch,
     )  # fmt: skip
