@@ -109,7 +109,7 @@ def model(name: str = "") -> Path:
     """Where a model is, the default one without a name; it is fetched, with progress, if it is not on this machine."""
     from quire.cli.pull import here
     from quire.config import DEFAULT_MODEL
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
     return Path(here(Store(), name or DEFAULT_MODEL))
 

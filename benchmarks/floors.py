@@ -127,7 +127,7 @@ class Cost:
 def cost(path: Path) -> Cost:
     """From the file's own header."""
     from quire.models import load
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
 
     with GGUF.open(path) as gguf:
         page = load(gguf).kv(1, 16)

@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, rates: tuple[float, float]):
         from quire.config import EngineConfig, Environment
-        from quire.engine.build import build_engine
+        from quire.engine.construction.build import build_engine
 
         self.args = args
         if args.skinny is not None:

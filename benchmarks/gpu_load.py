@@ -81,7 +81,7 @@ def ours(source: str, quantize: str) -> float:
     import torch
 
     from quire.config import EngineConfig, Environment
-    from quire.engine.build import build_engine
+    from quire.engine.construction.build import build_engine
 
     torch.zeros(1, device="cuda")
     config = EngineConfig(

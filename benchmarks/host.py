@@ -27,12 +27,12 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine import wire
+from quire.engine.constraints.enforce import Guides
 from quire.engine.engine import Engine
-from quire.engine.guides import Guides
 from quire.engine.limits import standard
-from quire.engine.pending import Pending
 from quire.engine.scheduler import Scheduler
+from quire.engine.transport import wire
+from quire.engine.transport.pending import Pending
 from quire.engine.types import Event, Request
 from quire.layouts import Floats
 from quire.runner.params import SamplingParams
@@ -53,8 +53,8 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
     """A device runner whose graphs do nothing, and whose sampler takes the first token."""
     import torch
 
-    from quire.backends.torch.sampler import DeviceSampler, Wishes
-    from quire.runner.device_runner import DeviceRunner
+    from quire.backends.torch.sampler import DeviceSampler, SamplingMetadata
+    from quire.runner.device.runner import DeviceRunner
 
     tokens = torch.zeros(max(sequences, BUDGET), dtype=torch.int64)
 
@@ -62,13 +62,13 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         def greedy(self, logits: torch.Tensor) -> torch.Tensor:
             return tokens[: logits.shape[0]]
 
-        def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-            return tokens[: logits.shape[0] if wishes.rows is None else wishes.rows.shape[0]]
+        def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+            return tokens[: logits.shape[0] if metadata.rows is None else metadata.rows.shape[0]]
 
         def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
             return torch.zeros(logits.shape[0], 2 + 2 * top, dtype=torch.float64)
 
-        def practise(self, logits: torch.Tensor) -> None:
+        def warm_up(self, logits: torch.Tensor) -> None:
             pass
 
     class Program:
@@ -83,7 +83,7 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         def launch(self, batch: Any) -> torch.Tensor:
             return self._logits[: batch.logit_rows.shape[0]]
 
-        def rehearsal(self) -> AbstractContextManager[None]:
+        def compile_only(self) -> AbstractContextManager[None]:
             return nullcontext()
 
     class Graph:
@@ -98,8 +98,8 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         Program(), kv=kv, vocab_size=VOCAB, max_seqs=sequences, max_tokens=BUDGET, max_context=context,
         max_rows=max(sequences, 512), padded=True,
     )  # fmt: skip
-    runner._decoder._graphs = runner._prompter._graphs = Graphs()
-    runner._decoder._tokens.zero_()  # where a graph would leave them
+    runner._decode.ladder.graphs = runner._prefill.ladder.graphs = Graphs()
+    runner._decode.ladder.tokens.zero_()  # where a graph would leave them
     return runner
 
 
@@ -227,7 +227,7 @@ def texts(news: list[Event], rounds: int = 20) -> list[float]:
     from quire.config import DEFAULT_MODEL
     from quire.observe.errors import QuireError
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
     try:
         with open_checkpoint(str(Store().resolve(DEFAULT_MODEL))) as checkpoint:

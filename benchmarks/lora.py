@@ -38,7 +38,7 @@ def write_adapters(path: str, folder: Path, count: int, rank: int) -> dict[str, 
     from quire import models
     from quire.models.sites import HEAD, Sites
     from quire.weights.checkpoint import open_checkpoint
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
 
     with open_checkpoint(path) as checkpoint:
         model = models.load(checkpoint)

@@ -58,7 +58,7 @@ class Bench:
 
     def __init__(self, path: str, threads: int, context: int, max_seqs: int):
         from quire.config import EngineConfig, Environment
-        from quire.engine.build import build_engine
+        from quire.engine.construction.build import build_engine
 
         config = EngineConfig(path=path, backend="native", threads=threads, context=context, max_seqs=max_seqs)
         self.engine, self.info = build_engine(config, Environment.read())

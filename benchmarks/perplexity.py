@@ -109,7 +109,7 @@ class Stream:
     """One greedy stream at one depth."""
 
     def __init__(self, path: str, threads: int, dtype: str, depth: int, decode: int):
-        from quire.engine.build import build_engine
+        from quire.engine.construction.build import build_engine
 
         config = EngineConfig(
             path=path, backend="native", threads=threads, context=depth + decode + 1, max_seqs=1, kv_dtype=dtype
@@ -148,9 +148,9 @@ class Side:
 def measure_quality(args: argparse.Namespace, sides: tuple[Side, Side], threads: int) -> dict[str, Any]:
     """Of each text: the perplexity of both sides, and how much more the second loses."""
     from quire.backends.choose import open_backend
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.models import load
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
 
     with ExitStack() as stack:
         files = {side.path: stack.enter_context(GGUF.open(side.path)) for side in sides}

@@ -78,7 +78,7 @@ def main() -> None:
     from quire.backends.native.backend import NativeBackend
     from quire.config import DEFAULT_MODEL, available_cores
     from quire.models import load
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import files
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.engine import Engine
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
@@ -44,8 +44,8 @@ class Stream:
     """An engine, driven step by step with one request."""
 
     def __init__(self, model: str):
-        from quire.chat.tokenizer import Tokenizer
-        from quire.weights.gguf import GGUF
+        from quire.chat.tokenizers.tokenizer import Tokenizer
+        from quire.weights.gguf.file import GGUF
 
         path = str(files.model(model))
         with GGUF.open(path) as gguf:
@@ -85,8 +85,8 @@ def costs(model: str, tokens: int) -> dict[str, float]:
     for owner, method, name in (
         (scheduler, "plan", "plan"),
         (scheduler, "commit", "commit"),
-        (runner._intake, "apply", "slots"),
-        (runner, "_go_on", "batch and model"),
+        (runner._host, "apply", "slots"),
+        (runner, "_run_decode_only", "batch and model"),
         (runner, "_sample", "choosing"),
         (engine, "step", "a whole step"),
     ):

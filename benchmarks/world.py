@@ -66,8 +66,8 @@ def figure(section: str, shape: str, name: str, what: str, **more: object) -> Fi
 @functools.cache
 def text_of(path: Path, tokens: int) -> str:
     """English that is this many tokens in the file's vocabulary: a sentence over and over, cut."""
-    from quire.chat.tokenizer import Tokenizer
-    from quire.weights.gguf import GGUF
+    from quire.chat.tokenizers.tokenizer import Tokenizer
+    from quire.weights.gguf.file import GGUF
 
     sentence = "The river runs past the mill, under the stone bridge, and on to the sea. "
     with GGUF.open(path) as gguf:

@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import DEFAULT_MODEL, Environment
 from quire.observe.errors import QuireError
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_TESTS = ("tests/gpu", "backends/cuda")

@@ -28,6 +28,6 @@ def groups(world: World) -> list[Group]:
 
 def find() -> Path:
     """The model's file in the store. Raises NotFound where it has to be pulled first."""
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
     return Store().resolve(MODEL)

@@ -132,6 +132,18 @@ KvShape to_shape(const PoolTuple& t) {
     return {layers, pages, kv_heads, head_dim, types[type], latent, state};
 }
 
+Elementwise to_elementwise(const std::string& name) {
+    for (int i = 0; i < kElementwiseCount; i++)
+        if (name == kElementwise[i].name) return (Elementwise)i;
+    throw std::invalid_argument("no elementwise op is named '" + name + "'");
+}
+
+std::vector<std::string> elementwise_names() {
+    std::vector<std::string> names;
+    for (const ElementwiseOp& op : kElementwise) names.emplace_back(op.name);
+    return names;
+}
+
 using Matrices = std::vector<std::shared_ptr<Matrix>>;
 using Vectors = std::vector<std::shared_ptr<Vector>>;
 
@@ -145,7 +157,7 @@ Experts to_experts(const ExpertsTuple& t) {
     auto fill = [](auto& to, const auto& from) { to.assign(from.begin(), from.end()); };
     fill(x.gate, std::get<0>(t)), fill(x.up, std::get<1>(t)), fill(x.down, std::get<2>(t));
     fill(x.gate_bias, std::get<3>(t)), fill(x.up_bias, std::get<4>(t)), fill(x.down_bias, std::get<5>(t));
-    if ((x.clamped = !std::get<6>(t).empty())) x.limit = std::get<6>(t)[0];
+    if (!std::get<6>(t).empty()) x.act = Elementwise::clamped, x.limit = std::get<6>(t)[0];
     return x;
 }
 
@@ -197,6 +209,18 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
     return output_of(self, (size_t)(plan.output_slot().per_token ? b.tokens : b.rows));
 }
 
+using Pages = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ReadOnlyBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Whether a buffer has a row for each page, of so many layers.
+template <class Buffer> void check_rows(const Plan& p, int group, const Pages& pages, int layers, const Buffer& buffer) {
+    if (group < 0 || group >= p.groups() || layers < 0 || layers > p.kv(group).layers)
+        throw std::invalid_argument("pages: there is no such group, or it has fewer layers");
+    if (buffer.shape(0) != pages.shape(0) || buffer.shape(1) != (size_t)layers * p.kv(group).layer_bytes())
+        throw std::invalid_argument("pages: the buffer has rows of another size, or not one for each page");
+}
+
 void bind_plan(nb::module_& m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
@@ -213,12 +237,9 @@ void bind_plan(nb::module_& m) {
             p.layer_norm(x, std::move(w), std::move(b), eps, heads, out, quant);
         }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("quantize", &Plan::quantize)
-        .def("add", &Plan::add)
-        .def("swiglu", &Plan::swiglu)
-        .def("geglu", &Plan::geglu)
-        .def("gelu", &Plan::gelu)
-        .def("scale", &Plan::scale)
-        .def("softcap", &Plan::softcap)
+        .def("elementwise", [](Plan& p, const std::string& op, const std::vector<int>& inputs, float number, int out) {
+            p.elementwise(to_elementwise(op), inputs, number, out);
+        })
         .def("join", &Plan::join)
         .def("take", &Plan::take)
         .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude) {
@@ -231,8 +252,8 @@ void bind_plan(nb::module_& m) {
             for (const auto& s : segments) list.push_back(to_segment(s));
             p.linear(std::move(list));
         })
-        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, bool geglu, int out, int quant) {
-            p.gated(to_segment(gate), to_segment(up), geglu ? Act::Geglu : Act::Swiglu, out, quant);
+        .def("gated", [](Plan& p, const std::string& act, const SegmentTuple& gate, const SegmentTuple& up, int out, int quant) {
+            p.gated(to_elementwise(act), to_segment(gate), to_segment(up), out, quant);
         })
         .def("head_linear", [](Plan& p, int x, std::shared_ptr<Matrix> w, int heads, int out) { p.head_linear(x, std::move(w), heads, out); })
         .def("moe", [](Plan& p, int x, int quant, int logits, const ExpertsTuple& experts, const RoutingTuple& routing, nb::object bias,
@@ -261,7 +282,6 @@ void bind_plan(nb::module_& m) {
                               int group, int key_heads, int heads, int key_dim, size_t at, int out) {
             p.delta_rule(qkv, a, b, std::move(decay), std::move(bias), layer, group, key_heads, heads, key_dim, at, out);
         })
-        .def("sigmoid_gate", &Plan::sigmoid_gate)
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)
@@ -272,24 +292,51 @@ void bind_plan(nb::module_& m) {
         .def("profile", &Plan::profile)
         .def("profiled", &Plan::profiled)
         .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv(0).page_bytes(); })
+        .def("rows", [](nb::handle self, int slot) {  // of the last run, of a tensor that its last step left in the arena
+            const Plan& p = nb::cast<const Plan&>(self);
+            const Slot& s = p.floats_of(slot);
+            return rows_of(self, s, (size_t)p.ran(s.per_token));
+        })
+        .def("layer_bytes", [](const Plan& p, int group) {
+            if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
+            return p.kv(group).layer_bytes();
+        })
+        .def("finite", [](const Plan& p, int group) {  // for tests: kernels that look at it are on one architecture alone
+            if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
+            return p.finite(group);
+        })
+        .def("read_pages", [](const Plan& p, int group, const Pages& pages, int first, int layers, const Bytes& to) {
+            check_rows(p, group, pages, layers, to);
+            nb::gil_scoped_release free;
+            p.read_pages(group, pages.data(), pages.shape(0), first, layers, to.data());
+        }, nb::arg(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert())
+        .def("write_pages", [](Plan& p, int group, const Pages& pages, int first, int layers, const ReadOnlyBytes& from) {
+            check_rows(p, group, pages, layers, from);
+            nb::gil_scoped_release free;
+            p.write_pages(group, pages.data(), pages.shape(0), first, layers, from.data());
+        }, nb::arg(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
              nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert().none());
 }
 
 }  // namespace
 
-nb::object quire::output_of(nb::handle plan, size_t rows) {
+nb::object quire::rows_of(nb::handle plan, const Slot& slot, size_t rows) {
     const Plan& p = nb::cast<const Plan&>(plan);
-    const Slot& out = p.output_slot();
-    const size_t shape[2] = {rows, (size_t)out.width};
-    const int64_t strides[2] = {(int64_t)(out.stride / sizeof(float)), 1};
-    return nb::cast(nb::ndarray<nb::numpy, float>(const_cast<float*>(p.output_data()), 2, shape, plan, strides));
+    const size_t shape[2] = {rows, (size_t)slot.width};
+    const int64_t strides[2] = {(int64_t)(slot.stride / sizeof(float)), 1};
+    return nb::cast(nb::ndarray<nb::numpy, float>(p.floats(slot, 0), 2, shape, plan, strides));
+}
+
+nb::object quire::output_of(nb::handle plan, size_t rows) {
+    return rows_of(plan, nb::cast<const Plan&>(plan).output_slot(), rows);
 }
 
 NB_MODULE(_native, m) {
     // A process that ends with an error still holds objects in its traceback: no reason to print pages after the message.
     nb::set_leak_warnings(false);
     m.def("available", &available);
+    m.def("elementwise", &elementwise_names);
     m.def("tensor_bytes", &Slot::bytes_of);
     m.def("moe_bytes", [](int rows, int experts, int top, int width, int inner, std::pair<int, bool> x, std::pair<int, bool> y) {
         return moe_bytes(rows, experts, top, width, inner, {x.first, x.second}, {y.first, y.second});
@@ -309,7 +356,7 @@ NB_MODULE(_native, m) {
     m.def("vector", &py_vector);
     bind_plan(m);
     bind_sampler(m);
-    bind_steady(m);
+    bind_decode_steps(m);
     m.def("sampler", [](const Machine& x, int vocabulary) {
         if (vocabulary < 1 || vocabulary > 1 << 28) throw std::invalid_argument("a vocabulary has between 1 and 2^28 tokens");
         return std::make_unique<Sampler>(x.pool, x.kernels, vocabulary);

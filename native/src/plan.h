@@ -104,14 +104,12 @@ struct AttendOptions {
     bool wanted = false;                  // of its results, those of logit rows alone are read
 };
 
-enum class Act { Swiglu, Geglu };
-
 // The weights of a mixture: one matrix per expert; biases are empty, or one vector per expert.
 struct Experts {
     std::vector<std::shared_ptr<const Matrix>> gate, up, down;
     std::vector<std::shared_ptr<const Vector>> gate_bias, up_bias, down_bias;
-    bool clamped = false;  // the activation of gpt-oss, with this limit
-    float limit = 0;
+    Elementwise act = Elementwise::swiglu;
+    float limit = 0;  // the number that the activation takes, if it is clamped
 };
 
 class Plan {
@@ -130,18 +128,13 @@ public:
     void layer_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, float eps, int heads, int out,
                     int quant_out);
     void quantize(int x, int out);
-    void add(int a, int b, int out);
-    void swiglu(int gate, int up, int out);
-    void geglu(int gate, int up, int out);
-    void gelu(int x, int out);
-    void scale(int x, float factor, int out);
-    void softcap(int x, float cap, int out);
+    void elementwise(Elementwise op, const std::vector<int>& inputs, float number, int out);
     void join(int a, int b, int heads, int out);
     void take(int x, int out);
     int rope_table(const float* frequencies, int dim, bool pairs, double magnitude);
     void rope(int x, int table, int heads, int out);
     void linear(std::vector<Segment> segments);
-    void gated(Segment gate, Segment up, Act act, int out, int quant_out);  // an activation of two linears
+    void gated(Elementwise act, Segment gate, Segment up, int out, int quant_out);  // an activation of two linears
     void head_linear(int x, std::shared_ptr<const Matrix> weight, int heads, int out);
     // Experts read x where they are dense, and quant where they are affine; -1 where none is. `room` is where in the arena
     // moe_bytes() lie that nobody else uses meanwhile.
@@ -155,7 +148,6 @@ public:
     void conv(int x, std::shared_ptr<const Vector> weight, int layer, int group, size_t at, int out);
     void delta_rule(int qkv, int a, int b, std::shared_ptr<const Vector> decay, std::shared_ptr<const Vector> bias, int layer, int group,
                     int key_heads, int heads, int key_dim, size_t at, int out);
-    void sigmoid_gate(int x, int gate, int out);
     // Every row of a sequence sees every row of it that is in the step.
     void encode(int q, int k, int v, int heads, float scale, int out);
     // Adapters: see adapter.h. shrink fills a slot of the site's rank for each of several sites; adapt adds to y.
@@ -171,6 +163,11 @@ public:
     // Makes the system give the next `piece` bytes of keys' and values' memory, up to `ahead` beyond what was written: it clears memory when
     // that is first touched, which a step would have to wait for. False: all of it is there.
     bool touch(size_t piece, size_t ahead);
+    // Copies pages of a group's pool, layers [first, first + layers) of each, to or from rows that follow one another: of a page, what its
+    // layers have, one after another. Takes no lock: nobody may write pages that are read, nor run a step over pages that are written.
+    void read_pages(int group, const int64_t* pages, size_t count, int first, int layers, uint8_t* to) const;
+    void write_pages(int group, const int64_t* pages, size_t count, int first, int layers, const uint8_t* from);
+    int groups() const { return (int)pools_.size(); }
     const float* output_data() const { return floats(slots_[(size_t)output_], 0); }
     const Slot& output_slot() const { return slots_[(size_t)output_]; }
     // The best of each kSampleBlock columns of a row of the output, as the kernel of that name tells it, but kNoPeak where it found
@@ -178,7 +175,9 @@ public:
     const int32_t* peaks(int row) const { return peaks_ ? peaks_ + (size_t)row * peaks_stride() : nullptr; }
     size_t peaks_stride() const { return ((size_t)output_slot().width + kSampleBlock - 1) / kSampleBlock; }
     const std::vector<int>& inputs() const { return inputs_; }
+    int ran(bool per_token) const { return per_token ? ran_tokens_ : ran_rows_; }  // rows of the last run
     const Slot& at(int slot) const { return slots_[(size_t)slot]; }
+    const Slot& floats_of(int slot) const { return floats_slot(slot, "what is kept"); }
 
     // For steps.
     float* floats(const Slot& s, int r) const { return (float*)(arena_ + s.offset + (size_t)r * s.stride); }
@@ -214,6 +213,7 @@ public:
 private:
     friend struct RopeTable;
     std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, int group, bool& first);
+    size_t page_part(int group, const int64_t* pages, size_t count, int first, int layers) const;  // bytes of a row; checked
     const KvShape& layer_of(int group, int layer, bool latent);  // checked; from now on that pool's tables are, too
     const KvShape& states_of(int group, int layer, size_t end);  // the same for a pool of states, up to that float of a layer's
     const Slot& floats_slot(int slot, const char* what) const;
@@ -238,7 +238,7 @@ private:
     std::vector<std::unique_ptr<Site>> sites_;  // steps hold pointers
     std::vector<Stretch> by_token_, by_row_;  // of this run
     std::vector<int> inputs_;
-    int output_ = -1;
+    int output_ = -1, ran_tokens_ = 0, ran_rows_ = 0;
     Mapping arena_memory_, scratch_memory_, peaks_memory_;
     int32_t* peaks_ = nullptr;
     uint8_t *arena_ = nullptr, *scratch_ = nullptr;

@@ -4,7 +4,8 @@ A model combines tensors only through `Ops`, so a run of its `forward` is a prog
 it goes, the native backend records it once and replays it, the CUDA backend launches or captures it. Tensors are
 two-dimensional, [rows, width]; a vector weight is [width]. There is no data-dependent control flow.
 
-`TABLE` names each op with its shapes and the error it may show; `cases.py` generates its inputs. The conformance test
+`TABLE` names each op with its shapes and the error it may show; `cases` generates its inputs. The elementwise ops are declared in
+elementwise.py, and their rows follow from that. The conformance test
 (`tests/unit/backends/test_conformance.py`) is made from the two and runs every case on every backend against the
 reference; a new op is not done before its row is here.
 """
@@ -12,7 +13,7 @@ reference; a new op is not done before its row is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -20,79 +21,20 @@ import numpy.typing as npt
 
 from quire.backends.adapters import Site
 from quire.backends.batch import I32, Batch
+from quire.backends.elementwise import ELEMENTWISE, ElementwiseOps
+from quire.backends.elementwise import Tensor as Tensor
+from quire.backends.kv import KV
+from quire.backends.outputs import Hidden
+from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
-
-Tensor: TypeAlias = Any  # an array, or a symbol while recording
-
-
-KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int16": (2, 4), "int8": (1, 4), "fp8": (1, 4)}
-"""What K and V may be kept as: bytes of a number, and bytes beside each token and head.
-
-f16 rounds to two bytes: float16 on the CPU, what it computes in on a torch device. int8 keeps round(x * 127 / amax) of the
-head's columns and a float32 scale amax / 127, for K and for V; int16 the same with 32639 for 127; fp8 the nearest e4m3 to x * 448 / amax,
-and amax / 448.
-"""
 
 QUANTIZE = ("none", "fp8", "fp8-block", "int8", "int4", "keep")
 """What matrices may become as they are loaded; `keep` is four-bit codes of the file as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class KV:
-    """The KV pool of one program: K and V of every layer, in pages.
-
-    Layers whose KV is kept for different lengths of time fall into groups, each with a pool and a page table of its own:
-    this is the first group, and `more` are the others, which have its page size and dtype.
-    """
-
-    layers: int
-    pages: int
-    page_size: int
-    kv_heads: int
-    head_dim: int
-    dtype: str = "f16"  # see KV_DTYPES
-    latent: int = 0  # when set, only keys are kept, and a token's values are the first `latent` columns of its key
-    window: int = 0  # when set, no layer looks back further, and what lies before may be missing from the page table
-    state: int = 0  # when set, layers keep no K and V: a page is so many float32 numbers for each layer, see Ops.conv
-    more: tuple[KV, ...] = ()  # further groups
-
-    @property
-    def groups(self) -> tuple[KV, ...]:
-        """All of them, this one first."""
-        return (self, *self.more)
-
-    @property
-    def forgets(self) -> bool:
-        """Whether a sequence needs no more of it as it grows."""
-        return bool(self.window or self.state)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all layers; a state has none of any one token."""
-        number, beside = KV_DTYPES[self.dtype]
-        return self.layers * (1 if self.latent else 2) * self.kv_heads * (self.head_dim * number + beside)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return self.layers * self.state * 4 if self.state else self.page_size * self.token_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(kv.pages * kv.page_bytes for kv in self.groups)
-
-    def sized(self, pages: Sequence[int], dtype: str | None = None) -> KV:
-        """The same groups with so many pages each."""
-        first, *rest = [
-            replace(kv, pages=n, dtype=dtype or kv.dtype, more=()) for kv, n in zip(self.groups, pages, strict=True)
-        ]
-        return replace(first, more=tuple(rest))
-
-
-class Ops(Protocol):
-    """What a model is written over."""
+class Ops(ElementwiseOps, Protocol):
+    """What a model is written over: these ops, and the elementwise ones."""
 
     def embed(self, ids: Tensor, table: Layout) -> Tensor:
         """Row ids[t] of the table, as float32. [T] -> [T, d]"""
@@ -116,10 +58,6 @@ class Ops(Protocol):
 
         `rows` is batch.adapters, or batch.taken_adapters once rows were taken. y [T, n], x [T, k] -> [T, n]
         """
-        ...
-
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b."""
         ...
 
     def rope(self, x: Tensor, pos: Tensor, rope: Rope, heads: int) -> Tensor:
@@ -203,30 +141,6 @@ class Ops(Protocol):
         """
         ...
 
-    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate)."""
-        ...
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate * sigmoid(gate) * up."""
-        ...
-
-    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up, with the tanh form of gelu: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
-        ...
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """x * normal_cdf(x): the exact form, 0.5 x (1 + erf(x / sqrt(2)))."""
-        ...
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x * float32(factor)."""
-        ...
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap)."""
-        ...
-
     def join(self, a: Tensor, b: Tensor, heads: int) -> Tensor:
         """The columns of each head of a, then those of the same head of b. [T, H * m], [T, H * n] -> [T, H * (m + n)]"""
         ...
@@ -248,10 +162,17 @@ class Ops(Protocol):
         """The rows of x named by `rows`. [T, d], [L] -> [L, d]"""
         ...
 
+    def mark(self, x: Tensor, layer: int) -> None:
+        """Say that x is the residual stream after so many layers, or FINAL: see outputs.py. x has a row for every token.
+
+        Computes nothing, and is not in the table: a program that keeps no such rows is the same with it and without.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A row of the table. `cases` of cases.py is `<name>_cases`."""
+    """A row of the table. Its cases are `cases.of(name, ...)`."""
 
     name: str
     shapes: str
@@ -268,7 +189,6 @@ TABLE: tuple[Op, ...] = (
         "float32 sums; for Affine weights also half an int8 step of x per 32 columns, for f16 ones a 16-bit step of x and a 14-bit step of w",
     ),
     Op("adapt", "y [T, n], x [T, k], a pair [r, k] and [n, r] for each row -> [T, n]", "float32 sums"),
-    Op("add", "[T, d], [T, d] -> [T, d]", "exact"),
     Op("rope", "x [T, heads * D], pos [T] -> same", "4e-6 absolute for unit inputs"),
     Op(
         "attention",
@@ -283,16 +203,11 @@ TABLE: tuple[Op, ...] = (
     Op("encode", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs"),
     Op("conv", "x [T, n], weight [K * n] -> [T, n]", "2e-6 of the row's largest"),
     Op("delta_rule", "qkv [T, 2 Hk Dk + H Dv], a, b [T, H] -> [T, H Dv]", "1e-5 absolute for unit inputs"),
-    Op("sigmoid_gate", "x [T, d], gate [T, d] -> [T, d]", "2e-6 relative"),
-    Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
-    Op("geglu", "gate [T, d], up [T, d] -> [T, d]", "4e-6 relative to |gate * up|"),
-    Op("gelu", "x [T, d] -> [T, d]", "4e-6 relative to |x|"),
-    Op("scale", "x [T, d] -> [T, d]", "exact"),
-    Op("softcap", "x [T, d] -> [T, d]", "4e-6 of the cap"),
     Op("join", "a [T, H * m], b [T, H * n] -> [T, H * (m + n)]", "exact"),
     Op("head_linear", "x [T, H * k], weight [H * n, k] -> [T, H * n]", "as linear"),
     Op("moe", "x [T, d], logits [T, E], E experts -> [T, d]", "as three products in a row"),
     Op("take", "x [T, d], rows [L] -> [L, d]", "exact"),
+    *(Op(op.name, op.shapes, str(op.within)) for op in ELEMENTWISE.values()),
 )
 
 
@@ -305,6 +220,36 @@ class Program(Protocol):
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = ...) -> Floats:
         """Execute one step. The array returned is valid until the next run."""
+        ...
+
+    def hidden(self, which: Hidden) -> Floats:
+        """Rows that this program keeps, of the last run. Valid until the next run, like its result."""
+        ...
+
+    def page_layout(self, group: int) -> PageLayout:
+        """What the bytes of a page of that group are, and how many. Programs with equal layouts can take each other's."""
+        ...
+
+    def page_buffer(self, group: int, count: int) -> PageBytes:
+        """A zeroed buffer for so many whole pages, in memory that pages are copied from and to fastest. To be reused."""
+        ...
+
+    def read_pages(
+        self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
+    ) -> PageCopy:
+        """Copy pages of a group's pool into rows of `out`, or of a buffer of its own; of all layers, or of some in a row.
+
+        The copy has what every step that was launched before this call wrote. Pages that are not there, named twice, or a
+        buffer that does not fit them are a ValueError, and nothing was copied.
+        """
+        ...
+
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> PageCopy:
+        """Copy rows of a buffer into pages of a group's pool: row i into pages[i].
+
+        The copy comes after every step that was launched before this call. Steps see it that are launched when it is done,
+        or after its `fence`. Errors as for read_pages.
+        """
         ...
 
 
@@ -325,11 +270,13 @@ class Backend(Protocol):
         max_rows: int,
         inputs: Mapping[str, int] = ...,
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> Program:
         """Record `forward` and make it ready to run with up to max_tokens tokens and max_rows logit rows a step.
 
         `inputs` gives the width of each named input. `packed(layout, done_bytes, total_bytes)` is called once a weight
-        has been taken over, so that the caller can show progress and give its file pages back.
+        has been taken over, so that the caller can show progress and give its file pages back. `keep` names rows that
+        are to be had beside the result: a ValueError, where the model marks no such rows.
         """
         ...
 
@@ -388,6 +335,7 @@ class Measures(Protocol):
         max_tokens: int,
         max_rows: int,
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> int:
         """Bytes free with the weights loaded and the largest step run. `kv` says how a page looks."""
         ...
@@ -404,14 +352,14 @@ class Needs:
 class HostSampler(Protocol):
     """Chooses tokens from rows of logits in one call, as quire/runner/rules.py and masses.py define it, bit for bit."""
 
-    def wish(self, *params: Any) -> Any:
-        """What a stream asks for, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
+    def params(self, *params: Any) -> Any:
+        """How a stream samples, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
         ...
 
     def choose(
         self,
         logits: Floats,
-        wishes: Sequence[Any],
+        params: Sequence[Any],
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
         seen: Sequence[tuple[int, Any, Any]],
@@ -450,7 +398,7 @@ class HostSteps(Protocol):
         """Compute the next token of each of these slots: their logits. None: nothing was done, one of them is special."""
         ...
 
-    def choose(self, wishes: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
+    def choose(self, params: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
         """The tokens after it, as HostSampler.choose finds them, with its `seen`. None: nothing was done, there is more to say than a token."""
         ...
 
@@ -478,7 +426,14 @@ class Estimator(Protocol):
     """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""
 
     def estimate(
-        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = ...
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = ...,
+        keep: Sequence[Hidden] = (),
     ) -> Needs:
         """For the same arguments as compile's; the number of pages does not matter."""
         ...

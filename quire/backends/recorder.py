@@ -6,13 +6,15 @@ as it goes, so a model with a mistake fails when it is compiled, naming the op. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from quire.backends.adapters import Site
 from quire.backends.batch import Batch
+from quire.backends.elementwise import Elementwise, ElementwiseOps
 from quire.backends.ops import KV, Forward, Tensor
+from quire.backends.outputs import Hidden, check_keep
 from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
 
@@ -59,7 +61,7 @@ class Instruction:
     span: int = 0  # attend: columns of the queries that share a key
     bias: Dense | None = None  # layer_norm
     window: int = 0  # attend; 0: everything
-    cap: float = 0.0  # attend and softcap; 0: none
+    cap: float = 0.0  # attend; 0: none
     wanted: bool = False  # attend: of its result, logit rows alone are read
     experts: Experts | None = None
     routing: Routing | None = None
@@ -67,6 +69,9 @@ class Instruction:
     key_heads: int = 0  # delta_rule
     key_dim: int = 0
     sites: list[Site] = field(default_factory=list)  # adapt: one
+    elementwise: Elementwise | None = None  # what it is; of a fused `gated`, the activation
+    number: float = 0.0  # of an elementwise op that takes one
+    hidden: Hidden | None = None  # keep: what its input is asked for as
 
     def reads(self) -> list[Value]:
         """Every value it needs."""
@@ -122,11 +127,13 @@ class Recording:
     output: Value
 
 
-class Recorder:
+class Recorder(ElementwiseOps):
     """Ops whose calls append instructions and return symbols."""
 
-    def __init__(self, kv: KV):
+    def __init__(self, kv: KV, keep: Sequence[Hidden] = ()):
         self._kv = kv
+        self._keep = keep
+        self.marked: set[int] = set()
         self._batch = _SymbolicBatch()
         self.instructions: list[Instruction] = []
 
@@ -181,25 +188,17 @@ class Recorder:
         self.instructions.append(Instruction("adapt", [v, w], [out], sites=[site]))
         return out
 
-    def add(self, a: Tensor, b: Tensor) -> Value:
-        return self._pairwise("add", a, b)
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Value:
-        return self._pairwise("swiglu", gate, up)
-
-    def geglu(self, gate: Tensor, up: Tensor) -> Value:
-        return self._pairwise("geglu", gate, up)
-
-    def gelu(self, x: Tensor) -> Value:
-        return self._single("gelu", x)
-
-    def scale(self, x: Tensor, factor: float) -> Value:
-        return self._single("scale", x, scale=float(factor))
-
-    def softcap(self, x: Tensor, cap: float) -> Value:
-        if not cap > 0.0:
-            raise ValueError(f"softcap: the cap is {cap}: it must be a positive number")
-        return self._single("softcap", x, cap=float(cap))
+    def elementwise(self, op: Elementwise, *inputs: Tensor, number: float = 0.0) -> Value:
+        values = [_value(x, op.name) for x in inputs]
+        first = values[0]
+        if any(v.width != first.width or v.per_token != first.per_token for v in values):
+            shown = " and ".join(str(v.width) for v in values)
+            raise ValueError(f"{op.name}: the inputs have different shapes, {shown} columns")
+        if op.number is not None and op.number.positive and not number > 0.0:
+            raise ValueError(f"{op.name}: the {op.number.name} is {number}: it must be a positive number")
+        out = Value(first.width, first.per_token)
+        self.instructions.append(Instruction(op.name, values, [out], elementwise=op, number=float(number)))
+        return out
 
     def join(self, a: Tensor, b: Tensor, heads: int) -> Value:
         x, y = _value(a, "join"), _value(b, "join")
@@ -375,9 +374,6 @@ class Recorder:
         self.instructions.append(made)
         return out
 
-    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Value:
-        return self._pairwise("sigmoid_gate", x, gate)
-
     def _state(self, batch: Batch, layer: int, group: int, at: int, size: int, op: str) -> None:
         """A group of states must have room for this part of a layer's."""
         if cast(Any, batch) is not self._batch:
@@ -413,30 +409,30 @@ class Recorder:
         self.instructions.append(Instruction("take", [v], [out]))
         return out
 
-    def _single(self, op: str, x: Tensor, *, scale: float = 0.0, cap: float = 0.0) -> Value:
-        v = _value(x, op)
-        out = Value(v.width, v.per_token)
-        self.instructions.append(Instruction(op, [v], [out], scale=scale, cap=cap))
-        return out
-
-    def _pairwise(self, op: str, a: Tensor, b: Tensor) -> Value:
-        x, y = _value(a, op), _value(b, op)
-        if x.width != y.width or x.per_token != y.per_token:
-            raise ValueError(f"{op}: the two sides have different shapes, {x.width} and {y.width} columns")
-        out = Value(x.width, x.per_token)
-        self.instructions.append(Instruction(op, [x, y], [out]))
-        return out
+    def mark(self, x: Tensor, layer: int) -> None:
+        v = _value(x, "mark")
+        if layer in self.marked or not v.per_token:
+            raise ValueError(f"mark: layer {layer} is marked once, where there is a row for every token")
+        self.marked.add(layer)
+        for hidden in self._keep:
+            if hidden.layer == layer:
+                kept = self.take(v, self._batch.logit_rows) if hidden.taken else v
+                self.instructions.append(Instruction("keep", [kept], hidden=hidden))
 
     def _index(self, given: Tensor, name: str, op: str) -> None:
         if given is not getattr(self._batch, name):
             raise Unsupported(f"{op}: only batch.{name} can be used there")
 
 
-def record(forward: Forward, kv: KV, inputs: Mapping[str, int]) -> Recording:
-    """Run `forward` over symbols. Raises what the ops raise, or ValueError when it does not return a tensor of its own."""
-    recorder = Recorder(kv)
+def record(forward: Forward, kv: KV, inputs: Mapping[str, int], keep: Sequence[Hidden] = ()) -> Recording:
+    """Run `forward` over symbols. Raises what the ops raise, or ValueError when it does not return a tensor of its own.
+
+    What is to be kept is read by instructions of its own, "keep", each where the model marks it.
+    """
+    recorder = Recorder(kv, keep)
     named = {name: Value(width) for name, width in inputs.items()}
     output = _value(forward(recorder, cast(Batch, recorder._batch), named), "the program's result")
+    check_keep(keep, recorder.marked)
     return Recording(recorder.instructions, named, output)
 
 

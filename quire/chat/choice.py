@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.chat.detokenizer import Detokenizer
 from quire.chat.stop import StopStrings
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.tokenizers.detokenizer import Detokenizer
+from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.chat.types import CallPart, Chunk, TokenLogprob, TokenText
 from quire.engine.types import FINISH_STOP, Event
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
 
 if TYPE_CHECKING:
-    from quire.chat.answers.types import Pieces, Reading
+    from quire.chat.tools.types import Pieces, Reading
 
 
 class _News:

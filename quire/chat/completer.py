@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.chat import protect
-from quire.chat.answers.types import SIGNS
 from quire.chat.choice import ChoiceStream
-from quire.chat.template import ChatTemplate
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.templates import protect
+from quire.chat.templates.template import ChatTemplate
+from quire.chat.tokenizers.tokenizer import Tokenizer
+from quire.chat.tools.types import SIGNS
 from quire.chat.types import Call, Choice, Chunk, Generation
-from quire.engine.client import EngineClient
-from quire.engine.grammar import check as check_constraint
+from quire.engine.constraints.grammar import check as check_constraint
+from quire.engine.transport.client import EngineClient
 from quire.engine.types import Constraint, EngineInfo, Event, Request, Vocabulary
 from quire.observe.errors import BadModelFile, BadRequest
 
 if TYPE_CHECKING:
-    from quire.chat.answers.check import Score
-    from quire.chat.answers.types import Format, Reading, Tools
+    from quire.chat.tools.check import Score
+    from quire.chat.tools.types import Format, Reading, Tools
 
 THREAD_FROM = 4 * 1024  # characters, some milliseconds; longer texts are tokenized in a thread, off the event loop
 TAIL = 64  # tokens of a prompt's end that say whether it opened the reasoning
@@ -147,7 +147,7 @@ class Completer:
         """How well the format reads what the template writes; takes a good part of a second, and is not needed to answer."""
         if self.answers is None or self.template is None:
             return None
-        from quire.chat.answers.check import check
+        from quire.chat.tools.check import check
 
         return check(self.template, self.tokenizer, self.answers)
 
@@ -287,7 +287,7 @@ def look(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format | None:
     """The format that a template shows; None, and nothing imported, where it cannot show any."""
     if template is None or not _shows_more(template):
         return None
-    from quire.chat.answers.find import find
+    from quire.chat.tools.find import find
 
     return find(template, tokenizer)
 

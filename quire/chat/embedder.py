@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from quire.engine.client import EngineClient
 from quire.engine.pooled import too_long
+from quire.engine.transport.client import EngineClient
 from quire.engine.types import EngineInfo, Receipt, Request
 from quire.layouts import Floats
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unavailable
 
 if TYPE_CHECKING:
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
 
 THREAD_FROM = 16 * 1024  # characters; more are tokenized in a thread, off the event loop
 Input: TypeAlias = str | Sequence[int]

@@ -1,6 +1,6 @@
 """The words of a folder as Hugging Face lays it out: which file is its tokenizer, and its chat template.
 
-tokenizer.json comes first (`hub_json.py`), then Mistral's tekken.json (`tekken.py`), then SentencePiece's tokenizer.model
+tokenizer.json comes first (`tokenizer_json.py`), then Mistral's tekken.json (`tokenizers/tekken.py`), then SentencePiece's tokenizer.model
 (`spm_file.py`). Other kinds of file are refused by name.
 """
 
@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.chat.hub_names import named_tokens
-from quire.chat.template import MAX_SOURCE, ChatTemplate
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.templates.template import MAX_SOURCE, ChatTemplate
+from quire.chat.tokenizers.hub_names import named_tokens
+from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, NotFound, Unsupported
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ def read_tokenizer(folder: Folder) -> Tokenizer:
     """The folder's tokenizer. Raises BadModelFile, Unsupported or NotFound, naming the file."""
     has = {name for name in ("tokenizer.json", "tekken.json", "tokenizer.model", *OTHERS) if _is_in(folder, name)}
     if "tokenizer.json" in has:
-        from quire.chat import hub_json
+        from quire.chat.tokenizers import tokenizer_json
 
-        return hub_json.read(folder)
+        return tokenizer_json.read(folder)
     if "tekken.json" in has:
-        from quire.chat import tekken
+        from quire.chat.tokenizers import tekken
 
         return tekken.read(folder)
     for name in ("tokenizer.model", "spiece.model"):
         if name in has:
-            from quire.chat import spm_file
+            from quire.chat.tokenizers import spm_file
 
             return spm_file.read(folder, name)
     for other in OTHERS:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from quire.chat.vocab import Vocabulary
+    from quire.chat.tokenizers.vocab import Vocabulary
 
 # Prefix, suffix and middle, as families of models call them. A family is taken whole or not at all.
 FAMILIES: tuple[tuple[str, str, str], ...] = (

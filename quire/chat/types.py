@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.chat.answers.types import CallPart, Reading
+from quire.chat.tools.types import CallPart, Reading
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
 

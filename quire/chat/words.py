@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.chat.template import MAX_SOURCE, ChatTemplate
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.templates.template import MAX_SOURCE, ChatTemplate
+from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, NotFound
 from quire.weights.checkpoint import naming
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened

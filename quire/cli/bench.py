@@ -31,7 +31,7 @@ from quire.engine.types import EngineInfo, Request
 from quire.observe.errors import BadRequest
 
 if TYPE_CHECKING:
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 LINE_EVERY = 0.25  # seconds between changes of the progress line
@@ -269,8 +269,8 @@ class Subject:
 @contextlib.contextmanager
 def opened(model: str, config: EngineConfig, json: str | None, verbose: bool) -> Iterator[Subject]:
     """The model found, fetched if it is not here, and loaded as `quire run` loads it."""
-    from quire.engine.build import build_engine
-    from quire.weights.store import Store
+    from quire.engine.construction.build import build_engine
+    from quire.weights.store.store import Store
 
     if json is not None:
         report.check_target(json)

@@ -13,7 +13,7 @@ from quire.engine.types import EngineInfo, Request
 from quire.observe.errors import BadRequest, NotFound
 
 if TYPE_CHECKING:
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=False):

@@ -23,8 +23,8 @@ from quire.cli.version import kernels
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, available_cores
 from quire.machine import look_at_cores, look_at_memory
 from quire.observe.errors import QuireError
-from quire.weights.progress import mb
-from quire.weights.store import Store
+from quire.weights.download.progress import mb
+from quire.weights.store.store import Store
 
 Status = Literal["pass", "warn", "fail"]
 COLOURS: dict[Status, int] = {"pass": ui.GREEN, "warn": ui.YELLOW, "fail": ui.RED}
@@ -125,7 +125,7 @@ def cpu(env: Environment) -> Iterator[Finding]:
     features = cpu_features()
     has = ", ".join(f for f in FEATURES if f in features) or "no vector extension that matters here is visible"
     yield Finding("cpu", "pass", f"{platform.machine()}: {has}")
-    from quire.engine.build import choose_threads
+    from quire.engine.construction.build import choose_threads
 
     cores = available_cores()
     try:
@@ -225,8 +225,8 @@ def reach(store: Store) -> Iterator[Finding]:
     from dataclasses import replace
 
     from quire.weights import sources
-    from quire.weights.catalogue import look_up
-    from quire.weights.web import host_of
+    from quire.weights.download.web import host_of
+    from quire.weights.store.catalogue import look_up
 
     http = replace(store.http, attempts=1, timeout=10.0)
     found: list[str] = []

@@ -8,10 +8,10 @@ from typing import Annotated
 from quire.cli import ui
 from quire.cli.options import Option
 from quire.config import DEFAULT_MODEL
-from quire.weights import hub_cache
-from quire.weights.catalogue import ENTRIES
-from quire.weights.progress import mb
-from quire.weights.store import Store
+from quire.weights.download import hub_cache
+from quire.weights.download.progress import mb
+from quire.weights.store.catalogue import ENTRIES
+from quire.weights.store.store import Store
 
 
 def command(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 from quire.cli import ui
 from quire.cli.options import Argument, Option
 from quire.observe.errors import NotFound, QuireError
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
-    from quire.weights.glimpse import Glimpse
+    from quire.weights.gguf.peek import Glimpse
 
 
 def command(

@@ -9,8 +9,8 @@ import typer
 
 from quire.cli import ui
 from quire.observe.errors import NotFound
-from quire.weights.progress import mb
-from quire.weights.store import Store
+from quire.weights.download.progress import mb
+from quire.weights.store.store import Store
 
 
 def command(

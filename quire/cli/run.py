@@ -183,7 +183,7 @@ def _no_collections() -> Iterator[None]:
 
 def load(model: str, **options: Unpack[Options]) -> LLM:
     """Find the model, fetching it with a bar if it is not here, and load it."""
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
     try:
         Store().resolve(model)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import ui
 from quire.cli.options import Argument, Option
-from quire.weights.progress import mb
-from quire.weights.store import Store
+from quire.weights.download.progress import mb
+from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
     from quire.chat.words import Opened
@@ -33,8 +33,9 @@ def command(
 
 def gather(store: Store, name: str) -> dict[str, Any]:
     """Every fact, as JSON would have it: the file's own, then the store's."""
-    from quire.weights import folder, gguf
+    from quire.weights import folder
     from quire.weights.checkpoint import open_checkpoint
+    from quire.weights.gguf import file as gguf
 
     path = store.resolve(name)
     manifest = store.get(name)
@@ -60,8 +61,8 @@ def gather(store: Store, name: str) -> dict[str, Any]:
 
 def answers(checkpoint: Opened) -> dict[str, Any] | None:
     """How the model writes reasoning and tool calls, and how well that was read back from its own template."""
-    from quire.chat.answers.check import check
-    from quire.chat.answers.find import find
+    from quire.chat.tools.check import check
+    from quire.chat.tools.find import find
     from quire.chat.words import words_of
     from quire.observe.errors import QuireError
 

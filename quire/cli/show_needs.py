@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from quire.backends.choose import open_backend
 from quire.backends.ops import Estimator, Needs
 from quire.config import PAGE_SIZE, EngineConfig, Environment, available_cores, resolve_step
-from quire.engine.build_writing import EXTRA_ROWS
-from quire.engine.memory import OVERHEAD, Budget, alone, size
-from quire.engine.sizes import choose_kv, pool_of, resolve_sizes
-from quire.engine.tasks import task_of
+from quire.engine.construction.generating import EXTRA_ROWS
+from quire.engine.construction.memory import OVERHEAD, Budget, alone, size
+from quire.engine.construction.sizes import choose_kv, pool_of, resolve_sizes
+from quire.engine.construction.tasks import task_of
 from quire.machine import look_at_memory
 from quire.models import Encoder, Grouped, Model, load
 from quire.observe.errors import QuireError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from quire.config import Terminal
 from quire.observe.errors import QuireError
-from quire.weights.progress import Progress, mb
+from quire.weights.download.progress import Progress, mb
 
 if TYPE_CHECKING:
     import rich.progress

@@ -23,7 +23,7 @@ from quire.engine.types import AdapterInfo, Request
 from quire.models.sites import Sites
 from quire.observe.errors import BadRequest, NotEnoughMemory, NotFound
 from quire.runner.lora import Loras
-from quire.weights.adapters import open_adapter
+from quire.weights.adapters.read import open_adapter
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 

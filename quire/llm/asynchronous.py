@@ -20,7 +20,7 @@ from quire.observe.errors import BadRequest, Unavailable
 from quire.runner.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.layouts import Floats
 
 

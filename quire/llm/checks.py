@@ -16,7 +16,7 @@ from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.chat.answers.types import Tools
+    from quire.chat.tools.types import Tools
 
 MESSAGES = 'a conversation is [{"role": "user", "content": "…"}]'
 PROMPTS = "give text, a list of texts, or lists of token ids"
@@ -78,7 +78,7 @@ def must_constrain(constraint: object) -> None:
 
 def tools_of(tools: Sequence[Mapping[str, Any]], choice: str | None, parallel: bool) -> Tools:
     """Tools as OpenAI's API writes them. `choice` is none, auto, required, or the name of one."""
-    from quire.chat.answers.types import Tool, Tools
+    from quire.chat.tools.types import Tool, Tools
 
     made: list[Tool] = []
     for i, tool in enumerate(tools):

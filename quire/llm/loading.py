@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
-from quire.engine.inprocess import InProcessClient
+from quire.engine.construction.build import build_engine
+from quire.engine.transport.inprocess import InProcessClient
 from quire.engine.types import Constraint, EngineInfo
 from quire.llm.checks import must_constrain, token_ids, tools_of
 from quire.llm.outputs import Completion, Message, Output, Prompt
@@ -26,10 +26,10 @@ from quire.runner.params import SamplingParams
 from quire.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
-    from quire.chat.answers.types import Reading
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
+    from quire.chat.tools.types import Reading
     from quire.chat.types import Generation
 
 
@@ -128,7 +128,7 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
 
 
 def _find(model: str, env: Environment, progress: bool) -> str:
-    from quire.weights.store import Store
+    from quire.weights.store.store import Store
 
     store = Store(env, accepts=family_of)
     try:

@@ -23,7 +23,7 @@ from quire.llm.outputs import Output
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.llm.loop import LoopThread
 
 P = ParamSpec("P")

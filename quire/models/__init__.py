@@ -9,6 +9,7 @@ with
   model.places                     where layers have windows: which pool each layer is in (places.py)
   model.hidden(ops, batch, inputs)  -> rows batch.logit_rows before the head
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows; an encoder has none, and says so
+                                   both mark the rows before each layer and behind the last norm: see Ops.mark
   model.release(layout)            a backend has taken that weight over
 Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.
 index.py repeats the names, so that a start imports only the modules that can answer.
@@ -27,8 +28,8 @@ from quire.layouts import Floats, Layout
 from quire.models.places import Places
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened, naming
-from quire.weights.gguf import GGUF
-from quire.weights.glimpse import Glimpse
+from quire.weights.gguf.file import GGUF
+from quire.weights.gguf.peek import Glimpse
 
 if TYPE_CHECKING:
     from quire.models.pooling import ScoreHead

@@ -15,7 +15,7 @@ from quire.models import hf, metadata, mixture
 from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

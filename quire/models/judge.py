@@ -19,7 +19,7 @@ import numpy as np
 from quire.layouts import Floats, Layout
 from quire.models.pooling import MODULES, activation_of, config_of_module, modules_of
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened

@@ -14,7 +14,7 @@ import numpy as np
 from quire.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Dims, check_heads
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
 from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
 from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation
 from quire.observe.errors import Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.layouts import Floats
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened

@@ -13,7 +13,7 @@ from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
 from quire.models.parts import MAX_LAYERS, Dims, Weights, mlp_of, own_code_line, refuse_strangers, rotation, seen
 from quire.observe.errors import BadModelFile
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:

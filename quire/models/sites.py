@@ -25,7 +25,7 @@ from quire.backends.recorder import record
 from quire.layouts import Dense
 from quire.models import Model, mixture
 from quire.observe.errors import BadModelFile, BadRequest, Unsupported
-from quire.weights.lora import Adapter, Lora
+from quire.weights.adapters.lora import Adapter, Lora
 from quire.weights.tensors import Origin, Tensors
 
 # Architectures whose GGUF has the rows of queries and keys in neighbouring pairs, and whose folder has them in halves.

@@ -142,7 +142,7 @@ class BatchBuilder:
         page, offset = np.divmod(pos, self._page_size)
         return [table[slot, page] * self._page_size + offset for table in slots.tables]
 
-    def steady(self, slot: Index, slots: Slots) -> Batch | None:
+    def decode_only(self, slot: Index, slots: Slots) -> Batch | None:
         """The batch of the next token of each of these slots, which are open and different. None: as for `places`."""
         found = self.places(slot, slots)
         if found is None:

@@ -8,7 +8,7 @@ from quire.backends.ops import KV, Program
 from quire.runner.runner import Runner
 
 if TYPE_CHECKING:
-    from quire.runner.device_runner import DeviceRunner
+    from quire.runner.device.runner import DeviceRunner
 
 
 def on_device(program: Program) -> bool:
@@ -48,7 +48,7 @@ def open_runner(
         "proposer": proposer,
     }
     if on_device(program):
-        from quire.runner.device_runner import DeviceRunner
+        from quire.runner.device.runner import DeviceRunner
 
         return DeviceRunner(program, **sizes, drafts=drafts)
     return Runner(program, **sizes, overlap=overlap)

@@ -9,7 +9,7 @@ penalty counts) is read when the step runs, never when it is planned. So the hos
 
 Both give the same bits. A failure stays with the sequences it hit: bad logits or a bad row fail one sequence, an
 exception in the program fails the sequences of that step, and the runner goes on. What the two kinds of runner share
-is in intake.py; the one whose state lives on a device is device_runner.py.
+is in host_state.py; the one whose state lives on a device is device/runner.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from quire.backends.ops import KV, HostSteps, Program, Samples, Steps
 from quire.layouts import Floats
-from quire.runner.intake import Intake, Pending, reason
+from quire.runner.host_state import HostState, Pending, reason
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Row, Work
 from quire.runner.sampler import Chosen, Masks, Sampler
@@ -79,7 +79,7 @@ class Runner:
         proposer: Proposer | None = None,
     ):
         self._program = program
-        self._intake = Intake(
+        self._host = HostState(
             kv,
             vocab_size=vocab_size,
             max_seqs=max_seqs,
@@ -88,7 +88,7 @@ class Runner:
             max_rows=max_rows,
             proposer=proposer,
         )
-        self._slots = self._intake.slots
+        self._slots = self._host.slots
         native = program.host_sampler(vocab_size) if isinstance(program, Samples) else None
         self._sampler = Sampler(vocab_size, native)
         self._steps: HostSteps | None = None
@@ -137,7 +137,7 @@ class Runner:
 
     def adopt(self, loras: Loras) -> None:
         """The adapters that plans may name; changed within `between` alone."""
-        self._intake.loras = loras
+        self._host.loras = loras
 
     def between(self, task: Callable[[], None]) -> None:
         """Do something after every step that was given, and before the next. Waits for it, and raises what it raises."""
@@ -181,27 +181,27 @@ class Runner:
 
     def _forward(self, pending: Pending) -> None:
         try:
-            self._intake.apply(pending.plan)
-            if self._go_on(pending):
+            self._host.apply(pending.plan)
+            if self._run_decode_only(pending):
                 return
             logits = self._run(pending)
             pending.sampled = [i for i, w in pending.works.items() if w.sample]
             guessed = sum(map(len, pending.guesses.values())) if pending.guesses else 0
             pending.logits = logits[: len(pending.sampled) + guessed]
         except Exception as error:
-            self._intake.fail_step(pending, error)
+            self._host.fail_step(pending, error)
 
-    def _go_on(self, pending: Pending) -> bool:
-        """A steady step, where the program takes those itself."""
-        if self._steps is None or (slot := self._intake.going_on(pending.plan)) is None:
+    def _run_decode_only(self, pending: Pending) -> bool:
+        """A decode-only step, where the program builds its batch from the slots itself."""
+        if self._steps is None or (slot := self._host.decode_slots(pending.plan)) is None:
             return False
         pending.logits = self._steps.run(slot)
-        pending.steady = pending.logits is not None
-        return pending.steady
+        pending.decode_only = pending.logits is not None
+        return pending.decode_only
 
     def _run(self, pending: Pending) -> Floats:
         """Run the program over the work; prompt rows are answered here."""
-        batch = self._intake.build(pending)
+        batch = self._host.build(pending)
         if batch is None:
             return np.empty((0, 0), np.float32)
         logits = self._program.run(batch)
@@ -223,12 +223,12 @@ class Runner:
             tokens = self._slots.after(work.slot, work.start, work.prompt_logits)
             new = self._sampler.logprobs(logits, tokens, top)
         except ValueError as error:
-            self._intake.fail(pending, [index], str(error))
+            self._host.fail(pending, [index], str(error))
         else:
             pending.rows[index].prompt_logprobs = new
 
     def _sample(self, pending: Pending, masks: Masks | None) -> Result:
-        if pending.steady:
+        if pending.decode_only:
             if not masks and (tokens := self._next_tokens(pending)) is not None:
                 return Result([Row(1, [token]) for token in tokens])
             pending.each()
@@ -244,15 +244,15 @@ class Runner:
                 self._choose(pending, indices, logits, masks or {})
             except Exception as error:
                 log.exception("step %d failed", plan.step)
-                self._intake.fail(pending, indices, reason(error))
+                self._host.fail(pending, indices, reason(error))
         return Result(rows)
 
     def _next_tokens(self, pending: Pending) -> list[int] | None:
-        """The token of each row of a steady step. None: rows have to be told apart."""
+        """The token of each row of a decode-only step. None: rows have to be told apart."""
         assert self._steps is not None
         streams = self._slots.streams_of([w.slot for w in pending.plan.work])
         histories = [(i, s.history) for i, s in enumerate(streams) if s.history is not None]
-        tokens = self._steps.choose(self._sampler.wishes(streams), [(i, h.ids, h.counts) for i, h in histories])
+        tokens = self._steps.choose(self._sampler.native_params(streams), [(i, h.ids, h.counts) for i, h in histories])
         if tokens is not None:
             for i, history in histories:
                 history.add(tokens[i])
@@ -266,15 +266,15 @@ class Runner:
         streams, positions = slots.streams_of(slot), slots.position[slot].tolist()
         drafts = [pending.drafts.get(i, []) for i in indices] if pending.drafts else None
         chosen = self._sampler.sample(logits, streams, positions, drafts=drafts, masks=own)
-        if self._intake.proposer is None and all(choice.error is None for choice in chosen):
+        if self._host.proposer is None and all(choice.error is None for choice in chosen):
             self._take(pending, indices, slot, chosen)
             return
         for s, i, choice in zip(slot, indices, chosen, strict=True):
             if choice.error is not None:
-                self._intake.fail(pending, [i], choice.error)
+                self._host.fail(pending, [i], choice.error)
                 continue
             pending.rows[i].logprobs = choice.logprobs
-            self._intake.verified(pending, i, choice.tokens)
+            self._host.verified(pending, i, choice.tokens)
             slots.position[s] += len(choice.tokens)
 
     def _take(self, pending: Pending, indices: list[int], slot: list[int], chosen: list[Chosen]) -> None:

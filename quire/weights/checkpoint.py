@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from quire.layouts import Bytes, Layout
 from quire.observe.errors import BadModelFile, Unsupported
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 
 if TYPE_CHECKING:
     from quire.weights.folder import Folder

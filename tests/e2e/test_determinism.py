@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
 
@@ -31,8 +31,8 @@ Outcome = tuple[list[int], list[tuple[int, float, tuple[tuple[int, float], ...]]
 @pytest.fixture(scope="module")
 def requests(model_path: Path) -> list[Request]:
     """Twelve requests of different lengths and parameters; several share long prefixes."""
-    from quire.chat.tokenizer import Tokenizer
-    from quire.weights.gguf import GGUF
+    from quire.chat.tokenizers.tokenizer import Tokenizer
+    from quire.weights.gguf.file import GGUF
 
     with GGUF.open(model_path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf.metadata)
@@ -149,8 +149,8 @@ def test_overlap_depth(model_path, requests, alone, depth):
 @pytest.fixture(scope="module")
 def long_requests(model_path: Path) -> list[Request]:
     """Requests of 560 to 740 tokens: pasts of several chunks. Two begin with the same 540 tokens."""
-    from quire.chat.tokenizer import Tokenizer
-    from quire.weights.gguf import GGUF
+    from quire.chat.tokenizers.tokenizer import Tokenizer
+    from quire.weights.gguf.file import GGUF
 
     with GGUF.open(model_path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf.metadata)

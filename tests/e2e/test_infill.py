@@ -8,7 +8,7 @@ from quire import LLM, SamplingParams
 from quire.chat import infill
 from quire.chat.words import tokenizer_of
 from quire.weights.checkpoint import open_checkpoint
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 CODER = "qwen2.5-coder:1.5b"
 

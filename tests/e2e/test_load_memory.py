@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/clear_refs, which Linux has")
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ LOAD = """
 import json, sys
 from pathlib import Path
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 
 def status(key):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(key))

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch", reason="needs the test extra: torch makes t
 pytest.importorskip("peft", reason="needs the test extra: peft makes the adapters")
 
 from quire.config import Environment  # noqa: E402
-from quire.weights.manifest import File, Manifest, digest_of, encode  # noqa: E402
-from quire.weights.store import Store  # noqa: E402
+from quire.weights.store.manifest import File, Manifest, digest_of, encode  # noqa: E402
+from quire.weights.store.store import Store  # noqa: E402
 from tests.e2e.conftest import Server, launch  # noqa: E402
 from tests.unit.chat import hub_kit  # noqa: E402
 from tests.unit.models import adapters, folders  # noqa: E402

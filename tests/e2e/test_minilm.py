@@ -16,7 +16,7 @@ import pytest
 
 from quire import LLM
 from quire.observe.errors import QuireError
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 torch = pytest.importorskip("torch", reason="needs torch: the test extra")
 transformers = pytest.importorskip("transformers", reason="needs transformers: the test extra")

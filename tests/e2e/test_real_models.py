@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.observe.errors import QuireError
-from quire.weights.gguf import GGUF
-from quire.weights.store import Store
+from quire.weights.gguf.file import GGUF
+from quire.weights.store.store import Store
 from tests.unit.models.programs import Loaded
 
 torch = pytest.importorskip("torch", reason="needs torch: the test extra")

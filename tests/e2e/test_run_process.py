@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.client import EngineClient
-from quire.engine.inprocess import InProcessClient
-from quire.engine.process_client import ProcessClient
+from quire.engine.transport.client import EngineClient
+from quire.engine.transport.inprocess import InProcessClient
+from quire.engine.transport.process_client import ProcessClient
 from quire.engine.types import Request
 from quire.observe.errors import BadModelFile, EngineDead, NotFound
 from quire.runner.params import SamplingParams

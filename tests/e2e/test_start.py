@@ -25,8 +25,8 @@ NETWORK = {
     "zipfile",
     "configparser",
     "html.parser",
-    "quire.weights.web",
-    "quire.weights.fetch",
+    "quire.weights.download.web",
+    "quire.weights.download.fetch",
 }
 HEAVY = {
     "torch",
@@ -37,21 +37,21 @@ HEAVY = {
     "quire.backends.reference.backend",
 }
 OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of files
-    "quire.engine.build_pooled",
+    "quire.engine.construction.pooled",
     "quire.runner.pooled",
     "quire.models.pooling",
     "quire.models.judge",
     "quire.chat.embedder",
-    "quire.chat.answers.find",
-    "quire.chat.answers.machine",
+    "quire.chat.tools.find",
+    "quire.chat.tools.machine",
     "quire.runner.speculate.ngram",
     "quire.chat.hub",
-    "quire.chat.hub_json",
-    "quire.chat.spm",
+    "quire.chat.tokenizers.tokenizer_json",
+    "quire.chat.tokenizers.spm",
     "quire.weights.folder",
     "quire.weights.packed",
     "quire.weights.safetensors",
-    "quire.weights.pull",
+    "quire.weights.download.pull",
     "quire.formats.hub",
     "quire.cli.ui",
     "quire.cli.talk",
@@ -63,7 +63,7 @@ MODEL = {
     "jinja2",
     "asyncio",
     "quire.engine.engine",
-    "quire.chat.tokenizer",
+    "quire.chat.tokenizers.tokenizer",
     "quire.runner.runner",
 }
 
@@ -108,7 +108,7 @@ def test_an_engine_begins_to_load_before_what_only_answers_is_imported():
     )
     loaded = set(json.loads(done.stdout))
     assert sorted(loaded & {"asyncio", "jinja2", "tokenizers", "quire.chat.types", "quire.llm.loop"}) == []
-    assert loaded >= {"numpy", "quire.engine.build"}
+    assert loaded >= {"numpy", "quire.engine.construction.build"}
 
 
 @pytest.mark.parametrize("words", [("list",), ("list", "--known"), ("version",), ("ps", "--json")])

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from quire.config import DEFAULT_MODEL
-from quire.engine.schemas import REFUSED
+from quire.engine.constraints.schemas import REFUSED
 from tests.e2e.conftest import Server
 
 SCHEMA: dict[str, Any] = {

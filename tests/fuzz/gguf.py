@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.layouts import Affine
 from quire.observe.errors import BadModelFile
-from quire.weights.gguf import GGUF, Strings, describe
+from quire.weights.gguf.file import GGUF, Strings, describe
 from tests.fuzz import kit
 from tests.fuzz.maker import SAMPLES
 

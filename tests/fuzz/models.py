@@ -22,7 +22,7 @@ from quire.backends.batch import Table
 from quire.backends.cases import single
 from quire.backends.choose import open_backend
 from quire.models.pooling import pooling_of
-from quire.weights.adapters import open_adapter
+from quire.weights.adapters.read import open_adapter
 from quire.weights.checkpoint import open_checkpoint
 from tests.fuzz import kit
 from tests.unit.models import encoders, families, folders, mixtures

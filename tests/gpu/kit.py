@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.engine import Engine
 from quire.engine.types import EngineInfo, Event, Request
 

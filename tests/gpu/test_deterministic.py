@@ -152,7 +152,7 @@ def answers(folder: Path, asked: list[Request], *, graphs: bool = True, **option
     path = kit.write_shape(folder, **SHAPE)
     engine, _ = kit.build(path, load_format="dummy", deterministic=True, **(settings | options))
     if not graphs:
-        engine._runner._decoder = None
+        engine._runner._decode = None
     heard = kit.serve(engine, asked, lambda event: [event], together=len(asked))
     engine.close()
     torch.cuda.empty_cache()

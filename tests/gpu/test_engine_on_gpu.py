@@ -69,12 +69,12 @@ def test_graphs_and_depth_change_nothing(shape: str):
     requests = list(traffic(random.Random(1), 60))
     made = engine(shape, depth=0)
     runner = made[0]._runner
-    assert runner._decoder is not None and runner._decoder.captured >= 5
+    assert runner._decode is not None and len(runner._decode.ladder.graphs) >= 5
     want = serve(made, requests)
     for depth in (1, 2):
         assert differing(serve(engine(shape, depth=depth), requests), want) == []
     eager = engine(shape, depth=1)
-    eager[0]._runner._decoder = None
+    eager[0]._runner._decode = None
     assert len(differing(serve(eager, requests), want)) <= 1  # other launch shapes round differently: a tie may flip
     plain = engine(shape, depth=1, backend="torch")
     assert len(differing(serve(plain, requests), want)) <= 2
@@ -100,7 +100,7 @@ def test_soak(shape: str):
 
 def test_a_shared_prefix_that_is_read_once(shape: str, monkeypatch: pytest.MonkeyPatch):
     """Rows over three common beginnings, every decode step told of them: the tokens of each request alone."""
-    monkeypatch.setattr("quire.runner.device_runner.WORTH", 1)
+    monkeypatch.setattr("quire.runner.device.runner.WORTH", 1)
     rng = random.Random(4)
     bases = [[rng.randrange(1000) for _ in range(n)] for n in (400, 320, 160)]
     requests = [
@@ -113,13 +113,13 @@ def test_a_shared_prefix_that_is_read_once(shape: str, monkeypatch: pytest.Monke
     ]
     made = engine(shape)
     told: list[int] = []
-    run = made[0]._runner._decoder.run
+    run = made[0]._runner._decode.run
 
     def watched(*arrays: Any, sharing: Any, **more: Any) -> Any:
         told.append(0 if sharing is None else sum(sharing.counts))
         return run(*arrays, sharing=sharing, **more)
 
-    made[0]._runner._decoder.run = watched
+    made[0]._runner._decode.run = watched
     have = serve(made, requests)
     assert sum(n > 4 for n in told) > 20
     alone = engine(shape, max_seqs=1, prefix_cache=False, depth=0)
@@ -155,7 +155,7 @@ def test_out_of_memory_fails_a_step_and_nothing_else(shape: str):
         torch.empty(1 << 50, device="cuda")
 
     running._runner._program.launch = greedy_for_memory
-    running._runner._prompter = None  # a captured step allocates nothing
+    running._runner._prefill = None  # a captured step allocates nothing
     running.add(Request(id="big", tokens=[1] * 20, sampling=SamplingParams(max_tokens=4)))
     events = [event for _ in range(4) for event in running.step()]
     assert any(e.error and "out of memory" in e.error for e in events)

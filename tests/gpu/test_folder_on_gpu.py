@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 from quire.backends.detect import detect  # noqa: E402
 from quire.backends.torch.feed import Feed  # noqa: E402
 from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
+from quire.engine.construction.build import build_engine  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.layouts import Dense  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402

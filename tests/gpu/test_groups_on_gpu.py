@@ -51,7 +51,7 @@ def test_every_kind_of_layer_has_its_pool(made: tuple[str, Any, Path]):
     assert len(program.kernels.caches) == 2 and len(running._runner._state.tables) == 2
     for group, pool in zip(program.kernels.caches, tree.pools, strict=True):
         assert group and all(cache.keys.shape[0] == pool.size + 1 for cache in group)  # and one to spare
-    assert running._runner._decoder.captured >= 4
+    assert len(running._runner._decode.ladder.graphs) >= 4
     running.close()
 
 
@@ -65,7 +65,7 @@ def test_graphs_and_depth_change_nothing(made: tuple[str, Any, Path], monkeypatc
     want = serve(engine(made[2]), requests)
     allowed = 1 if made[0] == "gemma3" else 3  # a router that chooses another expert changes more than a tie does
     eager = engine(made[2])
-    eager._runner._decoder = eager._runner._prompter = None
+    eager._runner._decode = eager._runner._prefill = None
     assert len(unexplained(serve(eager, requests), want)) <= allowed
     with monkeypatch.context() as patch:
         patch.setattr(Places, "split", lambda places: None)
@@ -110,7 +110,7 @@ def test_memory_for_a_long_context_is_bounded_by_the_window(made: tuple[str, Any
 
 def test_a_shared_prefix_that_is_read_once(made: tuple[str, Any, Path], monkeypatch: pytest.MonkeyPatch):
     """Decode rows over a common beginning: layers that see everything read it once, those with a window their own pages."""
-    monkeypatch.setattr("quire.runner.device_runner.WORTH", 1)
+    monkeypatch.setattr("quire.runner.device.runner.WORTH", 1)
     rng = random.Random(4)
     base = [rng.randrange(3, 160) for _ in range(260)]
     sampling = SamplingParams(temperature=0.0, max_tokens=40, logprobs=4, ignore_eos=True)
@@ -120,13 +120,13 @@ def test_a_shared_prefix_that_is_read_once(made: tuple[str, Any, Path], monkeypa
     ]
     running = engine(made[2])
     told: list[int] = []
-    run = running._runner._decoder.run
+    run = running._runner._decode.run
 
     def watched(*arrays: Any, sharing: Any, **more: Any) -> Any:
         told.append(0 if sharing is None else sum(sharing.counts))
         return run(*arrays, sharing=sharing, **more)
 
-    running._runner._decoder.run = watched
+    running._runner._decode.run = watched
     have = serve(running, requests)
     assert sum(n >= 4 for n in told) > 20
     alone = engine(made[2], max_seqs=1, prefix_cache=False, depth=0)

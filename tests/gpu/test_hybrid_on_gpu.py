@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 pytest.importorskip("transformers", reason="needs transformers, which makes the model: pip install quire[test]")
 
-from quire.engine import build_writing  # noqa: E402
-from quire.engine.sizes import resolve_sizes  # noqa: E402
+from quire.engine.construction import generating as build_writing  # noqa: E402
+from quire.engine.construction.sizes import resolve_sizes  # noqa: E402
 from quire.observe.errors import Unsupported  # noqa: E402
 from tests.gpu.grouped import (  # noqa: E402
     check_again,
@@ -73,7 +73,7 @@ def test_states_have_a_pool_and_decoding_is_captured(made: tuple[Any, Path]):
     tree, program = running._scheduler.tree, running._runner._program
     assert [type(g).__name__ for g in tree.groups] == ["Full", "State"]
     assert program.kernels.states.pool(1, 0).shape[0] == tree.pools[1].size
-    assert running._runner._decoder.captured >= 4 and running._runner._prompter._graphs
+    assert len(running._runner._decode.ladder.graphs) >= 4 and running._runner._prefill.ladder.graphs
     running.close()
 
 
@@ -85,7 +85,7 @@ def test_graphs_and_depth_change_nothing(made: tuple[Any, Path]):
     requests = traffic(2, 30, greedy=True)
     want = serve(engine(made[1]), requests)
     eager = engine(made[1])
-    eager._runner._decoder = eager._runner._prompter = None
+    eager._runner._decode = eager._runner._prefill = None
     assert len(unexplained(serve(eager, requests), want)) <= TIES
     plain = engine(made[1], backend="torch")
     assert len(unexplained(serve(plain, requests), want)) <= TIES

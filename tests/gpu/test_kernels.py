@@ -165,10 +165,10 @@ def test_sampling_a_real_vocabulary():
         (1.0, 200, 0.95),
         (1.5, 30_000, 1.0),
     ):
-        wishes = torch.zeros(rows, 9, dtype=torch.float64, device="cuda")
-        wishes[:, 0], wishes[:, 1], wishes[:, 2], wishes[:, 3], wishes[:, 8] = temperature, k, 1.0, p, draws
+        params = torch.zeros(rows, 9, dtype=torch.float64, device="cuda")
+        params[:, 0], params[:, 1], params[:, 2], params[:, 3], params[:, 8] = temperature, k, 1.0, p, draws
         wanted = torch.full((rows,), int(temperature > 0 and (k > 0 or p < 1)), dtype=torch.int32, device="cuda")
-        choose(scores, wishes, wanted, tokens, found)
+        choose(scores, params, wanted, tokens, found)
         same = (tokens.long() == by_sort(scores, temperature, k, p, draws)).float().mean()
         assert same == 1.0 or (same > 0.96 and k == 0 and temperature > 0), (temperature, k, p, float(same))
 

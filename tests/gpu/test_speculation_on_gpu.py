@@ -62,14 +62,14 @@ def test_bits_are_the_same_with_and_without(shape: str):
     want = serve(engine(shape, deterministic=True), requests)
     for depth in (0, 1, 2):
         guessing = engine(shape, deterministic=True, speculate="ngram", depth=depth)
-        verifier = guessing._runner._verifier
-        assert verifier is not None and verifier.captured >= 9
+        verifier = guessing._runner._verify
+        assert verifier is not None and len(verifier.ladder.graphs) >= 9
         assert serve(guessing, requests) == want
         stats = guessing.stats()
         assert 0 < stats.accepted_tokens <= stats.drafted_tokens
         guessing.close()
     eager = engine(shape, deterministic=True, speculate="ngram")
-    eager._runner._verifier = eager._runner._decoder = eager._runner._prompter = None
+    eager._runner._verify = eager._runner._decode = eager._runner._prefill = None
     assert serve(eager, requests) == want
 
 

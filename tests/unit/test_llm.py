@@ -21,7 +21,7 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.chat.types import Chunk, Generation
 from quire.config import EngineConfig
-from quire.engine.inprocess import InProcessClient
+from quire.engine.transport.inprocess import InProcessClient
 from quire.engine.types import Request
 from quire.llm import DEFAULT_PARAMS, asynchronous
 from quire.llm.loading import Loaded

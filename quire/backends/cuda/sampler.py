@@ -12,7 +12,7 @@ import torch
 from quire.backends.cuda.kernels import candidates, sample
 from quire.backends.cuda.kernels import logprobs as told
 from quire.backends.cuda.kernels.rules import apply_rules, pieces
-from quire.backends.torch.sampler import COLUMNS, TorchSampler, Wishes
+from quire.backends.torch.sampler import COLUMNS, SamplingMetadata, TorchSampler
 
 
 class CudaSampler:
@@ -28,8 +28,8 @@ class CudaSampler:
         sample.greedy(logits, tokens)
         return tokens
 
-    def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-        w, n, vocab = wishes, wishes.params.shape[0], logits.shape[1]
+    def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        w, n, vocab = metadata, metadata.params.shape[0], logits.shape[1]
         scores, alive = logits[:n], None
         if any(x is not None for x in (w.rows, w.bias, w.stops, w.seen, w.allowed)):
             scores = torch.empty(n, vocab, dtype=torch.float32, device=self._device)
@@ -45,19 +45,19 @@ class CudaSampler:
             tokens.index_copy_(0, at, self._typical.choose(logits, w.part(at)))
         return tokens
 
-    def practise(self, logits: torch.Tensor) -> None:
-        """One row with every wish, and one without: between them they launch all there is."""
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """One row with every parameter, and one without: between them they launch all there is."""
         logits, vocab = logits[:1], logits.shape[1]
         ints = torch.zeros(3, dtype=torch.int32, device=self._device)
         zero, doubles = ints[1:2], torch.ones(len(COLUMNS) + 1, dtype=torch.float64, device=self._device)
-        wishes = Wishes(
+        metadata = SamplingMetadata(
             params=doubles[1:].view(1, -1), rows=zero, narrow=zero + 1, draws=True, most_k=1, top_p=True, min_p=True,
             bias=(zero, zero, doubles[:1]), stops=(zero, zero), history=zero,
             seen=torch.zeros(1, vocab, dtype=torch.bool, device=self._device),
             counts=torch.zeros(1, vocab, dtype=torch.int32, device=self._device), mask=zero,
             allowed=torch.zeros(1, -(-vocab // 32), dtype=torch.int32, device=self._device),
         )  # fmt: skip
-        self.choose(logits, wishes)
+        self.choose(logits, metadata)
         for top in (0, 5):
             self.logprobs(logits, self.greedy(logits), top)
 

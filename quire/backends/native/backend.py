@@ -12,23 +12,20 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from quire.backends.adapters import Pair, Site, by_slot
-from quire.backends.batch import Batch
+from quire.backends.adapters import Site, by_slot
 from quire.backends.early import take_early
+from quire.backends.elementwise import ELEMENTWISE
 from quire.backends.native import arena, extension, fuse
-from quire.backends.ops import KV, Forward, HostSampler, HostSteps, Needs, SlotArrays, check_kv
+from quire.backends.native.program import NativeProgram, Sites
+from quire.backends.ops import KV, TABLE, Forward, HostSampler, Needs, check_kv
+from quire.backends.outputs import Hidden
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
-from quire.layouts import Affine, Codec, Dense, Float8, Floats, Ints, Layout, Rope, Scale
+from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
-OPS = (
-    "embed", "rms_norm", "layer_norm", "linear", "adapt", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
-    "gelu", "scale", "softcap", "join", "head_linear", "moe", "take", "conv", "delta_rule", "sigmoid_gate",
-)  # fmt: skip
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
-TOUCH = 8 << 20, 256 << 20  # bytes of keys and values at a time, and at most so far ahead of what was written
 MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
@@ -36,75 +33,6 @@ _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 CELLS = {"f16": 0, "int8": 1, "int16": 2}  # what C++ calls a way to keep K and V
 TILES = ("amx",)  # kernel sets with matrix tiles, which attend to int16 twice as fast as to f16
 _INTEGERS = 3  # float16 numbers, packed as integers of 14 bits with a scale for 32 of them: what products read fastest
-
-
-class NativeProgram:
-    """A compiled forward with its KV pool."""
-
-    def __init__(
-        self,
-        plan: Any,
-        inputs: dict[str, int],
-        sites: Sites,
-        sampler: Callable[[int], HostSampler],
-        steps: Callable[..., HostSteps],
-    ):
-        self._plan = plan
-        self._steps = steps
-        self.host_sampler = sampler
-        self._inputs = inputs
-        self._sites = sites
-
-    def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        """One step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
-        if inputs.keys() != self._inputs.keys():
-            raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
-        given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
-        return self._plan.run(
-            batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
-            [(t.pages, t.write) for t in batch.more], batch.adapters,
-        )  # fmt: skip
-
-    def host_steps(
-        self, sampler: HostSampler, slots: SlotArrays, page_size: int, max_context: int, most: int
-    ) -> HostSteps:
-        """Steady steps without Python in between."""
-        arrays = (slots.last, slots.length, slots.position, slots.adapter, slots.live, slots.tables)
-        return self._steps(self._plan, sampler, *arrays, page_size, max_context, most)
-
-    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
-        """From the next run on, slot `slot` holds these pairs and no others. They are packed first, so a failure changes nothing."""
-        strangers = [site.name for site in pairs if site not in self._sites.number]
-        if strangers:
-            raise ValueError(f"the program has no site {strangers[0]!r}")
-        flat = [half for pair in pairs.values() for half in (pair.a, pair.b)]
-        handles = iter(self._sites.pack(flat))
-        made = {site: (next(handles), next(handles), pair.scale) for site, pair in pairs.items()}
-        for site, number in self._sites.number.items():
-            self._plan.place(number, slot, *made.get(site, (None, None, 1.0)))
-
-    def idle(self) -> bool:
-        """Touch the next pages of keys and values: the system clears them then, and no step has to wait for that."""
-        return self._plan.touch(*TOUCH)
-
-    def profile(self, on: bool = True) -> None:
-        """Begin anew to count the time spent in each kind of step, or stop counting."""
-        self._plan.profile(on)
-
-    def profiled(self) -> dict[str, float]:
-        """Kind of step -> seconds since `profile`, all threads together."""
-        return dict(self._plan.profiled())
-
-    def describe(self) -> str:
-        return self._plan.describe()
-
-
-@dataclass(slots=True)
-class Sites:
-    """The sites of a plan by their numbers there, and how matrices for them are packed."""
-
-    number: dict[Site, int]
-    pack: Callable[[list[Dense]], list[Any]]
 
 
 @dataclass(slots=True)
@@ -162,15 +90,22 @@ class NativeBackend:
         max_rows: int,
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> NativeProgram:
         check_kv(kv, self)
         _check_latent(kv)
-        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs, keep)
         self._drafts.clear()
         self._pack(draft.program, packed)
-        plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
+        plan, numbers, kept = self._emit(draft, kv, max_tokens, max_rows)
         made = NativeProgram(
-            plan, dict(inputs), Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
+            plan,
+            kv,
+            dict(inputs),
+            kept,
+            Sites(numbers, self._pack_adapters),
+            self.host_sampler,
+            self._native.DecodeSteps,
         )
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
@@ -186,9 +121,16 @@ class NativeBackend:
         return self._native.pack(self._machine, [(each, number) for each, (number, _) in zip(data, types, strict=True)])
 
     def estimate(
-        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = {}
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = {},
+        keep: Sequence[Hidden] = (),
     ) -> Needs:
-        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs, keep)
         sizes: dict[tuple[Any, ...], int] = {}  # layers repeat their shapes
         weights = 0
         for w in self._new(draft.program):
@@ -218,7 +160,8 @@ class NativeBackend:
         return f"native ({self.isa}, {threads})"
 
     def implementations(self) -> dict[str, str]:
-        return dict.fromkeys(OPS, f"C++ ({self.isa})")
+        mine = self._native.elementwise()
+        return {op.name: f"C++ ({self.isa})" for op in TABLE if op.name not in ELEMENTWISE or op.name in mine}
 
     def told(self) -> list[str]:
         rounded = sum(w.nbytes for w, _ in self._packed.values() if fuse.input_bytes(w) == 2)
@@ -234,9 +177,17 @@ class NativeBackend:
         """Memory held by packed matrices."""
         return sum(m.nbytes for _, m in self._packed.values())
 
-    def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
+    def _draft(
+        self,
+        forward: Forward,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int],
+        keep: Sequence[Hidden] = (),
+    ) -> _Draft:
         """The program laid out; taken over from an estimate of the same program when there is one."""
-        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()))
+        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()), tuple(keep))
         if key in self._drafts:
             return self._drafts[key]
 
@@ -245,7 +196,8 @@ class NativeBackend:
                 return v.nbytes
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
-        recording = take_early(record(forward, kv, inputs))
+        recording = take_early(record(forward, kv, inputs, keep))
+        self._check(recording)
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
         for i in program:
             if i.op == "moe":
@@ -253,6 +205,15 @@ class NativeBackend:
         offsets, arena_bytes = arena.lay_out(program, recording.inputs.values(), recording.output, size)
         self._drafts = {key: _Draft(recording, program, offsets, arena_bytes)}
         return self._drafts[key]
+
+    def _check(self, recording: Recording) -> None:
+        """Raises Unsupported where C++ has no kernel for an elementwise op of the program."""
+        known = self._native.elementwise()
+        for i in recording.instructions:
+            if i.elementwise is not None and i.elementwise.name not in known:
+                raise Unsupported(
+                    f"the native backend has no kernel for the op {i.elementwise.name!r}", cure="use --backend torch"
+                )
 
     def _room(self, i: Instruction, max_tokens: int, max_rows: int) -> arena.Room:
         """What a mixture of experts needs between its steps."""
@@ -313,7 +274,10 @@ class NativeBackend:
             return self._native.dense_bytes(*w.shape, self._number(w))
         return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
-    def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:
+    def _emit(
+        self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int
+    ) -> tuple[Any, dict[Site, int], dict[Hidden, int]]:
+        """The plan, the numbers of its sites, and the slots of what it keeps."""
         program, recording = draft.program, draft.recording
         first, *more = [
             (k.layers, k.pages, k.kv_heads, k.head_dim, CELLS[k.dtype], k.latent, k.state) for k in kv.groups
@@ -335,11 +299,12 @@ class NativeBackend:
             if site not in numbers:
                 numbers[site] = plan.site(site.n, site.k, site.rank, site.slots)
         for i in program:
-            self._emit_one(plan, i, slots, ropes, numbers)
+            if i.op != "keep":  # that the tensor lives until the end is all that it asks
+                self._emit_one(plan, i, slots, ropes, numbers)
         for v in recording.inputs.values():
             plan.input(slots[v])
         plan.output(slots[recording.output])
-        return plan, numbers
+        return plan, numbers, {i.hidden: slots[i.inputs[0]] for i in program if i.hidden is not None}
 
     def _emit_one(
         self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int], numbers: dict[Site, int]
@@ -355,17 +320,16 @@ class NativeBackend:
             plan.layer_norm(ins[0], self._vector(i.weight), self._vector(i.bias), i.eps, i.heads, whole, rounded)
         elif i.op == "linear":
             plan.linear([self._segment(s, slots, numbers) for s in i.segments])
-        elif i.op in ("gated", "gated_gelu"):
+        elif i.op == "gated":
+            assert i.elementwise is not None
             gate, up = (self._segment(s, slots, numbers) for s in i.segments)
-            plan.gated(gate, up, i.op == "gated_gelu", whole, rounded)
+            plan.gated(i.elementwise.name, gate, up, whole, rounded)
+        elif i.elementwise is not None:
+            plan.elementwise(i.elementwise.name, ins, i.number, whole)
         elif i.op == "shrink":
             plan.shrink(ins[0], [(numbers[site], at) for site, at in zip(i.sites, outs, strict=True)])
         elif i.op == "adapt":
             plan.adapt(*ins, numbers[i.sites[0]], whole)
-        elif i.op == "scale":
-            plan.scale(ins[0], i.scale, whole)
-        elif i.op == "softcap":
-            plan.softcap(ins[0], i.cap, whole)
         elif i.op == "join":
             plan.join(*ins, i.heads, whole)
         elif i.op == "head_linear":
@@ -394,8 +358,12 @@ class NativeBackend:
             plan.delta_rule(*ins, *vectors, i.layer, i.group, *sizes, i.at, whole)
         elif i.op == "encode":
             plan.encode(*ins, i.heads, i.scale, whole)
-        else:  # add, swiglu, sigmoid_gate, geglu, gelu, take and quantize have the plan's own names
-            getattr(plan, i.op)(*ins, *outs)
+        elif i.op == "take":
+            plan.take(*ins, *outs)
+        elif i.op == "quantize":
+            plan.quantize(*ins, *outs)
+        else:
+            raise Unsupported(f"the native backend has no kernel for the op {i.op!r}", cure="use --backend torch")
 
     def _emit_moe(self, plan: Any, i: Instruction, slots: dict[Value, int]) -> None:
         assert i.experts is not None and i.routing is not None

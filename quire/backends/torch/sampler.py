@@ -21,7 +21,7 @@ COLUMNS = ("temperature", "top_k", "typical_p", "top_p", "min_p", "repetition", 
 
 
 @dataclass(slots=True)
-class Wishes:
+class SamplingMetadata:
     """What n rows of one call want. Tensors on the device; the flags say what no row wants, and cost nothing then."""
 
     params: torch.Tensor  # float64 [n, len(COLUMNS)]
@@ -40,11 +40,11 @@ class Wishes:
     allowed: torch.Tensor | None = None  # int32 [masks, words]: a bit a token, the lowest first; 1: allowed
     mask: torch.Tensor | None = None  # int32 [n]: which of these a row has; -1: none
 
-    def part(self, at: torch.Tensor) -> Wishes:
-        """The wishes of the rows at these places (int64 [t]). Entries of other rows go to a row after the last."""
+    def part(self, at: torch.Tensor) -> SamplingMetadata:
+        """The metadata of the rows at these places (int64 [t]). Entries of other rows go to a row after the last."""
         place = torch.full((self.params.shape[0],), at.shape[0], dtype=torch.int64, device=at.device)
         place[at] = torch.arange(at.shape[0], device=at.device)
-        return Wishes(
+        return SamplingMetadata(
             params=self.params[at],
             rows=at if self.rows is None else self.rows[at],
             narrow=self.narrow[at],
@@ -70,8 +70,8 @@ class DeviceSampler(Protocol):
         """The best token of each row, int64 [L], or BROKEN. Of equals the smallest id."""
         ...
 
-    def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-        """A token, or a code, for each row that wishes something: int64 [n]."""
+    def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """A token, or a code, for each row that `metadata` is about: int64 [n]."""
         ...
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ class DeviceSampler(Protocol):
         """
         ...
 
-    def practise(self, logits: torch.Tensor) -> None:
+    def warm_up(self, logits: torch.Tensor) -> None:
         """Do once what a first call would have to compile. What the logits say does not matter."""
         ...
 
@@ -96,14 +96,14 @@ class TorchSampler:
         peak, token = logits.max(dim=-1)  # NaN is the largest of all here, so it is seen
         return torch.where(torch.isfinite(peak), token, BROKEN)
 
-    def choose(self, logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-        rows, step = wishes.params.shape[0], max(1, self._chunk // logits.shape[1])
+    def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        rows, step = metadata.params.shape[0], max(1, self._chunk // logits.shape[1])
         if rows <= step:
-            return _choose(logits, wishes)
+            return _choose(logits, metadata)
         places = torch.arange(rows, device=logits.device)
-        return torch.cat([_choose(logits, wishes.part(places[at : at + step])) for at in range(0, rows, step)])
+        return torch.cat([_choose(logits, metadata.part(places[at : at + step])) for at in range(0, rows, step)])
 
-    def practise(self, logits: torch.Tensor) -> None:
+    def warm_up(self, logits: torch.Tensor) -> None:
         pass
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class TorchSampler:
         return torch.cat([_logprobs(logits[i : i + step], tokens[i : i + step], top) for i in range(0, rows, step)])
 
 
-def _choose(logits: torch.Tensor, w: Wishes) -> torch.Tensor:
+def _choose(logits: torch.Tensor, w: SamplingMetadata) -> torch.Tensor:
     n = w.params.shape[0]
     logits = logits[:n] if w.rows is None else logits[w.rows]
     column = {name: w.params[:, i : i + 1] for i, name in enumerate(COLUMNS)}  # [n, 1] each
@@ -130,7 +130,7 @@ def _choose(logits: torch.Tensor, w: Wishes) -> torch.Tensor:
     return torch.where(torch.isfinite(logits.max(dim=-1).values), token, BROKEN)
 
 
-def _adjust(scores: torch.Tensor, w: Wishes, column: dict[str, torch.Tensor]) -> torch.Tensor:
+def _adjust(scores: torch.Tensor, w: SamplingMetadata, column: dict[str, torch.Tensor]) -> torch.Tensor:
     """logit_bias, the penalties, min_tokens and the mask: what is said about single tokens."""
     n = scores.shape[0] - 1
     if w.bias is not None:
@@ -152,7 +152,7 @@ def _adjust(scores: torch.Tensor, w: Wishes, column: dict[str, torch.Tensor]) ->
     return scores
 
 
-def _filter(scores: torch.Tensor, w: Wishes, column: dict[str, torch.Tensor]) -> torch.Tensor:
+def _filter(scores: torch.Tensor, w: SamplingMetadata, column: dict[str, torch.Tensor]) -> torch.Tensor:
     """top_k, typical_p, top_p and min_p, each on what the one before it left; what is dropped becomes -inf."""
     if w.most_k:
         k = column["top_k"].long()

@@ -1,8 +1,8 @@
 """The places models come from, one file each; this directory listing is the registry.
 
 A source module holds `parse(rest, part) -> Target` (shape only, no I/O) and `locate(target, env, http) -> Local | Remote`
-(may ask the network where the bytes are and what their digest is). Moving the bytes is weights/fetch.py's work,
-keeping them weights/pull.py's; a source knows neither.
+(may ask the network where the bytes are and what their digest is). Moving the bytes is weights/download/fetch.py's work,
+keeping them weights/download/pull.py's; a source knows neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.observe.errors import BadRequest
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http
+    from quire.weights.download.web import Http
 
 
 class Target(Protocol):

@@ -11,7 +11,7 @@ from quire.weights.sources import Remote
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http
+    from quire.weights.download.web import Http
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 

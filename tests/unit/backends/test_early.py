@@ -17,7 +17,7 @@ from quire.backends.early import take_early
 from quire.backends.ops import KV
 from quire.backends.recorder import Recording, record
 from quire.layouts import Dense
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from tests.unit.backends.test_conformance import WEIGHTS
 from tests.unit.models import tiny
 

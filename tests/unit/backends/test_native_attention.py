@@ -126,7 +126,7 @@ def test_a_shared_prefix_does_not_show(given, wanted, dtype: str, threads: int, 
     np.testing.assert_array_equal(got, want)
 
 
-WISHES = {
+REQUESTS = {
     "the last": [698],
     "none": [],
     "here and there": [0, 1, 2, 15, 16, 254, 255, 256, 257, 258, 259, 400, 511, 512, 640, 698],
@@ -137,7 +137,7 @@ WISHES = {
 
 @DTYPES
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("rows", WISHES.values(), ids=WISHES)
+@pytest.mark.parametrize("rows", REQUESTS.values(), ids=REQUESTS)
 def test_rows_that_nobody_takes_do_not_show(given, wanted, dtype: str, threads: int, rows: list[int]) -> None:
     """A prompt in one piece and then a row: those taken are right, and all were stored."""
     program = taking(dtype, threads=threads)

@@ -7,9 +7,9 @@ from typing import cast
 import zmq
 
 from benchmarks import null_engine
-from quire.engine import wire
 from quire.engine.engine import Engine
-from quire.engine.process_main import serve
+from quire.engine.transport import wire
+from quire.engine.transport.process_main import serve
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
 

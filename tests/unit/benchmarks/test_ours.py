@@ -64,8 +64,8 @@ def test_the_context_that_a_test_needs(test: dict[str, object], context: int) ->
 
 
 def test_text_of_so_many_tokens(model_path: Path) -> None:
-    from quire.chat.tokenizer import Tokenizer
-    from quire.weights.gguf import GGUF
+    from quire.chat.tokenizers.tokenizer import Tokenizer
+    from quire.weights.gguf.file import GGUF
 
     with GGUF.open(model_path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf.metadata)

@@ -15,7 +15,7 @@ from benchmarks.client import Load
 from benchmarks.sections import decode, prefill, streams
 from benchmarks.world import World
 from quire.observe.errors import NotFound
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 BENCH = """
     import itertools, json, sys
@@ -95,7 +95,7 @@ def test_files_that_cannot_be_made_are_left_out_and_told(tmp_path: Path, monkeyp
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     files.path_of(tmp_path, files.SMALL, "Q4_1").touch()
-    monkeypatch.setattr("quire.weights.store.Store.resolve", lambda self, name: tmp_path / "default.gguf")
+    monkeypatch.setattr("quire.weights.store.store.Store.resolve", lambda self, name: tmp_path / "default.gguf")
     world = World(tmp_path, 2)
     assert world.pairs(("q4_1", "q8_0"), (files.SMALL,)) == [(files.SMALL, "q4_1")]
     assert "llama-quantize" in world.without[f"{files.SMALL} q8_0"]

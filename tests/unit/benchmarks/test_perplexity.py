@@ -10,7 +10,7 @@ import pytest
 from benchmarks.perplexity import Scorer, difference, losses, main, perplexity, windows
 from quire.backends.choose import open_backend
 from quire.models import load
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from tests.unit.models import recorded, tiny
 
 pytest.importorskip("transformers", reason="needs transformers, the oracle: the test extra")
@@ -48,7 +48,7 @@ def test_a_tiny_model_agrees_with_transformers(tmp_path: Path) -> None:
 
 def test_the_default_model_agrees_with_transformers(model_path: Path) -> None:
     """Activations are rounded to int8 here and not there, so this is closer than a text's own noise, not exact."""
-    from quire.chat.tokenizer import Tokenizer
+    from quire.chat.tokenizers.tokenizer import Tokenizer
 
     with GGUF.open(model_path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf.metadata)

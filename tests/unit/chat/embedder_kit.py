@@ -10,7 +10,7 @@ from typing import Any
 from quire.chat.embedder import Embedder
 from quire.chat.words import tokenizer_of
 from quire.config import EngineConfig, Environment
-from quire.engine.inprocess import InProcessClient
+from quire.engine.transport.inprocess import InProcessClient
 from quire.weights.checkpoint import open_checkpoint
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire.chat.completer import THREAD_FROM, Completer
-from quire.chat.template import ChatTemplate
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.templates.template import ChatTemplate
+from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.chat.types import Chunk, Generation
 from quire.engine.types import EngineInfo, Event, Receipt, Request, Stats
 from quire.observe.errors import BadModelFile, BadRequest, Busy

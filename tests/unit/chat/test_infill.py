@@ -9,7 +9,7 @@ import pytest
 
 from quire.chat import infill
 from quire.chat.infill import Infill
-from quire.chat.vocab import Vocabulary
+from quire.chat.tokenizers.vocab import Vocabulary
 from quire.observe.errors import BadModelFile
 from tests.unit.chat import toys
 

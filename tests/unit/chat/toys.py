@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.chat.bpe import ALPHABET
+from quire.chat.tokenizers.bpe import ALPHABET
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quire.cli import app, bench, bench_report, engine_options
 from quire.cli.pull import supported
 from quire.config import EngineConfig, Environment
-from quire.engine import build
+from quire.engine.construction import build
 from quire.engine.engine import Engine
 from quire.engine.measure import summarize
 from quire.engine.types import EngineInfo

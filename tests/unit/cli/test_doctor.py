@@ -14,7 +14,7 @@ import quire.cli.doctor as doctor
 from quire.cli import app, version
 from quire.config import Environment
 from quire.machine import Memory
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from gguf import GGUFWriter
 from typer.testing import CliRunner, Result
 
 from quire.cli import app, show, ui
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 from tests.unit.weights.origin import Body, Fault, Origin
 
 from .test_main import ROOT, quire

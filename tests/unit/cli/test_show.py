@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from quire.cli import show, show_needs
 from quire.cli.app import app
 from quire.config import EngineConfig, Environment, available_cores
-from quire.engine.build import build_engine
-from quire.engine.memory import size
+from quire.engine.construction.build import build_engine
+from quire.engine.construction.memory import size
 from quire.machine import Memory
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 
 
 def test_the_memory_that_is_shown_is_the_memory_that_a_load_takes(model_path: Path):

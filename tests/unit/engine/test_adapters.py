@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.engine import Engine
-from quire.engine.inprocess import InProcessClient
-from quire.engine.process_client import ProcessClient
+from quire.engine.transport.inprocess import InProcessClient
+from quire.engine.transport.process_client import ProcessClient
 from quire.engine.types import EngineInfo, Event, Request
 from quire.observe.errors import BadModelFile, BadRequest, NotEnoughMemory, NotFound, QuireError, Unsupported
 from quire.runner.params import SamplingParams
@@ -187,7 +187,7 @@ def test_a_bad_adapter_is_told_before_the_engine_starts(files: Path, tmp_path: P
 
 
 def test_one_that_finds_no_memory_at_the_start_leaves_no_thread_behind(files, tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.engine.build_adapted.available_memory", lambda: 0)
+    monkeypatch.setattr("quire.engine.construction.adapters.available_memory", lambda: 0)
     before = {thread for thread in threading.enumerate() if thread.name == "quire-runner"}
     with pytest.raises(NotEnoughMemory, match="0 MiB are free"):
         build(config_of(files, depth=1), tmp_path)

@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="needs the cuda extra")
 from quire.backends.cuda import deterministic  # noqa: E402
 from quire.backends.cuda.kernels import combine, product  # noqa: E402
 from quire.config import EngineConfig, Environment  # noqa: E402
-from quire.engine.build import build_engine  # noqa: E402
+from quire.engine.construction.build import build_engine  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
-from quire.runner import device_runner  # noqa: E402
+from quire.runner.device import runner as device_runner  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 
 GPU = torch.cuda.is_available()

@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine import wire
 from quire.engine.engine import STALL, Engine
-from quire.engine.process_main import serve
+from quire.engine.transport import wire
+from quire.engine.transport.process_main import serve
 from quire.engine.types import Event, Request, Stats
 from quire.runner.params import SamplingParams
 from tests.unit.engine.fake_engine import POISON, CountingRunner, Ticket, make

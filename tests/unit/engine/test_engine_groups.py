@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
 

@@ -13,10 +13,10 @@ import pytest
 
 from quire.backends.ops import KV, Backend, Needs, check_kv
 from quire.config import PAGE_SIZE, EngineConfig, Environment
-from quire.engine import build_writing
-from quire.engine.build import build_engine
-from quire.engine.memory import OVERHEAD, Budget
-from quire.engine.sizes import resolve_sizes
+from quire.engine.construction import generating as build_writing
+from quire.engine.construction.build import build_engine
+from quire.engine.construction.memory import OVERHEAD, Budget
+from quire.engine.construction.sizes import resolve_sizes
 from quire.engine.types import Event, Receipt, Request
 from quire.machine import Memory
 from quire.models import Model

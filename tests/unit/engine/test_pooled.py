@@ -11,7 +11,7 @@ import pytest
 
 from quire.cache.pool import Pool
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.engine import Engine
 from quire.engine.pooled import PooledScheduler
 from quire.engine.types import EngineInfo, Event, Request

@@ -13,7 +13,7 @@ import pytest
 from quire.backends.cases import ragged
 from quire.backends.choose import open_backend
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.types import Request
 from quire.models.shapes import load_shape
 from quire.observe.errors import BadRequest, Unsupported

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.grammar import Matcher, compile_matcher, tokenizer_of
+from quire.engine.constraints.grammar import Matcher, compile_matcher, tokenizer_of
 from quire.engine.types import Constraint
-from tests.unit.engine.guide_kit import _FAVOURED, EOS, TOKENS, WORDS, V
+from tests.unit.engine.constraints.guide_kit import _FAVOURED, EOS, TOKENS, WORDS, V
 
 TOKENIZER = tokenizer_of(WORDS, V)  # its first 256 tokens are the bytes
 CLOSERS = np.isin(np.arange(V), [*_FAVOURED, *(TOKENS.index(t) for t in (b"}", b"]", b'"', b"},", b"{}", b"[]"))])

@@ -15,9 +15,9 @@ from quire.backends.cases import ragged
 from quire.backends.choose import open_backend
 from quire.layouts import Floats
 from quire.models.sites import Sites
-from quire.weights.adapters import open_adapter
+from quire.weights.adapters.read import open_adapter
 from quire.weights.checkpoint import open_checkpoint
-from quire.weights.gguf import GGUF
+from quire.weights.gguf.file import GGUF
 from tests.unit.models import tiny
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -11,7 +11,7 @@ import pytest
 
 from quire.backends.choose import open_backend
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.types import EngineInfo, Event, Request
 from quire.layouts import Floats
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported

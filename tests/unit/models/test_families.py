@@ -111,7 +111,7 @@ def test_every_family_here_is_tried():
 def test_greedy_continuations_are_those_of_transformers(name: str, tmp_path: Path):
     """Through the engine, where windows slide on while tokens are made; cold and with prefix hits, in small chunks."""
     from quire.config import EngineConfig, Environment
-    from quire.engine.build import build_engine
+    from quire.engine.construction.build import build_engine
     from quire.engine.types import Request
     from quire.runner.params import SamplingParams
 

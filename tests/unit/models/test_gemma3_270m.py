@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.observe.errors import QuireError
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 from tests.unit.models.programs import Loaded
 
 torch = pytest.importorskip("torch", reason="needs the test extra: torch is the independent implementation")

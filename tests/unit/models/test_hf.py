@@ -99,7 +99,7 @@ def test_a_gguf_of_the_same_weights_gives_the_same_logits(backend: str, tied: bo
 def test_greedy_continuations_are_those_of_transformers(backend: str, device: str, tmp_path: Path):
     """Through the engine, cold and with prefix hits, chunks smaller than the prompts."""
     from quire.config import EngineConfig, Environment
-    from quire.engine.build import build_engine
+    from quire.engine.construction.build import build_engine
     from quire.engine.types import Request
     from quire.runner.params import SamplingParams
 

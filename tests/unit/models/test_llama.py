@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.chat.tokenizer import Tokenizer
-from quire.weights.gguf import GGUF
+from quire.chat.tokenizers.tokenizer import Tokenizer
+from quire.weights.gguf.file import GGUF
 from tests.unit.models import recorded, tiny
 from tests.unit.models.programs import Loaded
 

@@ -136,7 +136,7 @@ def test_slots_are_filled_cleared_and_filled_again(backend: str, tmp_path: Path)
     loaded = Adapted(path, [tmp_path / "a"], backend)
     before = loaded.logits(TOKENS, -1)
     fit = loaded.sites.fit
-    from quire.weights.adapters import open_adapter
+    from quire.weights.adapters.read import open_adapter
 
     loaded.program.place(0, fit(open_adapter(tmp_path / "b")))  # other sites than before: what is left out is gone
     close(loaded.logits(TOKENS, 0), exact(second, TOKENS))

@@ -179,7 +179,7 @@ def test_mixtral_with_and_without_stacks(old: bool, tmp_path: Path):
 def test_greedy_continuations_are_those_of_transformers(kind: str, backend: str, device: str, tmp_path: Path):
     """Through the engine, cold and with prefix hits, chunks smaller than the prompts, windows smaller than them."""
     from quire.config import EngineConfig, Environment
-    from quire.engine.build import build_engine
+    from quire.engine.construction.build import build_engine
     from quire.engine.types import Request
     from quire.runner.params import SamplingParams
 

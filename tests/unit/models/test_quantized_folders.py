@@ -149,7 +149,7 @@ def test_torch_keeps_codes_when_asked(way: str, tmp_path: Path) -> None:
 
 def test_what_is_shown_and_told(tmp_path: Path) -> None:
     from quire.config import EngineConfig
-    from quire.engine.build import build_engine
+    from quire.engine.construction.build import build_engine
 
     model = folders.build("llama", **SIZES)
     save(model, tmp_path / "m", "fp8 tiles")

@@ -4,11 +4,11 @@ import random
 
 import numpy as np
 import pytest
-from tiny_llama import decode, known, opening
 
 from quire.runner.batch_builder import BatchBuilder
 from quire.runner.params import SamplingParams
 from quire.runner.slots import Slots
+from tests.unit.runner.tiny_llama import decode, known, opening
 
 PAGE, VOCAB, SEQS, TOKENS, CONTEXT, ROWS = 4, 1000, 12, 96, 60, 50
 

@@ -8,7 +8,6 @@ import random
 from collections import deque
 
 import pytest
-from tiny_llama import CONTEXT, PAGE, TinyLlama, V, generate, known, kv, make_runner, opening
 
 from quire.cache.groups import Full, Window
 from quire.cache.pool import Pool
@@ -20,6 +19,7 @@ from quire.engine.types import Request
 from quire.models.places import Places
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
+from tests.unit.runner.tiny_llama import CONTEXT, PAGE, TinyLlama, V, generate, known, kv, make_runner, opening
 
 MAX_ROWS = 12
 KINDS = {"window and all": (6, None), "all and window": (None, 9), "two windows": (3, 10), "one window": (7, 7)}
@@ -175,7 +175,7 @@ def test_a_row_that_lacks_what_is_read_is_refused(work, text: str):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_device_has_the_same_tokens(kind: str, padded: bool):
     pytest.importorskip("torch", reason="needs torch: the torch extra")
-    from device_kit import make_device_runner
+    from tests.unit.runner.device.kit import make_device_runner
 
     rng = random.Random(len(kind))
     model, requests = TinyLlama(windows=KINDS[kind]), _requests(rng)
@@ -190,9 +190,8 @@ def test_a_device_has_the_same_tokens(kind: str, padded: bool):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_step_is_one_copy_to_the_device_however_many_groups(padded: bool, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch", reason="needs torch: the torch extra")
-    from device_kit import make_device_runner
-
-    from quire.runner.staging import Staging
+    from quire.runner.device.staging import Staging
+    from tests.unit.runner.device.kit import make_device_runner
 
     model, sent, steps = TinyLlama(windows=(3, 10)), [], []
     runner = make_device_runner(pages=(12, 12), model=model, max_rows=MAX_ROWS, padded=padded)

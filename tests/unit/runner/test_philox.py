@@ -1,9 +1,9 @@
 """The random stream: known answers, numpy's generator as oracle, uniformity, independence."""
 
 import numpy as np
-from naive_sampling import uniform as numpy_uniform
 
 from quire.runner.random import Draws, philox, uniform
+from tests.unit.runner.naive_sampling import uniform as numpy_uniform
 
 ONES = 2**64 - 1
 

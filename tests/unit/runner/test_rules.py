@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from naive_sampling import distribution
 
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.rules import RULES, Choice, History, needs_history, rules_for
+from tests.unit.runner.naive_sampling import distribution
 
 V = 700
 

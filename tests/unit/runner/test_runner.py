@@ -3,11 +3,22 @@
 import msgspec
 import numpy as np
 import pytest
-from naive_sampling import logprobs
-from tiny_llama import CONTEXT, PAGE, V, all_logits, decode, generate, known, make_runner, opening, program
 
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
+from tests.unit.runner.naive_sampling import logprobs
+from tests.unit.runner.tiny_llama import (
+    CONTEXT,
+    PAGE,
+    V,
+    all_logits,
+    decode,
+    generate,
+    known,
+    make_runner,
+    opening,
+    program,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 MIXED = SamplingParams(

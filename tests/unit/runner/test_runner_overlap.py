@@ -5,7 +5,6 @@ import threading
 from collections import deque
 
 import pytest
-from tiny_llama import CONTEXT, PAGE, V, decode, generate, known, make_runner, opening, program
 
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
@@ -15,6 +14,7 @@ from quire.engine.sequence import mix_seed
 from quire.engine.types import Request
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
+from tests.unit.runner.tiny_llama import CONTEXT, PAGE, V, decode, generate, known, make_runner, opening, program
 
 MAX_ROWS = 12
 

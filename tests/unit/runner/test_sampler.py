@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from naive_sampling import distribution, logprobs, sample
 
 from quire.backends.native.backend import NativeBackend
 from quire.runner import sampler as host
 from quire.runner.params import SamplingParams
 from quire.runner.sampler import Stream
+from tests.unit.runner.naive_sampling import distribution, logprobs, sample
 
 V = 1003  # odd, so that rows of a batch are not aligned alike
 

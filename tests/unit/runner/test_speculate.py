@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_llama import CONTEXT, PAGE, TinyLlama, V, decode, generate, known, kv, make_runner, opening
 
 from quire.cache.groups import Full, Window
 from quire.cache.pool import Pool
@@ -21,6 +20,7 @@ from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
 from quire.runner.speculate import names, open_proposer
 from quire.runner.speculate.ngram import LEAST, MOST, START, NGram
+from tests.unit.runner.tiny_llama import CONTEXT, PAGE, TinyLlama, V, decode, generate, known, kv, make_runner, opening
 
 MAX_ROWS = 40
 
@@ -111,7 +111,7 @@ def runners(proposer: Any, kinds: str, **more: Any) -> Any:
     if kinds == "host":
         return make_runner(proposer=proposer, **more)
     pytest.importorskip("torch", reason="needs torch: the torch extra")
-    from device_kit import make_device_runner
+    from tests.unit.runner.device.kit import make_device_runner
 
     return make_device_runner(proposer=proposer, drafts=4, padded=kinds == "padded", **more)
 
@@ -243,11 +243,10 @@ def test_random_traffic_says_the_same_with_and_without(windows: tuple[int | None
 def test_shapes_of_verification_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences with other numbers of drafts are computed with as many rows each, at sizes that could be captured."""
     pytest.importorskip("torch", reason="needs torch: the torch extra")
-    from device_kit import OnDevice, make_device_runner
+    from quire.runner.device.verify import row_counts
+    from tests.unit.runner.device.kit import OnDevice, make_device_runner
 
-    from quire.runner.verify import ladder
-
-    assert [ladder(k) for k in (0, 1, 2, 4, 8)] == [[], [2], [2, 3], [2, 3, 5], [2, 5, 9]]
+    assert [row_counts(k) for k in (0, 1, 2, 4, 8)] == [[], [2], [2, 3], [2, 3, 5], [2, 5, 9]]
     program = OnDevice(64)
     shapes: list[tuple[int, int, bool]] = []
     launch = program.launch
@@ -274,7 +273,7 @@ def test_shapes_of_verification_are_few(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_failed_row_keeps_its_error_to_itself() -> None:
     """Logits that are no numbers behind a draft: that sequence fails, and its batch mate's drafts are verified."""
     pytest.importorskip("torch", reason="needs torch: the torch extra")
-    from device_kit import OnDevice, make_device_runner
+    from tests.unit.runner.device.kit import OnDevice, make_device_runner
 
     prompt, params = [5, 9, 5, 9, 5], SamplingParams(temperature=0.0)
     want = generate(prompt, params, 7, 4)

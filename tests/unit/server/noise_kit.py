@@ -16,17 +16,17 @@ from quire.backends.ops import KV
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.chat.completer import Completer
-from quire.chat.template import ChatTemplate
-from quire.chat.tokenizer import Tokenizer
+from quire.chat.templates.template import ChatTemplate
+from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.config import EngineConfig
+from quire.engine.constraints.enforce import Guides
 from quire.engine.engine import Engine
-from quire.engine.guides import Guides
-from quire.engine.inprocess import InProcessClient
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
+from quire.engine.transport.inprocess import InProcessClient
 from quire.engine.types import EngineInfo
 from quire.runner.runner import Runner
-from tests.unit.chat.answers.test_reading import HERMES
+from tests.unit.chat.tools.test_reading import HERMES
 from tests.unit.chat.toys import byte_level
 from tests.unit.server.fakes import MODEL
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.config import Environment
-from quire.weights.store import Store
-from quire.weights.web import Http
+from quire.weights.download.web import Http
+from quire.weights.store.store import Store
 
 from .origin import Origin
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.observe.errors import BadModelFile, NotFound, QuireError, Unsupported
-from quire.weights.adapters import open_adapter
+from quire.weights.adapters.read import open_adapter
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 

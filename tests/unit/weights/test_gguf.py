@@ -17,8 +17,8 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType
 
 from quire.layouts import Affine, Dense
 from quire.observe.errors import BadModelFile, NotFound
-from quire.weights import gguf_strings
-from quire.weights.gguf import GGUF, Strings, describe
+from quire.weights.gguf import strings as gguf_strings
+from quire.weights.gguf.file import GGUF, Strings, describe
 from tests.effort import at_most
 from tests.fuzz import maker
 from tests.fuzz.maker import ARRAY, STRING, TYPES, U32, Maker

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.observe.errors import BadModelFile
-from quire.weights import gguf_header
-from quire.weights.gguf import GGUF
+from quire.weights.gguf import header as gguf_header
+from quire.weights.gguf.file import GGUF
 from tests.effort import at_most
 from tests.fuzz import maker
 from tests.fuzz.maker import ARRAY, BOOL, F32, I32, STRING, U8, U32, U64, Maker

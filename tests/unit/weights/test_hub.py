@@ -13,12 +13,13 @@ import pytest
 
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError, Unsupported
-from quire.weights import catalogue, hub_cache, parallel
-from quire.weights.catalogue import Entry
 from quire.weights.checkpoint import Opened
+from quire.weights.download import hub_cache, parallel
+from quire.weights.download.web import Http
 from quire.weights.sources.hf import HubTarget
-from quire.weights.store import Store
-from quire.weights.web import Http
+from quire.weights.store import catalogue
+from quire.weights.store.catalogue import Entry
+from quire.weights.store.store import Store
 
 from .conftest import Recorder
 from .origin import Body, Fault, Origin, Seen
@@ -358,7 +359,7 @@ def test_a_mirror_that_tells_no_digests(store: Store, origin: Origin):
 
 
 def test_no_room(store: Store, origin: Origin, monkeypatch: pytest.MonkeyPatch):
-    from quire.weights import fetch
+    from quire.weights.download import fetch
 
     Hub(origin, SHARDED)
     monkeypatch.setattr(fetch, "SPARE_DISK", 1 << 60)

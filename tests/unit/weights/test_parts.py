@@ -18,13 +18,15 @@ import pytest
 
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, Unsupported
-from quire.weights import catalogue, fetch, names
-from quire.weights.catalogue import Entry
+from quire.weights import names
+from quire.weights.download import fetch
+from quire.weights.download.parallel import Shared, Stopped, run_all
+from quire.weights.download.web import Http
 from quire.weights.names import Reference
-from quire.weights.parallel import Shared, Stopped, run_all
 from quire.weights.sources import npm, pypi
-from quire.weights.store import Store
-from quire.weights.web import Http
+from quire.weights.store import catalogue
+from quire.weights.store.catalogue import Entry
+from quire.weights.store.store import Store
 
 from .conftest import Recorder
 from .origin import Body, Fault, Origin, Seen

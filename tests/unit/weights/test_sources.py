@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from quire.config import DEFAULT_MODEL, Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError, Unsupported
-from quire.weights import catalogue, names, sources
-from quire.weights.catalogue import Entry
+from quire.weights import names, sources
+from quire.weights.download.web import Http, Reply, display, next_hop, origin_of
 from quire.weights.names import Reference, ShortName
 from quire.weights.sources import hf, pypi
-from quire.weights.store import Store
-from quire.weights.web import Http, Reply, display, next_hop, origin_of
+from quire.weights.store import catalogue
+from quire.weights.store.catalogue import Entry
+from quire.weights.store.store import Store
 
 from .conftest import Recorder
 from .origin import Body, Origin, Seen

@@ -17,9 +17,9 @@ import pytest
 
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError
-from quire.weights import catalogue
-from quire.weights.catalogue import Entry
-from quire.weights.store import Manifest, Store
+from quire.weights.store import catalogue
+from quire.weights.store.catalogue import Entry
+from quire.weights.store.store import Manifest, Store
 
 from .conftest import Recorder
 from .origin import Body, Fault, Origin
@@ -33,7 +33,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background is born ignoring it
 from pathlib import Path
 from quire.config import Environment
-from quire.weights.store import Store
+from quire.weights.store.store import Store
 class Say:
     def start(self, total, label, done=0): print("start", done, flush=True)
     def advance(self, n): print("advance", n, flush=True)

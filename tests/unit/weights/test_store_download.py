@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.observe.errors import BadModelFile, DownloadFailed, NotFound, QuireError, Unsupported
-from quire.weights import fetch
-from quire.weights.store import Store
+from quire.weights.download import fetch
+from quire.weights.store.store import Store
 
 from .conftest import Recorder
 from .origin import Body, Fault, Origin
@@ -251,7 +251,7 @@ def test_an_architecture_that_is_not_known_is_refused_by_its_first_bytes(store: 
 
 @pytest.mark.parametrize("cut", range(0, 80, 7))
 def test_a_glimpse_of_too_little_says_nothing(cut: int):
-    from quire.weights.glimpse import glimpse
+    from quire.weights.gguf.peek import glimpse
 
     def text(data: bytes) -> bytes:
         return len(data).to_bytes(8, "little") + data

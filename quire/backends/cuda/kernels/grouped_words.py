@@ -149,7 +149,12 @@ def grouped_words(
     With `shares` [T, top] each result is multiplied with its own, and y is [splits * top, T, n]: its sum is all there is to add.
     """
     count, pairs, n, k = starts.shape[0] - 1, order.shape[0], y.shape[-1], x.shape[1]
-    if w.shape != (count * (2 * n if gated else n), k) or y.numel() != pairs * n * (block.splits if y.ndim == 3 else 1) or x.stride(1) != 1 or n % HIGH:
+    if (
+        w.shape != (count * (2 * n if gated else n), k)
+        or y.numel() != pairs * n * (block.splits if y.ndim == 3 else 1)
+        or x.stride(1) != 1
+        or n % HIGH
+    ):
         raise ValueError(f"rows {list(x.shape)} and experts {count} x {list(w.shape)} into {list(y.shape)}")
     if x.shape[0] * max(top, 1) != pairs:
         raise ValueError(f"{x.shape[0]} rows, {top} choices each, are not {pairs} pairs")
@@ -157,7 +162,9 @@ def grouped_words(
     if shares is not None:
         if gated or shares.numel() != pairs or y.shape != (block.splits * choices, pairs // choices, n):
             raise ValueError(f"shares {list(shares.shape)} of {pairs} pairs into {list(y.shape)}")
-    elif block.splits > 1 and (gated or y.shape[0] != block.splits or y.dtype != torch.float32 or not y.is_contiguous()):
+    elif block.splits > 1 and (
+        gated or y.shape[0] != block.splits or y.dtype != torch.float32 or not y.is_contiguous()
+    ):
         raise ValueError(f"{block.splits} parts of sums into {list(y.shape)}")
     blocks = min(pairs, pairs // block.rows + count)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}

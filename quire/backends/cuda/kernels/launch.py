@@ -5,7 +5,7 @@ many kernels take the device: a prompt of 512 tokens is bound by it. What its ch
 alignment of pointers, constants, and those numbers that it specializes on. That is the key here; a launch with a new
 one goes through Triton. In Triton's interpreter every launch does. One device in a process.
 
-Compiling is slow and mostly outside Python: in a `rehearsal` kernels are not launched, and those that are missing are compiled by
+Compiling is slow and mostly outside Python: under `compile_only` kernels are not launched, and those that are missing are compiled by
 many threads at once. What a step computes there means nothing.
 """
 
@@ -24,14 +24,14 @@ from triton.runtime.jit import JITFunction
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
+def compile_only() -> Iterator[None]:
     """Steps in here compile what they would launch, and launch nothing; at the end all of it is compiled."""
     with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as threads, triton.AsyncCompileMode(threads):
-        Launcher.rehearsing = True
+        Launcher.compile_only = True
         try:
             yield
         finally:
-            Launcher.rehearsing = False
+            Launcher.compile_only = False
 
 
 class Launcher:
@@ -40,12 +40,12 @@ class Launcher:
     Constants and options are given by name, the arguments before them in order.
     """
 
-    rehearsing: ClassVar[bool] = False
+    compile_only: ClassVar[bool] = False
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
         self._ready: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-        self._asked: set[tuple[Any, ...]] = set()  # compiled in a rehearsal
+        self._compiling: set[tuple[Any, ...]] = set()  # compiled under compile_only
         self._pointers: list[int] = []
         self._aligned: list[int] = []
         self._numbers: list[int] = []
@@ -66,9 +66,9 @@ class Launcher:
             *named.values(),
         )
         found = self._ready.get(key)
-        if Launcher.rehearsing:
-            if found is None and key not in self._asked:
-                self._asked.add(key)
+        if Launcher.compile_only:
+            if found is None and key not in self._compiling:
+                self._compiling.add(key)
                 self._kernel.warmup(*args, grid=grid, **named)
             return
         if found is not None:

@@ -107,19 +107,19 @@ def wanted(top: int, device: torch.device | str) -> Wanted:
 
 
 def logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, top: int, out: torch.Tensor, found: Found, wishes: Wanted
+    logits: torch.Tensor, tokens: torch.Tensor, top: int, out: torch.Tensor, found: Found, constants: Wanted
 ) -> None:
     """out float64 [n, 2 + 2 * top]: log probability and rank of each row's token, then the `top` best's ids and values.
 
-    `wishes` is what `wanted(top)` made. A row that is not numbers gives NaN.
+    `constants` is what `wanted(top)` made. A row that is not numbers gives NaN.
     """
     rows, vocab = logits.shape
     if out.shape != (rows, 2 + 2 * top) or top > CAP.value:
         raise ValueError(f"log probabilities of {rows} rows and {top} alternatives into {list(out.shape)}")
-    one, few, nothing = (wishes.numbers[i : i + 1].expand(rows) for i in range(3))
+    one, few, nothing = (constants.numbers[i : i + 1].expand(rows) for i in range(3))
     find_peaks(logits, one, found)
     if top:
-        find_candidates(logits, one, wishes.flag.expand(rows), few, one, nothing, found)
+        find_candidates(logits, one, constants.flag.expand(rows), few, one, nothing, found)
     ranks = found.places  # taken: the best places are not looked at here
     _ranks[(rows, found.chunks)](logits, tokens, ranks, vocab, found.chunks, logits.stride(0), num_warps=8)
     _finish[(rows,)](

@@ -26,10 +26,10 @@ _CHUNK = tl.constexpr(4096)
 @Launcher
 @triton.jit(
     do_not_specialize=["words", "first", "pick", "penalty", "masked"],
-    do_not_specialize_on_alignment=["source", "rows", "wishes", "history", "seen", "counts", "masks", "allowed"],
+    do_not_specialize_on_alignment=["source", "rows", "params", "history", "seen", "counts", "masks", "allowed"],
 )
 def _adjust(
-    source, scores, alive, rows, wishes, history, seen, counts, masks, allowed, vocab, words, chunks, stride_in,
+    source, scores, alive, rows, params, history, seen, counts, masks, allowed, vocab, words, chunks, stride_in,
     stride_out, first, pick, penalty, masked, COLS: tl.constexpr,
 ):  # fmt: skip
     """first: the source is the logits, of which `pick` takes some rows; else it is the scores."""
@@ -44,7 +44,7 @@ def _adjust(
     if first != 0:
         tl.store(alive + row * chunks + tl.program_id(1), tl.max((value > float("-inf")).to(tl.int32), 0))
     if penalty != 0:
-        own = wishes + row * COLS
+        own = params + row * COLS
         repetition = tl.load(own + 5).to(tl.float32)
         frequency = tl.load(own + 6).to(tl.float32)
         presence = tl.load(own + 7).to(tl.float32)
@@ -86,7 +86,7 @@ def apply_rules(
     logits: torch.Tensor,
     scores: torch.Tensor,
     alive: torch.Tensor,
-    wishes: torch.Tensor,
+    params: torch.Tensor,
     *,
     rows: torch.Tensor | None = None,
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
@@ -99,7 +99,7 @@ def apply_rules(
 ) -> None:
     """Fill scores [n, V] float32 from the logits' `rows` (int32 [n]; None: the first n), and alive int32 [n, pieces].
 
-    wishes as for `choose`. bias is (places, tokens, values) and stops (places, tokens), one entry a pair. A row has the
+    params as for `choose`. bias is (places, tokens, values) and stops (places, tokens), one entry a pair. A row has the
     history `history[row]` of seen (bool) and counts (int32) [.., V], and the mask `mask[row]` (-1: none) of allowed
     [.., words], int32 with a bit a token, the lowest first. All contiguous.
     """
@@ -122,8 +122,8 @@ def apply_rules(
     sizes = vocab, 0 if allowed is None else allowed.shape[1], grid[1]
     if bias is not None:  # the bias comes before the penalties, so it needs a copy to be added to
         _adjust[grid](
-            logits, scores, alive, given, wishes, *past, *sizes, logits.stride(0), scores.stride(0),
-            1, int(rows is not None), 0, 0, COLS=wishes.shape[1], num_warps=4,
+            logits, scores, alive, given, params, *past, *sizes, logits.stride(0), scores.stride(0),
+            1, int(rows is not None), 0, 0, COLS=params.shape[1], num_warps=4,
         )  # fmt: skip
         _scatter[(triton.cdiv(bias[0].shape[0], 128),)](
             scores, *bias, bias[0].shape[0], scores.stride(0), ADD=True, BLOCK=128, num_warps=4
@@ -132,8 +132,8 @@ def apply_rules(
         first = bias is None
         source = logits if first else scores
         _adjust[grid](
-            source, scores, alive, given, wishes, *past, *sizes, source.stride(0), scores.stride(0),
-            int(first), int(first and rows is not None), int(penalized), int(masked), COLS=wishes.shape[1], num_warps=4,
+            source, scores, alive, given, params, *past, *sizes, source.stride(0), scores.stride(0),
+            int(first), int(first and rows is not None), int(penalized), int(masked), COLS=params.shape[1], num_warps=4,
         )  # fmt: skip
     if stops is not None:
         _scatter[(triton.cdiv(stops[0].shape[0], 128),)](

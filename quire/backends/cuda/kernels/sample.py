@@ -155,13 +155,13 @@ def _draw(source, size, threshold, ties, peak, temperature, minimum, draw):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "wishes", "wanted", "tokens"])
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "params", "wanted", "tokens"])
 def _choose(
-    scores, wishes, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
+    scores, params, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
     stride, CHUNKS_PAD: tl.constexpr, PIECES_PAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    own = wishes + row * COLS
+    own = params + row * COLS
     lane = tl.arange(0, CHUNKS_PAD)
     peak = row_peak(peaks, row, chunks, CHUNKS_PAD)
     if peak == float("inf"):
@@ -254,7 +254,7 @@ def greedy(scores: torch.Tensor, tokens: torch.Tensor) -> None:
 
 def choose(
     scores: torch.Tensor,
-    wishes: torch.Tensor,
+    params: torch.Tensor,
     wanted: torch.Tensor,
     tokens: torch.Tensor,
     found: Found,
@@ -263,22 +263,22 @@ def choose(
 ) -> None:
     """tokens [n] (int32 or int64) of scores [n, V] (float32, bf16 or fp16), or a code below 0.
 
-    wishes float64 [n, 9] holds the columns named above; DRAW is the row's uniform number, REPETITION, FREQUENCY and
+    params float64 [n, 9] holds the columns named above; DRAW is the row's uniform number, REPETITION, FREQUENCY and
     PRESENCE are not looked at (see rules.py). wanted [n] int32: 1 where top_k, top_p or min_p of a drawing row narrows
     anything. A row with temperature 0 gets its best token, of equals the smallest id. `alive` is what `apply_rules`
     left; None: the scores are logits as the model gave them, so that a row of -inf is BROKEN, not RULED_OUT.
     """
     rows, vocab = scores.shape
-    if wishes.shape != (rows, COLUMNS) or not wishes.is_contiguous() or wishes.dtype != torch.float64:
+    if params.shape != (rows, COLUMNS) or not params.is_contiguous() or params.dtype != torch.float64:
         raise ValueError(
-            f"sampling parameters are {wishes.dtype} {list(wishes.shape)}: float64 {[rows, COLUMNS]} needed"
+            f"sampling parameters are {params.dtype} {list(params.shape)}: float64 {[rows, COLUMNS]} needed"
         )
-    column = [wishes[:, i] for i in range(COLUMNS)]
+    column = [params[:, i] for i in range(COLUMNS)]
     find_peaks(scores, column[TEMPERATURE], found)
     find_candidates(scores, column[TEMPERATURE], wanted, column[TOP_K], column[TOP_P], column[MIN_P], found)
     pieces = 0 if alive is None else alive.shape[1]
     _choose[(rows,)](
-        scores, wishes, wanted, found.places if alive is None else alive, found.peaks, found.places, found.masses,
+        scores, params, wanted, found.places if alive is None else alive, found.peaks, found.places, found.masses,
         found.sizes, found.ids, found.scores, tokens, vocab, found.chunks, pieces, scores.stride(0),
         CHUNKS_PAD=triton.next_power_of_2(found.chunks), PIECES_PAD=triton.next_power_of_2(rules.pieces(vocab)),
         COLS=COLUMNS, num_warps=8,

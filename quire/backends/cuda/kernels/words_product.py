@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.gates import KINDS, gate
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts, gate, store_part
+from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _sum_parts, store_part
 from quire.backends.cuda.kernels.unpack import INT_TIMES, INTERPRETED, int_tile
 from quire.backends.torch.words import IntWords
 
@@ -36,10 +37,10 @@ def _ask(rows, LINES: tl.constexpr):
 @triton.jit(do_not_specialize=["m"])
 def _words_product(
     x, words, scale, y, residual, bias, part, m, n, k, tiles, stride_x, stride_y, stride_r,
-    BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
+    BLOCK_M: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    CHANNELS: tl.constexpr = HIGH // 2 if SWIGLU else HIGH
+    CHANNELS: tl.constexpr = HIGH // 2 if GATE else HIGH
     GROUPS: tl.constexpr = 128 // GROUP
     high = tl.arange(0, HIGH)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -67,9 +68,9 @@ def _words_product(
         weights = int_tile(four, s_row + tile * GROUPS * 64, GROUP, HIGH, x.dtype.element_ty)
         acc = tl.dot(weights, tl.trans(values), acc)
     acc = tl.trans(acc) * INT_TIMES
-    if SWIGLU:
+    if GATE:
         acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, CHANNELS]), 0, 2, 1))
-        acc = gate(acc, up, SWIGLU)
+        acc = gate(acc, up, GATE)
     columns = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     keep = here & (columns < n)[None, :]
     if SPLITS > 1:
@@ -87,33 +88,32 @@ def words_product(
     rows: int,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    swiglu: bool = False,
-    gelu: bool = False,
+    act: str = "",
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, `rows` of x in a program.
 
-    With `swiglu` (or `gelu` beside it) the weights have 2n rows, gates first. The shape's block_n is rows of w; its block_k is
+    With an `act` (see gates.py) the weights have 2n rows, gates first. The shape's block_n is rows of w; its block_k is
     not looked at: a step is a tile.
     """
     m, k = x.shape
     n = y.shape[1]
-    if w.shape != (2 * n if swiglu else n, k) or y.shape[0] != m or x.stride(1) != 1:
+    if w.shape != (2 * n if act else n, k) or y.shape[0] != m or x.stride(1) != 1:
         raise ValueError(f"rows {list(x.shape)} and words {list(w.shape)} into {list(y.shape)}")
-    if shape.splits > 1 and (swiglu or part is None):
-        raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU")
+    if shape.splits > 1 and (act or part is None):
+        raise ValueError("a split sum needs the partial sums' space, and takes no activation")
     single = shape.splits == 1
     ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     res, b = x if residual is None else residual, x if bias is None else bias
     launch: dict[str, object] = {"num_warps": shape.warps, "num_stages": shape.stages}
     if shape.pdl:
         launch["launch_pdl"] = True
-    channels = shape.block_n // 2 if swiglu else shape.block_n
+    channels = shape.block_n // 2 if act else shape.block_n
     _words_product[(triton.cdiv(n, channels), triton.cdiv(m, rows), shape.splits)](
         x, w.words, w.scale, y, res, b, y if part is None else part, m, n, k, w.words.shape[1], x.stride(0), y.stride(0),
         res.stride(0), BLOCK_M=rows, HIGH=shape.block_n, GROUP=w.group, SPLITS=shape.splits,
-        SWIGLU=2 if swiglu and gelu else swiglu, PDL=shape.pdl, LINES=shape.lines,
+        GATE=KINDS[act], PDL=shape.pdl, LINES=shape.lines,
         **(ends if single else {"BIAS": False, "RESIDUAL": False}), **launch,
     )  # fmt: skip
     if not single and add_parts:

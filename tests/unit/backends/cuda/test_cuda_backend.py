@@ -126,7 +126,7 @@ def test_a_whole_model(tmp_path: Path):
     path = tiny.write_gguf(tiny.build(num_hidden_layers=2), tmp_path / "m.gguf")
     tokens = np.random.default_rng(8).integers(0, 160, 22).tolist()
     from quire import models
-    from quire.weights.gguf import GGUF
+    from quire.weights.gguf.file import GGUF
 
     model = models.load(GGUF.open(path))
     program = open_cuda("float16").compile(model.forward, kv=model.kv(8, 16), max_tokens=64, max_rows=64)

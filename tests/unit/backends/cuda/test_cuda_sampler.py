@@ -12,7 +12,7 @@ import torch
 
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.torch.sampler import BROKEN, RULED_OUT
-from quire.runner.device_wishes import SlotWishes
+from quire.runner.device.slot_sampling import SlotSampling
 from quire.runner.params import SamplingParams
 from quire.runner.sampler import Chosen, Sampler, Stream
 
@@ -56,15 +56,15 @@ def both(
     context: dict[str, Any] = {"prompt": [3, 4, 900], "output": [8, 8, 8, 30, 8199], "stop_ids": STOPS}
     streams = [Stream(p, p.seed or 0, VOCAB, **context) for p in params]
     place, sampler = torch.device(device), CudaSampler(torch.device(device))
-    wishes = SlotWishes(rows, VOCAB, place)
+    own = SlotSampling(rows, VOCAB, place)
     for i, stream in enumerate(streams):
-        wishes.open(i, stream)
-    asked = wishes.ask(np.arange(rows), np.full(rows, 5), masks)
+        own.open(i, stream)
+    sampling = own.gather(np.arange(rows), np.full(rows, 5), masks)
     on = torch.from_numpy(logits).to(place)
     tokens = sampler.greedy(on)
-    if asked is not None:
-        found = wishes.wishes(asked, [torch.from_numpy(a.copy()).to(place) for a in asked.arrays()])
-        tokens[asked.rows] = sampler.choose(on, found)
+    if sampling is not None:
+        found = own.metadata(sampling, [torch.from_numpy(a.copy()).to(place) for a in sampling.arrays()])
+        tokens[sampling.rows] = sampler.choose(on, found)
     return tokens.tolist(), Sampler(VOCAB).sample(logits, streams, [5] * rows, masks=masks)
 
 
@@ -123,7 +123,7 @@ def test_a_row_does_not_depend_on_its_batch(device: str):
         assert torch.equal(whole[7, :2], alone[0])
 
 
-def test_practice_reaches_every_kernel(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_warm_up_reaches_every_kernel(device: str, monkeypatch: pytest.MonkeyPatch):
     """Whatever a request asks for later was launched once before, in every kind there is."""
     from quire.backends.cuda.kernels import candidates, logprobs, rules, sample
 
@@ -150,7 +150,7 @@ def test_practice_reaches_every_kernel(device: str, monkeypatch: pytest.MonkeyPa
         for name in names:
             monkeypatch.setattr(module, name, Watched(name, getattr(module, name)))
     sampler = CudaSampler(torch.device(device))
-    sampler.practise(torch.randn(3, VOCAB, device=device))
+    sampler.warm_up(torch.randn(3, VOCAB, device=device))
     known = set(launched)
     assert {name.split()[0] for name in known} == {
         "_peaks", "_bins", "_compact", "_adjust", "_scatter", "_choose", "_greedy", "_ranks", "_finish"

@@ -15,8 +15,9 @@ from quire.backends.adapters import Pair, Site
 from quire.backends.cuda.adapters import Bundle, FixedStack
 from quire.backends.cuda.kernels.lora import adapt
 from quire.layouts import Dense
-from quire.runner.capture import ADAPTED_SIZES, Decoder, DeviceState
-from quire.runner.prompts import Prompter
+from quire.runner.device.decode import ADAPTED_SIZES, DecodeSteps
+from quire.runner.device.prefill import PrefillSteps
+from quire.runner.device.state import DeviceState
 
 SLOTS, RANK = 5, 40
 RANKS = (16, 40, 3, 0, 17)  # the fourth has nothing here
@@ -147,7 +148,7 @@ class Heard:
 
 def test_decode_steps_are_padded_with_rows_of_nobody():
     program: Any = Heard()
-    decoder = Decoder(program, DeviceState(20, 4, [9], 16, program.device), 20, 64, 10)
+    decoder = DecodeSteps(program, DeviceState(20, 4, [9], 16, program.device), 20, 64, 10)
     assert decoder.adapted_sizes == [s for s in ADAPTED_SIZES if s < 20] + [20]
     ints = lambda *x: np.array(x, np.int32)  # noqa: E731
     own, none = ints(3, 1, 0), ints()
@@ -164,14 +165,16 @@ def test_prompt_steps_are_padded_with_rows_of_nobody():
 
     program: Any = Heard()
     state = DeviceState(20, 4, [9], 16, program.device)
-    prompter = Prompter(program, state, max_seqs=20, max_tokens=128, max_context=64, vocab=10)
+    prompter = PrefillSteps(program, state, max_seqs=20, max_tokens=128, max_context=64, vocab=10)
     batch = ragged([(0, 40, [0, 1, 3]), (3, 1, [2])])
     batch.logit_rows = np.array([39, 40], np.int32)
     none = np.zeros(0, np.int32)
-    plain = prompter.size_for(batch)
+    plain = prompter.kind_for(batch)
+    assert plain is not None
     batch.adapters = np.array([1] * 40 + [-1], np.int32)
-    size = prompter.size_for(batch)
-    assert plain == prompter.sizes[1] and size == prompter.adapted_sizes[1] == prompter.sizes[-1] != plain
-    told = prompter.run(size, batch, np.array([4, 5], np.int32), none, [none], [np.arange(9, dtype=np.int32)])[1]
+    kind = prompter.kind_for(batch)
+    assert kind is not None
+    assert plain[:2] == prompter.sizes[1] and kind[:2] == prompter.adapted_sizes[1] == prompter.sizes[-1] != plain[:2]
+    told = prompter.run(kind, batch, np.array([4, 5], np.int32), none, [none], [np.arange(9, dtype=np.int32)])[1]
     assert told[0].tolist() == list(range(9))
-    assert program.told == [(size[0], [1] * 40 + [-1] * (size[0] - 40), False)]
+    assert program.told == [(kind.tokens, [1] * 40 + [-1] * (kind.tokens - 40), False)]

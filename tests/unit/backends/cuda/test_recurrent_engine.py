@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quire.config import EngineConfig, Environment
-from quire.engine.build import build_engine
+from quire.engine.construction.build import build_engine
 from quire.engine.types import Request
-from quire.runner import device_runner
+from quire.runner.device import runner as device_runner
 from quire.runner.params import SamplingParams
 
 pytest.importorskip("transformers", reason="needs transformers, which makes the model: pip install quire[test]")

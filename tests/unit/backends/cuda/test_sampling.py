@@ -194,11 +194,11 @@ def test_whose_fault_it_is_that_no_token_is_left(start: float, device: str):
     logits = torch.full((1, VOCAB), start, device=device)
     scores, alive = torch.empty_like(logits), torch.empty(1, pieces(VOCAB), dtype=torch.int32, device=device)
     none = torch.zeros(1, VOCAB // 32, dtype=torch.int32, device=device)
-    wishes = table([SamplingParams()], [0.5]).to(device)
+    params = table([SamplingParams()], [0.5]).to(device)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    apply_rules(logits, scores, alive, wishes, mask=flag, allowed=none)
+    apply_rules(logits, scores, alive, params, mask=flag, allowed=none)
     tokens = torch.empty(1, dtype=torch.int32, device=device)
-    choose(scores, wishes, flag, tokens, candidates.scratch(1, VOCAB, device), alive=alive)
+    choose(scores, params, flag, tokens, candidates.scratch(1, VOCAB, device), alive=alive)
     assert tokens.tolist() == [RULED_OUT if start == 0.0 else BROKEN]
 
 

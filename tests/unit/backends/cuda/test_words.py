@@ -117,7 +117,7 @@ def test_gate_and_up_in_one_product(gelu: bool, half: torch.dtype, device: str):
     w, dense = integers(128 + 128, 128, 128)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).to(half).to(device)
     y = torch.full((3, 128), float("nan"), dtype=half, device=device)
-    words_product(x, on(w, device), y, Shape(64, 0, 4, 2), rows=16, swiglu=True, gelu=gelu)
+    words_product(x, on(w, device), y, Shape(64, 0, 4, 2), rows=16, act="geglu" if gelu else "swiglu")
     gate, up = (x.double() @ dense.T.to(device)).chunk(2, 1)
     act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * torch.sigmoid(gate)
     assert error(y, act * up) < 1e-2

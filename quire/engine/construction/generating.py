@@ -1,0 +1,171 @@
+"""An engine that writes, from a model and a backend that are open already: memory, program, scheduler, runner."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
+from quire.cache.pool import Pool
+from quire.cache.prefix_tree import PrefixTree
+from quire.config import PAGE_SIZE, EngineConfig, Environment
+from quire.engine.constraints.enforce import Guides
+from quire.engine.construction.adapters import open_adapted
+from quire.engine.construction.memory import Budget, group_of
+from quire.engine.construction.parts import Parts
+from quire.engine.construction.sizes import pool_of, resolve_sizes
+from quire.engine.engine import CLOSED, Engine
+from quire.engine.limits import standard
+from quire.engine.scheduler import Scheduler
+from quire.engine.types import EngineInfo
+from quire.models import Grouped
+from quire.observe.errors import NotEnoughMemory, Unsupported
+from quire.runner.choose import open_runner
+
+GUESSES = 16, 256  # tokens guessed ahead in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
+EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
+
+
+def build_writing(
+    config: EngineConfig, env: Environment, parts: Parts, lap: Callable[[str], None]
+) -> tuple[Engine, EngineInfo]:
+    """The engine; decisions are the lines of this part alone."""
+    model, backend = parts.model, parts.backend
+    if isinstance(model, Grouped):
+        model.places.split()  # a pool for each kind of layer
+    _check(config, parts)
+    drafts, guesses = _drafts(config)
+    max_rows = config.max_seqs + EXTRA_ROWS + guesses
+    adapted = open_adapted(config, model, parts.checkpoint)
+    forward = model.forward if adapted is None else adapted.forward
+    budget = parts.budget(
+        config,
+        env,
+        forward,
+        pool_of(config, model),
+        max_tokens=config.max_batch_tokens,
+        max_rows=max_rows,
+        room=0 if adapted is None else adapted.room,
+    )
+    sizes = resolve_sizes(config, env, model, budget)
+    kv = pool_of(config, model).sized(sizes.groups)
+    lap("sizes")
+    program = _program(config, parts, forward, kv, max_rows, budget)
+    lap("weights")
+    depth = int(budget.own) if config.depth is None else config.depth
+    guides = Guides(model.config.vocab_size)
+    scheduler = _scheduler(config, kv, sizes.context, max_rows, drafts, guesses, guides)
+    runner = open_runner(
+        program,
+        kv=kv,
+        vocab_size=model.config.vocab_size,
+        max_seqs=config.max_seqs,
+        max_tokens=config.max_batch_tokens,
+        max_context=sizes.context,
+        max_rows=max_rows,
+        overlap=depth > 0,
+        speculate=config.speculate,
+        drafts=drafts,
+    )
+    try:
+        door = CLOSED if adapted is None else adapted.door(program, runner)
+    except BaseException:
+        runner.close()  # its thread would hold the model for good
+        raise
+    lap("engine")
+    info = EngineInfo(
+        model=parts.name,
+        architecture=model.config.architecture,
+        vocab_size=model.config.vocab_size,
+        context=sizes.context,
+        max_seqs=config.max_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        pages=sizes.pages,
+        page_size=PAGE_SIZE,
+        backend=backend.describe(),
+        weight_bytes=parts.weight_bytes,
+        kv_bytes=kv.nbytes,
+        decisions=[
+            *sizes.lines,
+            *_kv_line(config, kv, backend),
+            *([] if adapted is None else adapted.lines(door.listed())),
+            f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
+            f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
+            *_drafts_line(config, drafts, guesses),
+        ],
+        adapters=door.listed(),
+        max_adapters=0 if adapted is None else config.max_loras,
+    )
+    idle = program.idle if isinstance(program, Idles) else None
+    return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle), info
+
+
+def _check(config: EngineConfig, parts: Parts) -> None:
+    """What this model or backend cannot do is refused before any weight is read."""
+    pool = pool_of(config, parts.model)
+    check_kv(pool, parts.backend)
+    if config.speculate != "none" and any(own.state for own in pool.groups):
+        raise Unsupported(
+            f"--speculate {config.speculate}: a {parts.model.config.architecture} has layers that carry a state, and what is "
+            "folded into one cannot be taken back when a guess is wrong",
+            cure="leave --speculate out",
+        )
+
+
+def _program(config: EngineConfig, parts: Parts, forward: Forward, kv: KV, max_rows: int, budget: Budget) -> Program:
+    try:
+        return parts.backend.compile(
+            forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=parts.packed
+        )
+    except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
+        raise NotEnoughMemory(
+            f"the system refused memory while the model was loaded, though it seemed to fit: {budget.line(kv.nbytes)}",
+            cure="free some memory, or ask for less KV memory",
+        ) from None
+
+
+def _scheduler(
+    config: EngineConfig, kv: KV, context: int, max_rows: int, drafts: int, guesses: int, guides: Guides
+) -> Scheduler:
+    first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
+    ahead = (guesses, config.max_batch_tokens) if drafts else None
+    return Scheduler(
+        PrefixTree(first[1], PAGE_SIZE, first[0], more),
+        slots=config.max_seqs,
+        budget=config.max_batch_tokens,
+        context=context,
+        draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides),
+        drafts=drafts,
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
+    """What K and V are kept as, unless it is the plain thing, and what it costs."""
+    if config.kv_dtype == "auto":
+        return []
+
+    def each(dtype: str) -> int:
+        return sum(dataclasses.replace(k, dtype=dtype).token_bytes for k in kv.groups)
+
+    beside = ", ".join(f"{name}: {each(name)}" for name in backend.kv_dtypes if name != kv.dtype)
+    return [f"KV cache: {kv.dtype}, {each(kv.dtype)} bytes per token ({beside})"]
+
+
+def _drafts(config: EngineConfig) -> tuple[int, int]:
+    """Guesses for a sequence in a step, and for all of them together."""
+    if config.speculate == "none":
+        return 0, 0
+    most = min(GUESSES[config.backend == "cuda"], config.max_seqs * config.draft_tokens)
+    return config.draft_tokens, max(config.draft_tokens, most)
+
+
+def _drafts_line(config: EngineConfig, drafts: int, guesses: int) -> list[str]:
+    if not drafts:
+        return []
+    return [
+        f"speculation: {config.speculate}, up to {drafts} tokens ahead of a sequence and {guesses} in a step; "
+        "tokens stay the same, and so do their odds"
+    ]

@@ -1,0 +1,113 @@
+"""What comes back from a device becomes rows of answers; and whom a failure hits is known by the opening of its slot.
+
+A step is read later than it was launched. By then its sequence may have failed in an earlier step, or its slot may belong to
+another: each opening of a slot has a number (`turns`), which a step remembers. Knows numbers and slots; launches nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.backends.torch.sampler import RULED_OUT as NO_TOKEN
+from quire.runner.device.launched import Launched, logprob_of
+from quire.runner.host_state import HostState, reason
+from quire.runner.plan import Row
+from quire.runner.rules import RULED_OUT
+
+_CODES = {NO_TOKEN: RULED_OUT}  # in place of a token
+_BROKEN = "the model produced NaN or infinite logits"
+
+
+class Answers:
+    """Reads steps in the order they were launched."""
+
+    def __init__(self, host: HostState, max_seqs: int):
+        self.openings = np.zeros(max_seqs, np.int64)  # how often each slot was opened
+        self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
+        self._host = host
+        self._slots = host.slots
+
+    def read(self, pending: Launched, numbers: np.ndarray | None) -> list[Row]:
+        """The rows of a step, from the numbers that came back; None: nothing was sampled."""
+        plain = pending.decode_only and pending.blank and not self._lost and not pending.shape.wanted
+        if plain and numbers is not None and numbers.min() >= 0:  # nobody has failed: a token each, and that is all
+            tokens = np.empty_like(numbers)
+            tokens[pending.sampled] = numbers
+            return [Row(1, [token]) for token in tokens.tolist()]
+        if pending.decode_only:
+            for row in pending.rows:
+                row.accepted = 1 if row.error is None else 0
+        if self._lost:
+            self._lose(pending)
+        if numbers is not None:
+            self._tell(pending, numbers)
+        return pending.rows
+
+    def fail(self, pending: Launched, error: Exception) -> list[Row]:
+        """The same for a step that the device itself failed in: nobody in it can be answered."""
+        for i in np.flatnonzero(pending.openings >= 0).tolist():
+            self._fail(pending, i, reason(error))
+        return pending.rows
+
+    def _lose(self, pending: Launched) -> None:
+        """Fail what was launched for an opening of a slot that had failed by then."""
+        for i in np.flatnonzero(pending.openings >= 0).tolist():
+            slot, turn = pending.plan.work[i].slot, int(pending.openings[i])
+            gone = self._lost.get(slot)
+            if gone is not None and gone[0] == turn:
+                self._fail(pending, i, gone[1])
+            elif gone is not None and gone[0] < turn:
+                del self._lost[slot]  # all that was launched for that opening has been read
+
+    def _tell(self, pending: Launched, numbers: np.ndarray) -> None:
+        """Note tokens and log probabilities in the rows."""
+        count, shape = pending.slots.size, pending.shape
+        details = numbers[count:].reshape(-1, 2 + 2 * shape.top)
+        told = {j: (details[at], top) for at, (j, top) in enumerate(shape.wanted)}
+        for i, first in pending.firsts().items():
+            tokens = self._right(pending, i, numbers[first:])
+            if tokens and pending.rows[i].error is None:
+                pending.rows[i].tokens = tokens
+                if first in told:
+                    rows = (told[first + j] for j in range(len(tokens)))
+                    pairs = zip(tokens, rows, strict=True)
+                    pending.rows[i].logprobs = [logprob_of(token, row, top, shape.top) for token, (row, top) in pairs]
+                if self._host.proposer is not None:
+                    self._note(pending, i, tokens)
+        at = len(shape.wanted)
+        for i, tokens, top in shape.prompt:
+            rows, at = details[at : at + len(tokens)], at + len(tokens)
+            if np.isnan(rows[:, 0]).any():
+                self._fail(pending, i, _BROKEN)
+            elif pending.rows[i].error is None:
+                told = zip(tokens, rows, strict=True)
+                pending.rows[i].prompt_logprobs = [logprob_of(token, row, top, shape.top) for token, row in told]
+
+    def _right(self, pending: Launched, index: int, chosen: np.ndarray) -> list[int]:
+        """The tokens of a sequence: what was chosen after its drafts, up to the first that was not guessed."""
+        drafts = pending.drafts.get(index, [])
+        tokens: list[int] = []
+        for j, token in enumerate(chosen[: 1 + len(drafts)].astype(np.int64).tolist()):
+            if token < 0:
+                self._fail(pending, index, _CODES.get(token, _BROKEN))
+                return []
+            tokens.append(token)
+            if j < len(drafts) and drafts[j] != token:
+                break
+        return tokens
+
+    def _note(self, pending: Launched, index: int, tokens: list[int]) -> None:
+        """What the host knows of a slot, once its tokens are known."""
+        slot = pending.plan.work[index].slot
+        if self.openings[slot] == pending.openings[index]:
+            self._host.verified(pending, index, tokens)
+            self._slots.position[slot] += len(tokens) - 1
+
+    def _fail(self, pending: Launched, index: int, why: str) -> None:
+        """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
+        slot, turn = pending.plan.work[index].slot, int(pending.openings[index])
+        if pending.rows[index].error is None:
+            pending.rows[index] = Row(accepted=0, error=why)
+            self._lost[slot] = turn, why
+            if self.openings[slot] == turn:
+                self._slots.fail([slot], why)

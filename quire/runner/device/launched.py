@@ -1,0 +1,68 @@
+"""A step on its way through a device: what it computes and samples, and how the numbers that come back are to be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.backends.outputs import Hidden
+from quire.runner.device.slot_sampling import RowSampling
+from quire.runner.host_state import Pending
+from quire.runner.plan import Logprob, Plan
+
+NOTHING: Mapping[Hidden, torch.Tensor] = {}
+
+
+@dataclass(slots=True)
+class Shape:
+    """How the numbers that come back are to be read: rows of logprobs behind the tokens, all of one width."""
+
+    top: int  # alternatives in each row of logprobs
+    wanted: list[tuple[int, int]]  # places among the sampled rows that have logprobs, and how many alternatives
+    prompt: list[tuple[int, list[int], int]]  # places in plan.work, the tokens after their prompt rows, alternatives
+
+
+class Launched(Pending):
+    """A forward on its way, with what its sampling needs."""
+
+    __slots__ = ("ahead", "best", "decode_only", "hidden", "openings", "sampling", "sent", "shape", "slots")
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        # Which opening of its slot each work belongs to; -1: not computed.
+        self.openings = np.full(len(plan.work), -1, np.int64)
+        self.decode_only = False  # all work was computed, a row each
+        self.slots = np.zeros(0, np.intp)  # of the sampled rows: as often as a sequence has rows
+        self.ahead = np.zeros(0, np.int64)  # of each, the guesses before it
+        self.shape = Shape(0, [], [])
+        self.sampling: RowSampling | None = None
+        self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what sampling needs
+        self.best: torch.Tensor | None = None  # the best tokens, when the forward noted them already
+        # Rows that the program keeps, in the order of the step's rows: valid until the next forward is launched.
+        self.hidden: Mapping[Hidden, torch.Tensor] = NOTHING
+
+    def keep(self, hidden: Mapping[Hidden, torch.Tensor] | None, tokens: int, taken: int) -> None:
+        """Note what was kept: of a padded step the rows that are its own, so many tokens and logit rows."""
+        if hidden:
+            self.hidden = {which: rows[: taken if which.taken else tokens] for which, rows in hidden.items()}
+
+    def firsts(self) -> dict[int, int]:
+        """The first sampled row of each sampled place in plan.work."""
+        if not self.guesses:
+            return {i: j for j, i in enumerate(self.sampled)}
+        found, at = {}, 0
+        for i in self.sampled:
+            found[i] = at
+            at += self.rows_of(i)
+        return found
+
+
+def logprob_of(token: int, row: np.ndarray, top: int, width: int) -> Logprob:
+    """One row of numbers as the host tells it; what the model itself ruled out is no alternative."""
+    ids, probs = row[2 : 2 + width][:top].tolist(), row[2 + width :][:top].tolist()
+    best = [(int(t), p) for t, p in zip(ids, probs, strict=True) if p > -math.inf]
+    return Logprob(token, float(row[0]), int(row[1]), best)

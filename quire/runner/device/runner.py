@@ -1,0 +1,480 @@
+"""The runner whose state lives on a device: the token sampled last never waits for the host.
+
+    host     | plan k+1, send | plan k+2, send .. result k | ..
+    device   |     forward k, sample k     |     forward k+1, sample k+1     | ..       result() waits for a copy back
+
+A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
+The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
+so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.DecodeSteps, short ones
+with prompts through prompts.PrefillSteps, those that verify drafts through verify.VerifySteps, all others are launched as they
+come. Everything is put on one stream in the order of the plans, from one thread.
+
+With a proposer the host must know a sequence's tokens before it can guess more of them, and how many were right before it
+knows where the next one goes: then a forward reads the steps before it first, and its tokens all come from the host.
+
+The seam: `HostState` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
+the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read:
+its slot then fails, and so does whatever was launched for it in between, told apart by how often the slot was opened.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from quire.backends.batch import Batch
+from quire.backends.ops import KV
+from quire.backends.torch.backend import DeviceProgram
+from quire.backends.torch.batch import DeviceBatch
+from quire.runner.decode_only import Index
+from quire.runner.device.answers import Answers
+from quire.runner.device.decode import DecodeSteps
+from quire.runner.device.launched import Launched, Shape
+from quire.runner.device.prefill import PrefillSteps
+from quire.runner.device.sharing import LEAST, Sharing, find
+from quire.runner.device.slot_sampling import SlotSampling
+from quire.runner.device.staging import Arrival, Staging
+from quire.runner.device.state import DeviceState
+from quire.runner.device.verify import VerifySteps
+from quire.runner.device.warmup import warm_up
+from quire.runner.host_state import HostState, Pending, Works
+from quire.runner.lora import Loras
+from quire.runner.plan import Plan, Result, Work
+from quire.runner.sampler import Masks
+from quire.runner.speculate import Proposer
+
+LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
+WORTH = 16384  # tokens of keys and values that need not be read again: what reading them once costs in launches
+
+
+class DeviceTicket:
+    """A step's answer, perhaps not there yet."""
+
+    def __init__(self, runner: DeviceRunner, pending: Launched):
+        self.pending = pending
+        self.news: Arrival | None = None
+        self.answer: Result | None = None
+        self._runner = runner
+
+    @property
+    def ready(self) -> bool:
+        """Whether result() would return at once."""
+        return self.answer is not None or self.news is None or self.news.ready
+
+    def result(self) -> Result:
+        """The answer, row for row. Waits for it, and reads the answers before it first."""
+        self._runner.read(self)
+        assert self.answer is not None
+        return self.answer
+
+
+class DeviceRunner:
+    """One program, its slots and its sampler. The caller alternates forward and sample; a Plan is not changed after."""
+
+    def __init__(
+        self,
+        program: DeviceProgram,
+        *,
+        kv: KV,
+        vocab_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
+        max_rows: int,
+        padded: bool | None = None,
+        proposer: Proposer | None = None,
+        drafts: int = 0,
+    ):
+        """`padded` sends steps through the captured sizes even without graphs; None: only where there are graphs.
+
+        `proposer` guesses up to `drafts` tokens of a sequence in a step.
+        """
+        self._program = program
+        self._sampler = program.sampler
+        self._device = program.device
+        self._vocab = vocab_size
+        self._page_size = kv.page_size
+        self._host = HostState(
+            kv,
+            vocab_size=vocab_size,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            max_context=max_context,
+            max_rows=max_rows,
+            proposer=proposer,
+            histories=False,
+        )
+        self._slots = self._host.slots
+        max_pages = self._slots.table.shape[1]
+        self._state = DeviceState(max_seqs, max_pages, [k.pages for k in kv.groups], kv.page_size, self._device)
+        self._shares = program.shares and not kv.window  # rows with pages missing in front begin alike for nothing
+        self._sampling = SlotSampling(max_seqs, vocab_size, self._device)
+        self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
+        self._late = Staging(self._device)
+        self._decode: DecodeSteps | None = None
+        self._prefill: PrefillSteps | None = None
+        self._verify: VerifySteps | None = None
+        if program.graphs if padded is None else padded:
+            self._decode = DecodeSteps(program, self._state, max_seqs, max_context, vocab_size)
+            self._prefill = PrefillSteps(
+                program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
+            )  # fmt: skip
+            if proposer is not None and drafts:
+                self._verify = VerifySteps(
+                    program, self._state, drafts=drafts, max_seqs=max_seqs, max_tokens=max_tokens,
+                    max_context=max_context, vocab=vocab_size
+                )  # fmt: skip
+            if program.graphs:
+                self._warm_up(max_seqs, max_tokens, max_context)
+        self._answers = Answers(self._host, max_seqs)
+        self._sharing: Sharing | None = None  # of the step that is being launched
+        self._rows = 0  # ... and its rows a sequence, where it verifies as many for each
+        # Slots that were looked at last, and what they share.
+        self._known: tuple[Index | None, Sharing | None] = (None, None)
+        self._unread: deque[DeviceTicket] = deque()
+        self._unsampled: Launched | None = None
+        self._closed = False
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> Launched:
+        """Apply the plan to the slots and launch its tokens. Does not wait for them."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        if self._unsampled is not None:
+            raise RuntimeError("forward was called twice without sample between: the first logits would be lost")
+        if self._host.proposer is not None and self._unread:
+            self.read(self._unread[-1])
+        pending = Launched(plan)
+        try:
+            self._host.apply(plan)
+            self._follow(plan)
+            if not self._launch_decode_only(pending):
+                batch = self._host.build(pending, self._arrange)
+                if batch is not None:
+                    self._launch(pending, batch)
+        except Exception as error:
+            self._recover(pending, error)
+        self._unsampled = pending
+        return pending
+
+    @torch.inference_mode()
+    def sample(self, pending: Launched, masks: Masks | None = None) -> DeviceTicket:
+        """Choose the tokens of that forward. `masks` are by place in plan.work."""
+        if pending is not self._unsampled:
+            raise RuntimeError("sample was called for a forward that is not the last one")
+        self._unsampled = None
+        ticket = DeviceTicket(self, pending)
+        if pending.logits is not None:
+            try:
+                ticket.news = self._sample(pending, masks or {})
+            except Exception as error:
+                self._recover(pending, error)
+                ticket.news = None
+        pending.logits = pending.best = None
+        self._unread.append(ticket)
+        return ticket
+
+    def step(self, plan: Plan) -> Result:
+        """forward, sample and result in one."""
+        return self.sample(self.forward(plan)).result()
+
+    def adopt(self, loras: Loras) -> None:
+        """The adapters that plans may name; changed within `between` alone."""
+        self._host.loras = loras
+
+    @torch.inference_mode()
+    def between(self, task: Callable[[], None]) -> None:
+        """Do something after every step that was given, and before the next: they are in one stream."""
+        task()
+
+    def close(self) -> None:
+        """Read what was launched. Harmless when called again."""
+        if not self._closed:
+            self._closed = True
+            if self._unread:
+                self.read(self._unread[-1])
+
+    # ---- launching
+
+    def _follow(self, plan: Plan) -> None:
+        """What the device must know of slots that come and go."""
+        for slot in plan.closed:
+            self._sampling.close(slot)
+        for new in plan.opened:
+            if self._slots.failure(new.slot) is None:
+                self._answers.openings[new.slot] += 1
+                self._sampling.open(new.slot, self._slots.stream(new.slot))
+
+    def _arrange(self, pending: Pending, works: Works) -> Works:
+        """Decode rows that share a beginning, one after another."""
+        self._sharing, self._rows = None, 0
+        self._notice(works.values())
+        if pending.drafts:
+            self._level(pending, works)
+            return works
+        if self._decode is None or any(w.tokens is not None for w in works.values()):
+            return works
+        self._sharing = self._shared(np.array([w.slot for w in works.values()], np.intp))
+        if self._sharing is None:
+            return works
+        places = list(works)
+        return {places[at]: works[places[at]] for at in self._sharing.order.tolist()}
+
+    def _notice(self, works: Iterable[Work]) -> None:
+        """Whatever a step is for: where old pages change, a slot may have changed hands, and what was shared may not be."""
+        shares = self._known[1]
+        held = LEAST if shares is None else max(shares.pages)
+        if any(w.pages and w.page_from <= held for w in works):
+            self._known = None, None
+
+    def _shared(self, own: Index) -> Sharing | None:
+        """What the rows of these slots share, if that is worth it. Looks only where slots or old pages have changed."""
+        known = self._known[0]
+        if not self._shares:
+            return None
+        if known is not own and (known is None or not np.array_equal(known, own)):
+            found = find(self._slots.table[own], self._slots.length[own] // self._page_size)
+            worth = found is not None and found.saved * self._page_size >= WORTH
+            self._known = own, found if worth else None
+        return self._known[1]
+
+    def _level(self, pending: Pending, works: Works) -> None:
+        """As many rows for every sequence, where that is not many more than there are, and the plan has room for them."""
+        streams = [self._slots.stream(w.slot) for w in works.values()]
+        known = any(w.tokens is not None for w in works.values())
+        if self._verify is None or known or any(stream.history is not None for stream in streams):
+            return
+        rows = self._verify.rows_for(1 + max(map(len, pending.drafts.values())), len(works))
+        needed = sum(map(pending.rows_of, works))
+        if rows is None or any(w.n < rows for w in works.values()) or rows * len(works) > 2 * needed + LEVEL:
+            return
+        self._rows = rows
+        for i in works:
+            guess = pending.drafts.get(i, [])
+            pending.guesses[i] = guess + [0] * (rows - 1 - len(guess))  # nobody looks at what follows the drafts
+
+    def _launch_decode_only(self, pending: Launched) -> bool:
+        """Launch a step in which every sequence goes on by a token, without a look at each. False: it must be looked at.
+
+        It does what `_arrange` and `_launch` do for such a step, in arrays over all rows.
+        """
+        slot = None if self._decode is None else self._host.decode_only(pending.plan)
+        if self._decode is None or slot is None or (found := self._host.places(slot)) is None:
+            return False
+        slots, (pos, writes) = self._slots, found
+        changed = [w for w in pending.plan.work if w.pages]
+        self._notice(changed)
+        sharing = self._shared(slot)
+        pending.openings = self._answers.openings[slot]
+        if sharing is None:
+            pending.sampled = list(range(slot.size))
+        else:
+            order = sharing.order
+            pending.sampled = order.tolist()
+            slot, pos, writes = slot[order], pos[order], [write[order] for write in writes]
+        pending.decode_only, pending.slots, pending.ahead = True, slot, np.zeros(slot.size, np.int64)
+        pending.shape = self._shape(pending)
+        pending.sampling = self._sampling.gather(slot, slots.position[slot])
+        more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+        own = slot.astype(np.int32)
+        pending.logits, pending.best, pending.sent = self._decode.run(
+            -1 - own, pos, writes, own, *_changes(changed, self._state), sharing=sharing, more=more
+        )
+        pending.keep(self._decode.hidden, slot.size, slot.size)
+        slots.length[slot] = pos + 1
+        slots.position[slot] += 1
+        return True
+
+    def _launch(self, pending: Launched, batch: Batch) -> None:
+        works = pending.works
+        own = np.array([w.slot for w in works.values()], np.int32)
+        if self._host.proposer is None:
+            known = np.array([w.tokens is not None for w in works.values()], np.bool_)
+            batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
+        pending.openings[list(works)] = self._answers.openings[own]
+        pending.sampled = [i for i, w in works.items() if w.sample]
+        slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
+        pending.ahead = np.zeros(slots.size, np.int64)
+        if pending.guesses:
+            rows = [pending.rows_of(i) for i in pending.sampled]
+            pending.slots = np.repeat(slots, rows)
+            pending.ahead = np.concatenate([np.arange(n) for n in rows])
+        pending.shape = self._shape(pending)
+        pending.sampling = self._sampling.gather(pending.slots, self._slots.position[pending.slots] + pending.ahead)
+        where, pages = _changes(works.values(), self._state)
+        decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
+        plain = batch.adapters is None
+        captured = plain or self._program.adapts
+        if plain and self._rows and self._verify is not None:
+            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+            pending.logits, pending.best, pending.sent = self._verify.run(batch, own, where, pages, more)
+            pending.keep(self._verify.hidden, batch.tokens, batch.tokens)
+        elif captured and decoding and self._decode is not None:
+            writes = [batch.table(g).write for g in range(len(pages))]
+            arrays = batch.ids, batch.pos, writes, own, where, pages
+            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+            sharing = self._sharing
+            if sharing is not None and sharing.order.size != own.size:  # of rows that could not be computed
+                sharing = None
+            pending.logits, pending.best, pending.sent = self._decode.run(
+                *arrays, sharing=sharing, adapters=batch.adapters, more=more
+            )
+            pending.keep(self._decode.hidden, batch.tokens, batch.tokens)
+        elif captured and self._prefill is not None and (kind := self._prefill.kind_for(batch)) is not None:
+            more = self._more(pending)
+            pending.logits, pending.sent = self._prefill.run(kind, batch, own, where, pages, more)
+            pending.keep(self._prefill.hidden, batch.tokens, batch.logit_rows.size)
+        else:
+            pending.logits = self._eager(pending, batch, own, where, pages)
+        self._slots.length[own] = batch.kv_len
+        for i, w in works.items():
+            if pending.rows[i].error is None:
+                pending.rows[i].accepted = w.n if w.tokens is not None else 1  # and drafts that turn out to be right
+        self._slots.last[slots] = 0  # some token; which one is the device's business
+        self._slots.position[slots] += 1
+
+    def _shape(self, pending: Launched) -> Shape:
+        """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""
+        tops = self._sampling.logprobs[pending.slots]
+        wanted = [(j, int(tops[j])) for j in np.flatnonzero(tops >= 0).tolist()]
+        prompt: list[tuple[int, list[int], int]] = []
+        for i, w in pending.works.items():
+            if w.prompt_logits:
+                try:
+                    tokens = self._slots.after(w.slot, w.start, w.prompt_logits)
+                except ValueError as error:
+                    self._host.fail(pending, [i], str(error))
+                    tokens = [0] * w.prompt_logits
+                prompt.append((i, tokens, self._slots.stream(w.slot).params.prompt_logprobs or 0))
+        if not wanted and not prompt:
+            return Shape(0, [], [])
+        top = max((*(top for _, top in wanted), *(top for _, _, top in prompt)))
+        return Shape(min(top, self._vocab), wanted, prompt)
+
+    def _more(self, pending: Launched) -> list[np.ndarray]:
+        """What sampling needs on the device besides logits."""
+        shape, sampling = pending.shape, pending.sampling
+        follow = [token for _, tokens, _ in shape.prompt for token in tokens]
+        whole = [pending.slots, np.array(follow, np.int32), np.array([j for j, _ in shape.wanted], np.int32)]
+        return [*(x.astype(np.int32) for x in whole), *(sampling.arrays() if sampling is not None else [])]
+
+    def _eager(
+        self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: list[np.ndarray]
+    ) -> torch.Tensor:
+        """Launch a step of any shape."""
+        kinds = len(pages)
+        writes = [batch.table(g).write for g in range(kinds)]
+        arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.logit_rows, own, where, *pages, *writes)
+        adapted = [] if batch.adapters is None else [batch.adapters]
+        sent = self._staging.send([*arrays, *self._more(pending), *adapted])
+        adapters = sent.pop() if adapted else None
+        ids, pos, q_start, kv_len, rows, slots, places = sent[:7]
+        pending.sent = sent[len(arrays) :]
+        if where.size:
+            self._state.set_pages(places, *sent[7 : 7 + kinds])
+        tables = self._state.page_tables(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
+        launched = DeviceBatch(
+            ids=self._state.tokens(ids),
+            pos=pos,
+            q_start=q_start,
+            kv_len=kv_len,
+            pages=tables[0].pages,
+            write=tables[0].write,
+            more=tuple(tables[1:]),
+            logit_rows=rows,
+            longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
+            reach=int(batch.kv_len.max()),
+            host=batch,
+            adapters=adapters,
+        )
+        logits = self._program.launch(launched)
+        pending.hidden = launched.hidden
+        return logits
+
+    def _warm_up(self, *sizes: int) -> None:
+        """Compile and capture everything: none of that may meet a request."""
+        ladders = [steps.ladder for steps in (self._decode, self._prefill, self._verify) if steps is not None]
+        with self._program.compile_only():
+            for ladder in ladders:
+                ladder.warm_up()
+            warm_up(self._program, self._state, self._staging, *sizes, sampling=False)
+        for ladder in ladders:
+            ladder.capture()
+        warm_up(self._program, self._state, self._staging, *sizes)
+
+    # ---- choosing
+
+    def _sample(self, pending: Launched, masks: Masks) -> Arrival:
+        """Launch the choice of tokens and the copy back."""
+        count, logits, tokens, shape = pending.slots.size, pending.logits, pending.best, pending.shape
+        own = {j: masks[i] for i, j in pending.firsts().items() if i in masks} if masks else None
+        if own:  # only now is it known what they want: this costs copies of its own
+            positions = self._slots.position[pending.slots] - 1 + pending.ahead
+            pending.sampling = self._sampling.gather(pending.slots, positions, own)
+            pending.sent = self._late.send(self._more(pending))
+        if not pending.sent:  # decoded, and nobody wants more than the best token
+            assert tokens is not None
+            return Arrival(tokens)
+        slots, follow, wanted = (x.long() for x in pending.sent[:3])
+        tokens = self._choose(pending, logits[:count])
+        if self._host.proposer is None:  # who has one tells the device every token
+            self._state.set_last(slots, tokens)
+        parts = [tokens.double()]
+        if shape.wanted:
+            every = len(shape.wanted) == count
+            of, to = (logits[:count], tokens) if every else (logits[wanted], tokens[wanted])
+            parts.append(self._sampler.logprobs(of, to, shape.top).ravel())
+        if shape.prompt:
+            parts.append(self._sampler.logprobs(logits[count:], follow, shape.top).ravel())
+        return Arrival(torch.cat(parts) if len(parts) > 1 else tokens)
+
+    def _choose(self, pending: Launched, logits: torch.Tensor) -> torch.Tensor:
+        """A token, or a code, for each sampled row."""
+        best = pending.best
+        if best is None and (pending.sampling is None or not pending.sampling.every):
+            best = self._sampler.greedy(logits)
+        if pending.sampling is None:
+            assert best is not None
+            return best
+        metadata = self._sampling.metadata(pending.sampling, pending.sent[3:])
+        chosen = self._sampler.choose(logits, metadata)
+        self._sampling.add(metadata, chosen)
+        return chosen if best is None or metadata.rows is None else best.index_copy(0, metadata.rows.long(), chosen)
+
+    def _recover(self, pending: Launched, error: Exception) -> None:
+        """A step that could not be launched fails its sequences; memory that it held is given back."""
+        self._host.fail_step(pending, error)
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+
+    # ---- reading
+
+    def read(self, ticket: DeviceTicket) -> None:
+        """Answer the launched steps in order, up to this one."""
+        while ticket.answer is None:
+            first = self._unread.popleft()
+            pending = first.pending
+            try:
+                rows = self._answers.read(pending, None if first.news is None else first.news.wait())
+            except Exception as error:
+                rows = self._answers.fail(pending, error)
+            first.answer = Result(rows)
+
+
+def _changes(works: Iterable[Work], state: DeviceState) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Flat places of the page tables that a step changes, and the pages that go there in each group.
+
+    For a page that is not there the device is told of the spare one: it has an address, and nobody reads it.
+    """
+    changed = [w for w in works if w.pages]
+    first = [w.slot * state.max_pages + w.page_from for w in changed]
+    places = [at + i for at, w in zip(first, changed, strict=True) for i in range(len(w.pages))]
+    pages = [[page for w in changed for page in w.pages]]
+    pages += [[page for w in changed for page in w.more[g]] for g in range(len(state.tables) - 1)]
+    told = [np.array(own, np.int32) for own in pages]
+    for own, spare in zip(told, state.spare_pages, strict=True):
+        own[own < 0] = spare
+    return np.array(places, np.int32), told
