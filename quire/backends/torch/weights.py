@@ -28,7 +28,6 @@ import torch
 from quire.backends.torch.feed import Feed
 from quire.backends.torch.quantized import E4M3, GROUPS, WIDTH, Int4, Mixed, Part, Scaled, Tiled, Weight, tensors
 from quire.backends.torch.words import IntWords, MxWords, fits
-from quire.formats import mxfp4
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Scale
 from quire.observe.errors import Unsupported
 
@@ -36,6 +35,7 @@ Packed: TypeAlias = Callable[[Layout, int, int], None]
 
 _CHUNK = 1 << 24  # elements that are quantized at a time
 _SPREAD = 0.02  # of random weights
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # what codes of e2m1 stand for, doubled
 _WORDS = {
     "fp8": "fp8 (e4m3, a float32 scale for each output row)",
     "fp8-block": f"fp8 (e4m3, a float32 scale for each tile of {WIDTH} by {WIDTH})",
@@ -228,7 +228,7 @@ class Weights:
 
     def _stays(self, layout: Layout) -> bool:
         """Whether an expert's matrix is MXFP4 that is multiplied as it is: its numbers stay what they are."""
-        mx = isinstance(layout, Affine) and layout.codec is mxfp4.CODEC
+        mx = isinstance(layout, Affine) and layout.codec.e2m1
         return mx and id(layout) in self._stacks and fits(*_two(layout.shape), 0)
 
     def _four_bit_kind(self, layout: Layout, group: int) -> Kind:
@@ -269,7 +269,7 @@ class Weights:
         assert not isinstance(into, Mixed | torch.Tensor)  # a layout is of one kind, and who has tensors fills them
         if isinstance(into, MxWords) and isinstance(layout, Affine) and self._random is None:
             for first, end, data in self._stored(layout, feed):
-                into.rows(first, end).keep(*microscaled(data))
+                into.rows(first, end).keep(*microscaled(data, layout.codec))
             return
         if self.quantize == "keep" and isinstance(into, Int4 | IntWords) and _four_bits(layout):
             apart = into.group // layout.codec.group
@@ -387,16 +387,14 @@ def float8(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks[..., 4:].reshape(data.shape[0], -1).view(E4M3), scale
 
 
-def microscaled(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of MXFP4 as `mxfp4.expand` has them, as codes of 0 .. 15 [n, K] and exponents [n, K / 32]."""
+def microscaled(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of a codec that is e2m1, as codes of 0 .. 15 [n, K] and the exponents of MXFP4 [n, K / 32]."""
     n = data.shape[0]
-    blocks = data.reshape(n, -1, mxfp4.CODEC.nbytes)
-    back = torch.zeros(32, dtype=torch.uint8)
-    back[torch.from_numpy(mxfp4.TABLE.astype(np.int64))] = torch.arange(16, dtype=torch.uint8)
-    codes = back.to(data.device)[blocks[..., 4:].int()]
-    codes = torch.where(blocks[..., 4:] == mxfp4.TABLE[0], 0, codes)
-    factors = blocks[..., :4].contiguous().view(torch.float32)[..., 0]
-    return codes.reshape(n, -1), (torch.frexp(factors)[1] + 127).to(torch.uint8)
+    blocks = data.reshape(n, -1, codec.nbytes)
+    twice = _ints(codec.codes, blocks)
+    codes = torch.bucketize(twice.abs().int(), torch.tensor(_TWICE, device=data.device)) + 8 * (twice < 0)
+    factors = _scale(codec.scale, blocks, codec.groups)  # of twice a number
+    return codes.to(torch.uint8).reshape(n, -1), (torch.frexp(factors)[1] + 127).to(torch.uint8).reshape(n, -1)
 
 
 def four_bits(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
