@@ -11,8 +11,9 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.adapters import FixedStacks
 from quire.backends.cuda.kernels import fp8
+from quire.backends.cuda.kernels.gates import KINDS
 from quire.backends.cuda.kernels.launch import compile_only
-from quire.backends.cuda.ops import CudaKernels
+from quire.backends.cuda.ops import OWN, CudaKernels
 from quire.backends.cuda.tiles import library_takes
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.observe.errors import Unsupported
@@ -23,6 +24,7 @@ class CudaBackend(TorchBackend):
 
     name = "cuda"
     shares = True  # whether its programs read a prefix that rows share once
+    packs = True  # whether four-bit codes are multiplied as they lie
     kernels = CudaKernels
     stacks = FixedStacks
 
@@ -47,6 +49,8 @@ class CudaBackend(TorchBackend):
                     f"{torch.cuda.get_device_name(self.device)} has no fp8 arithmetic",
                     cure="use --quantize int8, or --backend torch",
                 )
+        # Their kernels multiply bfloat16; the interpreter, which has none, takes float16 for it.
+        self.weights.words = self.packs and self.dtype == (torch.float16 if knobs.runtime.interpret else torch.bfloat16)
         if quantize in ("fp8", "keep"):  # asked now, not while a graph is captured
             for kind in (torch.float16, torch.float32):
                 fp8.gives(kind, self.device)
@@ -61,8 +65,8 @@ class CudaBackend(TorchBackend):
         return program
 
     def implementations(self) -> dict[str, str]:
-        own = ("rms_norm", "layer_norm", "swiglu", "geglu", "softcap", "attention", "latent_attention", "encode", "moe")
-        own += ("conv", "delta_rule", "sigmoid_gate", "adapt")
+        own = ("rms_norm", "layer_norm", "attention", "latent_attention", "encode", "moe")
+        own += ("conv", "delta_rule", "adapt", *OWN, *filter(None, KINDS))
         hot = dict.fromkeys(own, "Triton")
         hot |= {"linear": "cuBLAS", "head_linear": "cuBLAS", "rope": "Triton (with the KV write)"}
         return super().implementations() | hot

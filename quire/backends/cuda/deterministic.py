@@ -16,14 +16,15 @@ import torch
 from quire.backends.cuda.backend import CudaBackend
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import latent
+from quire.backends.cuda.kernels.gates import KINDS, gated_rows
 from quire.backends.cuda.kernels.product import product
-from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.sampler import CudaSampler
+from quire.backends.elementwise import Elementwise
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.caches import Cache
-from quire.backends.torch.kernels import PLAIN, Sight
+from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 
@@ -58,11 +59,13 @@ class DeterministicKernels(CudaKernels):
         return out
 
     def gated(
-        self, x: Any, weight: Any, bias: torch.Tensor | None, *, soon: Sequence[Weight] = (), gelu: bool = False
+        self, x: Any, weight: Any, bias: torch.Tensor | None, act: Elementwise, *, soon: Sequence[Weight] = ()
     ) -> Any:
+        if act.name not in KINDS:
+            return super().gated(x, weight, bias, act, soon=soon)
         both = self.linear(x, weight, bias)
         out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=self.dtype, device=self.device)
-        swiglu(both, out, gelu=gelu, pdl=self._chain)
+        gated_rows(both, out, act.name, pdl=self._chain)
         return out
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -83,6 +86,11 @@ class DeterministicKernels(CudaKernels):
     ) -> tuple[torch.Tensor, Any]:
         product(x, weight, residual, bias=bias, residual=residual, pdl=self._chain)
         return residual, self.rms_norm(residual, norm, eps)
+
+    def add_norm(
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
+    ) -> tuple[torch.Tensor, Any]:
+        return TorchKernels.add_norm(self, a, b, weight, eps, soon=soon)  # with the norm that all others are
 
     def attend(
         self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight = PLAIN
@@ -122,6 +130,7 @@ class DeterministicBackend(CudaBackend):
 
     kernels = DeterministicKernels
     shares = False
+    packs = False
 
     def describe(self) -> str:
         return f"{super().describe()}, the same bits in any batch"

@@ -108,11 +108,12 @@ def test_prompts_and_decode_rows(padded: bool):
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
 def test_verified_drafts(padded: bool):
     """Several rows of each sequence: its last token and what was guessed to follow."""
-    made, program = runner(padded=padded, proposer=Told([5, 6, 7], [8, 9, 10]))
+    made, program = runner(padded=padded, proposer=Told([5, 6, 7, 8], [8, 9, 10, 11]))
     _, plan = prompts(20, 5)
     check(made, program, plan, tokens=25, taken=2)
-    guess = [Work(key=i, epoch=0, slot=i, n=4, start=-1, tokens=None, drafts=3, sample=True) for i in range(2)]
-    check(made, program, Plan(step=1, work=guess), tokens=8, taken=8)
+    guess = [Work(key=i, epoch=0, slot=i, n=5, start=-1, tokens=None, drafts=4, sample=True) for i in range(2)]
+    check(made, program, Plan(step=1, work=guess), tokens=10, taken=10)
+    assert program.batches[0].uniform == padded  # by the ladder of verification, where there is one
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
