@@ -498,6 +498,7 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 stop_ids=list(seq.stop_ids),
                 adapter=request.adapter,
+                spans=request.spans,
             )
         )
 

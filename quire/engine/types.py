@@ -12,6 +12,7 @@ import msgspec
 
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
+from quire.runner.spans import Span
 
 FINISH_STOP = "stop"  # an end-of-sequence or stop token
 FINISH_LENGTH = "length"  # max_tokens or the context
@@ -90,6 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
     constraint: Constraint | None = None
     adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
+    spans: tuple[Span, ...] = ()  # stretches of the prompt that are no text, in order
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

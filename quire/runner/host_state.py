@@ -20,7 +20,7 @@ from quire.observe.errors import QuireError
 from quire.runner.batch_builder import FEW, BadWork, BatchBuilder
 from quire.runner.decode_only import DecodeOnly, Index
 from quire.runner.lora import Loras
-from quire.runner.plan import Plan, Row, Work
+from quire.runner.plan import Open, Plan, Row, Work
 from quire.runner.slots import Slots
 from quire.runner.speculate import Proposer
 
@@ -123,7 +123,7 @@ class HostState:
                 if new.adapter:
                     slots.adapter[new.slot] = self._adapter(new.adapter)
                 if self.proposer is not None:
-                    self.proposer.open(new.slot, new.tokens)
+                    self.proposer.open(new.slot, self._text(new))
             except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
         placed = [work for work in plan.work if work.pages]
@@ -135,6 +135,10 @@ class HostState:
                     slots.place(work)
                 except ValueError as error:
                     slots.fail([work.slot], str(error))
+
+    def _text(self, new: Open) -> list[int]:
+        """Its tokens, -1 for those that are no text."""
+        return self.slots.spans[new.slot].blanked(new.tokens, -1) if new.spans else new.tokens
 
     def _adapter(self, key: str) -> int:
         if self.loras is None:
@@ -168,7 +172,10 @@ class HostState:
 
     def decode_slots(self, plan: Plan) -> Index | None:
         """The slots of a decode-only plan, even if some of them failed or have adapters."""
-        return self._decode_only.slot if self.proposer is None and self._decode_only.take(plan.work) else None
+        if self.proposer is not None or not self._decode_only.take(plan.work):
+            return None
+        slot, shifted = self._decode_only.slot, self.slots.shifted
+        return None if shifted and slot is not None and not shifted.isdisjoint(slot.tolist()) else slot
 
     def decode_only(self, plan: Plan) -> Index | None:
         """The slots of a decode-only plan, if all are live and none has an adapter. None: the caller looks at each row."""
@@ -197,6 +204,8 @@ class HostState:
         for i, w in works.items():
             if w.drafts and (self._histories or self.slots.stream(w.slot).history is None):
                 found = proposer.propose(w.slot, w.drafts)
+                if w.slot in self.slots.spans and -1 in found:  # it would go on with what is no text
+                    found = found[: found.index(-1)]
                 if found:
                     pending.drafts[i] = pending.guesses[i] = found
 

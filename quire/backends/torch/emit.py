@@ -76,6 +76,8 @@ class Emitter:
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = k.embed(batch.ids, table)
+            if batch.given is not None:
+                cells[out] = k.place(cells[out], batch.given)
 
         return run
 
@@ -281,7 +283,7 @@ class Emitter:
         return self._single(i, partial(self._kernels.head_linear, weight=self._weight(i.weight), heads=i.heads))
 
     def _moe(self, i: Instruction) -> Step:
-        return self._pairwise(i, partial(self._kernels.moe, mixture=self._mixture(i)))
+        return self._pairwise(i, partial(self._kernels.moe, mixture=self._mixture(i), loose=id(i) in self._loose))
 
     def _mixture(self, i: Instruction) -> Mixture:
         """The weights of a mixture, those of all experts in one tensor each."""

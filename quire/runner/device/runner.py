@@ -28,7 +28,7 @@ import torch
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
-from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.batch import DeviceBatch, beside
 from quire.runner.decode_only import Index
 from quire.runner.device.answers import Answers
 from quire.runner.device.decode import DecodeSteps
@@ -307,8 +307,9 @@ class DeviceRunner:
         where, pages = _changes(works.values(), self._state)
         decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
         plain = batch.adapters is None
-        captured = plain or self._program.adapts
-        if plain and self._rows and self._verify is not None:
+        text = batch.given is None and batch.coords is None  # captured steps are made for nothing else
+        captured = text and (plain or self._program.adapts)
+        if plain and text and self._rows and self._verify is not None:
             more = self._more(pending) if pending.sampling or pending.shape.wanted else []
             pending.logits, pending.best, pending.sent = self._verify.run(batch, own, where, pages, more)
             pending.keep(self._verify.hidden, batch.tokens, batch.tokens)
@@ -389,6 +390,7 @@ class DeviceRunner:
             reach=int(batch.kv_len.max()),
             host=batch,
             adapters=adapters,
+            **beside(batch, self._device),
         )
         logits = self._program.launch(launched)
         pending.hidden = launched.hidden
