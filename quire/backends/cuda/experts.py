@@ -1,9 +1,9 @@
-"""A mixture of experts on the GPU: five launches, whose grids depend on the number of rows alone; of few rows four, or three.
+"""A mixture of experts on the GPU: five launches, whose grids depend on the number of rows alone; of few rows four.
 
     route, place      who goes where, and the pairs of (row, choice) in the order of experts
     grouped, twice    gate and up with their activation, then down; a row of results for each pair
                       (fp8 weights and many rows: each after a launch that makes fp8 of its rows)
-    add_shares        the pairs of a row, weighted, in the order of experts
+    add_shares        the pairs of a row, weighted, in the order of experts; of few rows the norm that comes next does that
 
 Nothing is asked of the device, so a captured step serves any routing, and nothing is added by atomics.
 """
@@ -17,7 +17,8 @@ import torch
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.grouped import FP8_FEW, TILED, add_shares, fp8_tile, grouped, tile_of
 from quire.backends.cuda.kernels.grouped_words import block_of, grouped_words
-from quire.backends.cuda.kernels.route import FEW, place, route, route_few
+from quire.backends.cuda.kernels.route import place, route
+from quire.backends.cuda.kernels.tuning import FEW
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.quantized import E4M3, Int4, Mixed, Scaled, Tiled, Weight
@@ -46,14 +47,12 @@ def mix(
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     experts = torch.empty(rows, top, dtype=torch.int32, device=x.device)
     shares = torch.empty(rows, top, dtype=torch.float32, device=x.device)
-    if rows <= FEW and m.routing.groups == 1:
-        order, starts = _places(rows * top, m.count, x.device)
-        route_few(logits, m.routing_bias, m.routing, experts, shares, order, starts, pdl=pdl)
-        loose = loose and isinstance(m.down, MxWords)
-        out = None if loose else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return _through(x, order, starts, shares, m, out, exact, pdl)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     route(logits, m.routing_bias, m.routing, experts, shares, pdl=pdl)
+    if loose and rows <= FEW and isinstance(m.down, MxWords):
+        order, starts = _places(rows * top, m.count, x.device)
+        place(experts, order, starts, pdl=pdl)
+        return _through(x, order, starts, shares, m, None, exact, pdl)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     step = max(1, _SPACE // (top * (x.shape[1] + m.inner) * x.element_size()))
     for first in range(0, rows, step):
         own = slice(first, min(rows, first + step))
