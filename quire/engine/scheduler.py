@@ -254,6 +254,8 @@ class Scheduler:
             n, upto = 1, start + 1  # nobody gives way to a guess
         if upto > lease.room:
             while not self.tree.extend(lease, upto):
+                if self._drafts and on_device and seq.in_flight > seq.sampling:
+                    return  # `start` counts drafts in flight: nobody gives way to these, either
                 victim = self._running[-1]
                 if victim is seq and seq.in_flight:
                     return  # what it has in flight may let pages go when it comes back; if not, the next plan decides

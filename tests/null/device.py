@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
-from quire.runner.speculate import Proposer
+from quire.runner.speculate import DraftRows, Proposer
 
 VOCAB = 11
 WRONG = 99  # a draft that is never right
@@ -156,7 +156,7 @@ class Device:
             for _ in range(work.drafts):
                 slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
         else:
-            for token in self.proposer.propose(work.slot, work.drafts):
+            for token in self.proposer.propose(DraftRows([work.slot], [work.drafts], [0]))[0] if work.drafts else []:
                 slot.push(token)
         drafts = slot.tokens[start + 1 :]
         expect(len(drafts) <= work.drafts, "more drafts than were planned")

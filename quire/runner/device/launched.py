@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.runner.device.drafting import Verification
 from quire.runner.device.slot_sampling import RowSampling
 from quire.runner.host_state import Pending
 from quire.runner.plan import Logprob, Plan
@@ -25,7 +26,7 @@ class Shape:
 class Launched(Pending):
     """A forward on its way, with what its sampling needs."""
 
-    __slots__ = ("ahead", "best", "decode_only", "openings", "sampling", "sent", "shape", "slots")
+    __slots__ = ("ahead", "best", "decode_only", "openings", "positions", "sampling", "sent", "shape", "slots", "verification")
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
@@ -33,7 +34,9 @@ class Launched(Pending):
         self.openings = np.full(len(plan.work), -1, np.int64)
         self.decode_only = False  # all work was computed, a row each
         self.slots = np.zeros(0, np.intp)  # of the sampled rows: as often as a sequence has rows
-        self.ahead = np.zeros(0, np.int64)  # of each, the guesses before it
+        self.ahead = np.zeros(0, np.int64)  # of each, the draft tokens before it
+        self.positions = np.zeros(0, np.int64)  # of each, the tokens generated before it, at least
+        self.verification: Verification | None = None  # what it verifies, with a proposer
         self.shape = Shape(0, [], [])
         self.sampling: RowSampling | None = None
         self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what sampling needs
@@ -41,13 +44,18 @@ class Launched(Pending):
 
     def firsts(self) -> dict[int, int]:
         """The first sampled row of each sampled place in plan.work."""
-        if not self.guesses:
+        if not self.drafts and self.verification is None:
             return {i: j for j, i in enumerate(self.sampled)}
         found, at = {}, 0
         for i in self.sampled:
             found[i] = at
             at += self.rows_of(i)
         return found
+
+    def rows_of(self, index: int) -> int:
+        """Rows of logits of a sampled work."""
+        made = self.verification
+        return made.rows if made is not None and made.rows else Pending.rows_of(self, index)
 
 
 def logprob_of(token: int, row: np.ndarray, top: int, width: int) -> Logprob:

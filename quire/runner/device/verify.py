@@ -1,8 +1,9 @@
-"""Steps that verify drafts, every sequence with as many rows: at a few row counts and sizes, as graphs where the device can.
+"""Steps that verify draft tokens, every sequence with as many rows: at a few row counts and sizes, as graphs where the device can.
 
-A sequence's rows are its last token and what is guessed to follow. The batch is padded up to the next size with sequences that
-read and write the spare page. All tokens come from the host, which has read the step before: it must, to guess. The body notes
-the best token of every row; which drafts were right is told where the results are read.
+A sequence's rows are its last token and its draft tokens. They, and where they go, are read from the device's own state: the
+host need not know how many draft tokens of the step before were right. The batch is padded up to the next size with sequences
+that read and write the spare page, and so are the rows of a sequence with fewer draft tokens. The body notes the best token of
+every row; which draft tokens were right is found behind it (drafting.Drafting.accept).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CHANGES = 2  # page-table entries that a captured step can change, per sequence
 
 
 def ladder(drafts: int) -> list[int]:
-    """Rows of a sequence, for up to so many drafts."""
+    """Rows of a sequence, for up to so many draft tokens."""
     return sorted({2, 1 + -(-drafts // 2), 1 + drafts} - {1}) if drafts else []
 
 
@@ -55,7 +56,7 @@ class VerifySteps:
         }
         whole = max((rows * n for rows, sizes in self._sizes.items() for n in sizes), default=0)
         held = max((n for sizes in self._sizes.values() for n in sizes), default=0)
-        capacity = max((self._numbers(rows, n) for rows, sizes in self._sizes.items() for n in sizes), default=0)
+        capacity = self._numbers(held)
         self._staging = Staging(program.device, capacity + MORE * held, fixed=True)
         self._spill = Staging(program.device)  # for what does not fit, which is rare
         self._count = torch.arange(whole + 1, dtype=torch.int32, device=program.device)
@@ -74,17 +75,25 @@ class VerifySteps:
         return min(fits, default=None)
 
     def run(
-        self, batch: Batch, slots: I32, where: I32, pages: Sequence[I32], more: Sequence[np.ndarray]
+        self,
+        rows: int,
+        slots: I32,
+        bounds: tuple[I32, I32],
+        where: I32,
+        pages: Sequence[I32],
+        more: Sequence[np.ndarray],
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """One step: logits of every row, the best token of each (int64), and `more`, sent along for later."""
-        rows = batch.tokens // batch.sequences
+        """One step: logits of every row, the best token of each (int64), and `more`, sent along for later.
+
+        `bounds` are the least and the most tokens that each sequence can have computed before the step.
+        """
         sizes = self._sizes[rows]
-        size = sizes[bisect_left(sizes, batch.sequences)]
+        size = sizes[bisect_left(sizes, slots.size)]
         if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
             self._state.set_pages(*self._spill.send([where, *pages]))
             where, pages = where[:0], [own[:0] for own in pages]
-        arrays = self._padded(rows, size, batch, slots, where, pages)
-        needed = self._numbers(rows, size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
+        arrays = self._padded(size, slots, where, pages)
+        needed = self._numbers(size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
         fits = needed <= self._staging.capacity
         told = self._staging.send([*arrays, *(more if fits else ())], len(arrays))
         told = told if fits else self._spill.send(more)
@@ -92,46 +101,45 @@ class VerifySteps:
         if graph is not None:
             graph.replay()
         else:
-            self._body(rows, size, self._host(rows, size, arrays))
-        return self._logits[: batch.tokens], self._tokens[: batch.tokens], told
+            self._body(rows, size, self._host(rows, size, *bounds))
+        return self._logits[: rows * slots.size], self._tokens[: rows * slots.size], told
 
-    def _numbers(self, rows: int, size: int) -> int:
+    def _numbers(self, size: int) -> int:
         """int32s that a step of that size is given."""
-        kinds = len(self._state.tables)
-        return size * (2 * rows + 1 + CHANGES + kinds * (rows + CHANGES))
+        return size * (1 + CHANGES + len(self._state.tables) * CHANGES)
 
-    def _padded(self, rows: int, size: int, batch: Batch, slots: I32, where: I32, pages: Sequence[I32]) -> list[I32]:
-        state, spare, room = self._state, rows * size - batch.tokens, CHANGES * size - where.size
-        made = [pad(batch.ids, spare, 0), pad(batch.pos, spare, 0), pad(slots, size - slots.size, state.spare)]
-        made.append(pad(where, room, state.spare * state.max_pages))
-        for g, own in enumerate(pages):
-            made += [pad(batch.table(g).write, spare, state.spare_writes[g]), pad(own, room, state.spare_pages[g])]
-        return made
+    def _padded(self, size: int, slots: I32, where: I32, pages: Sequence[I32]) -> list[I32]:
+        state, room = self._state, CHANGES * size - where.size
+        made = [pad(slots, size - slots.size, state.spare), pad(where, room, state.spare * state.max_pages)]
+        return [*made, *(pad(own, room, spare) for own, spare in zip(pages, state.spare_pages, strict=True))]
 
-    def _host(self, rows: int, size: int, arrays: list[I32]) -> Batch:
-        """What the host knows of a step that is launched as it is."""
-        ids, pos, writes = arrays[0], arrays[1], arrays[4::2]
-        blank = np.zeros((size, 1), np.int32)
-        others = tuple(Table(blank, write) for write in writes[1:])
-        q_start, kv_len = np.arange(size + 1, dtype=np.int32) * rows, pos[rows - 1 :: rows] + 1
-        return Batch(ids, pos, q_start, kv_len, blank, writes[0], np.arange(rows * size, dtype=np.int32), others)
+    def _host(self, rows: int, size: int, least: I32, most: I32) -> Batch:
+        """What the host knows of a step that is launched as it is: from where on, and how far, each sequence may look."""
+        spare = size - least.size
+        first, end = pad(least, spare, 0), pad(most, spare, 0) + rows
+        blank, write = np.zeros((size, 1), np.int32), np.zeros(rows * size, np.int32)
+        others = (Table(blank, write),) * (len(self._state.tables) - 1)
+        pos = (first[:, None] + np.arange(rows, dtype=np.int32)).ravel()
+        q_start = np.arange(size + 1, dtype=np.int32) * rows
+        return Batch(write, pos, q_start, end, blank, write, np.arange(rows * size, dtype=np.int32), others)
 
     @torch.inference_mode()
     def _body(self, rows: int, size: int, host: Batch | None = None) -> None:
         state, kinds, whole = self._state, len(self._state.tables), rows * size
         views, at = [], 0
-        for count in (whole, whole, size, CHANGES * size, *(whole, CHANGES * size) * kinds):
+        for count in (size, CHANGES * size, *(CHANGES * size,) * kinds):
             views.append(self._staging.view(at, count))
             at += count
-        ids, pos, slots, where = views[:4]
-        state.set_pages(where, *views[5::2])
-        tables = state.page_tables(slots, views[4::2])
+        slots, where = views[:2]
+        state.set_pages(where, *views[2:])
+        ids, pos, kv_len, writes = state.verifying(slots, rows, self._program.kv.page_size)
+        tables = state.page_tables(slots, [write.flatten() for write in writes])
         logits = self._program.launch(
             DeviceBatch(
-                ids=ids,
-                pos=pos,
+                ids=ids.flatten(),
+                pos=pos.flatten(),
                 q_start=self._count[: size + 1] * rows,
-                kv_len=pos[rows - 1 :: rows] + 1,
+                kv_len=kv_len,
                 pages=tables[0].pages,
                 write=tables[0].write,
                 more=tuple(tables[1:]),
@@ -146,18 +154,16 @@ class VerifySteps:
         )
         self._tokens[:whole].copy_(self._program.sampler.greedy(logits))
 
-    def _blank(self, rows: int, size: int) -> None:
+    def _blank(self, size: int) -> None:
         """A step of that size with nothing in it but padding."""
-        none, kinds, table = np.zeros(0, np.int32), len(self._state.tables), np.zeros((0, 1), np.int32)
-        others = (Table(table, none),) * (kinds - 1)
-        blank = Batch(none, none, np.zeros(1, np.int32), none, table, none, none, others)
-        self._staging.send(self._padded(rows, size, blank, none, none, [none] * kinds))
+        none = np.zeros(0, np.int32)
+        self._staging.send(self._padded(size, none, none, [none] * len(self._state.tables)))
 
     def warm_up(self) -> None:
         """One step of every kind that a kernel might be chosen by."""
         for rows, sizes in self._sizes.items():
             for size in sizes:
-                self._blank(rows, size)
+                self._blank(size)
                 self._body(rows, size)
 
     def capture(self) -> None:
@@ -166,6 +172,6 @@ class VerifySteps:
         stream = torch.cuda.Stream(device)
         every = [(rows, size) for rows, sizes in self._sizes.items() for size in sizes]
         for rows, size in sorted(every, key=lambda kind: kind[0] * kind[1], reverse=True):
-            self._blank(rows, size)
+            self._blank(size)
             self._graphs[rows, size] = graph_of(partial(self._body, rows, size), device, pool, stream)
         torch.cuda.synchronize(device)

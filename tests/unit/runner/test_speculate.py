@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from quire.engine.sequence import mix_seed
 from quire.engine.types import Request
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
-from quire.runner.speculate import names, open_proposer
+from quire.runner.speculate import DraftRows, names, open_proposer
 from quire.runner.speculate.ngram import LEAST, MOST, START, NGram
 from tests.unit.runner.tiny_llama import CONTEXT, PAGE, TinyLlama, V, decode, generate, known, kv, make_runner, opening
 
@@ -43,6 +43,10 @@ def plainly(said: list[int], most: int) -> list[int]:
     return []
 
 
+def draft_of(proposer: NGram, slot: int, most: int, ahead: int = 0) -> list[int]:
+    return proposer.propose(DraftRows([slot], [most], [ahead]))[0]
+
+
 def test_a_draft_is_what_followed_the_longest_match() -> None:
     rng = random.Random(1)
     found = 0
@@ -51,7 +55,7 @@ def test_a_draft_is_what_followed_the_longest_match() -> None:
         proposer = NGram(3, 64)
         proposer.open(1, said[: len(said) // 2])
         proposer.learn(1, said[len(said) // 2 :], 0)
-        draft = proposer.propose(1, START)
+        draft = draft_of(proposer, 1, START)
         assert draft == plainly(said, START)
         found += bool(draft)
     assert 200 < found < 400  # both kinds were there
@@ -60,35 +64,35 @@ def test_a_draft_is_what_followed_the_longest_match() -> None:
 def test_what_repeats_goes_on_repeating() -> None:
     proposer = NGram(1, 64)
     proposer.open(0, [7, 8, 9, 7, 8])
-    assert proposer.propose(0, 9) == [9, 7]  # as far as a new sequence is trusted
+    assert draft_of(proposer, 0, 9) == [9, 7]  # as far as a new sequence is trusted
     proposer.learn(0, [9, 7, 8], 2)
-    assert proposer.propose(0, 9) == [9, 7, 8, 9]
-    assert proposer.propose(0, 3) == [9, 7, 8]
+    assert draft_of(proposer, 0, 9) == [9, 7, 8, 9]
+    assert draft_of(proposer, 0, 3) == [9, 7, 8]
     proposer.learn(0, [9, 7, 8, 9, 7], 4)
-    assert proposer.propose(0, 32) == [8, 9, 7, 8, 9, 7, 8, 9]
+    assert draft_of(proposer, 0, 32) == [8, 9, 7, 8, 9, 7, 8, 9]
 
 
 def test_wrong_drafts_ask_for_longer_matches() -> None:
     proposer = NGram(1, 64)
     proposer.open(0, [1, 2, 3, 1, 2])
-    assert proposer.propose(0, 4) == [3, 1]
+    assert draft_of(proposer, 0, 4) == [3, 1]
     proposer.learn(0, [5], 2)
     proposer.learn(0, [1, 2], 0)
-    assert proposer.propose(0, 4) == []  # two tokens are the same, and two were not enough before
+    assert draft_of(proposer, 0, 4) == []  # two tokens are the same, and two were not enough before
     proposer.learn(0, [3, 1, 2], 0)
-    assert proposer.propose(0, 4) == [5] == plainly([1, 2, 3, 1, 2, 5, 1, 2, 3, 1, 2], 1)  # one at a time again
+    assert draft_of(proposer, 0, 4) == [5] == plainly([1, 2, 3, 1, 2, 5, 1, 2, 3, 1, 2], 1)  # one at a time again
 
 
 def test_a_slot_is_a_sequence_of_its_own() -> None:
     proposer = NGram(2, 16)
     proposer.open(0, [1, 2, 1, 2])
     proposer.open(1, [5, 6, 7])
-    assert proposer.propose(0, 2) == [1, 2] and proposer.propose(1, 2) == []
+    assert draft_of(proposer, 0, 2) == [1, 2] and draft_of(proposer, 1, 2) == []
     proposer.close(0)
-    assert proposer.propose(0, 2) == []
+    assert draft_of(proposer, 0, 2) == []
     proposer.open(0, list(range(16)))
     proposer.learn(0, [3, 4, 5], 0)  # past what it holds: the end of a context, which nothing follows
-    assert proposer.propose(0, 2) == []
+    assert draft_of(proposer, 0, 2) == []
 
 
 class Told:
@@ -98,10 +102,13 @@ class Told:
         self.drafts = deque(drafts)
         self.heard: list[tuple[list[int], int]] = []
 
+    on_device: ClassVar[bool] = False
+
     def open(self, slot: int, tokens: Any) -> None: ...
     def close(self, slot: int) -> None: ...
-    def propose(self, slot: int, most: int) -> list[int]:
-        return self.drafts.popleft()[:most] if self.drafts else []
+    def propose(self, batch: DraftRows, hidden: Any = None) -> list[list[int]]:
+        assert not any(batch.ahead)
+        return [self.drafts.popleft()[:most] if self.drafts else [] for most in batch.most]
 
     def learn(self, slot: int, tokens: Any, drafted: int) -> None:
         self.heard.append((list(tokens), drafted))
