@@ -31,7 +31,9 @@ class Answers:
     def read(self, pending: Launched, numbers: np.ndarray | None) -> list[Row]:
         """The rows of a step, from the numbers that came back; None: nothing was sampled."""
         plain = pending.decode_only and pending.blank and not self._lost and not pending.shape.wanted
-        if plain and self._drafting is None and numbers is not None and numbers.min() >= 0:  # nobody has failed: a token each, and that is all
+        if (
+            plain and self._drafting is None and numbers is not None and numbers.min() >= 0
+        ):  # nobody has failed: a token each, and that is all
             tokens = np.empty_like(numbers)
             tokens[pending.sampled] = numbers
             return [Row(1, [token]) for token in tokens.tolist()]

@@ -46,7 +46,9 @@ class Verification:
     sure: list[bool] = field(default_factory=list)  # whether its length was known, too
     rows: int = 0  # of every sequence, where all get as many; 0: each has 1 + most
     span: int = 0  # tokens by which some length is not known
-    shift: torch.Tensor | None = None  # int64: how far each length lies above the least that it can be; 0 behind the last one
+    shift: torch.Tensor | None = (
+        None  # int64: how far each length lies above the least that it can be; 0 behind the last one
+    )
 
     def owners(self, places: list[int]) -> list[int]:
         """Where each of these places of plan.work stands among `places`; behind the last one for rows of prompts."""
@@ -104,11 +106,9 @@ class Drafting:
 
     def must_wait(self, plan: Plan) -> bool:
         """Whether a rule of some row asks for the position, and only a step in flight knows that: min_tokens does, near its end."""
-        for w in plan.work:
-            if w.tokens is None and self.loose[w.slot] and (stream := self._slots.streams[w.slot]) is not None:
-                if self._slots.position[w.slot] - self.loose[w.slot] < stream.params.min_tokens:
-                    return True
-        return False
+        least, streams = self._slots.position - self.loose, self._slots.streams
+        unsure = [w.slot for w in plan.work if w.tokens is None and self.loose[w.slot]]
+        return any((s := streams[slot]) is not None and least[slot] < s.params.min_tokens for slot in unsure)
 
     # ---- a step
 
@@ -163,8 +163,9 @@ class Drafting:
         def of(part: list[Any]) -> list[Any]:
             return [part[j] for j in kept] if part else []
 
-        parts = (made.places, made.most, made.predicted, made.told, made.sure)
-        pending.verification = Verification(*map(of, parts), made.rows, made.span) if kept else None
+        places, most, predicted, told, sure = map(of, (made.places, made.most, made.predicted, made.told, made.sure))
+        left = Verification(places, most, predicted, told, sure, made.rows, made.span)
+        pending.verification = left if kept else None
 
     def prepare(self, pending: Launched, where: np.ndarray, pages: list[np.ndarray]) -> None:
         """Put the step's lengths, draft tokens and counts where the forward reads them, by slot."""
@@ -179,7 +180,15 @@ class Drafting:
         for row, tokens in zip(predicted, made.predicted, strict=False):
             row[: len(tokens)] = tokens
         many = np.array([len(tokens) for tokens in made.predicted] or [0] * len(work), np.int32)
-        arrays = [own, known, low, np.array(made.most, np.int32), np.array(made.told, np.int32), many, predicted.ravel()]
+        arrays = [
+            own,
+            known,
+            low,
+            np.array(made.most, np.int32),
+            np.array(made.told, np.int32),
+            many,
+            predicted.ravel(),
+        ]
         sent = self._staging.send([*arrays, where, *pages])
         slots, known_t, low_t, most, told, many_t, tokens = sent[:7]
         at = slots.long()

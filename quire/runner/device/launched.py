@@ -26,7 +26,18 @@ class Shape:
 class Launched(Pending):
     """A forward on its way, with what its sampling needs."""
 
-    __slots__ = ("ahead", "best", "decode_only", "openings", "positions", "sampling", "sent", "shape", "slots", "verification")
+    __slots__ = (
+        "ahead",
+        "best",
+        "decode_only",
+        "openings",
+        "positions",
+        "sampling",
+        "sent",
+        "shape",
+        "slots",
+        "verification",
+    )
 
     def __init__(self, plan: Plan):
         super().__init__(plan)

@@ -92,22 +92,21 @@ class Followed:
     def launch(self, batch: DeviceBatch) -> torch.Tensor:
         """The model's logits."""
         logits = self._program.launch(batch)
-        first, *more = [batch.table(self._groups + g) for g in range(len(self._proposer.groups))] or [None]
-        if first is not None:
-            own = DeviceBatch(
-                ids=batch.ids,
-                pos=batch.pos,
-                q_start=batch.q_start,
-                kv_len=batch.kv_len,
-                pages=first.pages,
-                write=first.write,
-                logit_rows=batch.logit_rows,
-                longest=batch.longest,
-                reach=batch.reach,
-                uniform=batch.uniform,
-                host=batch.host,
-                more=tuple(more),
-                all_taken=batch.all_taken,
-            )
-            self._proposer.follow(own, None)
+        first, *more = [batch.table(self._groups + g) for g in range(len(self._proposer.groups))]
+        own = DeviceBatch(
+            ids=batch.ids,
+            pos=batch.pos,
+            q_start=batch.q_start,
+            kv_len=batch.kv_len,
+            pages=first.pages,
+            write=first.write,
+            logit_rows=batch.logit_rows,
+            longest=batch.longest,
+            reach=batch.reach,
+            uniform=batch.uniform,
+            host=batch.host,
+            more=tuple(more),
+            all_taken=batch.all_taken,
+        )
+        self._proposer.follow(own, None)
         return logits

@@ -97,7 +97,9 @@ class DeviceRunner:
         """
         groups = list(getattr(proposer, "groups", ()))
         if groups:
-            program = cast(DeviceProgram, Followed(program, cast(DeviceProposer, proposer), len(kv.groups) - len(groups)))
+            program = cast(
+                DeviceProgram, Followed(program, cast(DeviceProposer, proposer), len(kv.groups) - len(groups))
+            )
         self._program = program
         self._sampler = program.sampler
         self._device = program.device
@@ -310,7 +312,9 @@ class DeviceRunner:
         self._slots.length[own] = batch.kv_len
         for i, w in works.items():
             if pending.rows[i].error is None:
-                pending.rows[i].accepted = w.n if w.tokens is not None else 1  # and draft tokens that turn out to be right
+                pending.rows[i].accepted = (
+                    w.n if w.tokens is not None else 1
+                )  # and draft tokens that turn out to be right
         self._slots.last[slots] = 0  # some token; which one is the device's business
         self._slots.position[slots] += 1
         if self._drafting is not None:
@@ -373,9 +377,7 @@ class DeviceRunner:
             return self._sampling.gather(pending.slots, pending.positions, masks)
         owner = np.repeat(made.owners(pending.sampled), [pending.rows_of(i) for i in pending.sampled])
         meant = pending.ahead <= np.array([*made.most, 0])[owner]
-        return self._sampling.gather(
-            pending.slots, pending.positions, masks, meant=meant, owner=owner, span=made.span
-        )
+        return self._sampling.gather(pending.slots, pending.positions, masks, meant=meant, owner=owner, span=made.span)
 
     def _shape(self, pending: Launched) -> Shape:
         """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""

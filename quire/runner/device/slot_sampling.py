@@ -144,7 +144,9 @@ class SlotSampling:
         narrow, rows, history, typical, *pairs, mask, bits, owner, params, values, draws = sent
         if shift is not None and sampling.draws.size:
             place = shift[owner.long()].clamp(0, sampling.draws.shape[1] - 1)
-            params.view(-1, len(COLUMNS))[:, _AT["draw"]] = draws.view(sampling.draws.shape).gather(1, place[:, None])[:, 0]
+            params.view(-1, len(COLUMNS))[:, _AT["draw"]] = draws.view(sampling.draws.shape).gather(1, place[:, None])[
+                :, 0
+            ]
         bias_rows, bias_tokens, stop_rows, stop_tokens = pairs
         p = sampling.params
         k, drawing = p[:, _AT["top_k"]], p[:, _AT["temperature"]] > 0.0

@@ -27,7 +27,9 @@ class DraftRows:
 
     slots: list[int]
     most: list[int]  # draft tokens that are of use
-    ahead: list[int]  # tokens that were sampled since those the proposer was told, at most: draft tokens come after them
+    ahead: list[
+        int
+    ]  # tokens that were sampled since those the proposer was told, at most: draft tokens come after them
 
 
 class Proposer(Protocol):

@@ -44,7 +44,9 @@ class NGram:
 
     def propose(self, batch: DraftRows, hidden: Any = None) -> list[list[int]]:
         rows = zip(batch.slots, batch.most, batch.ahead, strict=True)
-        return [self._continue(slot, ahead + min(most, self._trust[slot])) if most else [] for slot, most, ahead in rows]
+        return [
+            self._continue(slot, ahead + min(most, self._trust[slot])) if most else [] for slot, most, ahead in rows
+        ]
 
     def _continue(self, slot: int, count: int) -> list[int]:
         """So many tokens that may follow what the sequence has said; none where it has not said the like."""
