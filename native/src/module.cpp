@@ -197,6 +197,18 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
     return output_of(self, (size_t)(plan.output_slot().per_token ? b.tokens : b.rows));
 }
 
+using Pages = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ReadOnlyBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Whether a buffer has a row for each page, of so many layers.
+template <class Buffer> void check_rows(const Plan& p, int group, const Pages& pages, int layers, const Buffer& buffer) {
+    if (group < 0 || group >= p.groups() || layers < 0 || layers > p.kv(group).layers)
+        throw std::invalid_argument("pages: there is no such group, or it has fewer layers");
+    if (buffer.shape(0) != pages.shape(0) || buffer.shape(1) != (size_t)layers * p.kv(group).layer_bytes())
+        throw std::invalid_argument("pages: the buffer has rows of another size, or not one for each page");
+}
+
 void bind_plan(nb::module_& m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
@@ -272,18 +284,44 @@ void bind_plan(nb::module_& m) {
         .def("profile", &Plan::profile)
         .def("profiled", &Plan::profiled)
         .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv(0).page_bytes(); })
+        .def("rows", [](nb::handle self, int slot) {  // of the last run, of a tensor that its last step left in the arena
+            const Plan& p = nb::cast<const Plan&>(self);
+            const Slot& s = p.floats_of(slot);
+            return rows_of(self, s, (size_t)p.ran(s.per_token));
+        })
+        .def("layer_bytes", [](const Plan& p, int group) {
+            if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
+            return p.kv(group).layer_bytes();
+        })
+        .def("finite", [](const Plan& p, int group) {  // for tests: kernels that look at it are on one architecture alone
+            if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
+            return p.finite(group);
+        })
+        .def("read_pages", [](const Plan& p, int group, const Pages& pages, int first, int layers, const Bytes& to) {
+            check_rows(p, group, pages, layers, to);
+            nb::gil_scoped_release free;
+            p.read_pages(group, pages.data(), pages.shape(0), first, layers, to.data());
+        }, nb::arg(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert())
+        .def("write_pages", [](Plan& p, int group, const Pages& pages, int first, int layers, const ReadOnlyBytes& from) {
+            check_rows(p, group, pages, layers, from);
+            nb::gil_scoped_release free;
+            p.write_pages(group, pages.data(), pages.shape(0), first, layers, from.data());
+        }, nb::arg(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
              nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert().none());
 }
 
 }  // namespace
 
-nb::object quire::output_of(nb::handle plan, size_t rows) {
+nb::object quire::rows_of(nb::handle plan, const Slot& slot, size_t rows) {
     const Plan& p = nb::cast<const Plan&>(plan);
-    const Slot& out = p.output_slot();
-    const size_t shape[2] = {rows, (size_t)out.width};
-    const int64_t strides[2] = {(int64_t)(out.stride / sizeof(float)), 1};
-    return nb::cast(nb::ndarray<nb::numpy, float>(const_cast<float*>(p.output_data()), 2, shape, plan, strides));
+    const size_t shape[2] = {rows, (size_t)slot.width};
+    const int64_t strides[2] = {(int64_t)(slot.stride / sizeof(float)), 1};
+    return nb::cast(nb::ndarray<nb::numpy, float>(p.floats(slot, 0), 2, shape, plan, strides));
+}
+
+nb::object quire::output_of(nb::handle plan, size_t rows) {
+    return rows_of(plan, nb::cast<const Plan&>(plan).output_slot(), rows);
 }
 
 NB_MODULE(_native, m) {

@@ -171,6 +171,11 @@ public:
     // Makes the system give the next `piece` bytes of keys' and values' memory, up to `ahead` beyond what was written: it clears memory when
     // that is first touched, which a step would have to wait for. False: all of it is there.
     bool touch(size_t piece, size_t ahead);
+    // Copies pages of a group's pool, layers [first, first + layers) of each, to or from rows that follow one another: of a page, what its
+    // layers have, one after another. Takes no lock: nobody may write pages that are read, nor run a step over pages that are written.
+    void read_pages(int group, const int64_t* pages, size_t count, int first, int layers, uint8_t* to) const;
+    void write_pages(int group, const int64_t* pages, size_t count, int first, int layers, const uint8_t* from);
+    int groups() const { return (int)pools_.size(); }
     const float* output_data() const { return floats(slots_[(size_t)output_], 0); }
     const Slot& output_slot() const { return slots_[(size_t)output_]; }
     // The best of each kSampleBlock columns of a row of the output, as the kernel of that name tells it, but kNoPeak where it found
@@ -178,7 +183,9 @@ public:
     const int32_t* peaks(int row) const { return peaks_ ? peaks_ + (size_t)row * peaks_stride() : nullptr; }
     size_t peaks_stride() const { return ((size_t)output_slot().width + kSampleBlock - 1) / kSampleBlock; }
     const std::vector<int>& inputs() const { return inputs_; }
+    int ran(bool per_token) const { return per_token ? ran_tokens_ : ran_rows_; }  // rows of the last run
     const Slot& at(int slot) const { return slots_[(size_t)slot]; }
+    const Slot& floats_of(int slot) const { return floats_slot(slot, "what is kept"); }
 
     // For steps.
     float* floats(const Slot& s, int r) const { return (float*)(arena_ + s.offset + (size_t)r * s.stride); }
@@ -214,6 +221,7 @@ public:
 private:
     friend struct RopeTable;
     std::shared_ptr<struct Schedule> schedule(int heads, int kv_heads, int width, int window, int group, bool& first);
+    size_t page_part(int group, const int64_t* pages, size_t count, int first, int layers) const;  // bytes of a row; checked
     const KvShape& layer_of(int group, int layer, bool latent);  // checked; from now on that pool's tables are, too
     const KvShape& states_of(int group, int layer, size_t end);  // the same for a pool of states, up to that float of a layer's
     const Slot& floats_slot(int slot, const char* what) const;
@@ -238,7 +246,7 @@ private:
     std::vector<std::unique_ptr<Site>> sites_;  // steps hold pointers
     std::vector<Stretch> by_token_, by_row_;  // of this run
     std::vector<int> inputs_;
-    int output_ = -1;
+    int output_ = -1, ran_tokens_ = 0, ran_rows_ = 0;
     Mapping arena_memory_, scratch_memory_, peaks_memory_;
     int32_t* peaks_ = nullptr;
     uint8_t *arena_ = nullptr, *scratch_ = nullptr;

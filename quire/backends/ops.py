@@ -12,7 +12,7 @@ reference; a new op is not done before its row is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -20,75 +20,16 @@ import numpy.typing as npt
 
 from quire.backends.adapters import Site
 from quire.backends.batch import I32, Batch
+from quire.backends.kv import KV
+from quire.backends.outputs import Hidden
+from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
 
 Tensor: TypeAlias = Any  # an array, or a symbol while recording
 
-
-KV_DTYPES: dict[str, tuple[int, int]] = {"f16": (2, 0), "int16": (2, 4), "int8": (1, 4), "fp8": (1, 4)}
-"""What K and V may be kept as: bytes of a number, and bytes beside each token and head.
-
-f16 rounds to two bytes: float16 on the CPU, what it computes in on a torch device. int8 keeps round(x * 127 / amax) of the
-head's columns and a float32 scale amax / 127, for K and for V; int16 the same with 32639 for 127; fp8 the nearest e4m3 to x * 448 / amax,
-and amax / 448.
-"""
-
 QUANTIZE = ("none", "fp8", "fp8-block", "int8", "int4", "keep")
 """What matrices may become as they are loaded; `keep` is four-bit codes of the file as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class KV:
-    """The KV pool of one program: K and V of every layer, in pages.
-
-    Layers whose KV is kept for different lengths of time fall into groups, each with a pool and a page table of its own:
-    this is the first group, and `more` are the others, which have its page size and dtype.
-    """
-
-    layers: int
-    pages: int
-    page_size: int
-    kv_heads: int
-    head_dim: int
-    dtype: str = "f16"  # see KV_DTYPES
-    latent: int = 0  # when set, only keys are kept, and a token's values are the first `latent` columns of its key
-    window: int = 0  # when set, no layer looks back further, and what lies before may be missing from the page table
-    state: int = 0  # when set, layers keep no K and V: a page is so many float32 numbers for each layer, see Ops.conv
-    more: tuple[KV, ...] = ()  # further groups
-
-    @property
-    def groups(self) -> tuple[KV, ...]:
-        """All of them, this one first."""
-        return (self, *self.more)
-
-    @property
-    def forgets(self) -> bool:
-        """Whether a sequence needs no more of it as it grows."""
-        return bool(self.window or self.state)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all layers; a state has none of any one token."""
-        number, beside = KV_DTYPES[self.dtype]
-        return self.layers * (1 if self.latent else 2) * self.kv_heads * (self.head_dim * number + beside)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return self.layers * self.state * 4 if self.state else self.page_size * self.token_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(kv.pages * kv.page_bytes for kv in self.groups)
-
-    def sized(self, pages: Sequence[int], dtype: str | None = None) -> KV:
-        """The same groups with so many pages each."""
-        first, *rest = [
-            replace(kv, pages=n, dtype=dtype or kv.dtype, more=()) for kv, n in zip(self.groups, pages, strict=True)
-        ]
-        return replace(first, more=tuple(rest))
 
 
 class Ops(Protocol):
@@ -248,6 +189,13 @@ class Ops(Protocol):
         """The rows of x named by `rows`. [T, d], [L] -> [L, d]"""
         ...
 
+    def mark(self, x: Tensor, layer: int) -> None:
+        """Say that x is the residual stream after so many layers, or FINAL: see outputs.py. x has a row for every token.
+
+        Computes nothing, and is not in the table: a program that keeps no such rows is the same with it and without.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -307,6 +255,36 @@ class Program(Protocol):
         """Execute one step. The array returned is valid until the next run."""
         ...
 
+    def hidden(self, which: Hidden) -> Floats:
+        """Rows that this program keeps, of the last run. Valid until the next run, like its result."""
+        ...
+
+    def page_layout(self, group: int) -> PageLayout:
+        """What the bytes of a page of that group are, and how many. Programs with equal layouts can take each other's."""
+        ...
+
+    def page_buffer(self, group: int, count: int) -> PageBytes:
+        """A zeroed buffer for so many whole pages, in memory that pages are copied from and to fastest. To be reused."""
+        ...
+
+    def read_pages(
+        self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
+    ) -> PageCopy:
+        """Copy pages of a group's pool into rows of `out`, or of a buffer of its own; of all layers, or of some in a row.
+
+        The copy has what every step that was launched before this call wrote. Pages that are not there, named twice, or a
+        buffer that does not fit them are a ValueError, and nothing was copied.
+        """
+        ...
+
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> PageCopy:
+        """Copy rows of a buffer into pages of a group's pool: row i into pages[i].
+
+        The copy comes after every step that was launched before this call. Steps see it that are launched when it is done,
+        or after its `fence`. Errors as for read_pages.
+        """
+        ...
+
 
 class Backend(Protocol):
     """Where programs run. It keeps packed weights by identity, so programs of one model share them."""
@@ -325,11 +303,13 @@ class Backend(Protocol):
         max_rows: int,
         inputs: Mapping[str, int] = ...,
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> Program:
         """Record `forward` and make it ready to run with up to max_tokens tokens and max_rows logit rows a step.
 
         `inputs` gives the width of each named input. `packed(layout, done_bytes, total_bytes)` is called once a weight
-        has been taken over, so that the caller can show progress and give its file pages back.
+        has been taken over, so that the caller can show progress and give its file pages back. `keep` names rows that
+        are to be had beside the result: a ValueError, where the model marks no such rows.
         """
         ...
 
@@ -388,6 +368,7 @@ class Measures(Protocol):
         max_tokens: int,
         max_rows: int,
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> int:
         """Bytes free with the weights loaded and the largest step run. `kv` says how a page looks."""
         ...
@@ -478,7 +459,14 @@ class Estimator(Protocol):
     """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""
 
     def estimate(
-        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = ...
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = ...,
+        keep: Sequence[Hidden] = (),
     ) -> Needs:
         """For the same arguments as compile's; the number of pages does not matter."""
         ...

@@ -9,7 +9,8 @@ import numpy as np
 
 from quire.backends.batch import Batch
 from quire.backends.cases.kit import Case, MakeWeight, Step, attention_bound, floats, ragged
-from quire.backends.ops import KV, KV_DTYPES, Ops, Tensor
+from quire.backends.kv import KV_DTYPES
+from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense, Floats
 
 

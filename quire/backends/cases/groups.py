@@ -8,7 +8,8 @@ import numpy as np
 
 from quire.backends.batch import Batch, Table
 from quire.backends.cases.kit import Case, Step, attention_bound, floats, ragged
-from quire.backends.ops import KV, KV_DTYPES, Ops, Tensor
+from quire.backends.kv import KV_DTYPES
+from quire.backends.ops import KV, Ops, Tensor
 
 Turn = Mapping[str, int]  # tokens of each sequence in a step, by its name
 TURNS: tuple[Turn, ...] = (

@@ -3,7 +3,8 @@
   recorder.py  the op table in capture mode: calls become instructions over symbols
   fuse.py      optional passes over the instructions; none of them changes a bit of any result
   arena.py     instructions' tensors get places in one block of memory, shared where lifetimes allow
-  backend.py   weights packed, the plan handed to C++, programs run
+  backend.py   weights packed, the plan handed to C++
+  program.py   steps run, pages copied, adapters placed
 
 Nothing is imported here, so that asking for the package costs nothing.
 """

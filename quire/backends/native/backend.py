@@ -12,13 +12,14 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from quire.backends.adapters import Pair, Site, by_slot
-from quire.backends.batch import Batch
+from quire.backends.adapters import Site, by_slot
 from quire.backends.early import take_early
 from quire.backends.native import arena, extension, fuse
-from quire.backends.ops import KV, Forward, HostSampler, HostSteps, Needs, SlotArrays, check_kv
+from quire.backends.native.program import NativeProgram, Sites
+from quire.backends.ops import KV, Forward, HostSampler, Needs, check_kv
+from quire.backends.outputs import Hidden
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
-from quire.layouts import Affine, Codec, Dense, Float8, Floats, Ints, Layout, Rope, Scale
+from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
 OPS = (
@@ -28,7 +29,6 @@ OPS = (
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
-TOUCH = 8 << 20, 256 << 20  # bytes of keys and values at a time, and at most so far ahead of what was written
 MAX_LATENT_DIM = 576  # kMaxLatentDim
 SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
@@ -36,75 +36,6 @@ _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 CELLS = {"f16": 0, "int8": 1, "int16": 2}  # what C++ calls a way to keep K and V
 TILES = ("amx",)  # kernel sets with matrix tiles, which attend to int16 twice as fast as to f16
 _INTEGERS = 3  # float16 numbers, packed as integers of 14 bits with a scale for 32 of them: what products read fastest
-
-
-class NativeProgram:
-    """A compiled forward with its KV pool."""
-
-    def __init__(
-        self,
-        plan: Any,
-        inputs: dict[str, int],
-        sites: Sites,
-        sampler: Callable[[int], HostSampler],
-        steps: Callable[..., HostSteps],
-    ):
-        self._plan = plan
-        self._steps = steps
-        self.host_sampler = sampler
-        self._inputs = inputs
-        self._sites = sites
-
-    def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        """One step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
-        if inputs.keys() != self._inputs.keys():
-            raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
-        given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
-        return self._plan.run(
-            batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
-            [(t.pages, t.write) for t in batch.more], batch.adapters,
-        )  # fmt: skip
-
-    def host_steps(
-        self, sampler: HostSampler, slots: SlotArrays, page_size: int, max_context: int, most: int
-    ) -> HostSteps:
-        """Steady steps without Python in between."""
-        arrays = (slots.last, slots.length, slots.position, slots.adapter, slots.live, slots.tables)
-        return self._steps(self._plan, sampler, *arrays, page_size, max_context, most)
-
-    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
-        """From the next run on, slot `slot` holds these pairs and no others. They are packed first, so a failure changes nothing."""
-        strangers = [site.name for site in pairs if site not in self._sites.number]
-        if strangers:
-            raise ValueError(f"the program has no site {strangers[0]!r}")
-        flat = [half for pair in pairs.values() for half in (pair.a, pair.b)]
-        handles = iter(self._sites.pack(flat))
-        made = {site: (next(handles), next(handles), pair.scale) for site, pair in pairs.items()}
-        for site, number in self._sites.number.items():
-            self._plan.place(number, slot, *made.get(site, (None, None, 1.0)))
-
-    def idle(self) -> bool:
-        """Touch the next pages of keys and values: the system clears them then, and no step has to wait for that."""
-        return self._plan.touch(*TOUCH)
-
-    def profile(self, on: bool = True) -> None:
-        """Begin anew to count the time spent in each kind of step, or stop counting."""
-        self._plan.profile(on)
-
-    def profiled(self) -> dict[str, float]:
-        """Kind of step -> seconds since `profile`, all threads together."""
-        return dict(self._plan.profiled())
-
-    def describe(self) -> str:
-        return self._plan.describe()
-
-
-@dataclass(slots=True)
-class Sites:
-    """The sites of a plan by their numbers there, and how matrices for them are packed."""
-
-    number: dict[Site, int]
-    pack: Callable[[list[Dense]], list[Any]]
 
 
 @dataclass(slots=True)
@@ -162,15 +93,16 @@ class NativeBackend:
         max_rows: int,
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> NativeProgram:
         check_kv(kv, self)
         _check_latent(kv)
-        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs, keep)
         self._drafts.clear()
         self._pack(draft.program, packed)
-        plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
+        plan, numbers, kept = self._emit(draft, kv, max_tokens, max_rows)
         made = NativeProgram(
-            plan, dict(inputs), Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
+            plan, kv, dict(inputs), kept, Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
         )
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
@@ -186,9 +118,16 @@ class NativeBackend:
         return self._native.pack(self._machine, [(each, number) for each, (number, _) in zip(data, types, strict=True)])
 
     def estimate(
-        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = {}
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = {},
+        keep: Sequence[Hidden] = (),
     ) -> Needs:
-        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs, keep)
         sizes: dict[tuple[Any, ...], int] = {}  # layers repeat their shapes
         weights = 0
         for w in self._new(draft.program):
@@ -234,9 +173,17 @@ class NativeBackend:
         """Memory held by packed matrices."""
         return sum(m.nbytes for _, m in self._packed.values())
 
-    def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
+    def _draft(
+        self,
+        forward: Forward,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int],
+        keep: Sequence[Hidden] = (),
+    ) -> _Draft:
         """The program laid out; taken over from an estimate of the same program when there is one."""
-        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()))
+        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()), tuple(keep))
         if key in self._drafts:
             return self._drafts[key]
 
@@ -245,7 +192,7 @@ class NativeBackend:
                 return v.nbytes
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
-        recording = take_early(record(forward, kv, inputs))
+        recording = take_early(record(forward, kv, inputs, keep))
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
         for i in program:
             if i.op == "moe":
@@ -313,7 +260,10 @@ class NativeBackend:
             return self._native.dense_bytes(*w.shape, self._number(w))
         return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
-    def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:
+    def _emit(
+        self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int
+    ) -> tuple[Any, dict[Site, int], dict[Hidden, int]]:
+        """The plan, the numbers of its sites, and the slots of what it keeps."""
         program, recording = draft.program, draft.recording
         first, *more = [
             (k.layers, k.pages, k.kv_heads, k.head_dim, CELLS[k.dtype], k.latent, k.state) for k in kv.groups
@@ -335,11 +285,12 @@ class NativeBackend:
             if site not in numbers:
                 numbers[site] = plan.site(site.n, site.k, site.rank, site.slots)
         for i in program:
-            self._emit_one(plan, i, slots, ropes, numbers)
+            if i.op != "keep":  # that the tensor lives until the end is all that it asks
+                self._emit_one(plan, i, slots, ropes, numbers)
         for v in recording.inputs.values():
             plan.input(slots[v])
         plan.output(slots[recording.output])
-        return plan, numbers
+        return plan, numbers, {i.hidden: slots[i.inputs[0]] for i in program if i.hidden is not None}
 
     def _emit_one(
         self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int], numbers: dict[Site, int]

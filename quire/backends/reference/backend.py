@@ -7,71 +7,21 @@ makes the answer more certain, and each sequence and head is handled on its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.backends.adapters import Pair, Site
 from quire.backends.batch import I32, Batch, Table
-from quire.backends.ops import KV, KV_DTYPES, TABLE, Forward, check_kv
+from quire.backends.kv import KV_DTYPES
+from quire.backends.ops import KV, TABLE, Forward, check_kv
+from quire.backends.outputs import Hidden, check_keep, kept
+from quire.backends.pages import CopiedPages, PageBytes, PageIds, PageLayout, PageRequest, blank, checked_group
+from quire.backends.recorder import record
+from quire.backends.reference.cache import Cache, Part, layout_of, read, write
 from quire.backends.states import walks
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
-
-
-class Cache:
-    """K or V of every layer, rounded as the pool's dtype says."""
-
-    def __init__(self, kv: KV):
-        shape = (kv.layers, kv.pages * kv.page_size, kv.kv_heads, kv.head_dim)
-        integers = {"int8": np.int8, "int16": np.int16}
-        self._data = np.zeros(shape, integers.get(kv.dtype, np.float16))  # float16 holds every e4m3
-        self._round = {"int8": round_to_int8, "int16": round_to_int16, "fp8": round_to_fp8}.get(kv.dtype)
-        self._scale = None if self._round is None else np.zeros(shape[:-1], np.float32)
-
-    def write(self, layer: int, slots: I32, x: Floats) -> None:
-        rows = x.reshape(-1, *self._data.shape[2:])  # [T, Hk, D]
-        if self._scale is None or self._round is None:
-            self._data[layer, slots] = rows
-        else:
-            self._data[layer, slots], self._scale[layer, slots] = self._round(rows)
-
-    def read(self, layer: int, slots: npt.NDArray[np.integer]) -> Floats:  # [S, Hk, D]
-        data = self._data[layer, slots].astype(np.float32)
-        return data if self._scale is None else data * self._scale[layer, slots][..., None]
-
-
-def round_to_int8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
-    codes, scale = _round_to(x, 127, 1e-36)
-    return codes.astype(np.int8), scale
-
-
-def round_to_int16(x: Floats) -> tuple[npt.NDArray[np.int16], Floats]:
-    codes, scale = _round_to(x, 127 * 256 + 127, 1e-34)  # two signed bytes, none of them -128 in front
-    return codes.astype(np.int16), scale
-
-
-def _round_to(x: Floats, top: int, least: float) -> tuple[Floats, Floats]:
-    """Codes and scales of the last axis. What is not finite gets a scale that is not a number; what is tiny becomes 0."""
-    amax = np.abs(x).max(axis=-1).astype(np.float32)
-    finite, usable = np.isfinite(amax), np.isfinite(amax) & (amax >= np.float32(least))
-    with np.errstate(divide="ignore", over="ignore"):
-        by = np.where(usable, np.float32(top) / amax, np.float32(0)).astype(np.float32)
-    codes = np.rint(np.where(finite[..., None], x, np.float32(0)) * by[..., None])
-    scale = np.where(usable, amax / np.float32(top), np.where(finite, np.float32(0), np.float32("nan")))
-    return np.clip(codes, -top, top).astype(np.float32), scale.astype(np.float32)
-
-
-def round_to_fp8(x: Floats) -> tuple[npt.NDArray[np.float16], Floats]:
-    """Numbers that e4m3 has, ties to the even one, and scales of the last axis; what is not finite as for int8."""
-    amax = np.abs(x).max(axis=-1).astype(np.float32)
-    scale = np.maximum(amax, np.float32(1e-30)) / np.float32(448)
-    with np.errstate(invalid="ignore", over="ignore"):
-        codes = x / scale[..., None]
-        exponent = np.maximum(np.frexp(codes)[1] - 1, -6)  # below 2^-6 the steps stay as they are there
-        step = np.ldexp(np.float32(1), exponent - 3)  # three bits behind the first
-        codes = np.rint(codes / step) * step
-    return codes.astype(np.float16), np.where(np.isfinite(amax), scale, np.float32("nan")).astype(np.float32)
 
 
 class ReferenceOps:
@@ -79,11 +29,20 @@ class ReferenceOps:
 
     def __init__(self, backend: ReferenceBackend, kv: KV):
         self._backend = backend
-        self._kv = kv
+        self.kv = kv
         self._keys = [Cache(own) for own in kv.groups]
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
         self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
         self.adapters: dict[int, Mapping[Site, Pair]] = {}  # by slot
+        self.marked: dict[int, Floats] | None = None  # of the run, by layer; None: nobody asks
+
+    def by_page(self, group: int) -> list[Part]:
+        """Views of a group's pool, [layers, pages, numbers], in the order in which a page's bytes have them."""
+        kv, values = self.kv.groups[group], self._values[group]
+        if kv.state:
+            return [self._states[group].swapaxes(0, 1)]
+        keys = self._keys[group].by_page(kv.page_size)
+        return keys if values is None else [*keys, *values.by_page(kv.page_size)]
 
     def embed(self, ids: I32, table: Layout) -> Floats:
         return self._backend.dense(table)[ids]
@@ -149,7 +108,7 @@ class ReferenceOps:
         sinks: Dense | None = None,
         group: int = 0,
     ) -> Floats:
-        kv, keys, values, table = self._kv.groups[group], self._keys[group], self._values[group], batch.table(group)
+        kv, keys, values, table = self.kv.groups[group], self._keys[group], self._values[group], batch.table(group)
         assert values is not None
         keys.write(layer, table.write, k)
         values.write(layer, table.write, v)
@@ -172,7 +131,7 @@ class ReferenceOps:
     def latent_attention(
         self, q: Floats, k: Floats, batch: Batch, *, layer: int, heads: int, scale: float, group: int = 0
     ) -> Floats:
-        kv, keys, table = self._kv.groups[group], self._keys[group], batch.table(group)
+        kv, keys, table = self.kv.groups[group], self._keys[group], batch.table(group)
         keys.write(layer, table.write, k)
         queries = q.reshape(-1, heads, kv.head_dim)
         out = np.empty((q.shape[0], heads, kv.latent), np.float32)
@@ -188,7 +147,7 @@ class ReferenceOps:
         self, batch: Batch, window: int | None, table: Table
     ) -> Iterator[tuple[int, slice, int, npt.NDArray[np.integer]]]:
         """(sequence, its rows, first position any of them sees, where the tokens from there on lie)."""
-        size = self._kv.page_size
+        size = self.kv.page_size
         for b in range(batch.sequences):
             rows = slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
             first = 0 if window is None else max(0, int(batch.pos[rows.start]) - window + 1)
@@ -212,7 +171,7 @@ class ReferenceOps:
         past = len(factors) - 1
         states = self._states[group][:, layer, at : at + past * x.shape[1]].reshape(-1, past, x.shape[1])
         out = np.empty_like(x)
-        for walk in walks(batch, group, self._kv.page_size):
+        for walk in walks(batch, group, self.kv.page_size):
             before = np.zeros_like(x, shape=states.shape[1:]) if walk.load < 0 else states[walk.load]
             seen = np.concatenate([before, x[walk.rows]])
             n = len(seen) - past
@@ -245,7 +204,7 @@ class ReferenceOps:
         shape = (heads, key_dim, v.shape[2])
         states = self._states[group][:, layer, at : at + math.prod(shape)].reshape(-1, *shape)
         out = np.empty((len(qkv), heads, v.shape[2]), np.float32)
-        for walk in walks(batch, group, self._kv.page_size):
+        for walk in walks(batch, group, self.kv.page_size):
             own = np.zeros(shape, np.float32) if walk.load < 0 else states[walk.load].copy()
             stops = dict(walk.stops)
             for t in range(walk.rows.start, walk.rows.stop):
@@ -310,6 +269,10 @@ class ReferenceOps:
     def take(self, x: Floats, rows: I32) -> Floats:
         return x[rows]
 
+    def mark(self, x: Floats, layer: int) -> None:
+        if self.marked is not None:
+            self.marked[layer] = x
+
 
 def by_head(x: Floats, heads: int) -> Floats:
     """[T, H * D] -> [T, H, D]; there may be no rows."""
@@ -369,15 +332,48 @@ def rope_columns(rope: Rope) -> tuple[slice, slice]:
 class ReferenceProgram:
     """Runs the forward as it is, every time."""
 
-    def __init__(self, forward: Forward, ops: ReferenceOps):
+    def __init__(self, forward: Forward, ops: ReferenceOps, keep: Sequence[Hidden] = ()):
         self._forward = forward
         self._ops = ops
+        self._hidden: dict[Hidden, Floats] = {}
+        self._keep = keep
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         self._ops.adapters[slot] = dict(pairs)
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        return np.ascontiguousarray(self._forward(self._ops, batch, inputs), np.float32)
+        self._ops.marked = {} if self._keep else None
+        result = np.ascontiguousarray(self._forward(self._ops, batch, inputs), np.float32)
+        marked, self._ops.marked = self._ops.marked or {}, None
+        check_keep(self._keep, marked)
+        self._hidden = {h: marked[h.layer][batch.logit_rows] if h.taken else marked[h.layer] for h in self._keep}
+        return result
+
+    def hidden(self, which: Hidden) -> Floats:
+        return kept(self._hidden, which)
+
+    def page_layout(self, group: int) -> PageLayout:
+        """A layer's bytes are the keys, [token, head, column], their scales, [token, head], then values in the same way."""
+        return layout_of(self._ops.kv.groups[checked_group(self._ops.kv.groups, group)], self._ops.by_page(group))
+
+    def page_buffer(self, group: int, count: int) -> PageBytes:
+        return blank(self.page_layout(group), count)
+
+    def read_pages(
+        self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
+    ) -> CopiedPages:
+        asked = PageRequest.checked(self._ops.kv.groups, group, pages, layers)
+        layout = self.page_layout(group)
+        out = asked.fresh(layout) if out is None else out
+        asked.check_buffer(out, layout, written=True)
+        read(self._ops.by_page(group), asked, out)
+        return CopiedPages(out)
+
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> CopiedPages:
+        asked = PageRequest.checked(self._ops.kv.groups, group, pages, layers)
+        asked.check_buffer(buffer, self.page_layout(group), written=False)
+        write(self._ops.by_page(group), asked, buffer)
+        return CopiedPages(buffer)
 
 
 class ReferenceBackend:
@@ -406,9 +402,12 @@ class ReferenceBackend:
         max_rows: int,
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> ReferenceProgram:
         check_kv(kv, self)
-        return ReferenceProgram(forward, ReferenceOps(self, kv))
+        if keep:
+            record(forward, kv, inputs, keep)  # what is not marked is found now
+        return ReferenceProgram(forward, ReferenceOps(self, kv), keep)
 
     def describe(self) -> str:
         return "reference (numpy)"

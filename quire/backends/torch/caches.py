@@ -1,8 +1,9 @@
-"""Where K and V lie on a torch device: a cache for every layer, of the pool of its group.
+"""Where K and V lie on a torch device: a pool for each group of layers, and a cache for every layer of it.
 
 K and V lie in pages, [pages, page_size, kv_heads, head_dim] a layer, so that a flat index addresses [pages * page_size,
 kv_heads, head_dim]; one page more than the pool has takes what padding rows write, and stands in a page table for pages that are not
-there. Where they are codes, the scales of a page lie beside it, [pages, kv_heads, page_size]. Knows shapes, not what is in them.
+there. Where they are codes, the scales of a page lie beside it, [pages, kv_heads, page_size]. All layers of a group are one tensor
+(and one of scales), so that a page of all of them is gathered at once. Knows shapes, not what is in them.
 """
 
 from __future__ import annotations
@@ -44,20 +45,41 @@ def kv_dtype(kv: KV, dtype: torch.dtype) -> torch.dtype:
     return {"f16": halves, "int8": torch.int8, "fp8": E4M3}[kv.dtype]
 
 
-def caches(kv: KV, dtype: torch.dtype, device: torch.device) -> list[list[Cache]]:
-    """Every layer of every group, with nothing in it."""
-    return [[_cache(g, own, dtype, device) for _ in range(own.layers)] for g, own in enumerate(kv.groups)]
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A group's K and V, with nothing in them at first. Parts are keys, and values where they are apart."""
 
+    group: int
+    kv: KV
+    numbers: torch.Tensor  # [layers, parts, pages + 1, page_size, kv_heads, head_dim]
+    scales: torch.Tensor | None  # float32 [layers, parts, pages + 1, kv_heads, page_size]
 
-def _cache(group: int, kv: KV, dtype: torch.dtype, device: torch.device) -> Cache:
-    def pages() -> torch.Tensor:
-        shape = kv.pages + 1, kv.page_size, kv.kv_heads, kv.head_dim
-        return torch.zeros(shape, dtype=kv_dtype(kv, dtype), device=device)
+    @classmethod
+    def of(cls, group: int, kv: KV, dtype: torch.dtype, device: torch.device) -> Pool:
+        parts = kv.layers, 1 if kv.latent else 2, kv.pages + 1
+        numbers = torch.zeros(
+            (*parts, kv.page_size, kv.kv_heads, kv.head_dim), dtype=kv_dtype(kv, dtype), device=device
+        )
+        scales = None
+        if kv.dtype != "f16":
+            scales = torch.zeros((*parts, kv.kv_heads, kv.page_size), dtype=torch.float32, device=device)
+        return cls(group, kv, numbers, scales)
 
-    def scales() -> torch.Tensor | None:
-        if kv.dtype == "f16":
-            return None
-        return torch.zeros(kv.pages + 1, kv.kv_heads, kv.page_size, dtype=torch.float32, device=device)
+    def cache(self, layer: int) -> Cache:
+        """What a layer's attention is given."""
+        own, scales = self.numbers[layer], None if self.scales is None else self.scales[layer]
+        last = len(own) - 1  # the values, or keys that are values, too
+        return Cache(
+            self.group,
+            self.kv,
+            own[0],
+            own[1] if last else None,
+            None if scales is None else scales[0],
+            scales[1] if last and scales is not None else None,
+        )
 
-    apart = not kv.latent
-    return Cache(group, kv, pages(), pages() if apart else None, scales(), scales() if apart else None)
+    @property
+    def words(self) -> list[torch.Tensor]:
+        """The same memory as whole numbers, [layers, parts, pages + 1, words]."""
+        held = [self.numbers] if self.scales is None else [self.numbers, self.scales]
+        return [x.flatten(3).view(torch.int64) for x in held]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack
 from quire.backends.torch.batch import DeviceBatch
-from quire.backends.torch.caches import Cache, caches
+from quire.backends.torch.caches import Cache, Pool
 from quire.backends.torch.experts import Mixture, mix
 from quire.backends.torch.quantized import Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
@@ -50,7 +50,8 @@ class TorchKernels:
         self.kv = kv
         self.device = device
         self.dtype = dtype
-        self.caches = caches(kv, dtype, device)
+        self.pools = [Pool.of(g, own, dtype, device) for g, own in enumerate(kv.groups)]
+        self.caches = [[pool.cache(layer) for layer in range(pool.kv.layers)] for pool in self.pools]
         self._frequencies: dict[int, tuple[Rope, torch.Tensor]] = {}
         self.states = States(kv, device)
 

@@ -55,6 +55,10 @@ class States:
         """[pages, state]: those of one layer."""
         return self._pools[group][:, layer]
 
+    def words(self, group: int) -> torch.Tensor:
+        """The memory of a group's pool as whole numbers, [layers, 1, pages, words]."""
+        return self._pools[group].view(torch.int32).permute(1, 0, 2)[:, None]
+
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
     ) -> torch.Tensor:

@@ -16,7 +16,8 @@ import msgspec
 
 from quire.backends.choose import open_backend
 from quire.backends.detect import detect
-from quire.backends.ops import KV_DTYPES, QUANTIZE, Backend, Tells
+from quire.backends.kv import KV_DTYPES
+from quire.backends.ops import QUANTIZE, Backend, Tells
 from quire.config import (
     EngineConfig,
     Environment,

@@ -287,6 +287,7 @@ class DeviceRunner:
         pending.logits, pending.best, pending.sent = self._decode.run(
             -1 - own, pos, writes, own, *_changes(changed, self._state), sharing=sharing, more=more
         )
+        pending.keep(self._decode.hidden, slot.size, slot.size)
         slots.length[slot] = pos + 1
         slots.position[slot] += 1
         return True
@@ -312,9 +313,7 @@ class DeviceRunner:
         self._slots.length[own] = batch.kv_len
         for i, w in works.items():
             if pending.rows[i].error is None:
-                pending.rows[i].accepted = (
-                    w.n if w.tokens is not None else 1
-                )  # and draft tokens that turn out to be right
+                pending.rows[i].accepted = 1 if w.tokens is None else w.n  # and draft tokens that turn out to be right
         self._slots.last[slots] = 0  # some token; which one is the device's business
         self._slots.position[slots] += 1
         if self._drafting is not None:
@@ -336,9 +335,11 @@ class DeviceRunner:
             pending.logits, pending.best, pending.sent = self._decode.run(
                 *arrays, sharing=sharing, adapters=batch.adapters, more=more
             )
-        elif captured and self._prefill is not None and (size := self._prefill.size_for(batch)) is not None:
+            pending.keep(self._decode.hidden, batch.tokens, batch.tokens)
+        elif captured and self._prefill is not None and (kind := self._prefill.kind_for(batch)) is not None:
             more = self._more(pending)
-            pending.logits, pending.sent = self._prefill.run(size, batch, own, where, pages, more)
+            pending.logits, pending.sent = self._prefill.run(kind, batch, own, where, pages, more)
+            pending.keep(self._prefill.hidden, batch.tokens, batch.logit_rows.size)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
 
@@ -367,6 +368,7 @@ class DeviceRunner:
             pending.logits, pending.best, pending.sent = self._verify.run(
                 made.rows, own, (least, most), where, pages, more
             )
+            pending.keep(self._verify.hidden, made.rows * own.size, made.rows * own.size)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
 
@@ -421,32 +423,33 @@ class DeviceRunner:
         if pending.verification is not None and self._drafting is not None:
             self._drafting.correct(pending, batch, ids, pos, kv_len, sent[7 + kinds : len(arrays)])
         tables = self._state.page_tables(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
-        return self._program.launch(
-            DeviceBatch(
-                ids=self._state.tokens(ids),
-                pos=pos,
-                q_start=q_start,
-                kv_len=kv_len,
-                pages=tables[0].pages,
-                write=tables[0].write,
-                more=tuple(tables[1:]),
-                logit_rows=rows,
-                longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
-                reach=int(batch.kv_len.max()),
-                host=batch,
-                adapters=adapters,
-            )
+        launched = DeviceBatch(
+            ids=self._state.tokens(ids),
+            pos=pos,
+            q_start=q_start,
+            kv_len=kv_len,
+            pages=tables[0].pages,
+            write=tables[0].write,
+            more=tuple(tables[1:]),
+            logit_rows=rows,
+            longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
+            reach=int(batch.kv_len.max()),
+            host=batch,
+            adapters=adapters,
         )
+        logits = self._program.launch(launched)
+        pending.hidden = launched.hidden
+        return logits
 
     def _warm_up(self, *sizes: int) -> None:
         """Compile and capture everything: none of that may meet a request."""
-        steps = [x for x in (self._decode, self._prefill, self._verify) if x is not None]
+        ladders = [steps.ladder for steps in (self._decode, self._prefill, self._verify) if steps is not None]
         with self._program.compile_only():
-            for kind in steps:
-                kind.warm_up()
+            for ladder in ladders:
+                ladder.warm_up()
             warm_up(self._program, self._state, self._staging, *sizes, sampling=False)
-        for kind in steps:
-            kind.capture()
+        for ladder in ladders:
+            ladder.capture()
         warm_up(self._program, self._state, self._staging, *sizes)
 
     # ---- choosing

@@ -11,7 +11,8 @@ import pytest
 from quire.backends import cases
 from quire.backends.batch import Batch
 from quire.backends.choose import open_backend
-from quire.backends.ops import KV, KV_DTYPES, Ops, Tensor
+from quire.backends.kv import KV_DTYPES
+from quire.backends.ops import KV, Ops, Tensor
 from quire.backends.recorder import record
 
 CASES = list(cases.group_cases(np.random.default_rng(5)))
