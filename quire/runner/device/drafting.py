@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from quire.backends.batch import Batch
+from quire.backends.outputs import Hidden
 from quire.runner.device.proposer import DeviceProposer, DeviceRows
 from quire.runner.device.staging import Staging
 from quire.runner.device.state import DeviceState
@@ -88,6 +89,9 @@ class Drafting:
         self._reach = max_context
         self._page_size = page_size
         self._staging = Staging(state.last.device)
+        # By slot, what the proposer asked for of the row that the last token was sampled from.
+        self._keep = [which for which in getattr(proposer, "keep", ()) if which.taken]
+        self._hidden: dict[Hidden, torch.Tensor] = {}
         self.loose = np.zeros(count, np.int64)  # by how much a length is the most that it can be, not what it is
         self._told = np.zeros(count, np.int64)  # tokens of each sequence that the host has read
 
@@ -211,7 +215,8 @@ class Drafting:
                 page_size=self._page_size,
                 reach=self._reach,
             )
-            drafts, count = self._on_device.propose(rows, None)
+            hidden = {which: held.index_select(0, at) for which, held in self._hidden.items()}
+            drafts, count = self._on_device.propose(rows, hidden)
         state.set_drafts(at, drafts, torch.minimum(count, most))
 
     def correct(
@@ -251,6 +256,19 @@ class Drafting:
             self.loose[own] += made.most
             self._slots.position[own] += made.most
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the proposer reads rows of the model when it proposes."""
+        return bool(self._keep)
+
+    def remember(self, pending: Launched, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Note what the proposer reads of these logit rows, which the slots' last tokens were sampled from."""
+        for which in self._keep:
+            found = pending.hidden[which]
+            if which not in self._hidden:
+                self._hidden[which] = found.new_zeros(self._state.last.shape[0], found.shape[1])
+            self._hidden[which].index_copy_(0, slots, found.index_select(0, rows))
+
     def accept(self, pending: Launched, chosen: torch.Tensor, sampled: list[Work]) -> list[torch.Tensor]:
         """What was sampled becomes the device's truth. How many draft tokens of each sampled sequence were right, and how many
         there were: int64 [S] each."""
@@ -270,6 +288,7 @@ class Drafting:
         same = (tokens[:, :-1] == state.drafts[slots, : width - 1]) & (column[:-1] < count[:, None])
         right = same.long().cumprod(1).sum(1)
         state.set_last(slots, tokens.gather(1, right[:, None])[:, 0])
+        self.remember(pending, slots, first + right)
         length = state.length[slots]
         state.length.index_copy_(0, slots, torch.where(own > 0, length + 1 + right.to(torch.int32), length))
         return [right, count]

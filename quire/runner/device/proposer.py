@@ -9,13 +9,14 @@ the model computes, prompts too, and what a prefix hit finds in the cache is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
 from quire.backends.ops import KV
+from quire.backends.outputs import Hidden
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, DeviceTable
 
@@ -62,18 +63,26 @@ class DeviceRows:
         )
 
 
+HiddenRows: TypeAlias = Mapping[Hidden, torch.Tensor]
+
+
 class DeviceProposer(Protocol):
     """On the device. Nothing that it does may wait for the device, or depend on the host's clock."""
 
     on_device: ClassVar[bool] = True
     groups: Sequence[KV]  # of its own layers, each a group; none where it has no layers
+    keep: Sequence[Hidden]  # rows of the model that it reads; the model's program was compiled to keep them
 
-    def follow(self, batch: DeviceBatch, hidden: Any) -> None:
-        """The model computes these tokens. Called beside every launch, captured ones too: compute the own layers' KV."""
+    def follow(self, batch: DeviceBatch, hidden: HiddenRows) -> None:
+        """The model has computed these tokens, and `hidden` has all that was asked for of them. Called beside every launch,
+        captured ones too: compute the own layers' KV."""
         ...
 
-    def propose(self, rows: DeviceRows, hidden: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft tokens for all rows, int32 [B, k], and how many of each row's are meant, int32 [B]."""
+    def propose(self, rows: DeviceRows, hidden: HiddenRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft tokens for all rows, int32 [B, k], and how many of each row's are meant, int32 [B].
+
+        `hidden` has those that were asked for as `taken`: of each row, that of the logits which its token was sampled from.
+        """
         ...
 
 
@@ -108,5 +117,5 @@ class Followed:
             more=tuple(more),
             all_taken=batch.all_taken,
         )
-        self._proposer.follow(own, None)
+        self._proposer.follow(own, batch.hidden)
         return logits

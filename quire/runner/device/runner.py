@@ -461,18 +461,21 @@ class DeviceRunner:
         if own:  # only now is it known what they want: this costs copies of its own
             pending.sampling = self._gather(pending, own)
             pending.sent = self._late.send(self._more(pending))
-        verified = pending.verification is not None and self._drafting is not None
-        if not pending.sent and not verified:  # decoded, and nobody wants more than the best token
+        drafting = self._drafting
+        noted = drafting is not None and (pending.verification is not None or drafting.remembers)
+        if not pending.sent and not noted:  # decoded, and nobody wants more than the best token
             assert tokens is not None
             return Arrival(tokens)
         sent = pending.sent or self._late.send(self._more(pending))
         slots, follow, wanted = (x.long() for x in sent[:3])
         tokens = self._choose(pending, logits[:count])
         parts = [tokens]
-        if pending.verification is not None and self._drafting is not None:
-            parts += self._drafting.accept(pending, tokens, [pending.works[i] for i in pending.sampled])
+        if pending.verification is not None and drafting is not None:
+            parts += drafting.accept(pending, tokens, [pending.works[i] for i in pending.sampled])
         else:
             self._state.set_last(slots, tokens)
+            if drafting is not None:
+                drafting.remember(pending, slots, torch.arange(count, device=self._device))
         if shape.wanted or shape.prompt:
             parts = [part.double() for part in parts]
         if shape.wanted:

@@ -60,6 +60,7 @@ class DraftModel:
     """The best token of a small model, step after step. Its KV lies in groups of its own."""
 
     on_device: ClassVar[bool] = True
+    keep = ()
 
     def __init__(self, model: TinyLlama, pages: int):
         self.program = OnDevice(pages, model)
