@@ -101,7 +101,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: int = 0  # steps that computed prompt tokens
     steps: int = 0  # all steps
     preemptions: int = 0
-    drafted_tokens: int = 0  # guessed ahead, and verified
+    drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # of these, the ones that are in the answer: so many steps fewer
     seed: int = 0
     enforced: str = ""  # the kind of constraint that every token was held to
@@ -142,7 +142,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_hits: int = 0  # prompt tokens found
     preemptions: int = 0
     evictions: int = 0
-    drafted_tokens: int = 0  # guessed ahead
+    drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # ... and right
 
 

@@ -126,7 +126,7 @@ class Device:
             start = slot.length = max(slot.length, work.start)
             self._write(slot, start, min(work.n, len(slot.tokens) - start), failed=True)
             return Row(0, error="this row failed")
-        return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
+        return self._known(slot, work) if work.tokens is not None else self._verify(slot, work)
 
     def _known(self, slot: Slot, work: Work) -> Row:
         """The host gave the tokens and where they start."""
@@ -147,7 +147,7 @@ class Device:
             self._learn(work, row, 0)
         return row
 
-    def _guess(self, slot: Slot, work: Work) -> Row:
+    def _verify(self, slot: Slot, work: Work) -> Row:
         """The device knows the last token. Draft more, compute all, keep what sampling would have chosen."""
         expect(slot.length == len(slot.tokens) - 1, "the device does not know the last token")
         expect(work.n == 1 + work.drafts and work.sample, "n is not one and the drafts")
