@@ -15,14 +15,14 @@ device takes the draft tokens from behind those, and none where its last token i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.backends.batch import Batch
 from quire.backends.outputs import Hidden
+from quire.runner.device.launched import Launched, Verification
 from quire.runner.device.proposer import DeviceProposer, DeviceRows
 from quire.runner.device.staging import Staging
 from quire.runner.device.state import DeviceState
@@ -30,36 +30,7 @@ from quire.runner.host_state import HostState, Works
 from quire.runner.plan import Plan, Work
 from quire.runner.speculate import DraftRows, Proposer
 
-if TYPE_CHECKING:
-    from quire.runner.device.launched import Launched
-
 LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
-
-
-@dataclass(slots=True)
-class Verification:
-    """What a step has to verify. `places` are those of its decode rows in plan.work, in the order of all arrays."""
-
-    places: list[int]
-    most: list[int]  # draft tokens of each
-    predicted: list[list[int]] = field(default_factory=list)  # by the host; empty where the proposer is on the device
-    told: list[int] = field(default_factory=list)  # tokens that the host knew of each sequence
-    sure: list[bool] = field(default_factory=list)  # whether its length was known, too
-    rows: int = 0  # of every sequence, where all get as many; 0: each has 1 + most
-    span: int = 0  # tokens by which some length is not known
-    shift: torch.Tensor | None = (
-        None  # int64: how far each length lies above the least that it can be; 0 behind the last one
-    )
-
-    def owners(self, places: list[int]) -> list[int]:
-        """Where each of these places of plan.work stands among `places`; behind the last one for rows of prompts."""
-        known = {i: j for j, i in enumerate(self.places)}
-        return [known.get(i, len(known)) for i in places]
-
-    @property
-    def widest(self) -> int:
-        """Rows of the sequence that has most."""
-        return self.rows or 1 + max(self.most)
 
 
 class Drafting:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from quire.backends.outputs import Hidden
-from quire.runner.device.drafting import Verification
 from quire.runner.device.slot_sampling import RowSampling
 from quire.runner.host_state import Pending
 from quire.runner.plan import Logprob, Plan
@@ -25,6 +24,32 @@ class Shape:
     top: int  # alternatives in each row of logprobs
     wanted: list[tuple[int, int]]  # places among the sampled rows that have logprobs, and how many alternatives
     prompt: list[tuple[int, list[int], int]]  # places in plan.work, the tokens after their prompt rows, alternatives
+
+
+@dataclass(slots=True)
+class Verification:
+    """What a step has to verify. `places` are those of its decode rows in plan.work, in the order of all arrays."""
+
+    places: list[int]
+    most: list[int]  # draft tokens of each
+    predicted: list[list[int]] = field(default_factory=list)  # by the host; empty where the proposer is on the device
+    told: list[int] = field(default_factory=list)  # tokens that the host knew of each sequence
+    sure: list[bool] = field(default_factory=list)  # whether its length was known, too
+    rows: int = 0  # of every sequence, where all get as many; 0: each has 1 + most
+    span: int = 0  # tokens by which some length is not known
+    shift: torch.Tensor | None = (
+        None  # int64: how far each length lies above the least that it can be; 0 behind the last one
+    )
+
+    def owners(self, places: list[int]) -> list[int]:
+        """Where each of these places of plan.work stands among `places`; behind the last one for rows of prompts."""
+        known = {i: j for j, i in enumerate(self.places)}
+        return [known.get(i, len(known)) for i in places]
+
+    @property
+    def widest(self) -> int:
+        """Rows of the sequence that has most."""
+        return self.rows or 1 + max(self.most)
 
 
 class Launched(Pending):
