@@ -40,7 +40,7 @@ if importlib.util.find_spec("quire.backends.native._native") is not None:
     VARIANTS |= {f"native-{isa}": {"isa": isa, "threads": 2} for isa in available()}
 VARIANTS["torch-float32"] = {"device": "cpu", "dtype": "float32"}
 BEST = next((v for v in VARIANTS if v.startswith("native")), "reference")
-LIMITS = {"max_tokens": 64, "max_rows": 64}
+LIMITS = {"max_tokens": 96, "max_rows": 96}
 TOKENS = [int(t) for t in np.random.default_rng(2).integers(3, 100, 40)]
 EVERY = [*families.FAMILIES, *(f"mixture {kind}" for kind in mixtures.KINDS)]
 
@@ -90,9 +90,11 @@ def whole(kv: Any, tokens: list[int], rows: Sequence[int] | None = None) -> Batc
     return batch
 
 
-def compiled(folder: Path, variant: str, keep: Sequence[Hidden]) -> tuple[Any, Any]:
-    """A program that keeps these rows, and its pools."""
+def compiled(folder: Path, variant: str, keep: Sequence[Hidden], context: int | None = None) -> tuple[Any, Any]:
+    """A program that keeps these rows, and its pools. `context`: it serves no more than this."""
     model = models.load(open_checkpoint(folder))
+    if context is not None and isinstance(model, models.Stretches):
+        model.stretch(context)
     kv = model.kv(8, 16)
     return backend_of(variant).compile(model.forward, kv=kv, keep=keep, **LIMITS), kv
 
@@ -115,10 +117,14 @@ def test_rows_are_those_of_transformers(made: Any, variant: str, taken: bool):
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_marks_what_transformers_tells(made: Any, name: str):
     model, folder = made[name]
-    want = exact_states(model, TOKENS)
+    family = families.FAMILIES.get(name)
+    tokens = (2 * TOKENS)[
+        : 40 if family is None else max(40, family.lengths[0][0])
+    ]  # of long ones other factors are right
+    want = exact_states(model, tokens)
     layers = [*range(len(want) - 1), FINAL]
-    program, kv = compiled(folder, BEST, [Hidden(layer) for layer in layers])
-    program.run(whole(kv, TOKENS, [39]))
+    program, kv = compiled(folder, BEST, [Hidden(layer) for layer in layers], family and family.context)
+    program.run(whole(kv, tokens, [39]))
     for layer, exact in zip(layers, want, strict=True):
         error = np.abs(program.hidden(Hidden(layer)) - exact).max()
         assert error < 2e-2 * max(exact.std(), 0.05), f"layer {layer}: {error / exact.std():.1e}"
@@ -156,7 +162,9 @@ def test_the_result_has_the_same_bits(made: Any, variant: str, name: str):
     _, folder = made[name]
     layers = len(models.load(open_checkpoint(folder)).layers)
     some = [Hidden(1), Hidden(layers - 1, taken=True), Hidden(FINAL, taken=True)]
-    every = [Hidden(n) for n in [*range(layers + 1), FINAL]]
+    # All rows of the last layer may be another kernel's business in torch, as those of a larger step are.
+    last = variant.startswith("torch")
+    every = [*(Hidden(n) for n in range(layers)), Hidden(layers, taken=last), Hidden(FINAL, taken=last)]
     results = []
     for keep in ([], some, every):
         program, kv = compiled(folder, variant, keep)
@@ -213,14 +221,15 @@ def test_marks_leave_no_trace_in_a_plan_that_keeps_nothing(made: Any, name: str,
     assert not any(instruction[0] == "keep" for plan in with_marks for instruction in plan)
 
 
-@pytest.mark.parametrize("name", ["llama shape", "gemma3"])
-def test_the_last_norm_is_of_the_rows_that_are_taken(made: Any, name: str):
-    """As the plans were before rows could be kept: the take stands before whatever treats rows one by one."""
-    model = models.load(open_checkpoint(made[name][1]))
+def test_the_end_of_a_plan_that_keeps_nothing(made: Any):
+    """As plans were before rows could be kept: behind the last attention rows are taken first, and nothing is there twice."""
+    model = models.load(open_checkpoint(made["llama shape"][1]))
     recording = take_early(record(model.forward, model.kv(4, 16), {}))
-    ops = [(i.op, all(v.per_token for v in i.writes())) for i in recording.instructions if i.op != "store"]
-    last = max(at for at, (op, _) in enumerate(ops) if op == "attend")
-    assert not any(per_token for op, per_token in ops[last + 1 :]) and ops[last + 1][0] == "take"
+    ops = [i.op for i in recording.instructions]
+    end = len(ops) - ops[::-1].index("attend")
+    block = ["norm", "linear", "linear", "swiglu", "linear", "add"]
+    assert ops[end:] == ["take", "linear", "take", "add", *block, "norm", "linear"]
+    assert not any(v.per_token for i in recording.instructions[end:] for v in i.writes())
 
 
 def test_memory_is_counted(made: Any):
@@ -232,7 +241,7 @@ def test_memory_is_counted(made: Any):
     none = backend.estimate(model.forward, **sizes)
     some = backend.estimate(model.forward, keep=[Hidden(1), Hidden(2)], **sizes)
     assert none == backend.estimate(model.forward, keep=[], **sizes)
-    assert 0 < some.working - none.working <= 2 * 4 * 64 * model.config.width and some.weights == none.weights
+    assert 0 < some.working - none.working <= 2 * 4 * 96 * model.config.width and some.weights == none.weights
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -109,11 +109,11 @@ def test_prompts_and_decode_rows(padded: bool):
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
 def test_verified_drafts(padded: bool):
     """Several rows of each sequence: its last token and its draft tokens."""
-    made, program = runner(padded=padded, proposer=Told([5, 6, 7], [8, 9, 10]))
+    made, program = runner(padded=padded, proposer=Told([5, 6, 7, 8], [8, 9, 10, 11]))
     _, plan = prompts(20, 5)
     check(made, program, plan, tokens=25, taken=2)
-    rows = 2 * (5 if padded else 4)  # the ladder has steps of five rows a sequence
-    check(made, program, Plan(step=1, work=[verify(i, 3) for i in range(2)]), tokens=rows, taken=rows)
+    check(made, program, Plan(step=1, work=[verify(i, 4) for i in range(2)]), tokens=10, taken=10)
+    assert program.batches[0].uniform == padded  # by the ladder of verification, where there is one
 
 
 def verify(slot: int, drafts: int) -> Work:
