@@ -90,6 +90,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
     constraint: Constraint | None = None
     adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
+    vector: bool = False  # its embedding or score is wanted, and no token
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -51,6 +51,7 @@ class Work(msgspec.Struct, kw_only=True, gc=False):
     page_from: int = 0  # the page-table row changes from this index on ...
     pages: list[int] = []  # ... to these pages; -1: one that is not there, and will not be read
     more: list[list[int]] = []  # and so do the rows of further groups, if there are any
+    vector: bool = False  # where `sample` is set, the whole sequence's vector is wanted in place of a token
     second: int = 0  # where the second of two texts begins, for models that tell them apart; 0: there is one
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import random
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from quire.backends.torch.batch import DeviceBatch  # noqa: E402
 from quire.cache.groups import Full, Window  # noqa: E402
 from quire.cache.pool import Pool  # noqa: E402
 from quire.cache.prefix_tree import PrefixTree  # noqa: E402
-from quire.engine.limits import standard  # noqa: E402
+from quire.engine.limits import Limit, standard  # noqa: E402
 from quire.engine.scheduler import Scheduler  # noqa: E402
 from quire.engine.sequence import Sequence  # noqa: E402
 from quire.engine.types import Constraint, Request  # noqa: E402
@@ -93,15 +92,11 @@ def runner_of(model: TinyLlama, proposer: Any, padded: bool) -> DeviceRunner:
     )  # fmt: skip
 
 
-class Held:
+class Held(Limit):
     """As constraints are: what may come next depends on the token before, so one step in flight and no draft tokens."""
 
     admission_only = False
 
-    def begin(self, live: Mapping[str, Sequence]) -> None: ...
-    def charge(self, seq: Sequence, start: int, n: int) -> None: ...
-    def passed(self, count: int) -> None: ...
-    def opened(self, seq: Sequence) -> None: ...
     def passes(self, count: int) -> bool:
         return False
 
