@@ -100,6 +100,7 @@ class EngineConfig:
     prefix_cache: bool = True
     speculate: str = "none"  # speculative decoding: the proposer whose draft tokens a step verifies: "ngram" (what the text said before)
     draft_tokens: int = 4  # draft tokens for a sequence in a step at most
+    memory_share: float = 1.0  # of what the weights leave, where several models are served together
     loras: tuple[tuple[str, str], ...] = ()  # adapters to load at start: names and paths
     runtime_lora: bool = False  # adapters may be loaded later too
     max_loras: int = 8  # adapters at once, where there are any

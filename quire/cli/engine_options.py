@@ -17,7 +17,18 @@ import typer
 from quire.config import EngineConfig, parse_size
 
 HIDDEN = frozenset(
-    {"path", "name", "task", "max_waiting", "depth", "loras", "runtime_lora", "max_loras", "max_lora_rank"}
+    {
+        "path",
+        "name",
+        "task",
+        "max_waiting",
+        "depth",
+        "loras",
+        "runtime_lora",
+        "max_loras",
+        "max_lora_rank",
+        "memory_share",
+    }
 )  # the verb's own business, or nobody's on a command line
 HELP: dict[str, str] = {
     "backend": "auto, native, cuda, torch, or reference (slow, for checking).",

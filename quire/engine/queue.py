@@ -85,10 +85,11 @@ class Queue:
         """It still waits, and `first` passes it until `step_back`."""
         self._aside[seq.key] = seq
 
-    def step_back(self) -> None:
-        """All that have stepped aside are in their places again."""
-        aside, self._aside = self._aside, {}
-        for seq in aside.values():
+    def step_back(self, most: int) -> None:
+        """Those that have stepped aside are in their places again, so many of them at most: the longest aside come first."""
+        while self._aside and most:
+            seq = self._aside.pop(next(iter(self._aside)))
+            most -= 1
             if seq.key in self._waiting:
                 self._list(seq)
 

@@ -213,7 +213,9 @@ class Scheduler:
         opened: list[Open] = []
         preemptions = self._preemptions
         chunks = self._single(work)
-        if self._budget.left and (chunks or self._queue):  # where something gave way there is no room for more
+        if self._budget.left and (
+            chunks or (self._queue and self._slots)
+        ):  # where something gave way there is no room for more
             self._prompts(chunks, work, opened, self._preemptions == preemptions)
         if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one
             work = [w for w in work if self._keys[w.key].epoch == w.epoch]
@@ -278,10 +280,10 @@ class Scheduler:
         budget = self._budget
         left = budget.left
         share = self._policy.share(left)
-        if not share or self._granted(first) <= left - share:
+        if self._granted(first) <= left - max(share, 1):
             return set()
         budget.left = share
-        done = self._later(first, running, work, opened, admits)
+        done = self._later(first, running, work, opened, admits) if share else set[int]()
         self._policy.shared(left, share - budget.left)
         budget.left += left - share
         return done
@@ -394,7 +396,7 @@ class Scheduler:
         while self._slots and budget.left and passed < PASSED and (seq := queue.first()) is not None:
             how = self._take_slot(seq)
             if how == TAKEN:
-                if queue and self._slots:
+                if queue and self._slots and budget.left > 1:  # it must start itself
                     self._share(seq, [], work, opened)
                 how = self._start(seq, work, opened)
             if how == FULL:
@@ -403,7 +405,7 @@ class Scheduler:
             if how == HELD_BACK:
                 queue.step_aside(seq)
         if passed < PASSED:  # else those behind them are asked about in the next plan
-            queue.step_back()
+            queue.step_back(2 * PASSED)
 
     def _take_slot(self, seq: Sequence) -> str:
         """A waiting sequence takes a slot and a lease on what is cached of it, if there is room. `_start` must follow."""
@@ -505,6 +507,7 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 stop_ids=list(seq.stop_ids),
                 adapter=request.adapter,
+                spans=request.spans,
             )
         )
 

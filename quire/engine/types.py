@@ -12,6 +12,7 @@ import msgspec
 
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
+from quire.runner.spans import Span
 
 FINISH_STOP = "stop"  # an end-of-sequence or stop token
 FINISH_LENGTH = "length"  # max_tokens or the context
@@ -91,6 +92,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     constraint: Constraint | None = None
     adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
     vector: bool = False  # its embedding or score is wanted, and no token
+    spans: tuple[Span, ...] = ()  # stretches of the prompt that are no text, in order
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

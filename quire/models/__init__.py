@@ -71,6 +71,13 @@ class Grouped(Protocol):
 
 
 @runtime_checkable
+class SeveralAxes(Protocol):
+    """A model whose tokens have a position along each of several axes, such as time, height and width of a picture's parts."""
+
+    axes: int
+
+
+@runtime_checkable
 class Stretches(Protocol):
     """A model that rotates otherwise where longer sequences are served."""
 

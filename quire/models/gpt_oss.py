@@ -65,8 +65,17 @@ class Model:
 
     @staticmethod
     def from_hf(folder: Folder) -> mixture.Decoder:
-        config, packed = _unquantized(folder.config)
         tensors = Tensors(folder)
+        model = Model.of(folder.config, folder.architecture, tensors)
+        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+            folder, model.config
+        )
+        return model
+
+    @staticmethod
+    def of(values: Values, architecture: str, tensors: Tensors) -> mixture.Decoder:
+        """The model that a config.json describes."""
+        config, packed = _unquantized(values)
         hf.check_activation(config, "hidden_act", hf.SILU)
         hf.refuse(config, swiglu_alpha=1.702)
         base, scaling = hf.rope_of(config, THETA)
@@ -74,7 +83,7 @@ class Model:
             scaling = YARN
         d = hf.dims_of(
             config,
-            folder.architecture,
+            architecture,
             context=hf.context_of(config, scaling),
             head_dim=64,
             ffn=None,
@@ -99,9 +108,7 @@ class Model:
             for i in range(d.layers)
         ]
         rope = rotation(base, d.head_dim, scaling, pairs=False)
-        model = mixture.Decoder(d, weights, rope, blocks, tied=config.flag("tie_word_embeddings", False))
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
-        return model
+        return mixture.Decoder(d, weights, rope, blocks, tied=config.flag("tie_word_embeddings", False))
 
 
 def _block(

@@ -59,15 +59,24 @@ class Model:
 
     @staticmethod
     def from_hf(folder: Folder) -> mixture.Decoder:
-        config, tensors = folder.config, Tensors(folder)
-        variant = HF_ARCHS[folder.architecture]
+        tensors = Tensors(folder)
+        model = Model.of(folder.config, folder.architecture, tensors)
+        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+            folder, model.config
+        )
+        return model
+
+    @staticmethod
+    def of(config: Values, architecture: str, tensors: Tensors) -> mixture.Decoder:
+        """The model that a config.json describes."""
+        variant = HF_ARCHS[architecture]
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 10000.0)
         layers, experts = config.count("num_hidden_layers", most=MAX_LAYERS), ("num_experts", "num_local_experts")
         plain = plain_layers(config, layers)
         d = hf.dims_of(
             config,
-            folder.architecture,
+            architecture,
             context=hf.context_of(config, scaling),
             ffn="intermediate_size" if plain else None,
         )
@@ -78,15 +87,13 @@ class Model:
         weights = Weights(tensors, mixture.HF_NAMES)
         biased = variant.biased if config.flag(*variant.bias) else ()
         windows = seen(_windows(config, variant, layers), d.context)
-        model = mixture.Decoder(
+        return mixture.Decoder(
             d,
             weights,
             rotation(base, d.head_dim, scaling, pairs=False),
             _blocks(weights, d, variant, sizes, routing, plain, biased, windows),
             tied=config.flag("tie_word_embeddings", False),
         )
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
-        return model
 
 
 def _blocks(

@@ -80,6 +80,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._models = _OfModels()
+        self.registry.register(self._models)
         self._http = Counter(
             "quire_http_requests",
             "HTTP requests by route and status.",
@@ -107,8 +109,10 @@ class Metrics:
         hangs: Callable[[], int] = lambda: 0,
     ) -> ModelMetrics:
         """Start counting for a model that became ready."""
-        self.registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts, hangs))
-        return ModelMetrics(self.registry, name, context)
+        registry = CollectorRegistry()  # its own: each context has its own bucket edges
+        registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts, hangs))
+        self._models.registries[name] = registry
+        return ModelMetrics(registry, name, context)
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -195,6 +199,26 @@ class ModelMetrics:
     def refused(self, code: str) -> None:
         """A request was answered with an error from the catalogue."""
         self._refused.labels(self._name, code).inc()
+
+
+class _OfModels(Collector):
+    """The metrics of every model, each name once: the series of all models stand under it, told apart by their labels."""
+
+    def __init__(self) -> None:
+        self.registries: dict[str, CollectorRegistry] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # unchecked: nothing else registers these names
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for registry in self.registries.values():
+            for family in registry.collect():
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        return families.values()
 
 
 class _Tally(Collector):

@@ -7,15 +7,17 @@ trust is checked: token ids, positions, pages. The arrays are views of buffers t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.batch import I32, Batch, Table
+from quire.backends.batch import I32, Batch, Given, Table
+from quire.layouts import Floats
 from quire.runner.plan import Work
 from quire.runner.slots import Slots
+from quire.runner.spans import SlotSpans
 
 Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]
@@ -72,7 +74,7 @@ class BatchBuilder:
             made = self._few(work, slots) if len(work) <= FEW else self._decode(work, slots)
             if made is not None:
                 return made
-        tokens = self._flatten(work, drafts)
+        tokens = self._flatten(work, drafts, slots.spans)
         count, total = len(work), len(tokens)
         if total > self._ids.size:
             raise ValueError(f"{total} tokens in a step of at most {self._ids.size}")
@@ -122,7 +124,27 @@ class BatchBuilder:
         used = slots.adapter[slot]
         adapters = used[owner] if (used >= 0).any() else None
         rows = self._logit_rows(work, q_start, drafts)
-        return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
+        given, coords = self._beside(work, slots, start, n, pos) if slots.spans else (None, None)
+        return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters, given, coords)
+
+    @staticmethod
+    def _beside(work: Sequence[Work], slots: Slots, start: I32, n: I32, pos: I32) -> tuple[Given | None, I32 | None]:
+        """The rows that spans give for tokens of this step, and the positions along each axis where some differ."""
+        at: list[I32] = []
+        rows: list[Floats] = []
+        coords, first = None, 0
+        if any(w.slot in slots.shifted for w in work):
+            coords = np.tile(pos, (max(own.axes for own in slots.spans.values()), 1))
+        for w, begin, count in zip(work, start.tolist(), n.tolist(), strict=True):
+            own = slots.spans.get(w.slot)
+            if own is not None:
+                for offset, part in own.given(begin, begin + count):
+                    at.append(np.arange(first + offset, first + offset + len(part), dtype=np.int32))
+                    rows.append(part)
+                if coords is not None:
+                    coords[:, first : first + count] = own.coords(begin, begin + count)
+            first += count
+        return Given(np.concatenate(at), np.concatenate(rows)) if at else None, coords
 
     def places(self, slot: Index, slots: Slots) -> tuple[I32, list[I32]] | None:
         """Where the next token of each slot goes, by its length: positions, and places in each group's pool.
@@ -151,7 +173,7 @@ class BatchBuilder:
 
     def _plain(self, work: Sequence[Work], slots: Slots) -> bool:
         """Whether each work is one row that is sampled, of a sequence of its own, and no group is special."""
-        if slots.special or len(work) > self._single:
+        if slots.special or slots.shifted or len(work) > self._single:
             return False
         if any(w.drafts or w.prompt_logits or not w.sample for w in work):
             return False
@@ -229,8 +251,8 @@ class BatchBuilder:
         rows[:] = self._count[: ids.size]
         return Batch(ids, pos, q_start, kv_len, tables[0].pages, tables[0].write, rows, tuple(tables[1:]))
 
-    def _flatten(self, work: Sequence[Work], drafts: Drafts) -> list[int]:
-        """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""
+    def _flatten(self, work: Sequence[Work], drafts: Drafts, spans: Mapping[int, SlotSpans]) -> list[int]:
+        """All token ids in order, 0 where the device knows better or they are no text. Checks what can be checked row by row."""
         tokens: list[int] = []
         seen: set[int] = set()
         for i, w in enumerate(work):
@@ -251,7 +273,7 @@ class BatchBuilder:
                 raise BadWork(i, f"slot {w.slot}: n={w.n} with {len(w.tokens)} tokens from position {w.start}")
             if not 0 <= w.prompt_logits <= w.n - w.sample:
                 raise BadWork(i, f"slot {w.slot}: prompt logits for {w.prompt_logits} of {w.n} rows")
-            tokens += w.tokens
+            tokens += spans[w.slot].blanked(w.tokens, 0, w.start) if w.slot in spans else w.tokens
         return tokens
 
     def _check(self, slots: Slots, slot: Index, start: I32, device: Flags, ids: I32) -> None:

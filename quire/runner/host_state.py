@@ -20,7 +20,7 @@ from quire.observe.errors import QuireError
 from quire.runner.batch_builder import FEW, BadWork, BatchBuilder
 from quire.runner.decode_only import DecodeOnly, Index
 from quire.runner.lora import Loras
-from quire.runner.plan import Plan, Row, Work
+from quire.runner.plan import Open, Plan, Row, Work
 from quire.runner.slots import Slots
 from quire.runner.speculate import DraftRows, Proposer
 
@@ -121,7 +121,7 @@ class HostState:
                 if new.adapter:
                     slots.adapter[new.slot] = self._adapter(new.adapter)
                 if self.proposer is not None:
-                    self.proposer.open(new.slot, new.tokens)
+                    self.proposer.open(new.slot, self.text_of(new))
             except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
         placed = [work for work in plan.work if work.pages]
@@ -133,6 +133,10 @@ class HostState:
                     slots.place(work)
                 except ValueError as error:
                     slots.fail([work.slot], str(error))
+
+    def text_of(self, new: Open) -> list[int]:
+        """Its tokens, -1 for those that are no text."""
+        return self.slots.spans[new.slot].blanked(new.tokens, -1) if new.spans else new.tokens
 
     def _adapter(self, key: str) -> int:
         if self.loras is None:
@@ -166,7 +170,10 @@ class HostState:
 
     def decode_slots(self, plan: Plan) -> Index | None:
         """The slots of a decode-only plan, even if some of them failed or have adapters."""
-        return self._decode_only.slot if self.proposer is None and self._decode_only.take(plan.work) else None
+        if self.proposer is not None or not self._decode_only.take(plan.work):
+            return None
+        slot, shifted = self._decode_only.slot, self.slots.shifted
+        return None if shifted and slot is not None and not shifted.isdisjoint(slot.tolist()) else slot
 
     def decode_only(self, plan: Plan) -> Index | None:
         """The slots of a decode-only plan, if all are live and none has an adapter. None: the caller looks at each row."""
@@ -195,7 +202,7 @@ class HostState:
         asked = [(i, w) for i, w in works.items() if w.drafts]
         if asked:
             rows = DraftRows([w.slot for _, w in asked], [w.drafts for _, w in asked], [0] * len(asked))
-            found = zip(asked, proposer.propose(rows), strict=True)
+            found = zip(asked, map(said, proposer.propose(rows)), strict=True)
             pending.drafts = {i: drafts for (i, _), drafts in found if drafts}
 
     def verified(self, pending: Pending, index: int, tokens: list[int]) -> None:
@@ -230,6 +237,11 @@ class HostState:
         if why is not None:
             pending.rows[index] = Row(accepted=0, error=why)
         return why is not None
+
+
+def said(draft: list[int]) -> list[int]:
+    """A prediction up to what is no text, as a picture is: nobody can say that again."""
+    return draft[: draft.index(-1)] if -1 in draft else draft
 
 
 def reason(error: Exception) -> str:

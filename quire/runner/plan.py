@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.runner.params import SamplingParams
+from quire.runner.spans import Span
 
 
 class Open(msgspec.Struct, kw_only=True):
@@ -27,6 +28,7 @@ class Open(msgspec.Struct, kw_only=True):
     prompt_len: int
     stop_ids: list[int]  # end-of-sequence and stop token ids: masked until min_tokens
     adapter: str = ""  # the key of an adapter that is resident; its rows use that one
+    spans: tuple[Span, ...] = ()  # which of the prompt's tokens are no text, and the rows for them
 
 
 class Work(msgspec.Struct, kw_only=True, gc=False):

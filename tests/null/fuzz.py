@@ -22,12 +22,16 @@ import quire.cache.prefix_tree
 import quire.engine.limits
 import quire.engine.scheduler
 import quire.engine.sequence
+import quire.engine.spans
+import quire.runner.spans
+from quire.engine.door import Closed
 from quire.engine.types import Event, Request
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result
 from quire.runner.speculate import open_proposer
 from tests.null.device import STATE, VOCAB, Device, choose, expect, grow, logprob, start_of
+from tests.null.spans import seen, with_pictures
 
 PAGE = 4
 DRAWN = 1234567  # the seed of requests without one
@@ -41,6 +45,8 @@ class Parts:
     tree: ModuleType | Any = quire.cache.prefix_tree
     groups: ModuleType | Any = quire.cache.groups
     scheduler: ModuleType | Any = quire.engine.scheduler
+    ids: ModuleType | Any = quire.engine.spans  # what stands for a span in the tree
+    spans: ModuleType | Any = quire.runner.spans
     check: bool = True  # False: leave out the checks of the books, so that the device has to notice
 
 
@@ -75,6 +81,8 @@ class Report:
     restored: int = 0  # sequences that began from a state that was kept
     drafted: int = 0  # draft tokens that were verified
     right: int = 0  # ... and kept
+    pictures: int = 0  # spans of requests that were added
+    cut: int = 0  # chunks that end inside of one
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
 
@@ -90,7 +98,7 @@ def naive(request: Request, context: int) -> Answer:
     seed = quire.engine.sequence.mix_seed(DRAWN if params.seed is None else params.seed, request.index)
     stops = frozenset((() if params.ignore_eos else request.eos_ids) + params.stop_token_ids)
     prefix, answer = start_of(request.namespace), Answer()
-    for i, token in enumerate(request.tokens):
+    for i, token in enumerate(seen(request.tokens, request.spans)):
         if i and params.prompt_logprobs is not None:
             answer.prompt_logprobs.append(logprob(prefix, token))
         prefix = grow(prefix, token)
@@ -217,7 +225,9 @@ class Run:
             self.device.proposer = open_proposer("ngram", max_seqs=self.slots, max_context=self.context)
         expect(self.context <= min((n * PAGE for n, w in pools if not w), default=400), "a context that cannot fit")
         self.turns: dict[str, str] = {}
-        self.requests = {r.id: r for r in workload(rng, self.context, self.turns)}
+        self.requests = {r.id: r for r in with_pictures(seed, workload(rng, self.context, self.turns))}
+        self.door = parts.ids.SpanDoor(Closed(), width=1)
+        self.device.spans = parts.spans
         self.answers: dict[str, Answer] = {}
         self.keys: dict[int, str] = {}
 
@@ -260,7 +270,8 @@ class Run:
     def add(self, request: Request) -> None:
         self.answers[request.id] = Answer()
         try:
-            self.keys[self.scheduler.add(request)] = request.id
+            self.keys[self.scheduler.add(self.door.enter(request))] = request.id
+            self.report.pictures += len(request.spans)
         except BadRequest:
             expect(len(request.tokens) + 1 > self.context, "refused, but it fits", request.id)
             del self.answers[request.id], self.requests[request.id]
@@ -286,6 +297,8 @@ class Run:
             expect(seq.computed + seq.in_flight < seq.max_len, "computed past the longest length", seq.key)
         for w in plan.work:
             slot = self.device.slots[w.slot]
+            spans = self.requests[self.keys[w.key]].spans
+            self.report.cut += any(s.start < w.start + w.n < s.end for s in spans)
             if w.page_from == 0 and w.start > 0 and any(w.slot == new.slot for new in plan.opened):
                 self.report.restored += any(window == STATE for _, window in self.pools)
             self.report.hollow += w.page_from == 0 and bool(w.pages) and min(map(min, [w.pages, *w.more])) < 0

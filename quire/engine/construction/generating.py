@@ -18,8 +18,9 @@ from quire.engine.construction.sizes import pool_of, resolve_sizes
 from quire.engine.engine import CLOSED, Engine
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
+from quire.engine.spans import SpanDoor
 from quire.engine.types import EngineInfo
-from quire.models import Grouped
+from quire.models import Grouped, SeveralAxes
 from quire.observe.errors import NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 
@@ -69,7 +70,11 @@ def build_writing(
         drafts=drafts,
     )
     try:
-        door = CLOSED if adapted is None else adapted.door(program, runner)
+        door = SpanDoor(
+            CLOSED if adapted is None else adapted.door(program, runner),
+            width=model.config.width,
+            axes=model.axes if isinstance(model, SeveralAxes) else 1,
+        )
     except BaseException:
         runner.close()  # its thread would hold the model for good
         raise

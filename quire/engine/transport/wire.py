@@ -15,7 +15,7 @@ from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, V
 from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
 BUILDER = "quire.engine.construction.build:build_engine"
 
@@ -38,6 +38,21 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Run this."""
 
     request: Request
+
+
+class Rows(msgspec.Struct, frozen=True, tag="rows"):
+    """Part of the rows of a span, from byte `at` on, ahead of the requests whose spans have `name` in their place."""
+
+    name: bytes
+    at: int
+    total: int
+    data: bytes
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """No request that comes will name these rows."""
+
+    names: list[bytes]
 
 
 class Teach(msgspec.Struct, frozen=True, tag="teach"):
@@ -138,7 +153,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     error: Fatal | None = None
 
 
-ToEngine: TypeAlias = Add | Teach | Abort | Load | Unload | Ping | Shutdown
+ToEngine: TypeAlias = Add | Rows | Forget | Teach | Abort | Load | Unload | Ping | Shutdown
 FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Answer | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

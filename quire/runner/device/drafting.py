@@ -26,7 +26,7 @@ from quire.runner.device.launched import Launched, Verification
 from quire.runner.device.proposer import DeviceProposer, DeviceRows
 from quire.runner.device.staging import Staging
 from quire.runner.device.state import DeviceState
-from quire.runner.host_state import HostState, Works
+from quire.runner.host_state import HostState, Works, said
 from quire.runner.plan import Plan, Work
 from quire.runner.speculate import DraftRows, Proposer
 
@@ -53,7 +53,7 @@ class Drafting:
         self._proposer = proposer
         self._on_device: DeviceProposer | None = proposer if proposer.on_device else None  # type: ignore[assignment]
         self._on_host: Proposer | None = None if proposer.on_device else proposer  # type: ignore[assignment]
-        self._slots = host.slots
+        self._host, self._slots = host, host.slots
         self._state = state
         self._drafts = drafts
         self._groups = range(model_groups, len(state.tables))
@@ -77,10 +77,12 @@ class Drafting:
             if self._slots.failure(new.slot) is None:
                 self.loose[new.slot], self._told[new.slot] = 0, len(new.tokens)
                 if self._on_host is not None:
-                    self._on_host.open(new.slot, new.tokens)
+                    self._on_host.open(new.slot, self._host.text_of(new))
 
     def must_wait(self, plan: Plan) -> bool:
         """Whether a rule of some row asks for the position, and only a step in flight knows that: min_tokens does, near its end."""
+        if self._slots.shifted and self.loose[[w.slot for w in plan.work]].any():
+            return any(w.slot in self._slots.shifted for w in plan.work)
         least, streams = self._slots.position - self.loose, self._slots.streams
         unsure = [w.slot for w in plan.work if w.tokens is None and self.loose[w.slot]]
         return any((s := streams[slot]) is not None and least[slot] < s.params.min_tokens for slot in unsure)
@@ -90,8 +92,8 @@ class Drafting:
     def propose(self, pending: Launched, works: Works, rows_for: Callable[[int, int], int | None] | None) -> None:
         """Note in `pending` what the step verifies, if anything. `rows_for` knows the captured sizes, if there are any."""
         decode = [(i, w) for i, w in works.items() if w.tokens is None and self._slots.last[w.slot] >= 0]
-        if not decode:
-            return
+        if not decode or any(w.slot in self._slots.shifted for w in works.values()):
+            return  # the host lays out positions of several axes, for all rows of a step: see must_wait
         may = [w.drafts if self._slots.stream(w.slot).history is None else 0 for _, w in decode]
         slots = np.array([w.slot for _, w in decode], np.intp)
         loose, told = self.loose[slots], self._told[slots]
@@ -116,7 +118,7 @@ class Drafting:
                 DraftRows([slots[j] for j in asked], [made.most[j] for j in asked], [ahead[j] for j in asked])
             )
         most, made.most = made.most, [0] * len(slots)
-        for j, tokens in zip(asked, found, strict=True):
+        for j, tokens in zip(asked, map(said, found), strict=True):
             made.most[j] = max(0, min(most[j], len(tokens) - ahead[j]))
             made.predicted[j] = tokens if made.most[j] else []
 

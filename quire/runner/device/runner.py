@@ -30,7 +30,7 @@ import torch
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.backends.torch.backend import DeviceProgram
-from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.batch import DeviceBatch, beside
 from quire.runner.decode_only import Index
 from quire.runner.device.answers import Answers
 from quire.runner.device.decode import DecodeSteps
@@ -324,7 +324,8 @@ class DeviceRunner:
     ) -> None:
         """A step whose lengths the host knows."""
         decoding = batch.logit_rows.size == batch.tokens == own.size == pending.slots.size
-        captured = batch.adapters is None or self._program.adapts
+        text = batch.given is None and batch.coords is None  # captured steps are made for nothing else
+        captured = text and (batch.adapters is None or self._program.adapts)
         if captured and decoding and self._decode is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
@@ -436,6 +437,7 @@ class DeviceRunner:
             reach=int(batch.kv_len.max()),
             host=batch,
             adapters=adapters,
+            **beside(batch, self._device),
         )
         logits = self._program.launch(launched)
         pending.hidden = launched.hidden

@@ -101,6 +101,77 @@ def route(
 
 
 @Launcher
+@triton.jit(do_not_specialize=["rows", "count"])
+def _route_few(
+    logits, bias, experts, shares, order, starts, rows, count, scale, stride_l, ROWS: tl.constexpr, PAD: tl.constexpr,
+    TOP: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    expert = tl.arange(0, PAD)[None, :]
+    real = (row < rows) & (expert < count)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(logits + row * stride_l + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        score = tl.where(real, 1.0 / (1.0 + tl.exp(-x)), 0.0)
+    else:
+        weight = tl.where(real, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
+        score = weight / tl.sum(weight, 1)[:, None]
+    ranked = score
+    if BIAS:
+        ranked += tl.load(bias + expert, mask=expert < count, other=0.0)
+    ranked = tl.where((ranked == ranked) & real, ranked, float("-inf"))  # what is no number is chosen last
+    chosen = (expert < 0) & (row < 0)
+    for _ in tl.static_range(TOP):
+        may = real & (chosen == 0)
+        value = tl.where(may, ranked, float("-inf"))
+        best = tl.max(value, 1)[:, None]
+        at = tl.min(tl.where(may & (value == best), expert, PAD), 1)[:, None]
+        chosen = chosen | ((expert == at) & real)
+    share = tl.where(chosen, score, 0.0)
+    if RENORMALIZE:
+        share = share / (tl.sum(share, 1)[:, None] + 1e-20)
+    ones = chosen.to(tl.int32)
+    each = tl.sum(ones, 0)  # pairs of an expert
+    before = tl.cumsum(each, 0) - each
+    pair = row * TOP + tl.cumsum(ones, 1) - 1
+    rank = before[None, :] + tl.cumsum(ones, 0) - 1
+    tl.store(experts + pair, expert + row * 0, mask=chosen)
+    tl.store(shares + pair, share * scale, mask=chosen)
+    tl.store(order + rank, pair, mask=chosen)
+    lane = tl.arange(0, PAD)
+    tl.store(starts + lane, before, mask=lane < count)
+    tl.store(starts + count, rows * TOP)
+
+
+FEW = 16  # rows that one program routes
+
+
+def route_few(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    experts: torch.Tensor,
+    shares: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """What `route` and `place` do, in one launch of one program: for up to FEW rows, and experts that lie in no groups."""
+    rows, count = logits.shape
+    if experts.shape != (rows, routing.top) or logits.stride(1) != 1 or rows > FEW or routing.groups > 1:
+        raise ValueError(f"routing of logits {list(logits.shape)} into {list(experts.shape)}, {routing.groups} groups")
+    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    _route_few[(1,)](
+        logits, logits if bias is None else bias, experts, shares, order, starts, rows, count, routing.scale,
+        logits.stride(0), ROWS=1 if rows == 1 else FEW, PAD=triton.next_power_of_2(count), TOP=routing.top,
+        SIGMOID=routing.sigmoid, RENORMALIZE=routing.renormalize, BIAS=bias is not None, PDL=pdl, num_warps=4, **launch,
+    )  # fmt: skip
+
+
+@Launcher
 @triton.jit(do_not_specialize=["pairs"])
 def _place(experts, order, starts, pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
     own = tl.program_id(0)
