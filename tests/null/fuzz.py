@@ -79,7 +79,7 @@ class Report:
     carried: int = 0  # times that a running sequence was seen to carry a state ...
     kept: int = 0  # ... and to have one to keep besides
     restored: int = 0  # sequences that began from a state that was kept
-    drafted: int = 0  # tokens guessed ahead
+    drafted: int = 0  # draft tokens that were verified
     right: int = 0  # ... and kept
     pictures: int = 0  # spans of requests that were added
     cut: int = 0  # chunks that end inside of one
