@@ -214,6 +214,10 @@ class Scheduler:
             self._prompts(chunks, work, opened, self._preemptions == preemptions)
         if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one
             work = [w for w in work if self._keys[w.key].epoch == w.epoch]
+            slots = {w.slot for w in work}
+            for new in [new for new in opened if new.slot not in slots]:  # they came and went, and no device heard of them
+                opened.remove(new)
+                self._closed.remove(new.slot)
         if not work:
             return None
         plan = Plan(step=self._planned, work=work, opened=opened, closed=self._closed)
