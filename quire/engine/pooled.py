@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from quire.cache.pool import Pool
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Event, Receipt, Request, Stats
 from quire.observe.errors import BadRequest
+from quire.observe.steps import TOKENS
 from quire.runner.plan import Plan, Result, Work
 
 
@@ -127,6 +128,14 @@ class PooledScheduler:
                 self._close(text)
                 events.append(Event(id=text.request.id, finish=FINISH_STOP, vector=row.vector, receipt=_receipt(text)))
         return events
+
+    def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]:
+        """Who rides in the newest plan, how many texts wait, and what holds them back: this scheduler does not know which bound."""
+        rows = [(self._running[work.key].request.id, work.n) for work in plan.work]
+        return rows, len(self._waiting), {TOKENS: len(self._waiting)} if self._waiting else {}
+
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """Nothing here depends on time."""
 
     def stats(self) -> Stats:
         total = self._pool.size if self._pool else 0
