@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from quire.engine.sequence import RUNNING, Sequence
+from quire.observe.steps import TOKENS
+from quire.runner.plan import Plan
 
 
 class Limit(Protocol):
     """Asked in the order of planning. A class that names this one as its base gets what is below: no bound at all."""
 
     admission_only: bool  # asked only whether a waiting sequence may start; never charged
+    reason: str = "limit"  # a word for why it cuts a grant, told with the step; may change from one grant to the next
 
     def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         """A new plan starts; `live` are all unfinished sequences by request id, and so many of them run. What a plan costs must
@@ -49,12 +52,16 @@ class Limit(Protocol):
     def ended(self, seq: Sequence) -> None:
         """It is finished."""
 
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """That step took so long: from the completion of the step before it, or from its own start if that was later."""
+
 
 class TokenBudget(Limit):
     """At most `most` tokens in a step."""
 
     __slots__ = ("left", "most")
     admission_only = False
+    reason = TOKENS
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -85,6 +92,7 @@ class LogitRows(Limit):
 
     __slots__ = ("left", "most")
     admission_only = False
+    reason = "logit_rows"
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -127,6 +135,7 @@ class Drafts(Limit):
 
     __slots__ = ("_budget", "_each", "_most")
     admission_only = False
+    reason = "draft_tokens"
 
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget, self._each = most, budget, 0
@@ -177,6 +186,7 @@ class Follows(Limit):
 
     __slots__ = ("_live",)
     admission_only = True
+    reason = "follows"
 
     def __init__(self) -> None:
         self._live: Mapping[str, Sequence] = {}
@@ -205,6 +215,7 @@ class SamePrompt(Limit):
 
     __slots__ = ("_awaited", "_leaders", "_size")
     admission_only = True
+    reason = "same_prompt"
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size

@@ -30,6 +30,7 @@ from quire.engine.queue import Queue
 from quire.engine.sequence import FINISHED, RUNNING, WAITING, NoRoom, Sequence, mix_seed
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
+from quire.observe.steps import PAGES, SLOTS, TOKENS
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
 
 PASSED = 32  # waiting sequences that limits may hold back in one plan, before it stops asking
@@ -81,6 +82,7 @@ class Scheduler:
         self._budget = TokenBudget(budget)
         self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
         self._step_limits = tuple(limit for limit in self._limits if not limit.admission_only)
+        self._learning = [limit for limit in self._limits if type(limit).learn is not Limit.learn]
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
@@ -88,6 +90,7 @@ class Scheduler:
         self._policy = FairShare() if policy is None else policy
         self._queue = Queue()
         self._running: list[Sequence] = []  # sorted by order
+        self._cuts: dict[str, int] = {}  # in this plan: sequences that got less than they asked for, by the reason
         self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
         self._ids: dict[str, Sequence] = {}
         self._keys: dict[int, Sequence] = {}
@@ -191,12 +194,16 @@ class Scheduler:
         seq.computed = seq.in_flight = seq.sampling = 0
         seq.sampled_here = False
 
+    def _cut(self, reason: str) -> None:
+        self._cuts[reason] = self._cuts.get(reason, 0) + 1
+
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its place. What it has published is still cached: resuming is a hit."""
         self._leave(seq)
         seq.epoch += 1
         seq.preemptions += 1
         self._preemptions += 1
+        self._cut(PAGES)
         seq.status = WAITING
         self._queue.come(seq)
         self._queue.add(seq)
@@ -207,6 +214,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute before the next commit."""
         self.admitted = []
         self._promised = None
+        self._cuts = {}
         for limit in self._limits:
             limit.begin(self._ids, len(self._running))
         work: list[Work] = []
@@ -219,6 +227,12 @@ class Scheduler:
             self._prompts(chunks, work, opened, self._preemptions == preemptions)
         if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one
             work = [w for w in work if self._keys[w.key].epoch == w.epoch]
+            slots = {w.slot for w in work}
+            for new in [
+                new for new in opened if new.slot not in slots
+            ]:  # they came and went, and no device heard of them
+                opened.remove(new)
+                self._closed.remove(new.slot)
         if not work:
             return None
         plan = Plan(step=self._planned, work=work, opened=opened, closed=self._closed)
@@ -345,9 +359,12 @@ class Scheduler:
         else:
             n = len(seq.tokens) - start
         for limit in self._step_limits:
-            n = limit.grant(seq, start, n)
-            if n <= 0:
-                return
+            granted = limit.grant(seq, start, n)
+            if granted < n:
+                n = granted
+                self._cut(limit.reason)
+                if n <= 0:
+                    return
         lease = seq.held
         upto = start + n
         if on_device and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
@@ -418,8 +435,9 @@ class Scheduler:
             if not limit.grant(seq, 0, 1):
                 awaited = limit.waits_for(seq)
                 if awaited is None:
+                    self._cut(limit.reason)
                     return HELD_BACK
-                self._queue.hold(seq, *awaited)
+                self._queue.hold(seq, *awaited, limit.reason)
                 return HELD
         promised = self._promises()
         need = [1] * len(tree.pools) if memo is None else memo.need
@@ -510,6 +528,26 @@ class Scheduler:
                 spans=request.spans,
             )
         )
+
+    def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]:
+        """Of the newest plan: who rides in it and for how many tokens, how many have no slot, and what holds others back."""
+        keys, queue, held = self._keys, self._queue, self._cuts
+        rows = [(keys[work.key].request.id, work.n) for work in plan.work]
+        waiting = len(queue)
+        if waiting:
+            held |= queue.held
+            if queue.asking and not self._slots:
+                held[SLOTS] = queue.asking
+            elif queue.asking and not self._budget.left:
+                held[TOKENS] = held.get(TOKENS, 0) + queue.asking
+            elif queue and (head := queue.first()) is not None and head.no_room is not None:
+                held[PAGES] = held.get(PAGES, 0) + queue.asking
+        return rows, waiting, held
+
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """That step took so long. Limits that want to know are told."""
+        for limit in self._learning:
+            limit.learn(plan, seconds)
 
     # ---- its results
 
