@@ -117,6 +117,7 @@ class Codec:
     codes: Ints
     scale: Scale
     bias: Scale | None = None
+    e2m1: bool = False  # codes are 16 + twice a number of e2m1, scales powers of two: four bits could hold a code
 
     @property
     def groups(self) -> int:

@@ -29,6 +29,8 @@ def test_every_test_is_in_the_core_or_in_an_area():
         assert any(name == test or name.startswith(f"{test}/") for area in AREAS for test in area.tests)
 
 
-@pytest.mark.parametrize("folder", ["tests/unit/engine", "tests/unit/cache", "tests/unit/runner", "tests/null", "tests/unit/models"])
+@pytest.mark.parametrize(
+    "folder", ["tests/unit/engine", "tests/unit/cache", "tests/unit/runner", "tests/null", "tests/unit/models"]
+)
 def test_the_core_is_never_left_out(folder: str):
     assert paths(AREAS, folder) == paths([], folder) != []

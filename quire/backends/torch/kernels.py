@@ -166,7 +166,8 @@ class TorchKernels:
         torch.bmm(rows.transpose(0, 1), own.transpose(1, 2), out=y.transpose(0, 1))
         return y.flatten(1)
 
-    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture, *, loose: bool = False) -> torch.Tensor:
+        """`loose`: only `add_norm` reads the result, so it may be [parts, T, d], which that adds up."""
         return mix(x, logits, mixture)
 
     def gated(

@@ -34,7 +34,7 @@ def build_writing(
     """The engine; decisions are the lines of this part alone."""
     model, backend = parts.model, parts.backend
     if isinstance(model, Grouped):
-        model.places.split()  # a pool for each kind of layer
+        model.kv_layout.split()  # a pool for each kind of layer
     _check(config, parts)
     drafts, guesses = _drafts(config)
     max_rows = config.max_seqs + EXTRA_ROWS + guesses

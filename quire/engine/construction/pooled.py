@@ -27,7 +27,7 @@ from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 
 if TYPE_CHECKING:
-    from quire.models.judge import Judge
+    from quire.models.reranker import YesNoScore
 
 
 def build_pooled(
@@ -100,14 +100,14 @@ def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:
 
 def _ending(
     parts: Parts, encoder: Encoder | None, task: str
-) -> tuple[ScoreHead | Judge | None, Pooling, tuple[str, ...]]:
+) -> tuple[ScoreHead | YesNoScore | None, Pooling, tuple[str, ...]]:
     """What becomes of a text's rows, an embedding or the score that a head makes of one; and of a decoder that scores, what
     stands around a pair."""
     if encoder is None and task == "score":
-        from quire.models.judge import PROMPT, judge_of
+        from quire.models.reranker import PROMPT, yes_no_score_of
 
-        judge = judge_of(parts.checkpoint, parts.model)
-        return judge, Pooling("last", False, lines=(judge.line,)), PROMPT
+        score = yes_no_score_of(parts.checkpoint, parts.model)
+        return score, Pooling("last", False, lines=(score.line,)), PROMPT
     head = None if encoder is None else encoder.head
     if head is None:
         return None, pooling_of(parts.checkpoint, encoder is not None), ()

@@ -198,7 +198,7 @@ def few_splits(choose):
 
     def chosen(n, k, rows, dtype, **options):
         shape = choose(n, k, rows, dtype, **options)
-        alone = options.get("swiglu") or options.get("fused")
+        alone = options.get("gated") or options.get("fused")
         return shape if alone else replace(shape, block_n=16, block_k=32, splits=2, swap=False)
 
     return chosen

@@ -1,8 +1,8 @@
 """Which of a model's weights an adapter means, and what of the adapter each of them gets.
 
-A site is a matrix that the model's forward multiplies by (`linear`) and that is rows of one named tensor. Adapters name modules
+A target is a matrix that the model's forward multiplies by (`linear`) and that is rows of one named tensor. Adapters name modules
 as Hugging Face does or as GGUF does, and so do models: names are brought to one form, through the families' own tables of roles,
-so either kind of adapter fits either kind of model. A tensor that a model uses in parts (q, k and v in one) has a site for each part;
+so either kind of adapter fits either kind of model. A tensor that a model uses in parts (q, k and v in one) has a target for each part;
 an adapter on it is cut likewise. Where a GGUF keeps the rows of queries and keys in another order than Hugging Face does,
 the rows of b are put into the model's order.
 
@@ -36,8 +36,8 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EMBEDDINGS = ("token_embd", "embed_tokens")
 
 
-class Sites:
-    """The sites of one model: `by_weight` is what its forward is wrapped with."""
+class AdapterTargets:
+    """The matrices of one model that adapters can add to: `by_weight` is what its forward is wrapped with."""
 
     def __init__(self, model: Model, architecture: str, gguf: bool, kv: KV, *, slots: int, rank: int):
         """`architecture` as the checkpoint names it, `gguf` whether that is a GGUF; kv: a pool that it could run with."""
@@ -47,7 +47,7 @@ class Sites:
         self._roles = _roles(model)
         self._parts: dict[str, list[tuple[Origin, Site]]] = {}
         self.by_weight: dict[int, Site] = {}
-        tensors = getattr(model, "tensors", None) or getattr(model, "_tensors", None)
+        tensors = getattr(model, "tensors", None)
         weights = dict(self._candidates(tensors, slots)) if isinstance(tensors, Tensors) else {}
         every = {at: site for at, (_, site) in weights.items()}
         recorded = record(adaptable(model.forward, every), kv, {})
@@ -163,9 +163,9 @@ def _plain(name: str) -> str:
     return name.split(".")[-1]
 
 
-def check_supported(model: Model, sites: Sites) -> None:
+def check_supported(model: Model, targets: AdapterTargets) -> None:
     """Raises Unsupported where there is nothing that an adapter could add to."""
-    if not len(sites):
+    if not len(targets):
         raise Unsupported(
             f"adapters cannot be used with this model ({model.config.architecture}): none of its matrices is one that they add to"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.models.judge import AFTER, BEFORE, INSTRUCTION, PROMPT
+from quire.models.reranker import AFTER, BEFORE, INSTRUCTION, PROMPT
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported
 from quire.weights.checkpoint import open_checkpoint
 from tests.unit.chat.embedder_kit import opened
@@ -139,9 +139,9 @@ async def test_what_says_that_a_folder_judges(tmp_path: Path):
     path = save(model, tmp_path / "m")
     want = scores(model, tokenizer(), recipe(tokenizer(), PAIRS))
     with open_checkpoint(path) as checkpoint:
-        from quire.models import judge, load
+        from quire.models import load, reranker
 
-        assert judge.declared(checkpoint) is None and load(checkpoint).notes == []
+        assert reranker.declared(checkpoint) is None and load(checkpoint).notes == []
     assert await made(path, task="score") == pytest.approx(want, abs=CLOSE)
     hub = save(model, tmp_path / "models--Qwen--Qwen3-Reranker-4B" / "snapshots" / "0123")
     assert await made(hub) == pytest.approx(want, abs=CLOSE)
@@ -271,10 +271,10 @@ async def test_what_cannot_judge_says_so(tmp_path: Path):
 
 
 def test_the_judge_alone():
-    from quire.models.judge import Judge
+    from quire.models.reranker import YesNoScore
 
     row = np.array([1.0, 2.0], np.float32)
-    one = Judge(np.array([1.0, 0.0], np.float32), np.array([0.0, 1.0], np.float32), True, "")
+    one = YesNoScore(np.array([1.0, 0.0], np.float32), np.array([0.0, 1.0], np.float32), True, "")
     assert float(one(row)[0]) == pytest.approx(1 / (1 + np.e))
-    raw = Judge(one.yes, one.no, False, "")
+    raw = YesNoScore(one.yes, one.no, False, "")
     assert float(raw(row)[0]) == -1.0

@@ -1,6 +1,6 @@
 """Where each layer's K and V are kept: layers that keep them equally long share a group, with a pool of its own.
 
-A family with sliding windows makes a `Places` of them, gives `places.kv(…)` for its pools, and names places[i] when it
+A decoder makes a `KVLayout` of its layers' windows, gives `kv_layout.kv(…)` for its pools, and names kv_layout[i] when layer i
 attends. All layers are one group, kept for the whole context, until `split()` is called, before anything is recorded. The
 answers are the same; the memory is not.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 from quire.backends.ops import KV
 
 
-class Places:
+class KVLayout:
     """`windows` has for each layer the tokens it sees, or None for all. A window that no context exceeds is none."""
 
     def __init__(self, windows: Sequence[int | None], context: int) -> None:
@@ -21,22 +21,22 @@ class Places:
             raise ValueError(f"windows of {list(windows)} tokens: at least one layer, and each sees at least itself")
         self.windows = tuple(w if w is not None and w < context else None for w in windows)
         self._groups: list[int | None] = [None]
-        self._places = _count(self._groups, [None] * len(self.windows))
+        self._layers = _count(self._groups, [None] * len(self.windows))
 
     def split(self) -> None:
         """A group for each window, and one for the layers that see everything, which comes first."""
         self._groups = sorted(dict.fromkeys(self.windows), key=lambda w: (w is not None, w or 0))
-        self._places = _count(self._groups, self.windows)
+        self._layers = _count(self._groups, self.windows)
 
     def __getitem__(self, layer: int) -> tuple[int, int]:
         """The group of a layer, and its number there."""
-        return self._places[layer]
+        return self._layers[layer]
 
     def kv(self, pages: int, page_size: int, kv_heads: int, head_dim: int) -> KV:
         """The pools, each with so many pages."""
         first, *rest = [
             KV(
-                layers=sum(group == g for group, _ in self._places),
+                layers=sum(group == g for group, _ in self._layers),
                 pages=pages,
                 page_size=page_size,
                 kv_heads=kv_heads,
@@ -51,9 +51,9 @@ class Places:
 def _count(groups: Sequence[int | None], windows: Sequence[int | None]) -> list[tuple[int, int]]:
     """For each layer its group and how many of the group come before it."""
     seen = [0] * len(groups)
-    places: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for window in windows:
         g = groups.index(window)
-        places.append((g, seen[g]))
+        found.append((g, seen[g]))
         seen[g] += 1
-    return places
+    return found

@@ -1,8 +1,8 @@
-"""Decoders that judge: asked whether a document meets a query, the score is how likely they say yes rather than no.
+"""Decoders that rerank: asked whether a document meets a query, the score is how likely they say yes rather than no.
 
 Owns Qwen3-Reranker's published recipe: the prompt around the two texts, and which two rows of the head are compared, on the
 host, at the last token. A checkpoint says that it is one by a LogitScore module of sentence-transformers, by a classifier of
-one label in place of the head, by a GGUF's pooling type "rank", or by its name; others of the family judge where they are
+one label in place of the head, by a GGUF's pooling type "rank", or by its name; others of the family rerank where they are
 asked to. Whatever contradicts the recipe is refused: another prompt would give other numbers.
 """
 
@@ -42,7 +42,7 @@ _MODULE = "LogitScore"
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class YesNoScore:
     """The score of the last token's row."""
 
     yes: Floats  # [d]
@@ -57,14 +57,14 @@ class Judge:
         return np.array([1.0 / (1.0 + np.exp(-odds)) if self.sigmoid else odds], np.float32)
 
 
-def can_judge(checkpoint: Opened) -> bool:
+def fits(checkpoint: Opened) -> bool:
     """Whether the recipe is for models of this architecture."""
     return checkpoint.architecture in FAMILY
 
 
 def declared(checkpoint: Opened) -> str | None:
-    """What the checkpoint says of itself that makes it a judge, in words, or None."""
-    if not can_judge(checkpoint):
+    """What the checkpoint says of itself that makes it a reranker, in words, or None."""
+    if not fits(checkpoint):
         return None
     if isinstance(checkpoint, GGUF):
         if checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0) == RANK:
@@ -79,9 +79,9 @@ def declared(checkpoint: Opened) -> str | None:
     return f"by its name, {name[:60]}" if _NAMED.search(name) else None
 
 
-def judge_of(checkpoint: Opened | None, model: Any) -> Judge:
-    """The judge in that checkpoint. model: what was loaded from it."""
-    if checkpoint is None or not can_judge(checkpoint):
+def yes_no_score_of(checkpoint: Opened | None, model: Any) -> YesNoScore:
+    """The score of the model in that checkpoint. model: what was loaded from it."""
+    if checkpoint is None or not fits(checkpoint):
         raise Unsupported(
             f"a {model.config.architecture} has no score",
             cure="rerankers are cross-encoders and Qwen3-Reranker; embeddings are compared with --task embed",
@@ -94,14 +94,14 @@ def judge_of(checkpoint: Opened | None, model: Any) -> Judge:
     elif model.scores is not None:
         line = f"score: the classifier's at the last token, after Qwen3-Reranker's prompt ({why})"
         row = head.dequantize(slice(0, 1))[0]
-        return Judge(row, np.zeros_like(row), activation_of(checkpoint.config), line)
+        return YesNoScore(row, np.zeros_like(row), activation_of(checkpoint.config), line)
     else:
         if head is model.embedding and not checkpoint.config.flag("tie_word_embeddings", False):
             raise Unsupported(f"{checkpoint.path}: it was saved without its head, which says yes and no")
         yes, no = _words(checkpoint)
         _check_module(checkpoint, yes, no)
     line = f"score: yes against no at the last token, after Qwen3-Reranker's prompt ({why})"
-    return Judge(head.dequantize(slice(yes, yes + 1))[0], head.dequantize(slice(no, no + 1))[0], True, line)
+    return YesNoScore(head.dequantize(slice(yes, yes + 1))[0], head.dequantize(slice(no, no + 1))[0], True, line)
 
 
 def _words(checkpoint: Opened) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def _vocabulary(folder: Folder, where: str) -> dict[str, Any]:
 
 
 def _check_gguf(gguf: GGUF) -> None:
-    """Raises where the file says how it judges, and it is another way."""
+    """Raises where the file says how it scores, and it is another way."""
     labels = gguf.metadata.get_strings(f"{gguf.architecture}.classifier.output_labels", None)
     if labels is not None and list(labels) != ["yes", "no"]:
         raise Unsupported(f"{gguf.path}: the labels {[t[:20] for t in labels][:4]} are not supported: yes and no are")
