@@ -21,9 +21,9 @@ import typer
 from typer.core import TyperGroup
 
 from quire.cli import bench_report as report
-from quire.cli import ui
-from quire.cli.engine_options import engine_options
+from quire.cli.arguments.engine_options import engine_options
 from quire.cli.pull import here, supported
+from quire.cli.terminal import ui
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, Terminal
 from quire.engine.engine import Engine
 from quire.engine.measure import Round, Run, Shape, Span, drive, greedy, latency_round, synthetic, token_ids

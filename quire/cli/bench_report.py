@@ -208,7 +208,7 @@ def write(target: str, body: dict[str, Any]) -> None:
     import msgspec
 
     if target == "-":
-        from quire.cli import ui
+        from quire.cli.terminal import ui
 
         ui.emit(body)
     else:

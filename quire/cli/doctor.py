@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from quire.cli import ui
+from quire.cli.terminal import ui
 from quire.cli.version import kernels
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, available_cores
 from quire.machine import look_at_cores, look_at_memory

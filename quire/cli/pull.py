@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli import ui
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
+from quire.cli.terminal import ui
 from quire.observe.errors import NotFound, QuireError
 from quire.weights.store.store import Store
 

@@ -1,7 +1,7 @@
 """`quire run`: one answer to a prompt, or a conversation on a terminal, with the engine in this process.
 
 The answer is all that goes to stdout; spinner, numbers and notes go to stderr. Process start to first token is what a
-user feels, so imports here are few and late. The conversation itself is `talk.py`.
+user feels, so imports here are few and late. The conversation itself is `terminal/conversation.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Unpack
 
-from quire.cli.answer import Spinner, decisions, report, say, show
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
+from quire.cli.terminal.answer import Spinner, decisions, report, say, show
 from quire.config import DEFAULT_MODEL
 from quire.observe.errors import BadRequest, NotFound
 
@@ -114,9 +114,9 @@ def command(
             decisions(llm.info)
         raw = plain_text(llm, raw, system)
         if text is None:
-            from quire.cli.talk import Talk
+            from quire.cli.terminal.conversation import Conversation
 
-            Talk(llm, params, system=system, raw=raw, stats=stats).loop()
+            Conversation(llm, params, system=system, raw=raw, stats=stats).loop()
         else:
             once(llm, text, params, constraint, system=system, raw=raw, stats=stats)
 

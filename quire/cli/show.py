@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli import ui
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
+from quire.cli.terminal import ui
 from quire.weights.download.progress import mb
 from quire.weights.store.store import Store
 

@@ -53,8 +53,8 @@ OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of file
     "quire.weights.safetensors",
     "quire.weights.download.pull",
     "quire.formats.hub",
-    "quire.cli.ui",
-    "quire.cli.talk",
+    "quire.cli.terminal.ui",
+    "quire.cli.terminal.conversation",
     "llguidance",
 }
 MODEL = {

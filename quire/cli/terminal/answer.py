@@ -1,6 +1,6 @@
 """How an answer reaches a person: text to stdout as it comes, everything else to stderr.
 
-Shared by one answer (`run.py`) and a conversation (`talk.py`). Imports nothing heavy: it is on the way to the first token.
+Shared by one answer (`run.py`) and a conversation (`conversation.py`). Imports nothing heavy: it is on the way to the first token.
 """
 
 from __future__ import annotations
