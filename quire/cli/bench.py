@@ -1,8 +1,8 @@
-"""`quire bench latency` and `quire bench throughput`: how fast an engine in this process is, said so that it can be believed.
+"""`quire bench latency` and `quire bench throughput`: how fast an engine in this process is, with everything that a figure depends on beside it.
 
-Everything is greedy and goes on past end tokens; prompts are token ids that follow from the seed; what warms up is not
+Sampling is greedy and goes on past end tokens; prompts are token ids that follow from the seed; what warms up is not
 counted, and the head of the table says how much that was. The measuring is `engine/measure.py`, the wording
-`bench_report.py`. Ctrl-C tells what was measured until then.
+`bench_report.py`. Ctrl-C prints what was measured until then.
 """
 
 from __future__ import annotations

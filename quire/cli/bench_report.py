@@ -1,4 +1,4 @@
-"""What `quire bench` says: a short table for people, and a record for programs.
+"""The output of `quire bench`: a short table for people, and a JSON record for programs.
 
 Times are seconds in the record and milliseconds in the table. Nothing here measures.
 """

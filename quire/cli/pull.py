@@ -12,7 +12,7 @@ from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
-    from quire.weights.gguf.peek import Glimpse
+    from quire.weights.gguf.peek import HeaderStart
 
 
 def command(
@@ -50,7 +50,7 @@ def here(store: Store, model: str) -> Path:
     return store.pull(model, ui.progress())
 
 
-def supported(checkpoint: Opened | Glimpse) -> None:
+def supported(checkpoint: Opened | HeaderStart) -> None:
     """Raises Unsupported for a model whose architecture is not known here."""
     from quire.models import family_of
 

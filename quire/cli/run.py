@@ -57,7 +57,7 @@ def command(
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
     kv_dtype: Annotated[
-        str, Option(help="How K and V are kept: f16, int16, or with half the memory int8 or fp8.")
+        str, Option(help="Type of the KV cache: f16, int16, or with half the memory int8 or fp8.")
     ] = "auto",
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",

@@ -212,7 +212,7 @@ def specials_of(vocab: Vocabulary) -> list[int]:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Build it with `from_gguf`, or `words.tokenizer_of` for any checkpoint."""
+    """The tokenizer of one model. Build it with `from_gguf`, or `loading.tokenizer_of` for any checkpoint."""
 
     def __init__(self, vocab: Vocabulary, encoder: Encoder, *, add_bos: bool, add_eos: bool, space_prefix: bool):
         self._vocab = vocab
