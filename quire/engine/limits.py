@@ -128,9 +128,9 @@ class LogitRows(Limit):
 
 
 class Drafts(Limit):
-    """At most `most` guessed tokens in a step, as many for each running sequence, and never what others need of the budget.
+    """At most `most` draft tokens in a step, as many for each running sequence, and never what others need of the budget.
 
-    Guesses pay while rows are cheap; in a large batch they are not, and each of them is a row that may be in vain.
+    Draft tokens pay while rows are cheap; in a large batch they are not, and each of them is a row that may be in vain.
     """
 
     __slots__ = ("_budget", "_each", "_most")
@@ -147,6 +147,35 @@ class Drafts(Limit):
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         sure = max(1, len(seq.tokens) - start)
         return n if n <= sure else min(n, sure + self._each)
+
+
+class WholePrompts(Limit):
+    """A prompt is computed in one step or not at all: for models in which every row sees every other, and nothing is cached.
+
+    The token budget must hold the longest prompt. What a step computes goes by the budget that is left, which is counted here,
+    too: a waiting sequence is asked about before it is known how many tokens it would get.
+    """
+
+    __slots__ = ("_left", "_most")
+    admission_only = False
+
+    def __init__(self, budget: int, longest: int) -> None:
+        if budget < longest:
+            raise ValueError(f"a step of {budget} tokens cannot hold a text of {longest}")
+        self._most = self._left = budget
+
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
+        self._left = self._most
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        whole = len(seq.tokens) - start
+        return n if whole <= (self._left if seq.lease is None else n) else 0
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        self._left -= n
+
+    def passed(self, count: int) -> None:
+        self._left -= count
 
 
 class Follows(Limit):
@@ -242,7 +271,7 @@ def standard(
 ) -> tuple[Limit, ...]:
     """The limits of an engine, besides its token budget.
 
-    `prefix_pages` is the page size of its prefix cache, if it has one; `drafts` the guesses and all tokens of a step.
+    `prefix_pages` is the page size of its prefix cache, if it has one; `drafts` the draft tokens and all tokens of a step.
     """
     limits: list[Limit] = [Follows()]
     if prefix_pages is not None:

@@ -54,6 +54,7 @@ class Scheduler:
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
     `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
+    `vectors` requests may want a vector of their tokens in place of an answer
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scheduler:
         limits: Iterable[Limit] | None = None,
         drafts: int = 0,
         prefix_cache: bool = True,
+        vectors: bool = False,
         policy: Policy | None = None,
     ) -> None:
         if slots < 1:
@@ -84,6 +86,7 @@ class Scheduler:
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
+        self._vectors = vectors
         self._policy = FairShare() if policy is None else policy
         self._queue = Queue()
         self._running: list[Sequence] = []  # sorted by order
@@ -143,7 +146,9 @@ class Scheduler:
             raise BadRequest(f"request id {request.id!r} is in use", param="id", cure="wait for it, or choose another")
         if not prompt:
             raise BadRequest("the prompt has no tokens: there is nothing to continue", param="tokens")
-        if prompt + 1 > self.context:
+        if request.vector and not self._vectors:
+            raise BadRequest("this model generates: it makes no embeddings and no scores", cure="load it with --task")
+        if prompt + (not request.vector) > self.context:
             held = -(-self.context // self.tree.page_size)
             why = f", which is all that the KV pool holds ({held} pages)" if self._fits == self.context else ""
             raise BadRequest(
@@ -367,6 +372,8 @@ class Scheduler:
         if upto > lease.room:
             self._promised = None
             while not self.tree.extend(lease, upto):
+                if self._drafts and on_device and seq.in_flight > seq.sampling:
+                    return  # `start` counts drafts in flight: nobody gives way to these, either
                 victim = self._running[-1]
                 if victim is seq and seq.in_flight:
                     return  # what it has in flight may let pages go when it comes back; if not, the next plan decides
@@ -393,6 +400,8 @@ class Scheduler:
             page_from=page_from,
             pages=pages,
             more=more,
+            vector=seq.request.vector,
+            second=seq.request.second,
         )
         if on_device and n == 1 and not pages:
             seq.again = made
@@ -516,6 +525,7 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 stop_ids=list(seq.stop_ids),
                 adapter=request.adapter,
+                spans=request.spans,
             )
         )
 
@@ -562,6 +572,9 @@ class Scheduler:
             seq.computed += row.accepted
             if work.start >= 0:
                 self._count_prompt(seq, work)
+            if work.vector and work.sample:
+                events.append(self._finish(seq, FINISH_STOP, vector=row.vector))
+                continue
             finish, taken, sampled = None, 0, row.tokens
             if work.sample:
                 seq.sampling -= 1

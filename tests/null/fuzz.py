@@ -24,12 +24,16 @@ import quire.engine.policy
 import quire.engine.queue
 import quire.engine.scheduler
 import quire.engine.sequence
+import quire.engine.spans
+import quire.runner.spans
+from quire.engine.door import Closed
 from quire.engine.types import Event, Request
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result
 from quire.runner.speculate import open_proposer
-from tests.null.device import STATE, VOCAB, Device, choose, expect, grow, logprob, start_of
+from tests.null.device import STATE, VOCAB, Caught, Device, choose, expect, grow, logprob, start_of
+from tests.null.spans import seen, with_pictures
 
 PAGE = 4
 DRAWN = 1234567  # the seed of requests without one
@@ -46,6 +50,8 @@ class Parts:
     queue: ModuleType | Any = quire.engine.queue
     policy: ModuleType | Any = quire.engine.policy
     limits: ModuleType | Any = quire.engine.limits
+    ids: ModuleType | Any = quire.engine.spans  # what stands for a span in the tree
+    spans: ModuleType | Any = quire.runner.spans
     check: bool = True  # False: leave out the checks of the books, so that the device has to notice
 
 
@@ -78,12 +84,14 @@ class Report:
     carried: int = 0  # times that a running sequence was seen to carry a state ...
     kept: int = 0  # ... and to have one to keep besides
     restored: int = 0  # sequences that began from a state that was kept
-    drafted: int = 0  # tokens guessed ahead
+    drafted: int = 0  # draft tokens that were verified
     right: int = 0  # ... and kept
     looked_up: int = 0  # prefixes of waiting sequences
     full: int = 0  # ... that had no room
     shared: int = 0  # plans in which a long prompt left tokens to later ones
     held: int = 0  # times that a sequence was seen to wait for another
+    pictures: int = 0  # spans of requests that were added
+    cut: int = 0  # chunks that end inside of one
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
 
@@ -99,7 +107,7 @@ def naive(request: Request, context: int) -> Answer:
     seed = quire.engine.sequence.mix_seed(DRAWN if params.seed is None else params.seed, request.index)
     stops = frozenset((() if params.ignore_eos else request.eos_ids) + params.stop_token_ids)
     prefix, answer = start_of(request.namespace), Answer()
-    for i, token in enumerate(request.tokens):
+    for i, token in enumerate(seen(request.tokens, request.spans)):
         if i and params.prompt_logprobs is not None:
             answer.prompt_logprobs.append(logprob(prefix, token))
         prefix = grow(prefix, token)
@@ -224,7 +232,7 @@ class Order:
         waiting = [s for s in scheduler._keys.values() if s.status == "waiting" and s.waits_for is None]
         self.waiting = {id(s.tokens): s for s in waiting}
         self.head = min(waiting, key=lambda s: s.order, default=None)
-        self.blocked = self.head is not None and self.head.no_room is not None
+        self.blocked = self.head if self.head is not None and self.head.no_room is not None else None
 
     def after(self, plan: Plan | None, report: Report) -> None:
         scheduler = self.scheduler
@@ -238,15 +246,16 @@ class Order:
         } | {key: n for key, n in self.failed.items() if n == scheduler.tree.returned}
         if plan is None or scheduler.stats().preemptions != self.preemptions:
             return
-        if self.blocked and self.free and self.head.status == "waiting" and self.head.waits_for is None:
+        head = self.blocked
+        if head is not None and self.free and head.status == "waiting" and head.waits_for is None:
             taken = [scheduler._keys[w.key] for w in plan.work if w.slot in {new.slot for new in plan.opened}]
-            expect(all(s.order < self.head.order for s in taken), "who waits for pages was overtaken", self.head.key)
+            expect(all(s.order < head.order for s in taken), "who waits for pages was overtaken", head.key)
         if self.first is not None and self.fair:
-            self.shares(plan, report)
+            self.shares(self.first, plan, report)
 
-    def shares(self, plan: Plan, report: Report) -> None:
+    def shares(self, first: Any, plan: Plan, report: Report) -> None:
         """The first of the running prompts, and the others of its rank."""
-        first, keys = self.first, self.scheduler._keys
+        keys = self.scheduler._keys
         given = {w.key: w.n for w in plan.work if w.start >= 0}
         if any(keys[key].prompt_rows for key in given):
             return  # these are bounded otherwise
@@ -268,7 +277,8 @@ class Order:
         for seq in keys.values():
             if seq.waits_for is not None:
                 leader = keys.get(seq.waits_for)
-                expect(leader is not None and not leader.prompt_done, "waits for a sequence that has come", seq.key)
+                if leader is None or leader.prompt_done:
+                    raise Caught("waits for a sequence that has come", seq.key)
                 ahead = leader.status == "running" or seq.request.follows == leader.request.id
                 expect(ahead, "waits for a sequence that has no slot", seq.key)
                 count += 1
@@ -322,7 +332,9 @@ class Run:
         expect(self.context <= min((n * PAGE for n, w in pools if not w), default=400), "a context that cannot fit")
         self.turns: dict[str, str] = {}
         made = crowd(rng_of(seed), self.context) if crowded else workload(rng, self.context, self.turns)
-        self.requests = {r.id: r for r in made}
+        self.requests = {r.id: r for r in with_pictures(seed, made)}
+        self.door = parts.ids.SpanDoor(Closed(), width=1)
+        self.device.spans = parts.spans
         self.answers: dict[str, Answer] = {}
         self.keys: dict[int, str] = {}
 
@@ -368,7 +380,8 @@ class Run:
     def add(self, request: Request) -> None:
         self.answers[request.id] = Answer()
         try:
-            self.keys[self.scheduler.add(request)] = request.id
+            self.keys[self.scheduler.add(self.door.enter(request))] = request.id
+            self.report.pictures += len(request.spans)
         except BadRequest:
             expect(len(request.tokens) + 1 > self.context, "refused, but it fits", request.id)
             del self.answers[request.id], self.requests[request.id]
@@ -394,6 +407,8 @@ class Run:
             expect(seq.computed + seq.in_flight < seq.max_len, "computed past the longest length", seq.key)
         for w in plan.work:
             slot = self.device.slots[w.slot]
+            spans = self.requests[self.keys[w.key]].spans
+            self.report.cut += any(s.start < w.start + w.n < s.end for s in spans)
             if w.page_from == 0 and w.start > 0 and any(w.slot == new.slot for new in plan.opened):
                 self.report.restored += any(window == STATE for _, window in self.pools)
             self.report.hollow += w.page_from == 0 and bool(w.pages) and min(map(min, [w.pages, *w.more])) < 0

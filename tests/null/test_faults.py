@@ -19,6 +19,8 @@ import quire.engine.limits
 import quire.engine.policy
 import quire.engine.queue
 import quire.engine.scheduler
+import quire.engine.spans
+import quire.runner.spans
 from tests.null.device import Caught
 from tests.null.fuzz import Parts, fuzz
 
@@ -30,6 +32,8 @@ MODULES = {
     "queue": quire.engine.queue,
     "policy": quire.engine.policy,
     "limits": quire.engine.limits,
+    "ids": quire.engine.spans,
+    "spans": quire.runner.spans,
 }
 
 
@@ -305,6 +309,49 @@ FAULTS = [
         "victim = self._running[-1]",
         "victim = self._running[0]",
         seeds=400,
+    ),
+    Fault(
+        "two pictures with the same ids",
+        "ids",
+        "span.kind.encode(), span.digest, span.positions)",
+        "span.kind.encode(), span.positions)",
+    ),
+    Fault(
+        "pictures that have the ids of their text",
+        "ids",
+        "tokens[span.start : span.end] = ids_of(span, request.namespace)",
+        "pass",
+    ),
+    Fault("a picture of one id", "ids", "(numbers % FIRST + FIRST).tolist()", "[FIRST] * span.length"),
+    Fault(
+        "spans that are forgotten when a sequence comes back",
+        "scheduler",
+        "spans=request.spans",
+        "spans=() if seq.preemptions else request.spans",
+    ),
+    Fault(
+        "a chunk whose rows begin with the picture's first",
+        "spans",
+        "self._rows[i][first - self._starts[i] : last - self._starts[i]]",
+        "self._rows[i][: last - first]",
+    ),
+    Fault(
+        "rows in the place of the token before",
+        "spans",
+        "yield first - start, self._rows",
+        "yield max(0, first - start - 1), self._rows",
+    ),
+    Fault(
+        "a span that ends with its chunk",
+        "spans",
+        "bisect_right(self._ends, start)",
+        "bisect_right(self._starts, start - 1)",
+    ),
+    Fault(
+        "the second of two pictures in a chunk left out",
+        "spans",
+        "range(bisect_right(self._ends, start), len(self._starts))",
+        "range(bisect_right(self._ends, start), len(self._starts))[:1]",
     ),
     Fault("a page handed out twice", "pool", "del free[-count:]", "del free[-count:-1]"),
     Fault(

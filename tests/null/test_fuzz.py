@@ -25,4 +25,5 @@ def test_random_runs_find_no_fault(block: int) -> None:
     assert report.hollow > 100
     assert report.drafted > 1000 and 100 < report.right < report.drafted
     assert report.carried > 1000 and report.kept > 100 and report.restored > 50
+    assert report.pictures > 1000 and report.cut > 200
     assert all(report.finishes.get(reason, 0) > 0 for reason in ("stop", "length", "abort", "error"))

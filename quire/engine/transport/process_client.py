@@ -27,6 +27,7 @@ from quire.engine.transport.child import Child
 from quire.engine.transport.heartbeat import Pulse, Work, patience
 from quire.engine.transport.pending import Pending
 from quire.engine.transport.remote_adapters import RemoteAdapters
+from quire.engine.transport.span_rows import SentRows
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
 from quire.observe.steps import KEPT, StepInfo
@@ -86,6 +87,7 @@ class ProcessClient:
         self._adapters = RemoteAdapters(self._send, on_line)
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[list[StepInfo]]] = {}  # for the newest steps
+        self._rows = SentRows(self._send)
         self._stats = Stats()
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
@@ -139,7 +141,28 @@ class ProcessClient:
             self._asked.pop(ticket, None)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        return self._pending.events(request, self._submit, self.abort)
+        if not request.spans:
+            return self._pending.events(request, self._submit, self.abort)
+        return self._with_rows(request)
+
+    async def _with_rows(self, request: Request) -> AsyncGenerator[Event, None]:
+        """The events of a request with spans, whose rows the engine keeps until its end."""
+        sent = False
+
+        def submit(own: Request) -> None:
+            nonlocal sent
+            self._check_alive()
+            sent = True
+            self._send(wire.Add(request=self._rows.submit(own)))
+
+        try:
+            async with contextlib.aclosing(self._pending.events(request, submit, self.abort)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if sent:
+                with contextlib.suppress(Unavailable):  # it is just dying, and its rows with it
+                    self._rows.left(request.id)
 
     def teach(self, vocabulary: Vocabulary) -> None:
         if self._vocabulary is None:
@@ -289,6 +312,7 @@ class ProcessClient:
         self._up = False
         self._why = f"{reason}; it is being restarted"
         self._past = self.stats()
+        self._rows.lost()
         self._stats = Stats(pages_total=self._stats.pages_total, page_size=self._stats.page_size)
         if self._child is not None:
             self._child.hang_up()

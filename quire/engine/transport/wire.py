@@ -41,6 +41,21 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     request: Request
 
 
+class Rows(msgspec.Struct, frozen=True, tag="rows"):
+    """Part of the rows of a span, from byte `at` on, ahead of the requests whose spans have `name` in their place."""
+
+    name: bytes
+    at: int
+    total: int
+    data: bytes
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """No request that comes will name these rows."""
+
+    names: list[bytes]
+
+
 class Teach(msgspec.Struct, frozen=True, tag="teach"):
     """The bytes of the tokens, before the first request that needs them."""
 
@@ -153,7 +168,7 @@ class Steps(msgspec.Struct, frozen=True, tag="steps"):
     steps: list[StepInfo]
 
 
-ToEngine: TypeAlias = Add | Teach | Abort | Load | Unload | AskSteps | Ping | Shutdown
+ToEngine: TypeAlias = Add | Rows | Forget | Teach | Abort | Load | Unload | AskSteps | Ping | Shutdown
 FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Answer | Steps | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
