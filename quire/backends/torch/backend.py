@@ -32,6 +32,7 @@ from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory, within_openmp
 from quire.layouts import Floats
+from quire.machine import cpu_model
 from quire.observe.errors import Unsupported
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -249,6 +250,11 @@ class TorchBackend:
         if self.device.type == "cuda":
             return f"{self.name} ({torch.cuda.get_device_name(self.device)}, {kind})"
         return f"{self.name} ({self.device}, {kind})"
+
+    def computes(self) -> str:
+        """Another device or another release may sum in another order."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_model()
+        return f"{self.name}, torch {torch.__version__}, {device}, {self.dtype}"
 
     def implementations(self) -> dict[str, str]:
         return {op.name: f"torch ({self.device.type})" for op in TABLE}
