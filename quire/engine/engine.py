@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.engine.door import Closed, Door
+from quire.engine.pages import Pages
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
 from quire.runner.plan import Plan, Result, Row
@@ -119,6 +120,7 @@ class Engine:
         gate: Gate | None = None,
         door: Door = CLOSED,
         idle: Callable[[], bool] | None = None,
+        pages: Pages | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.depth = depth or 0
@@ -127,6 +129,7 @@ class Engine:
         self._gate = gate
         self.door = door
         self._idle = idle
+        self.pages = pages  # what others may know of the cache; None: there is none
         self._clock = clock
         self._flight: deque[tuple[Plan, Ticket]] = deque()
         self._times: dict[str, _Times] = {}
@@ -195,6 +198,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the runner. Whatever was still running is dropped."""
+        if self.pages is not None:
+            self.pages.close()
         self._runner.close()
         gc.unfreeze()
 
@@ -209,6 +214,8 @@ class Engine:
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""
         self._expire()
+        if self.pages is not None:
+            self.pages.advance()
         if self._gate is not None and self._gate.holding:
             self._prepared(self._gate)
         events, self._owed = self._owed, []

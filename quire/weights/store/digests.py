@@ -59,9 +59,11 @@ class WeightsDigest:
         """Find it out: at once where nothing has to be read, else in the background. Harmless when called again."""
         if self._thread is not None or self._digest is not None or self.failed:
             return
-        known = self._remembered(self._from_store())
-        if known is not None:
-            self._digest = known
+        known = self._from_store()
+        if not self._complete(known):
+            known = _recall(self._home / FILE) | known
+        if self._complete(known):
+            self._digest = self._whole(known)
             return
         self._thread = threading.Thread(target=self._run, name="quire-digest", daemon=True)
         self._thread.start()
@@ -80,7 +82,7 @@ class WeightsDigest:
         with suppress(OSError, AttributeError):  # of this thread alone, where the system can do that
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
-            known = self._from_store()
+            known = _recall(self._home / FILE) | self._from_store()
             for path, identity in self._files:
                 if identity not in known and (sha256 := self._read(path, identity)) is not None:
                     known[identity] = sha256
@@ -111,12 +113,8 @@ class WeightsDigest:
             return known[self._files[0][1]]
         return digest_of(File(path.name, 0, known[identity]) for path, identity in self._files)
 
-    def _remembered(self, known: dict[str, str]) -> str | None:
-        """The digest, when that of every file is known without reading it."""
-        wanted = [identity for _, identity in self._files]
-        if not all(identity in known for identity in wanted):
-            known = _recall(self._home / FILE) | known
-        return self._whole(known) if all(identity in known for identity in wanted) else None
+    def _complete(self, known: dict[str, str]) -> bool:
+        return all(identity in known for _, identity in self._files)
 
     def _from_store(self) -> dict[str, str]:
         """What the store says of these files: of a blob its name, of a folder's files its manifest."""
