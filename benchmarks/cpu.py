@@ -43,7 +43,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="where the files are or are made; default: with the store's models")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the record goes; default: benchmarks/results")
     parser.add_argument(
-        "--plots", type=Path, default=ROOT / "docs" / "plots", help="where plots go; default: docs/plots"
+        "--plots",
+        type=Path,
+        default=ROOT / "benchmarks" / "notes" / "plots",
+        help="where plots go; default: benchmarks/notes/plots",
     )
     parser.add_argument("--no-peaks", action="store_true", help="do not measure the machine's peaks: no floors")
     parser.add_argument(

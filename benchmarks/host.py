@@ -98,8 +98,8 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         Program(), kv=kv, vocab_size=VOCAB, max_seqs=sequences, max_tokens=BUDGET, max_context=context,
         max_rows=max(sequences, 512), padded=True,
     )  # fmt: skip
-    runner._decode._graphs = runner._prefill._graphs = Graphs()
-    runner._decode._tokens.zero_()  # where a graph would leave them
+    runner._decode.ladder.graphs = runner._prefill.ladder.graphs = Graphs()
+    runner._decode.ladder.tokens.zero_()  # where a graph would leave them
     return runner
 
 

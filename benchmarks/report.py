@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report`: every bar by machine in docs/performance-cpu.md, and all figures in docs/performance-cpu-results.md.
+"""`python -m benchmarks.report`: every bar by machine in docs/performance-cpu.md, and all figures in benchmarks/notes/cpu-results.md.
 
     python -m benchmarks.report [--results FOLDER] [--print]
 
@@ -21,7 +21,7 @@ from benchmarks.record import RESULTS, ROOT, named, newest
 from benchmarks.sections import NAMES
 from benchmarks.table import judged, reached, share
 
-BARS, TABLES = (ROOT / "docs" / name for name in ("performance-cpu.md", "performance-cpu-results.md"))
+BARS, TABLES = ROOT / "docs" / "performance-cpu.md", ROOT / "benchmarks" / "notes" / "cpu-results.md"
 BEGIN, END = "<!-- results: begin (python -m benchmarks.report) -->", "<!-- results: end -->"
 TITLES = {
     "decode": "One stream, decoding",

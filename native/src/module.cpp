@@ -284,6 +284,11 @@ void bind_plan(nb::module_& m) {
         .def("profile", &Plan::profile)
         .def("profiled", &Plan::profiled)
         .def_prop_ro("page_bytes", [](const Plan& p) { return p.kv(0).page_bytes(); })
+        .def("rows", [](nb::handle self, int slot) {  // of the last run, of a tensor that its last step left in the arena
+            const Plan& p = nb::cast<const Plan&>(self);
+            const Slot& s = p.floats_of(slot);
+            return rows_of(self, s, (size_t)p.ran(s.per_token));
+        })
         .def("layer_bytes", [](const Plan& p, int group) {
             if (group < 0 || group >= p.groups()) throw std::invalid_argument("there is no such group");
             return p.kv(group).layer_bytes();
@@ -308,12 +313,15 @@ void bind_plan(nb::module_& m) {
 
 }  // namespace
 
-nb::object quire::output_of(nb::handle plan, size_t rows) {
+nb::object quire::rows_of(nb::handle plan, const Slot& slot, size_t rows) {
     const Plan& p = nb::cast<const Plan&>(plan);
-    const Slot& out = p.output_slot();
-    const size_t shape[2] = {rows, (size_t)out.width};
-    const int64_t strides[2] = {(int64_t)(out.stride / sizeof(float)), 1};
-    return nb::cast(nb::ndarray<nb::numpy, float>(const_cast<float*>(p.output_data()), 2, shape, plan, strides));
+    const size_t shape[2] = {rows, (size_t)slot.width};
+    const int64_t strides[2] = {(int64_t)(slot.stride / sizeof(float)), 1};
+    return nb::cast(nb::ndarray<nb::numpy, float>(p.floats(slot, 0), 2, shape, plan, strides));
+}
+
+nb::object quire::output_of(nb::handle plan, size_t rows) {
+    return rows_of(plan, nb::cast<const Plan&>(plan).output_slot(), rows);
 }
 
 NB_MODULE(_native, m) {

@@ -25,8 +25,9 @@ using SeenTuple = std::tuple<size_t, Ids, Counts>;
 // By sequence, of n; checked. The arrays must outlive it.
 std::vector<Seen> seen_of(const Sampler& s, const std::vector<SeenTuple>& seen, size_t n);
 
-// The first rows of a plan's output, as an array that lives as long as the plan.
+// The first rows of a plan's output, or of another tensor, as an array that lives as long as the plan.
 nanobind::object output_of(nanobind::handle plan, size_t rows);
+nanobind::object rows_of(nanobind::handle plan, const Slot& slot, size_t rows);
 
 void bind_sampler(nanobind::module_& m);  // Wish, Sampler; who makes samplers is module.cpp
 void bind_steady(nanobind::module_& m);   // Steady; after Plan and Sampler

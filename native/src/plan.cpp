@@ -120,6 +120,7 @@ void Plan::run(const BatchView& given, const std::vector<const float*>& inputs) 
     std::lock_guard<std::mutex> lock(running_);
     const BatchView batch = own(given);
     check(batch, limits_);
+    ran_tokens_ = batch.tokens, ran_rows_ = batch.rows;
     for (size_t g = 0; g < pools_.size(); g++) {
         const int32_t* write = batch.at((int)g).write;
         for (int t = 0; t < batch.tokens && limits_.pools[g].reach && !pools_[g].shape.state; t++)

@@ -183,7 +183,9 @@ public:
     const int32_t* peaks(int row) const { return peaks_ ? peaks_ + (size_t)row * peaks_stride() : nullptr; }
     size_t peaks_stride() const { return ((size_t)output_slot().width + kSampleBlock - 1) / kSampleBlock; }
     const std::vector<int>& inputs() const { return inputs_; }
+    int ran(bool per_token) const { return per_token ? ran_tokens_ : ran_rows_; }  // rows of the last run
     const Slot& at(int slot) const { return slots_[(size_t)slot]; }
+    const Slot& floats_of(int slot) const { return floats_slot(slot, "what is kept"); }
 
     // For steps.
     float* floats(const Slot& s, int r) const { return (float*)(arena_ + s.offset + (size_t)r * s.stride); }
@@ -244,7 +246,7 @@ private:
     std::vector<std::unique_ptr<Site>> sites_;  // steps hold pointers
     std::vector<Stretch> by_token_, by_row_;  // of this run
     std::vector<int> inputs_;
-    int output_ = -1;
+    int output_ = -1, ran_tokens_ = 0, ran_rows_ = 0;
     Mapping arena_memory_, scratch_memory_, peaks_memory_;
     int32_t* peaks_ = nullptr;
     uint8_t *arena_ = nullptr, *scratch_ = nullptr;

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from quire.backends.adapters import Site
 from quire.backends.batch import I32, Batch
 from quire.backends.kv import KV
+from quire.backends.outputs import Hidden
 from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
@@ -188,6 +189,13 @@ class Ops(Protocol):
         """The rows of x named by `rows`. [T, d], [L] -> [L, d]"""
         ...
 
+    def mark(self, x: Tensor, layer: int) -> None:
+        """Say that x is the residual stream after so many layers, or FINAL: see outputs.py. x has a row for every token.
+
+        Computes nothing, and is not in the table: a program that keeps no such rows is the same with it and without.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -247,6 +255,10 @@ class Program(Protocol):
         """Execute one step. The array returned is valid until the next run."""
         ...
 
+    def hidden(self, which: Hidden) -> Floats:
+        """Rows that this program keeps, of the last run. Valid until the next run, like its result."""
+        ...
+
     def page_layout(self, group: int) -> PageLayout:
         """What the bytes of a page of that group are, and how many. Programs with equal layouts can take each other's."""
         ...
@@ -291,11 +303,13 @@ class Backend(Protocol):
         max_rows: int,
         inputs: Mapping[str, int] = ...,
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> Program:
         """Record `forward` and make it ready to run with up to max_tokens tokens and max_rows logit rows a step.
 
         `inputs` gives the width of each named input. `packed(layout, done_bytes, total_bytes)` is called once a weight
-        has been taken over, so that the caller can show progress and give its file pages back.
+        has been taken over, so that the caller can show progress and give its file pages back. `keep` names rows that
+        are to be had beside the result: a ValueError, where the model marks no such rows.
         """
         ...
 
@@ -363,6 +377,7 @@ class Measures(Protocol):
         max_tokens: int,
         max_rows: int,
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> int:
         """Bytes free with the weights loaded and the largest step run. `kv` says how a page looks."""
         ...
@@ -453,7 +468,14 @@ class Estimator(Protocol):
     """A backend that can say beforehand what `compile` will take. It allocates nothing to find out."""
 
     def estimate(
-        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = ...
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = ...,
+        keep: Sequence[Hidden] = (),
     ) -> Needs:
         """For the same arguments as compile's; the number of pages does not matter."""
         ...

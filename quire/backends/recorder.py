@@ -6,13 +6,14 @@ as it goes, so a model with a mistake fails when it is compiled, naming the op. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from quire.backends.adapters import Site
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Forward, Tensor
+from quire.backends.outputs import Hidden, check_keep
 from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
 
@@ -67,6 +68,7 @@ class Instruction:
     key_heads: int = 0  # delta_rule
     key_dim: int = 0
     sites: list[Site] = field(default_factory=list)  # adapt: one
+    hidden: Hidden | None = None  # keep: what its input is asked for as
 
     def reads(self) -> list[Value]:
         """Every value it needs."""
@@ -125,8 +127,10 @@ class Recording:
 class Recorder:
     """Ops whose calls append instructions and return symbols."""
 
-    def __init__(self, kv: KV):
+    def __init__(self, kv: KV, keep: Sequence[Hidden] = ()):
         self._kv = kv
+        self._keep = keep
+        self.marked: set[int] = set()
         self._batch = _SymbolicBatch()
         self.instructions: list[Instruction] = []
 
@@ -413,6 +417,16 @@ class Recorder:
         self.instructions.append(Instruction("take", [v], [out]))
         return out
 
+    def mark(self, x: Tensor, layer: int) -> None:
+        v = _value(x, "mark")
+        if layer in self.marked or not v.per_token:
+            raise ValueError(f"mark: layer {layer} is marked once, where there is a row for every token")
+        self.marked.add(layer)
+        for hidden in self._keep:
+            if hidden.layer == layer:
+                kept = self.take(v, self._batch.logit_rows) if hidden.taken else v
+                self.instructions.append(Instruction("keep", [kept], hidden=hidden))
+
     def _single(self, op: str, x: Tensor, *, scale: float = 0.0, cap: float = 0.0) -> Value:
         v = _value(x, op)
         out = Value(v.width, v.per_token)
@@ -432,11 +446,15 @@ class Recorder:
             raise Unsupported(f"{op}: only batch.{name} can be used there")
 
 
-def record(forward: Forward, kv: KV, inputs: Mapping[str, int]) -> Recording:
-    """Run `forward` over symbols. Raises what the ops raise, or ValueError when it does not return a tensor of its own."""
-    recorder = Recorder(kv)
+def record(forward: Forward, kv: KV, inputs: Mapping[str, int], keep: Sequence[Hidden] = ()) -> Recording:
+    """Run `forward` over symbols. Raises what the ops raise, or ValueError when it does not return a tensor of its own.
+
+    What is to be kept is read by instructions of its own, "keep", each where the model marks it.
+    """
+    recorder = Recorder(kv, keep)
     named = {name: Value(width) for name, width in inputs.items()}
     output = _value(forward(recorder, cast(Batch, recorder._batch), named), "the program's result")
+    check_keep(keep, recorder.marked)
     return Recording(recorder.instructions, named, output)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV, Ops, Tensor
+from quire.backends.outputs import FINAL
 from quire.layouts import Dense, Floats, Layout
 from quire.models import hf, metadata
 from quire.models.parts import (
@@ -193,7 +194,8 @@ class Model:
         c = self.config
         x = ops.add(ops.embed(batch.ids, self.embedding), inputs["positions"])  # [T, d]
         x = ops.layer_norm(x, self.norm.weight, self.norm.bias, c.eps)
-        for w in self.layers:
+        for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             a = w.attn
             q, k, v = ops.linear(x, a.q, a.q_bias), ops.linear(x, a.k, a.k_bias), ops.linear(x, a.v, a.v_bias)
             h = ops.encode(q, k, v, batch, heads=c.heads, scale=c.scale)
@@ -201,6 +203,7 @@ class Model:
             x = ops.layer_norm(h, w.attn_norm.weight, w.attn_norm.bias, c.eps)
             h = ops.linear(ops.gelu(ops.linear(x, w.up, w.up_bias)), w.down, w.down_bias)
             x = ops.layer_norm(ops.add(x, h), w.ffn_norm.weight, w.ffn_norm.bias, c.eps)
+        ops.mark(x, FINAL)  # the last layer ends with a norm
         return ops.take(x, batch.logit_rows)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:

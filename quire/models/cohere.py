@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
+from quire.backends.outputs import FINAL
 from quire.layouts import Dense, Layout, Rope
 from quire.models import hf, metadata
 from quire.models.parts import (
@@ -155,6 +156,7 @@ class Model:
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, a, m = ops.layer_norm(x, w.norm, None, c.eps), w.attn, w.mlp
             q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
             if w.q_norm is not None and w.k_norm is not None:
@@ -167,7 +169,10 @@ class Model:
             seen = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
             x = ops.add(x, ops.linear(seen, a.o, a.o_bias))
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        return ops.layer_norm(ops.take(x, batch.logit_rows), self.norm, None, c.eps)
+        ops.mark(x, len(self.layers))
+        x = ops.layer_norm(x, self.norm, None, c.eps)
+        ops.mark(x, FINAL)
+        return ops.take(x, batch.logit_rows)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

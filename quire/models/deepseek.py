@@ -26,6 +26,7 @@ from quire.models.parts import (
     Dims,
     Mlp,
     Weights,
+    head_rows,
     mlp_of,
     own_code_line,
     refuse_strangers,
@@ -214,9 +215,10 @@ class Model:
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             x = ops.add(x, self._attend(ops, ops.rms_norm(x, w.attn_norm, c.eps), batch, i, w.attn))
             x = ops.add(x, mixture.feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

@@ -26,6 +26,7 @@ from quire.models.parts import (
     Weights,
     attention_of,
     from_folder,
+    head_rows,
     mlp_of,
     refuse_strangers,
     rotation,
@@ -170,6 +171,7 @@ class Model:
         c = self.config
         x = ops.scale(ops.embed(batch.ids, self.embedding), math.sqrt(c.width))  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
             q = ops.rms_norm(ops.linear(h, a.q, a.q_bias), w.q_norm, c.eps, heads=c.heads)
             k = ops.rms_norm(ops.linear(h, a.k, a.k_bias), w.k_norm, c.eps, heads=c.kv_heads)
@@ -182,7 +184,7 @@ class Model:
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.linear(ops.geglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down)
             x = ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

@@ -25,6 +25,7 @@ from quire.models.parts import (
     from_folder,
     fused_attention_of,
     fused_mlp_of,
+    head_rows,
     refuse_strangers,
     rotation,
 )
@@ -135,6 +136,7 @@ class Model:
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
             q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
             k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
@@ -144,7 +146,7 @@ class Model:
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down)
             x = ops.add(x, h if w.ffn_post_norm is None else ops.rms_norm(h, w.ffn_post_norm, c.eps))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

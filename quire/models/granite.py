@@ -22,6 +22,7 @@ from quire.models.parts import (
     Weights,
     attention_of,
     from_folder,
+    head_rows,
     mlp_of,
     refuse_strangers,
     rotation,
@@ -143,6 +144,7 @@ class Model:
         c, by = self.config, self.by
         x = ops.scale(ops.embed(batch.ids, self.embedding), by.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
             q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
             k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
@@ -152,7 +154,7 @@ class Model:
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))
             x = ops.add(x, ops.scale(ops.linear(h, m.down, m.down_bias), by.residual))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

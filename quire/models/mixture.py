@@ -15,7 +15,7 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense, Experts, Layout, Rope, Routing
 from quire.models import metadata, parts
-from quire.models.parts import Attention, Dims, Mlp, Weights
+from quire.models.parts import Attention, Dims, Mlp, Weights, head_rows
 from quire.models.places import Places
 from quire.observe.errors import BadModelFile, Unsupported
 
@@ -305,6 +305,7 @@ class Decoder:
         scale = c.scale if times.attention is None else times.attention
         x = _scaled(ops, ops.embed(batch.ids, self.embedding), times.embedding)  # [T, d]
         for i, w in enumerate(self.blocks):
+            ops.mark(x, i)
             h, a = ops.rms_norm(x, w.attn_norm, c.eps), w.attn
             q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
             if w.q_norm is not None and w.k_norm is not None:
@@ -319,7 +320,7 @@ class Decoder:
             )
             x = ops.add(x, _scaled(ops, ops.linear(h, a.o, a.o_bias), times.residual))
             x = ops.add(x, _scaled(ops, feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn), times.residual))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.blocks), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

@@ -22,6 +22,7 @@ from quire.models.parts import (
     Weights,
     attention_of,
     from_folder,
+    head_rows,
     mlp_of,
     refuse_strangers,
     rotation,
@@ -129,6 +130,7 @@ class Model:
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             a, m = w.attn, w.mlp
             q = ops.rms_norm(ops.linear(x, a.q, a.q_bias), w.q_norm, c.eps)
             k = ops.rms_norm(ops.linear(x, a.k, a.k_bias), w.k_norm, c.eps)
@@ -139,7 +141,7 @@ class Model:
             x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
             h = ops.linear(ops.swiglu(ops.linear(x, m.gate), ops.linear(x, m.up)), m.down)
             x = ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

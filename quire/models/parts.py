@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from quire.backends.ops import KV
+from quire.backends.batch import Batch
+from quire.backends.ops import KV, Ops, Tensor
+from quire.backends.outputs import FINAL
 from quire.layouts import Dense, Layout, Rope
 from quire.models.rope import Scaling, frequencies
 from quire.observe.errors import BadModelFile, Unsupported
@@ -242,6 +244,18 @@ def fused_mlp_of(weights: Weights, layer: int, d: Dims) -> Mlp:
     """gate and up as the halves of one matrix, without biases."""
     gate, up = weights.split("gate_up", (d.ffn, d.ffn), d.width, layer)
     return Mlp(gate, up, weights.matrix("down", d.width, d.ffn, layer))
+
+
+def head_rows(ops: Ops, batch: Batch, x: Tensor, layers: int, norm: Dense, eps: float) -> Tensor:
+    """How a decoder ends: the rows batch.logit_rows of x, which all layers have gone through, behind its last norm.
+
+    The norm stands before the rows are taken, so that rows behind it can be kept for every token. Where none are, backends take
+    the rows first (backends/early.py).
+    """
+    ops.mark(x, layers)
+    x = ops.rms_norm(x, norm, eps)
+    ops.mark(x, FINAL)
+    return ops.take(x, batch.logit_rows)
 
 
 def seen(windows: tuple[int | None, ...], context: int) -> tuple[int | None, ...]:

@@ -25,6 +25,7 @@ from quire.models.parts import (
     Weights,
     fused_attention_of,
     fused_mlp_of,
+    head_rows,
     own_code_line,
     refuse_strangers,
     rotation,
@@ -181,6 +182,7 @@ class Model:
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
             q = ops.rope(ops.linear(h, a.q), batch.pos, self.rope, c.heads)
             k = ops.rope(ops.linear(h, a.k), batch.pos, self.rope, c.kv_heads)
@@ -190,7 +192,7 @@ class Model:
             x = ops.add(x, ops.linear(h, a.o))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

@@ -23,6 +23,7 @@ from quire.models.parts import (
     Weights,
     attention_of,
     from_folder,
+    head_rows,
     mlp_of,
     refuse_strangers,
     rotation,
@@ -140,6 +141,7 @@ class Model:
         c = self.config
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
             q = ops.rms_norm(ops.linear(h, a.q, a.q_bias), w.q_norm, c.eps, heads=c.heads)
             k = ops.rms_norm(ops.linear(h, a.k, a.k_bias), w.k_norm, c.eps, heads=c.kv_heads)
@@ -151,7 +153,7 @@ class Model:
             x = ops.add(x, ops.linear(h, a.o, a.o_bias))
             h = ops.rms_norm(x, w.ffn_norm, c.eps)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, c.eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""

@@ -24,6 +24,7 @@ from quire.models.parts import (
     Dims,
     Mlp,
     Weights,
+    head_rows,
     mlp_of,
     own_code_line,
     refuse_strangers,
@@ -211,7 +212,8 @@ class Model:
         eps = self.config.eps
         x = ops.embed(batch.ids, self.embedding)  # [T, d]
         counts = {Attention: 0, DeltaNet: 0}
-        for w in self.layers:
+        for i, w in enumerate(self.layers):
+            ops.mark(x, i)
             h, at = ops.rms_norm(x, w.attn_norm, eps), counts[type(w.mix)]
             if isinstance(w.mix, Attention):
                 mixed = self._attend(ops, h, batch, w.mix, at)
@@ -220,7 +222,7 @@ class Model:
             x = ops.add(x, mixed)
             x = ops.add(x, mixture.feed(ops, ops.rms_norm(x, w.ffn_norm, eps), w.ffn))
             counts[type(w.mix)] += 1
-        return ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, eps)
+        return head_rows(ops, batch, x, len(self.layers), self.norm, eps)
 
     def _attend(self, ops: Ops, h: Tensor, batch: Batch, w: Attention, at: int) -> Tensor:
         c = self.config

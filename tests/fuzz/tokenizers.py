@@ -19,7 +19,8 @@ from quire.chat.hub import read_template, read_tokenizer
 from quire.observe.errors import BadRequest
 from quire.weights.folder import Folder
 from tests.fuzz import kit
-from tests.unit.chat import hub_kit, test_spm_file, test_tekken
+from tests.unit.chat import hub_kit
+from tests.unit.chat.tokenizers import test_spm_file, test_tekken
 
 TEXTS = [
     "",

@@ -128,7 +128,7 @@ def test_an_adapter_is_loaded_without_capturing_anew(made: tuple[Path, list[Any]
     """Graphs that were captured with empty slots serve what is loaded later, and what takes its place."""
     path, models = made
     engine = engine_of(path, ())
-    graphs = dict(engine._runner._decode._graphs)
+    graphs = dict(engine._runner._decode.ladder.graphs)
     seen, known = eager(engine), dict(zip(("", "a", "b"), models, strict=True))
     engine.door.load("x", str(path / "a"))
     check(serve(engine, asked(["", "x", "x"])), {**known, "x": models[1]})
@@ -136,7 +136,7 @@ def test_an_adapter_is_loaded_without_capturing_anew(made: tuple[Path, list[Any]
     engine.door.load("x", str(path / "b"))
     engine.door.load("a", str(path / "a"))
     check(serve(engine, asked(["x", "a", "", "x"])), {**known, "x": models[2]})
-    assert engine._runner._decode._graphs == graphs and seen == []
+    assert engine._runner._decode.ladder.graphs == graphs and seen == []
     engine.close()
 
 

@@ -73,7 +73,7 @@ def test_states_have_a_pool_and_decoding_is_captured(made: tuple[Any, Path]):
     tree, program = running._scheduler.tree, running._runner._program
     assert [type(g).__name__ for g in tree.groups] == ["Full", "State"]
     assert program.kernels.states.pool(1, 0).shape[0] == tree.pools[1].size
-    assert running._runner._decode.captured >= 4 and running._runner._prefill._graphs
+    assert len(running._runner._decode.ladder.graphs) >= 4 and running._runner._prefill.ladder.graphs
     running.close()
 
 

@@ -63,7 +63,7 @@ def test_bits_are_the_same_with_and_without(shape: str):
     for depth in (0, 1, 2):
         guessing = engine(shape, deterministic=True, speculate="ngram", depth=depth)
         verifier = guessing._runner._verify
-        assert verifier is not None and verifier.captured >= 9
+        assert verifier is not None and len(verifier.ladder.graphs) >= 9
         assert serve(guessing, requests) == want
         stats = guessing.stats()
         assert 0 < stats.accepted_tokens <= stats.drafted_tokens

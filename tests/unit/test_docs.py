@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 IDS = [str(p.relative_to(ROOT)) for p in PAGES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

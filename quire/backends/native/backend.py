@@ -18,6 +18,7 @@ from quire.backends.native import arena, extension, fuse
 from quire.backends.native.numerics import NUMERICS, sines
 from quire.backends.native.program import NativeProgram, Sites
 from quire.backends.ops import KV, Forward, HostSampler, Needs, check_kv
+from quire.backends.outputs import Hidden
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
@@ -93,15 +94,16 @@ class NativeBackend:
         max_rows: int,
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> NativeProgram:
         check_kv(kv, self)
         _check_latent(kv)
-        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs, keep)
         self._drafts.clear()
         self._pack(draft.program, packed)
-        plan, numbers = self._emit(draft, kv, max_tokens, max_rows)
+        plan, numbers, kept = self._emit(draft, kv, max_tokens, max_rows)
         made = NativeProgram(
-            plan, kv, dict(inputs), Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
+            plan, kv, dict(inputs), kept, Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
         )
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
@@ -117,9 +119,16 @@ class NativeBackend:
         return self._native.pack(self._machine, [(each, number) for each, (number, _) in zip(data, types, strict=True)])
 
     def estimate(
-        self, forward: Forward, *, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int] = {}
+        self,
+        forward: Forward,
+        *,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int] = {},
+        keep: Sequence[Hidden] = (),
     ) -> Needs:
-        draft = self._draft(forward, kv, max_tokens, max_rows, inputs)
+        draft = self._draft(forward, kv, max_tokens, max_rows, inputs, keep)
         sizes: dict[tuple[Any, ...], int] = {}  # layers repeat their shapes
         weights = 0
         for w in self._new(draft.program):
@@ -169,9 +178,17 @@ class NativeBackend:
         """Memory held by packed matrices."""
         return sum(m.nbytes for _, m in self._packed.values())
 
-    def _draft(self, forward: Forward, kv: KV, max_tokens: int, max_rows: int, inputs: Mapping[str, int]) -> _Draft:
+    def _draft(
+        self,
+        forward: Forward,
+        kv: KV,
+        max_tokens: int,
+        max_rows: int,
+        inputs: Mapping[str, int],
+        keep: Sequence[Hidden] = (),
+    ) -> _Draft:
         """The program laid out; taken over from an estimate of the same program when there is one."""
-        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()))
+        key = (forward, kv.sized([0] * len(kv.groups)), max_tokens, max_rows, tuple(inputs.items()), tuple(keep))
         if key in self._drafts:
             return self._drafts[key]
 
@@ -180,7 +197,7 @@ class NativeBackend:
                 return v.nbytes
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
-        recording = take_early(record(forward, kv, inputs))
+        recording = take_early(record(forward, kv, inputs, keep))
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
         for i in program:
             if i.op == "moe":
@@ -248,7 +265,10 @@ class NativeBackend:
             return self._native.dense_bytes(*w.shape, self._number(w))
         return self._native.affine_bytes(*w.data.shape, *_codec(w))
 
-    def _emit(self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int) -> tuple[Any, dict[Site, int]]:
+    def _emit(
+        self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int
+    ) -> tuple[Any, dict[Site, int], dict[Hidden, int]]:
+        """The plan, the numbers of its sites, and the slots of what it keeps."""
         program, recording = draft.program, draft.recording
         first, *more = [
             (k.layers, k.pages, k.kv_heads, k.head_dim, CELLS[k.dtype], k.latent, k.state) for k in kv.groups
@@ -270,11 +290,12 @@ class NativeBackend:
             if site not in numbers:
                 numbers[site] = plan.site(site.n, site.k, site.rank, site.slots)
         for i in program:
-            self._emit_one(plan, i, slots, ropes, numbers)
+            if i.op != "keep":  # that the tensor lives until the end is all that it asks
+                self._emit_one(plan, i, slots, ropes, numbers)
         for v in recording.inputs.values():
             plan.input(slots[v])
         plan.output(slots[recording.output])
-        return plan, numbers
+        return plan, numbers, {i.hidden: slots[i.inputs[0]] for i in program if i.hidden is not None}
 
     def _emit_one(
         self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int], numbers: dict[Site, int]

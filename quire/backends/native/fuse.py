@@ -55,6 +55,11 @@ def lower(program: Program) -> Program:
     return out
 
 
+def keep_last(program: Program) -> Program:
+    """What a program keeps is read at its end: so its tensor lives until then, and stands between no two other instructions."""
+    return sorted(program, key=lambda i: i.op == "keep")
+
+
 def fold_adapters(program: Program) -> Program:
     """What adapters add to a linear is added where its result is stored; a x comes from a shrink, one for each x.
 
@@ -227,7 +232,7 @@ PASSES: tuple[Pass, ...] = (
 
 def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> Program:
     """The program as it is replayed."""
-    program = lower(program)
+    program = lower(keep_last(program))
     for run in passes:
         program = run(program, output)
     return program

@@ -12,6 +12,7 @@ from quire.backends.adapters import Pair, Site
 from quire.backends.batch import Batch
 from quire.backends.kv import KV
 from quire.backends.ops import HostSampler, HostSteps, SlotArrays
+from quire.backends.outputs import Hidden, kept
 from quire.backends.pages import CopiedPages, PageBytes, PageIds, PageLayout, PageRequest, blank, checked_group
 from quire.layouts import Dense, Floats
 
@@ -35,12 +36,14 @@ class NativeProgram:
         plan: Any,
         kv: KV,
         inputs: dict[str, int],
+        keep: dict[Hidden, int],
         sites: Sites,
         sampler: Callable[[int], HostSampler],
         steps: Callable[..., HostSteps],
     ):
         self._plan = plan
         self._groups = kv.groups
+        self._keep = keep  # slots of the plan
         self._steps = steps
         self.host_sampler = sampler
         self._inputs = inputs
@@ -55,6 +58,10 @@ class NativeProgram:
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
             [(t.pages, t.write) for t in batch.more], batch.adapters,
         )  # fmt: skip
+
+    def hidden(self, which: Hidden) -> Floats:
+        """A view of the arena: nothing was copied."""
+        return self._plan.rows(kept(self._keep, which))
 
     def page_layout(self, group: int) -> PageLayout:
         """A layer's bytes are the cells of its KV heads (KvCell in native/src/kernels.h), or its part of a state."""

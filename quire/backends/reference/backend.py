@@ -7,7 +7,7 @@ makes the answer more certain, and each sequence and head is handled on its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from quire.backends.adapters import Pair, Site
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.kv import KV_DTYPES
 from quire.backends.ops import KV, TABLE, Forward, check_kv
+from quire.backends.outputs import Hidden, check_keep, kept
 from quire.backends.pages import CopiedPages, PageBytes, PageIds, PageLayout, PageRequest, blank, checked_group
+from quire.backends.recorder import record
 from quire.backends.reference.cache import Cache, Part, layout_of, read, write
 from quire.backends.states import walks
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
@@ -33,6 +35,7 @@ class ReferenceOps:
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
         self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
         self.adapters: dict[int, Mapping[Site, Pair]] = {}  # by slot
+        self.marked: dict[int, Floats] | None = None  # of the run, by layer; None: nobody asks
 
     def by_page(self, group: int) -> list[Part]:
         """Views of a group's pool, [layers, pages, numbers], in the order in which a page's bytes have them."""
@@ -267,6 +270,10 @@ class ReferenceOps:
     def take(self, x: Floats, rows: I32) -> Floats:
         return x[rows]
 
+    def mark(self, x: Floats, layer: int) -> None:
+        if self.marked is not None:
+            self.marked[layer] = x
+
 
 def by_head(x: Floats, heads: int) -> Floats:
     """[T, H * D] -> [T, H, D]; there may be no rows."""
@@ -326,15 +333,25 @@ def rope_columns(rope: Rope) -> tuple[slice, slice]:
 class ReferenceProgram:
     """Runs the forward as it is, every time."""
 
-    def __init__(self, forward: Forward, ops: ReferenceOps):
+    def __init__(self, forward: Forward, ops: ReferenceOps, keep: Sequence[Hidden] = ()):
         self._forward = forward
         self._ops = ops
+        self._hidden: dict[Hidden, Floats] = {}
+        self._keep = keep
 
     def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
         self._ops.adapters[slot] = dict(pairs)
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        return np.ascontiguousarray(self._forward(self._ops, batch, inputs), np.float32)
+        self._ops.marked = {} if self._keep else None
+        result = np.ascontiguousarray(self._forward(self._ops, batch, inputs), np.float32)
+        marked, self._ops.marked = self._ops.marked or {}, None
+        check_keep(self._keep, marked)
+        self._hidden = {h: marked[h.layer][batch.logit_rows] if h.taken else marked[h.layer] for h in self._keep}
+        return result
+
+    def hidden(self, which: Hidden) -> Floats:
+        return kept(self._hidden, which)
 
     def page_layout(self, group: int) -> PageLayout:
         """A layer's bytes are the keys, [token, head, column], their scales, [token, head], then values in the same way."""
@@ -386,9 +403,12 @@ class ReferenceBackend:
         max_rows: int,
         inputs: Mapping[str, int] = {},
         packed: Callable[[Layout, int, int], None] | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> ReferenceProgram:
         check_kv(kv, self)
-        return ReferenceProgram(forward, ReferenceOps(self, kv))
+        if keep:
+            record(forward, kv, inputs, keep)  # what is not marked is found now
+        return ReferenceProgram(forward, ReferenceOps(self, kv), keep)
 
     def describe(self) -> str:
         return "reference (numpy)"

@@ -20,6 +20,7 @@ from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.early import take_early
 from quire.backends.ops import KV, TABLE, Forward, check_kv
+from quire.backends.outputs import Hidden, kept
 from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.backends.recorder import Instruction, Recording, Value, record
 from quire.backends.torch.adapters import Stacks, without
@@ -49,8 +50,14 @@ class DeviceProgram(Protocol):
     adapts: bool  # whether a launch may have adapters that a captured one serves: they lie where they lie
     sampler: DeviceSampler  # who chooses from its logits
 
+    keep: tuple[Hidden, ...]  # rows that every launch leaves in batch.hidden
+
     def launch(self, batch: DeviceBatch) -> torch.Tensor:
         """Logits of batch.logit_rows, float32 [L, V], on the device; valid until the next launch. Does not wait."""
+        ...
+
+    def hidden_buffers(self, rows: int) -> dict[Hidden, torch.Tensor] | None:
+        """Memory for so many rows of each kind that it keeps, for batch.hidden_into; None, where it keeps none."""
         ...
 
     def compile_only(self) -> AbstractContextManager[None]:
@@ -66,6 +73,7 @@ class Steps:
     count: int  # cells
     inputs: dict[str, int]  # cells of the named inputs
     output: int
+    widths: dict[Hidden, int]  # of rows that are kept
 
 
 class TorchProgram:
@@ -84,6 +92,7 @@ class TorchProgram:
         self._adapted = adapted  # for steps with adapters in them
         self._held = held
         self._pages = pages_of(kernels)
+        self._hidden: dict[Hidden, torch.Tensor] = {}  # of the last run
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, inputs: Mapping[str, torch.Tensor] = {}) -> torch.Tensor:
@@ -118,6 +127,17 @@ class TorchProgram:
     def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> PageCopy:
         return self._pages.write(group, pages, buffer, layers)
 
+    @property
+    def keep(self) -> tuple[Hidden, ...]:
+        return tuple(self._plain.widths)
+
+    def hidden_buffers(self, rows: int) -> dict[Hidden, torch.Tensor] | None:
+        options = {"dtype": self.kernels.dtype, "device": self.device}
+        return {which: torch.empty(rows, n, **options) for which, n in self._plain.widths.items()} or None
+
+    def hidden(self, which: Hidden) -> Floats:
+        return kept(self._hidden, which).float().cpu().numpy()
+
     def _deliver(self, result: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """The result, where the batch wants it."""
         if batch.into is None:
@@ -129,7 +149,10 @@ class TorchProgram:
         if inputs.keys() != self._plain.inputs.keys():
             raise ValueError(f"the program takes the inputs {sorted(self._plain.inputs)}, not {sorted(inputs)}")
         given = {name: torch.tensor(x, dtype=self.kernels.dtype, device=self.device) for name, x in inputs.items()}
-        return self.launch(DeviceBatch.of(batch, self.device), given).cpu().numpy()
+        own = DeviceBatch.of(batch, self.device)
+        result = self.launch(own, given).cpu().numpy()
+        self._hidden = own.hidden
+        return result
 
 
 def pages_of(kernels: TorchKernels) -> DevicePages:
@@ -186,13 +209,14 @@ class TorchBackend:
         max_rows: int,
         inputs: Mapping[str, int] = {},
         packed: Packed | None = None,
+        keep: Sequence[Hidden] = (),
     ) -> TorchProgram:
         check_kv(kv, self)
-        recording = take_early(record(forward, kv, inputs))
+        recording = take_early(record(forward, kv, inputs, keep))
         sites = [site for i in recording.instructions for site in i.sites]
         # Steps without adapters are what they always were: recorded, and fused, without them. Where bits may not depend on
         # who else is in a step, they too are those with adapters, which leave alone who has none.
-        plain = without(take_early(record(forward, kv, inputs))) if sites else recording
+        plain = without(take_early(record(forward, kv, inputs, keep))) if sites else recording
         first, second = self._load(plain, packed), self._load(recording, None) if sites else None
         kernels = type(self).kernels(kv, self.device, self.dtype)
         together = [i.sites for i in second or () if i.op == "adapt"]
@@ -218,13 +242,23 @@ class TorchBackend:
         emit = Emitter(kernels, self.weights, number, program, recording.output, held)
         steps = [emit.step(i, gone) for i, gone in zip(program, ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
-        return Steps(steps, len(number), names, number[recording.output])
+        widths = {i.hidden: i.inputs[0].width for i in program if i.hidden is not None}
+        return Steps(steps, len(number), names, number[recording.output], widths)
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         """A device may say more about its programs."""
         return program
 
-    def measure(self, forward: Forward, kv: KV, *, max_tokens: int, max_rows: int, packed: Packed | None = None) -> int:
+    def measure(
+        self,
+        forward: Forward,
+        kv: KV,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        packed: Packed | None = None,
+        keep: Sequence[Hidden] = (),
+    ) -> int:
         """Bytes that a KV pool may take here: what is free with the weights loaded and the largest step running.
 
         `kv` is the shape of a page; the weights stay for the `compile` that follows.
@@ -233,7 +267,7 @@ class TorchBackend:
             return available_memory()
         need = -(-max_tokens // kv.page_size)
         small = kv.sized([1 if own.state else need for own in kv.groups])
-        program = self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+        program = self.compile(forward, kv=small, max_tokens=max_tokens, max_rows=max_rows, packed=packed, keep=keep)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

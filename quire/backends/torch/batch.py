@@ -7,13 +7,14 @@ the bounds must do. `derived` keeps what is computed once a step and used by eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from quire.backends.batch import Batch
+from quire.backends.outputs import Hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,12 @@ class DeviceBatch:
     more: tuple[DeviceTable, ...] = ()  # of further groups
     adapters: torch.Tensor | None = None  # [T] the slot of each row's adapter, -1: none; None: no row has one
     all_taken: bool = False  # logit_rows are all rows, one after another
+    hidden_into: Mapping[Hidden, torch.Tensor] | None = (
+        None  # where rows that the program keeps go; None: wherever there is room
+    )
+    hidden: dict[Hidden, torch.Tensor] = field(
+        default_factory=dict
+    )  # those rows, once launched; valid until the next launch
 
     def table(self, group: int) -> DeviceTable:
         """The pages and the places to write of a group."""

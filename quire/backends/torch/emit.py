@@ -237,6 +237,20 @@ class Emitter:
 
         return run
 
+    def _keep(self, i: Instruction) -> Step:
+        """A copy: a sum that is kept may lie where the next one is added up."""
+        (x,), which = self._at(i.inputs), i.hidden
+        assert which is not None
+
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            rows = cells[x]
+            if batch.hidden_into is None:
+                batch.hidden[which] = rows.clone()
+            else:
+                batch.hidden[which] = batch.hidden_into[which][: rows.shape[0]].copy_(rows)
+
+        return run
+
     def _adapt(self, i: Instruction) -> Step:
         kernels, outs, taken = self._kernels, self._at(i.outputs), not i.outputs[0].per_token
         *ys, x = self._at(i.inputs)

@@ -185,10 +185,30 @@ PASSES = (merge_linears, merge_adapts, gated, add_norm, linear_add_norm, attenti
 
 
 def fuse(program: Program, output: Value) -> Program:
-    """The program as it is run."""
+    """The program as it is run.
+
+    What is kept is copied right behind the instruction that makes it, and no pass sees that: so a program that keeps rows
+    of its residual stream is fused, and rounds, like one that does not.
+    """
+    kept = [i for i in program if i.op == "keep"]
+    program = [i for i in program if i.op != "keep"]
     for run in PASSES:
         program = run(program, output)
-    return program
+    return _with_copies(program, kept) if kept else program
+
+
+def _with_copies(program: Program, kept: Program) -> Program:
+    """The program, with each keep behind the instruction that makes what it keeps."""
+    maker = makers(program)
+    behind: dict[int, Program] = {}
+    for i in kept:
+        made = maker.get(i.inputs[0])
+        if made is None:
+            raise ValueError(
+                f"{i.hidden} cannot be kept: on this backend they are a part of another op, and never there"
+            )
+        behind.setdefault(id(made), []).append(i)
+    return [each for i in program for each in (i, *behind.get(id(i), ()))]
 
 
 def soon(program: Program, output: Value) -> set[Value]:

@@ -320,9 +320,9 @@ class DeviceRunner:
             pending.logits, pending.best, pending.sent = self._decode.run(
                 *arrays, sharing=sharing, adapters=batch.adapters, more=more
             )
-        elif captured and self._prefill is not None and (size := self._prefill.size_for(batch)) is not None:
+        elif captured and self._prefill is not None and (kind := self._prefill.kind_for(batch)) is not None:
             more = self._more(pending)
-            pending.logits, pending.sent = self._prefill.run(size, batch, own, where, pages, more)
+            pending.logits, pending.sent = self._prefill.run(kind, batch, own, where, pages, more)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
         self._slots.length[own] = batch.kv_len
@@ -391,13 +391,13 @@ class DeviceRunner:
 
     def _warm_up(self, *sizes: int) -> None:
         """Compile and capture everything: none of that may meet a request."""
-        steps = [x for x in (self._decode, self._prefill, self._verify) if x is not None]
+        ladders = [steps.ladder for steps in (self._decode, self._prefill, self._verify) if steps is not None]
         with self._program.compile_only():
-            for kind in steps:
-                kind.warm_up()
+            for ladder in ladders:
+                ladder.warm_up()
             warm_up(self._program, self._state, self._staging, *sizes, sampling=False)
-        for kind in steps:
-            kind.capture()
+        for ladder in ladders:
+            ladder.capture()
         warm_up(self._program, self._state, self._staging, *sizes)
 
     # ---- choosing

@@ -1,38 +1,41 @@
-"""Steps that verify drafts, every sequence with as many rows: at a few row counts and sizes, as graphs where the device can.
+"""Steps that verify draft tokens, every sequence with as many rows, at a few row counts and a ladder of sizes.
 
-A sequence's rows are its last token and what is guessed to follow. The batch is padded up to the next size with sequences that
-read and write the spare page. All tokens come from the host, which has read the step before: it must, to guess. The body notes
-the best token of every row; which drafts were right is told where the results are read.
+A sequence's rows are its last token and the drafts after it. All tokens come from the host, which has read the step before: it
+must, to propose drafts. The body notes the best token of every row; which drafts were right is told where the results are read.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.backends.batch import I32, Batch, Table
+from quire.backends.batch import I32, Batch
 from quire.backends.torch.backend import DeviceProgram
-from quire.backends.torch.batch import DeviceBatch
-from quire.runner.device.decode import MORE, graph_of, pad
-from quire.runner.device.staging import Staging
+from quire.backends.torch.batch import DeviceBatch, DeviceTable
+from quire.runner.device.ladder import CHANGES, Inputs, Ladder, Room, at_least, up_to
 from quire.runner.device.state import DeviceState
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = 512  # more rows than this are an eager step's business
-CHANGES = 2  # page-table entries that a captured step can change, per sequence
 
 
-def ladder(drafts: int) -> list[int]:
+class Kind(NamedTuple):
+    """Rows of a sequence, and sequences."""
+
+    rows: int
+    sequences: int
+
+
+def row_counts(drafts: int) -> list[int]:
     """Rows of a sequence, for up to so many drafts."""
     return sorted({2, 1 + -(-drafts // 2), 1 + drafts} - {1}) if drafts else []
 
 
 class VerifySteps:
-    """The sizes, as rows of a sequence and sequences. Logits and tokens of a step are valid until the next one."""
+    """Logits and tokens of a step are valid until the next one."""
 
     def __init__(
         self,
@@ -45,28 +48,17 @@ class VerifySteps:
         max_context: int,
         vocab: int,
     ):
-        self._program = program
-        self._state = state
-        self._reach = max_context
+        self._program, self._reach = program, max_context
         most = min(TOKENS, max_tokens)
-        self._sizes = {
-            rows: sorted({n for n in (*SEQUENCES, max_seqs) if n <= max_seqs and n * rows <= most})
-            for rows in ladder(drafts)
-        }
-        whole = max((rows * n for rows, sizes in self._sizes.items() for n in sizes), default=0)
-        held = max((n for sizes in self._sizes.values() for n in sizes), default=0)
-        capacity = max((self._numbers(rows, n) for rows, sizes in self._sizes.items() for n in sizes), default=0)
-        self._staging = Staging(program.device, capacity + MORE * held, fixed=True)
-        self._spill = Staging(program.device)  # for what does not fit, which is rare
+        self._sizes = {rows: [n for n in up_to(SEQUENCES, max_seqs) if n * rows <= most] for rows in row_counts(drafts)}
+        kinds = [Kind(rows, n) for rows, sizes in self._sizes.items() for n in sizes]
+        whole = max((rows * n for rows, n in kinds), default=0)
         self._count = torch.arange(whole + 1, dtype=torch.int32, device=program.device)
-        self._logits = torch.empty(whole, vocab, dtype=torch.float32, device=program.device)
-        self._tokens = torch.empty(whole, dtype=torch.int64, device=program.device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-
-    @property
-    def captured(self) -> int:
-        """How many sizes are graphs."""
-        return len(self._graphs)
+        rooms = {
+            kind: Room(kind.rows * kind.sequences, kind.sequences, CHANGES * kind.sequences, kind.rows * kind.sequences)
+            for kind in kinds
+        }
+        self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab)
 
     def rows_for(self, needed: int, sequences: int) -> int | None:
         """The least rows a sequence that hold what is needed, where so many sequences fit."""
@@ -78,60 +70,25 @@ class VerifySteps:
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """One step: logits of every row, the best token of each (int64), and `more`, sent along for later."""
         rows = batch.tokens // batch.sequences
-        sizes = self._sizes[rows]
-        size = sizes[bisect_left(sizes, batch.sequences)]
-        if where.size > CHANGES * size:  # rare: many pages at once; they are placed ahead of the step
-            self._state.set_pages(*self._spill.send([where, *pages]))
-            where, pages = where[:0], [own[:0] for own in pages]
-        arrays = self._padded(rows, size, batch, slots, where, pages)
-        needed = self._numbers(rows, size) + sum(2 + a.size * (a.itemsize // 4) for a in more)
-        fits = needed <= self._staging.capacity
-        told = self._staging.send([*arrays, *(more if fits else ())], len(arrays))
-        told = told if fits else self._spill.send(more)
-        graph = self._graphs.get((rows, size))
-        if graph is not None:
-            graph.replay()
-        else:
-            self._body(rows, size, self._host(rows, size, arrays))
-        return self._logits[: batch.tokens], self._tokens[: batch.tokens], told
+        kind = Kind(rows, at_least(batch.sequences, self._sizes[rows]))
+        writes = [batch.table(g).write for g in range(len(pages))]
+        sent = self.ladder.run(kind, Inputs(batch.ids, batch.pos, slots, where, writes, list(pages)), more)
+        return self.ladder.logits[: batch.tokens], self.ladder.tokens[: batch.tokens], sent
 
-    def _numbers(self, rows: int, size: int) -> int:
-        """int32s that a step of that size is given."""
-        kinds = len(self._state.tables)
-        return size * (2 * rows + 1 + CHANGES + kinds * (rows + CHANGES))
-
-    def _padded(self, rows: int, size: int, batch: Batch, slots: I32, where: I32, pages: Sequence[I32]) -> list[I32]:
-        state, spare, room = self._state, rows * size - batch.tokens, CHANGES * size - where.size
-        made = [pad(batch.ids, spare, 0), pad(batch.pos, spare, 0), pad(slots, size - slots.size, state.spare)]
-        made.append(pad(where, room, state.spare * state.max_pages))
-        for g, own in enumerate(pages):
-            made += [pad(batch.table(g).write, spare, state.spare_writes[g]), pad(own, room, state.spare_pages[g])]
-        return made
-
-    def _host(self, rows: int, size: int, arrays: list[I32]) -> Batch:
-        """What the host knows of a step that is launched as it is."""
-        ids, pos, writes = arrays[0], arrays[1], arrays[4::2]
-        blank = np.zeros((size, 1), np.int32)
-        others = tuple(Table(blank, write) for write in writes[1:])
-        q_start, kv_len = np.arange(size + 1, dtype=np.int32) * rows, pos[rows - 1 :: rows] + 1
-        return Batch(ids, pos, q_start, kv_len, blank, writes[0], np.arange(rows * size, dtype=np.int32), others)
-
-    @torch.inference_mode()
-    def _body(self, rows: int, size: int, host: Batch | None = None) -> None:
-        state, kinds, whole = self._state, len(self._state.tables), rows * size
-        views, at = [], 0
-        for count in (whole, whole, size, CHANGES * size, *(whole, CHANGES * size) * kinds):
-            views.append(self._staging.view(at, count))
-            at += count
-        ids, pos, slots, where = views[:4]
-        state.set_pages(where, *views[5::2])
-        tables = state.page_tables(slots, views[4::2])
+    def _body(
+        self, kind: Kind, inputs: Inputs[torch.Tensor], tables: list[DeviceTable], host: Inputs[I32] | None
+    ) -> None:
+        (rows, sequences), whole = kind, kind.rows * kind.sequences
+        told = None
+        if host is not None:
+            q_start = np.arange(sequences + 1, dtype=np.int32) * rows
+            told = host.batch(q_start, host.pos[rows - 1 :: rows] + 1, np.arange(whole, dtype=np.int32))
         logits = self._program.launch(
             DeviceBatch(
-                ids=ids,
-                pos=pos,
-                q_start=self._count[: size + 1] * rows,
-                kv_len=pos[rows - 1 :: rows] + 1,
+                ids=inputs.ids,
+                pos=inputs.pos,
+                q_start=self._count[: sequences + 1] * rows,
+                kv_len=inputs.pos[rows - 1 :: rows] + 1,
                 pages=tables[0].pages,
                 write=tables[0].write,
                 more=tuple(tables[1:]),
@@ -140,32 +97,8 @@ class VerifySteps:
                 longest=rows,
                 uniform=True,
                 reach=self._reach,
-                host=host,
-                into=self._logits,
+                host=told,
+                into=self.ladder.logits,
             )
         )
-        self._tokens[:whole].copy_(self._program.sampler.greedy(logits))
-
-    def _blank(self, rows: int, size: int) -> None:
-        """A step of that size with nothing in it but padding."""
-        none, kinds, table = np.zeros(0, np.int32), len(self._state.tables), np.zeros((0, 1), np.int32)
-        others = (Table(table, none),) * (kinds - 1)
-        blank = Batch(none, none, np.zeros(1, np.int32), none, table, none, none, others)
-        self._staging.send(self._padded(rows, size, blank, none, none, [none] * kinds))
-
-    def warm_up(self) -> None:
-        """One step of every kind that a kernel might be chosen by."""
-        for rows, sizes in self._sizes.items():
-            for size in sizes:
-                self._blank(rows, size)
-                self._body(rows, size)
-
-    def capture(self) -> None:
-        """Every size, the largest first, so that the others live in its memory."""
-        device, pool = self._program.device, torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
-        every = [(rows, size) for rows, sizes in self._sizes.items() for size in sizes]
-        for rows, size in sorted(every, key=lambda kind: kind[0] * kind[1], reverse=True):
-            self._blank(rows, size)
-            self._graphs[rows, size] = graph_of(partial(self._body, rows, size), device, pool, stream)
-        torch.cuda.synchronize(device)
+        self.ladder.tokens[:whole].copy_(self._program.sampler.greedy(logits))

@@ -243,10 +243,10 @@ def test_random_traffic_says_the_same_with_and_without(windows: tuple[int | None
 def test_shapes_of_verification_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences with other numbers of drafts are computed with as many rows each, at sizes that could be captured."""
     pytest.importorskip("torch", reason="needs torch: the torch extra")
-    from quire.runner.device.verify import ladder
+    from quire.runner.device.verify import row_counts
     from tests.unit.runner.device.kit import OnDevice, make_device_runner
 
-    assert [ladder(k) for k in (0, 1, 2, 4, 8)] == [[], [2], [2, 3], [2, 3, 5], [2, 5, 9]]
+    assert [row_counts(k) for k in (0, 1, 2, 4, 8)] == [[], [2], [2, 3], [2, 3, 5], [2, 5, 9]]
     program = OnDevice(64)
     shapes: list[tuple[int, int, bool]] = []
     launch = program.launch

@@ -24,8 +24,9 @@ from quire.weights.download.parallel import Shared, Stopped, run_all
 from quire.weights.download.web import Http
 from quire.weights.names import Reference
 from quire.weights.sources import npm, pypi
+from quire.weights.store import catalogue
 from quire.weights.store.catalogue import Entry
-from quire.weights.store.store import Store, catalogue
+from quire.weights.store.store import Store
 
 from .conftest import Recorder
 from .origin import Body, Fault, Origin, Seen

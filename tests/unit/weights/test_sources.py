@@ -22,8 +22,9 @@ from quire.weights import names, sources
 from quire.weights.download.web import Http, Reply, display, next_hop, origin_of
 from quire.weights.names import Reference, ShortName
 from quire.weights.sources import hf, pypi
+from quire.weights.store import catalogue
 from quire.weights.store.catalogue import Entry
-from quire.weights.store.store import Store, catalogue
+from quire.weights.store.store import Store
 
 from .conftest import Recorder
 from .origin import Body, Origin, Seen

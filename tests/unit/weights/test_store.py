@@ -17,8 +17,9 @@ import pytest
 
 from quire.config import Environment
 from quire.observe.errors import BadModelFile, BadRequest, DownloadFailed, NotFound, QuireError
+from quire.weights.store import catalogue
 from quire.weights.store.catalogue import Entry
-from quire.weights.store.store import Manifest, Store, catalogue
+from quire.weights.store.store import Manifest, Store
 
 from .conftest import Recorder
 from .origin import Body, Fault, Origin

@@ -169,10 +169,12 @@ def test_prompt_steps_are_padded_with_rows_of_nobody():
     batch = ragged([(0, 40, [0, 1, 3]), (3, 1, [2])])
     batch.logit_rows = np.array([39, 40], np.int32)
     none = np.zeros(0, np.int32)
-    plain = prompter.size_for(batch)
+    plain = prompter.kind_for(batch)
+    assert plain is not None
     batch.adapters = np.array([1] * 40 + [-1], np.int32)
-    size = prompter.size_for(batch)
-    assert plain == prompter.sizes[1] and size == prompter.adapted_sizes[1] == prompter.sizes[-1] != plain
-    told = prompter.run(size, batch, np.array([4, 5], np.int32), none, [none], [np.arange(9, dtype=np.int32)])[1]
+    kind = prompter.kind_for(batch)
+    assert kind is not None
+    assert plain[:2] == prompter.sizes[1] and kind[:2] == prompter.adapted_sizes[1] == prompter.sizes[-1] != plain[:2]
+    told = prompter.run(kind, batch, np.array([4, 5], np.int32), none, [none], [np.arange(9, dtype=np.int32)])[1]
     assert told[0].tolist() == list(range(9))
-    assert program.told == [(size[0], [1] * 40 + [-1] * (size[0] - 40), False)]
+    assert program.told == [(kind.tokens, [1] * 40 + [-1] * (kind.tokens - 40), False)]
