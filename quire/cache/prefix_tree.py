@@ -53,7 +53,7 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
         self._idle: list[OrderedDict[Node, None]] = [OrderedDict() for _ in self._all]  # the first goes first
         self._owned = [0] * len(self.pools)  # pages in the tree
-        self._keys: Keys | None = None
+        self.keys: Keys | None = None  # of its pages, see name_pages
         self._listeners = Listeners()
         self.evictions = 0
         self.queries = 0
@@ -113,12 +113,7 @@ class PrefixTree:
             node = kid
             at += size
         rows = [[n.pages[g] for n in path] for g in self._all]
-        found = count = len(path)
-        before = -1
-        while count != before:  # until every group agrees
-            before = count
-            for row, group in zip(rows, self.groups, strict=True):
-                count = group.resumable(row, count, size)
+        found, count = len(path), self._agreed(rows, len(path))
         del path[count:]
         low = [group.resident(count * size)[0] // size for group in self.groups]
         for g, (row, first) in enumerate(zip(rows, low, strict=True)):
@@ -132,6 +127,35 @@ class PrefixTree:
         if self._sparse and last >= 0:
             self._wish(lease, len(tokens), found)
         return lease
+
+    def _agreed(self, rows: Sequence[Sequence[int]], count: int) -> int:
+        """The longest prefix of at most `count` pages that every group can resume from, when these rows are cached."""
+        before = -1
+        while count != before:
+            before = count
+            for row, group in zip(rows, self.groups, strict=True):
+                count = group.resumable(row, count, self.page_size)
+        return count
+
+    def resumable(self, more: Sequence[Sequence[int]], lease: Lease) -> int:
+        """Pages that could be resumed, if behind the lease's there were these as well in each group: -1 for one missing."""
+        rows = [[*row[: lease.shared], *new] for row, new in zip(lease.rows, more, strict=True)]
+        return self._agreed(rows, min(map(len, rows)))
+
+    def stage(self, lease: Lease, upto: int) -> bool:
+        """Private pages for what must be there to go on at `upto`, which a whole number of pages ends at: somebody fills and
+        then publishes them. False: there is no room, and nothing changed. Nothing else can be done with the lease then."""
+        size, held = self.page_size, len(lease.rows[0])
+        need = upto // size - held
+        lows = [max(low, group.resident(upto)[0] // size) for low, group in zip(lease.low, self.groups, strict=True)]
+        wants = [min(need, upto // size - low) for low in lows]
+        if any(want > self.available(g) for g, want in enumerate(wants)):
+            return False
+        for g, want in enumerate(wants):
+            lease.rows[g] += [-1] * (need - want) + self._take(g, want)
+        self.forget(lease, upto)
+        lease.dirty, lease.room = min(lease.dirty, held), upto
+        return True
 
     def _wish(self, lease: Lease, tokens: int, found: int) -> None:
         """Note where pages of sparse groups are worth having. Where others have parted from this prefix is such a place."""
@@ -227,16 +251,16 @@ class PrefixTree:
 
     def name_pages(self, keys: Keys) -> None:
         """From now on pages have keys. Listeners are told of those that are cached already."""
-        if self._keys is not None:
+        if self.keys is not None:
             raise RuntimeError("the pages of this tree have keys already")
-        self._keys = keys
+        self.keys = keys
         if self._listeners:
             self._tell_all(None)
 
     def listen(self, listener: Listener) -> None:
         """Tell it of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
         self._listeners.add(listener)
-        if self._keys is not None:
+        if self.keys is not None:
             self._tell_all(listener)
 
     def unlisten(self, listener: Listener) -> None:
@@ -245,17 +269,17 @@ class PrefixTree:
 
     def address(self, node: Node) -> bytes | None:
         """The key of a node's page; of a root, where its chain begins. None as long as pages have no keys."""
-        if node.address is None and self._keys is not None:
+        if node.address is None and self.keys is not None:
             above = [node]
             while above[-1].address is None and above[-1].parent is not None:
                 above.append(above[-1].parent)
             for each in reversed(above):
                 if each.address is None and each.parent is None:
-                    each.address = self._keys.root(str(each.key))
+                    each.address = self.keys.root(str(each.key))
                 elif each.address is None:
                     before = each.parent.address if each.parent else None
                     assert before is not None and isinstance(each.key, tuple)
-                    each.address = self._keys.key(before, each.key)
+                    each.address = self.keys.key(before, each.key)
         return node.address
 
     def _tell_all(self, only: Listener | None) -> None:
