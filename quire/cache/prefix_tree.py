@@ -33,7 +33,8 @@ from quire.cache.pool import Pool
 class PrefixTree:
     """Cached prefixes over a pool for each group: `pool` for the first, `more` for others.
 
-    `evictions` counts pages; `queries` and `hits` count tokens.
+    `evictions` counts pages; `queries` and `hits` count tokens; `returned` counts how often leases gave pages back, so while it
+    stays, no page has become available.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PrefixTree:
         self.evictions = 0
         self.queries = 0
         self.hits = 0
+        self.returned = 0
 
     def available(self, g: int = 0) -> int:
         """Pages of a group that can be had now: free, or cached and in nobody's row."""
@@ -210,6 +212,7 @@ class PrefixTree:
                 self.pools[g].free([page])
             elif page >= 0:
                 self._let_go(lease.path[i], g)
+        self.returned += 1
         return self.available(g) > 0
 
     def _some(self, lease: Lease, g: int, held: int, need: int) -> list[int]:
@@ -246,6 +249,7 @@ class PrefixTree:
         old.pins -= 1
         for pool, page in duplicates:
             pool.free([page])
+            self.returned += 1
 
     # ---- who else knows of it
 
@@ -336,6 +340,7 @@ class PrefixTree:
                 page, row[i] = row[i], -1
                 if page < 0:
                     continue
+                self.returned += 1
                 if i >= len(lease.path):
                     self.pools[g].free([page])
                 elif self._let_go(lease.path[i], g) and i >= lease.matched and i not in lease.likely:
@@ -354,6 +359,7 @@ class PrefixTree:
                     self._let_go(path[i], g)
         node.pins -= 1
         self._out -= 1
+        self.returned += 1
         self._prune(node)
         lease.root = Node(lease.namespace, [], None)  # never pinned: a second release is an error
         lease.path, lease.rows, lease.low = [], [[] for _ in self._all], [0] * len(self.pools)

@@ -167,6 +167,8 @@ class Engine:
             if self._gate is None or not self._gate.hold(request):
                 self._scheduler.add(request)
         except QuireError as e:
+            if self._gate is not None:
+                self._gate.drop(request.id)
             self.door.left(request.id)
             self._owed.append(_refused(request, e))
             return
@@ -182,6 +184,7 @@ class Engine:
                     raise error
                 self._scheduler.add(request)
             except QuireError as e:
+                gate.drop(request.id)
                 self._owed += self._stamp([_refused(request, e)])
 
     def abort(self, request_id: str, error: str | None = None) -> None:

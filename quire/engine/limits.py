@@ -15,37 +15,42 @@ from quire.engine.sequence import RUNNING, Sequence
 
 
 class Limit(Protocol):
-    """Asked in the order of planning."""
+    """Asked in the order of planning. A class that names this one as its base gets what is below: no bound at all."""
 
     admission_only: bool  # asked only whether a waiting sequence may start; never charged
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
-        """A new plan starts; `live` are all unfinished sequences by request id."""
-        ...
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
+        """A new plan starts; `live` are all unfinished sequences by request id, and so many of them run. What a plan costs must
+        not depend on how many wait, so `live` is for looking some up, never for going through it."""
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         """How many of the n tokens from position `start` may be computed now; 0 is not in this step."""
-        ...
+        return n
+
+    def waits_for(self, seq: Sequence) -> tuple[Sequence, int] | None:
+        """Why `grant` has just said 0 to a waiting sequence, if that is because of another one: that one, and how many of its
+        tokens must be computed before it is worth asking again. None: it is asked again in the next plan."""
+        return None
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
         """Those n tokens are planned."""
-        ...
 
     def passes(self, count: int) -> bool:
         """Whether any `count` running sequences may compute a token each in this step, and sample the next. If every limit says
         so, none is asked about one by one, and `passed` says how many it were."""
-        ...
+        return True
 
     def passed(self, count: int) -> None:
         """So many are planned."""
-        ...
 
     def opened(self, seq: Sequence) -> None:
         """It has taken a slot."""
-        ...
+
+    def ended(self, seq: Sequence) -> None:
+        """It is finished."""
 
 
-class TokenBudget:
+class TokenBudget(Limit):
     """At most `most` tokens in a step."""
 
     __slots__ = ("left", "most")
@@ -56,7 +61,7 @@ class TokenBudget:
             raise ValueError(f"a budget of {most} tokens: a step computes at least one")
         self.most = self.left = most
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         self.left = self.most
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
@@ -71,11 +76,8 @@ class TokenBudget:
     def passed(self, count: int) -> None:
         self.left -= count
 
-    def opened(self, seq: Sequence) -> None:
-        pass
 
-
-class LogitRows:
+class LogitRows(Limit):
     """At most `most` rows of logits in a step: they are as wide as the vocabulary.
 
     A token that is sampled or verified takes a row, and so does each prompt position whose logprobs are wanted.
@@ -89,7 +91,7 @@ class LogitRows:
             raise ValueError(f"a bound of {most} logit rows: a step needs at least one")
         self.most = self.left = most
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         self.left = self.most
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
@@ -116,11 +118,8 @@ class LogitRows:
     def passed(self, count: int) -> None:
         self.left -= count
 
-    def opened(self, seq: Sequence) -> None:
-        pass
 
-
-class Drafts:
+class Drafts(Limit):
     """At most `most` guessed tokens in a step, as many for each running sequence, and never what others need of the budget.
 
     Guesses pay while rows are cheap; in a large batch they are not, and each of them is a row that may be in vain.
@@ -132,28 +131,16 @@ class Drafts:
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget, self._each = most, budget, 0
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
-        running = max(1, sum(seq.status == RUNNING for seq in live.values()))
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
+        running = max(1, running)
         self._each = max(0, min(self._most, self._budget // 2 - running)) // running
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         sure = max(1, len(seq.tokens) - start)
         return n if n <= sure else min(n, sure + self._each)
 
-    def charge(self, seq: Sequence, start: int, n: int) -> None:
-        pass
 
-    def passes(self, count: int) -> bool:
-        return True
-
-    def passed(self, count: int) -> None:
-        pass
-
-    def opened(self, seq: Sequence) -> None:
-        pass
-
-
-class Follows:
+class Follows(Limit):
     """A sequence that asked to share another's prompt waits until that prompt is computed, or its owner is gone.
 
     Only an earlier arrival is waited for, so nobody waits in a circle.
@@ -165,7 +152,7 @@ class Follows:
     def __init__(self) -> None:
         self._live: Mapping[str, Sequence] = {}
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         self._live = live
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
@@ -175,34 +162,27 @@ class Follows:
         leader = self._live.get(name)
         return n if leader is None or leader.prompt_done or leader.key >= seq.key else 0
 
-    def charge(self, seq: Sequence, start: int, n: int) -> None:
-        pass
-
-    def passes(self, count: int) -> bool:
-        return True
-
-    def passed(self, count: int) -> None:
-        pass
-
-    def opened(self, seq: Sequence) -> None:
-        pass
+    def waits_for(self, seq: Sequence) -> tuple[Sequence, int] | None:
+        leader = self._live[seq.request.follows or ""]
+        return leader, leader.prompt_len
 
 
-class SamePrompt:
+class SamePrompt(Limit):
     """A sequence does not compute what a running one is computing just now: it waits, and then finds it in the cache.
 
     It waits where that saves it half of its prompt or more, and for no longer than the other's prompt takes. A prompt is
     known by its first page, so a running sequence with another beginning costs one look.
     """
 
-    __slots__ = ("_leaders", "_size")
+    __slots__ = ("_awaited", "_leaders", "_size")
     admission_only = True
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size
+        self._awaited: tuple[Sequence, int] | None = None  # of the sequence that was refused last
         self._leaders: dict[tuple[str, tuple[int, ...]], Sequence] = {}
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         if self._leaders:
             self._leaders = {name: seq for name, seq in self._leaders.items() if _computing(seq)}
 
@@ -212,16 +192,13 @@ class SamePrompt:
             return n
         ready = leader.computed // self._size * self._size  # that much is in the cache already
         both = min(common(leader.tokens, seq.tokens), seq.reusable) // self._size * self._size
-        return 0 if 2 * (both - ready) >= len(seq.tokens) - ready else n
+        if 2 * (both - ready) < len(seq.tokens) - ready:
+            return n
+        self._awaited = leader, 2 * both - len(seq.tokens) + 1
+        return 0
 
-    def charge(self, seq: Sequence, start: int, n: int) -> None:
-        pass
-
-    def passes(self, count: int) -> bool:
-        return True
-
-    def passed(self, count: int) -> None:
-        pass
+    def waits_for(self, seq: Sequence) -> tuple[Sequence, int] | None:
+        return self._awaited
 
     def opened(self, seq: Sequence) -> None:
         if len(seq.tokens) > self._size and not seq.prompt_done:

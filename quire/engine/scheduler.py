@@ -6,6 +6,9 @@ token and true length, and while steps are in flight the scheduler knows an uppe
 
   * running sequences come first: those with one token to compute (nobody waits behind a long prompt), then chunks of
     prompts; then waiting ones are admitted, each group in `order` (policy, then arrival)
+  * the first prompt that could use all that is left of a step leaves a share to those behind it: see policy.py
+  * what a plan costs does not depend on what waits: one that found no room is not tried again before pages came back, one
+    that a limit lets wait for another sequence is out of the queue until then, and a plan asks limits about few others
   * no pages left: the last running sequence in that order is preempted, which may be the one that asked. So the first
     always moves, and since one sequence alone fits the pools, all of them finish
   * a waiting sequence never preempts a running one, whatever its priority: it is next when a slot or pages come free.
@@ -17,22 +20,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import Limit, TokenBudget, standard
-from quire.engine.sequence import FINISHED, RUNNING, WAITING, Sequence, mix_seed
+from quire.engine.policy import FairShare, Policy
+from quire.engine.queue import Queue
+from quire.engine.sequence import FINISHED, RUNNING, WAITING, NoRoom, Sequence, mix_seed
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
 
-_order = attrgetter("order")
+PASSED = 32  # waiting sequences that limits may hold back in one plan, before it stops asking
+LOOKED_UP = 64  # pages of a prefix that may be looked up for each plan in which there was no room
+FEW = 4  # steps: a prompt that its share takes longer to compute does not take the last slot while an earlier one is computed
 
+TAKEN, HELD, HELD_BACK, FULL = "taken", "held", "held back", "full"  # what became of a waiting sequence; held: see queue.py
 
-def by_priority(request: Request) -> int:
-    """The default policy: lower priority values first. Equals go by arrival, as under any policy."""
-    return request.priority
+_order, _left = attrgetter("order"), attrgetter("left")
 
 
 class Scheduler:
@@ -41,7 +48,7 @@ class Scheduler:
     `slots`   sequences that can run at once            `budget`  tokens in a step
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
-    `limits`  what else bounds a step                   `policy`  sorts requests: what it ranks lowest goes first
+    `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
     """
 
     def __init__(
@@ -55,7 +62,7 @@ class Scheduler:
         limits: Iterable[Limit] | None = None,
         drafts: int = 0,
         prefix_cache: bool = True,
-        policy: Callable[[Request], Any] = by_priority,
+        policy: Policy | None = None,
     ) -> None:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least one sequence must be able to run")
@@ -71,9 +78,10 @@ class Scheduler:
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
-        self._policy = policy
-        self._waiting: list[Sequence] = []  # both lists sorted by order
-        self._running: list[Sequence] = []
+        self._policy = FairShare() if policy is None else policy
+        self._queue = Queue()
+        self._running: list[Sequence] = []  # sorted by order
+        self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
         self._ids: dict[str, Sequence] = {}
         self._keys: dict[int, Sequence] = {}
         self._slots = list(range(slots - 1, -1, -1))
@@ -103,7 +111,7 @@ class Scheduler:
         tree = self.tree
         return Stats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._queue),
             pages_total=tree.pool.size,
             pages_used=tree.pool.size - tree.available(),
             page_size=tree.page_size,
@@ -140,10 +148,10 @@ class Scheduler:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise BadRequest(f"max_tokens is {sampling.max_tokens}: it must be at least 1", param="max_tokens")
         seed = self._draw() if sampling.seed is None else sampling.seed
-        seq = Sequence.of(request, self._arrivals, self._policy(request), seed, self.context)
+        seq = Sequence.of(request, self._arrivals, self._policy.rank(request), seed, self.context)
         self._arrivals += 1
         self._ids[request.id] = self._keys[seq.key] = seq
-        insort(self._waiting, seq, key=_order)
+        self._queue.add(seq)
         return seq.key
 
     def abort(self, request_id: str) -> list[Event]:
@@ -155,9 +163,12 @@ class Scheduler:
         if seq.status == RUNNING:
             self._leave(seq)
         else:
-            _take(self._waiting, seq)
+            self._queue.remove(seq)
         seq.status = FINISHED
         del self._ids[seq.request.id], self._keys[seq.key]
+        self._queue.come(seq)
+        for limit in self._limits:
+            limit.ended(seq)
         return Event(id=seq.request.id, finish=reason, receipt=seq.receipt(), **news)
 
     def _leave(self, seq: Sequence) -> None:
@@ -178,27 +189,25 @@ class Scheduler:
         seq.preemptions += 1
         self._preemptions += 1
         seq.status = WAITING
-        insort(self._waiting, seq, key=_order)
+        self._queue.come(seq)
+        self._queue.add(seq)
 
     # ---- the next step
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to compute before the next commit."""
         self.admitted = []
+        self._promised = None
         for limit in self._limits:
-            limit.begin(self._ids)
-        budget, preemptions = self._budget, self._preemptions
+            limit.begin(self._ids, len(self._running))
         work: list[Work] = []
-        for seq in self._ones(work):
-            if not budget.left:
-                break
-            if seq.status == RUNNING:
-                self._compute(seq, work)
         opened: list[Open] = []
-        if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one; no room for more
+        preemptions = self._preemptions
+        chunks = self._single(work)
+        if self._budget.left and (chunks or self._queue):  # where something gave way there is no room for more
+            self._prompts(chunks, work, opened, self._preemptions == preemptions)
+        if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one
             work = [w for w in work if self._keys[w.key].epoch == w.epoch]
-        elif self._waiting and self._slots and budget.left:
-            self._admit(work, opened)
         if not work:
             return None
         plan = Plan(step=self._planned, work=work, opened=opened, closed=self._closed)
@@ -206,7 +215,7 @@ class Scheduler:
         self._closed = []
         return plan
 
-    def _ones(self, work: list[Work]) -> list[Sequence]:
+    def _single(self, work: list[Work]) -> list[Sequence]:
         """Plan the running sequences that have one token to compute. Returns those that have more.
 
         Nearly all go on as in the step before: the device knows their token, and where it goes; no limit minds. Such a one gets
@@ -234,6 +243,86 @@ class Scheduler:
                 limit.passed(again)
         return chunks
 
+    def _prompts(self, chunks: list[Sequence], work: list[Work], opened: list[Open], admits: bool) -> None:
+        """Give the tokens that are left to prompts: to running ones, then to waiting ones, in order."""
+        preemptions = self._preemptions
+        done: set[int] = set()  # by key: what the later ones got
+        for i, seq in enumerate(chunks):
+            if not self._budget.left:
+                return
+            if seq.status != RUNNING or seq.key in done:
+                continue
+            admits = admits and self._preemptions == preemptions
+            if i + 1 < len(chunks) or (admits and self._queue and self._slots):
+                done |= self._share(seq, chunks[i + 1 :], work, opened, admits)
+            if seq.status == RUNNING:
+                self._compute(seq, work)
+        if admits and self._preemptions == preemptions:
+            self._admit(work, opened)
+
+    def _share(
+        self, first: Sequence, running: list[Sequence], work: list[Work], opened: list[Open], admits: bool = True
+    ) -> set[int]:
+        """If a prompt could use all the tokens that are left, give those behind it their share.
+
+        Returns the keys of the `running` ones that are planned."""
+        budget = self._budget
+        left = budget.left
+        share = self._policy.share(left)
+        if not share or self._granted(first) <= left - share:
+            return set()
+        budget.left = share
+        done = self._later(first, running, work, opened, admits)
+        self._policy.shared(left, share - budget.left)
+        budget.left += left - share
+        return done
+
+    def _granted(self, seq: Sequence) -> int:
+        """Of the known tokens of a running sequence, how many its limits allow in this step."""
+        start = seq.computed + seq.in_flight
+        n = len(seq.tokens) - start
+        for limit in self._step_limits:
+            n = limit.grant(seq, start, n)
+        return n
+
+    def _later(
+        self, first: Sequence, running: list[Sequence], work: list[Work], opened: list[Open], admits: bool
+    ) -> set[int]:
+        """Plan prompts behind `first`, the shortest first."""
+        budget, rank, preemptions, share = self._budget, first.order[0], self._preemptions, self._budget.left
+        rest = sorted((seq for seq in running if seq.order[0] == rank), key=_left, reverse=True)
+        done: set[int] = set()
+        tried: set[int] = set()
+        while budget.left:
+            while rest and rest[-1].status != RUNNING:
+                rest.pop()
+            seq = None
+            if admits and self._slots and len(tried) < PASSED and self._preemptions == preemptions:
+                seq = self._overtaking(first, rest[-1].left if rest else None, share, tried)
+            if seq is not None:
+                tried.add(seq.key)
+                how = self._take_slot(seq)
+                if how == TAKEN:
+                    self._start(seq, work, opened)
+                admits = how != FULL
+            elif rest:
+                done.add(rest[-1].key)
+                self._compute(rest.pop(), work)
+            else:
+                break
+        return done
+
+    def _overtaking(self, first: Sequence, left: int | None, share: int, tried: set[int]) -> Sequence | None:
+        """The waiting sequence that gets the share of those behind `first` next: one shorter than what is `left` of the running
+        ones among them. Nobody overtakes a sequence that waits for pages: it would never have enough."""
+        head = self._queue.first()
+        if head is None or head.no_room is not None or head.order < first.order:
+            return None if head is None or head.key in tried else head
+        seq = next((seq for seq in self._queue.shortest(first.order[0]) if seq.key not in tried), None)
+        if seq is None or (left is not None and seq.left >= left):
+            return None
+        return None if len(self._slots) == 1 and seq.left > FEW * share else seq
+
     def _compute(self, seq: Sequence, work: list[Work]) -> None:
         """Plan what a running sequence can compute now, making room by preemption if it must."""
         start = seq.computed + seq.in_flight  # an upper bound when the device knows better
@@ -253,6 +342,7 @@ class Scheduler:
         if on_device and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
             n, upto = 1, start + 1  # nobody gives way to a guess
         if upto > lease.room:
+            self._promised = None
             while not self.tree.extend(lease, upto):
                 victim = self._running[-1]
                 if victim is seq and seq.in_flight:
@@ -287,56 +377,105 @@ class Scheduler:
 
     def _admit(self, work: list[Work], opened: list[Open]) -> None:
         """Waiting sequences take slots, in order. One that a limit holds back is passed; one without room is not."""
-        tree, waiting, running, size = self.tree, self._waiting, self._running, self.tree.page_size
-        # Pages that running sequences still need for the tokens they have and the next one: not to be given away.
-        promised, one = [0] * len(tree.pools), [1] * len(tree.pools)
-        for seq in running:
-            self._promise(seq, promised)
-        passed: list[Sequence] = []
-        i = 0
-        while i < len(waiting) and self._slots and self._budget.left and tree.fits(promised, one):
-            seq = waiting[i]
-            if not all(limit.grant(seq, 0, 1) for limit in self._limits):
-                passed.append(seq)
-                i += 1
-                continue
-            reusable = seq.reusable if self._prefix_cache else 0
-            seq.lease = lease = tree.match(seq.request.namespace, seq.tokens, reusable)
-            if not tree.fits(promised, self._short(seq)):
-                tree.release(lease)
-                seq.lease = None
+        queue, budget, passed = self._queue, self._budget, 0
+        while self._slots and budget.left and passed < PASSED and (seq := queue.first()) is not None:
+            how = self._take_slot(seq)
+            if how == TAKEN:
+                if queue and self._slots:
+                    self._share(seq, [], work, opened)
+                how = self._start(seq, work, opened)
+            if how == FULL:
                 break
-            i += 1
-            seq.computed, seq.slot = lease.shared * size, self._slots.pop()
-            insort(running, seq, key=_order)
-            before = len(work)
-            self._compute(seq, work)
-            if len(work) == before:  # a limit holds it back after all
-                _take(running, seq)
-                tree.release(lease)
-                self._slots.append(seq.slot)
-                seq.lease, seq.slot, seq.computed = None, -1, 0
-                passed.append(seq)
-                continue
-            self._promise(seq, promised)
-            self._opened(seq, reusable, lease.shared * size, opened)
-        if i > len(passed):
-            waiting[:i] = passed
+            passed += how != TAKEN
+            if how == HELD_BACK:
+                queue.step_aside(seq)
+        if passed < PASSED:  # else those behind them are asked about in the next plan
+            queue.step_back()
+
+    def _take_slot(self, seq: Sequence) -> str:
+        """A waiting sequence takes a slot and a lease on what is cached of it, if there is room. `_start` must follow."""
+        tree, memo = self.tree, seq.no_room
+        if self._running and memo is not None and memo.returned == tree.returned:
+            return FULL
+        if self._running and seq.not_before > self._planned:
+            return HELD_BACK if memo is None else FULL
+        for limit in self._limits:
+            if not limit.grant(seq, 0, 1):
+                awaited = limit.waits_for(seq)
+                if awaited is None:
+                    return HELD_BACK
+                self._queue.hold(seq, *awaited)
+                return HELD
+        promised = self._promises()
+        need = [1] * len(tree.pools) if memo is None else memo.need
+        if not tree.fits(promised, need):
+            seq.no_room = NoRoom(need, tree.returned)
+            return FULL
+        before = [tree.available(g) for g in range(len(need))]
+        seq.lease = lease = tree.match(seq.request.namespace, seq.tokens, self._reusable(seq))
+        short = self._short(seq)
+        if not tree.fits(promised, short):
+            need = [pages + before[g] - tree.available(g) for g, pages in enumerate(short)]
+            tree.release(lease)
+            seq.lease, seq.no_room = None, NoRoom(need, tree.returned)
+            if memo is not None:
+                self._not_soon(seq)
+            return FULL
+        self._queue.remove(seq)
+        seq.computed, seq.slot, seq.no_room = lease.shared * tree.page_size, self._slots.pop(), None
+        insort(self._running, seq, key=_order)
+        self._promise(seq, promised)
+        seq.status = RUNNING
+        for limit in self._limits:
+            limit.opened(seq)
+        return TAKEN
+
+    def _start(self, seq: Sequence, work: list[Work], opened: list[Open]) -> str:
+        """Plan the first tokens of a sequence that has just taken a slot. It gives it back if a limit holds it back after all."""
+        planned, found, promised = len(work), seq.computed, self._promises()
+        self._promise(seq, promised, -1)
+        self._compute(seq, work)
+        if len(work) == planned:
+            _take(self._running, seq)
+            self.tree.release(seq.held)
+            self._slots.append(seq.slot)
+            seq.lease, seq.slot, seq.computed, seq.status = None, -1, 0, WAITING
+            self._not_soon(seq)
+            self._queue.come(seq)
+            self._queue.add(seq)
+            return HELD_BACK
+        self._promise(seq, promised)
+        self._promised = promised
+        self._opened(seq, self._reusable(seq), found, opened)
+        return TAKEN
+
+    def _reusable(self, seq: Sequence) -> int:
+        return seq.reusable if self._prefix_cache else 0
+
+    def _not_soon(self, seq: Sequence) -> None:
+        """Its prefix was looked up in vain: the longer it may be, the more plans pass before that is done again."""
+        seq.not_before = self._planned + 1 + len(seq.tokens) // (self.tree.page_size * LOOKED_UP)
+
+    def _promises(self) -> list[int]:
+        """Pages of each group that running sequences still need for the tokens they have and the next one: not to be given away."""
+        promised = self._promised
+        if promised is None:
+            promised = self._promised = [0] * len(self.tree.pools)
+            for seq in self._running:
+                self._promise(seq, promised)
+        return promised
 
     def _short(self, seq: Sequence) -> list[int]:
         """Pages of each group that it still needs for the tokens it has and the next one."""
         wanted = seq.wanted
         return self.tree.short(seq.lease, wanted, max(1, min(self._budget.most, wanted - seq.computed)))
 
-    def _promise(self, seq: Sequence, promised: list[int]) -> None:
+    def _promise(self, seq: Sequence, promised: list[int], times: int = 1) -> None:
         for g, pages in enumerate(self._short(seq)):
-            promised[g] += pages
+            promised[g] += times * pages
 
     def _opened(self, seq: Sequence, reusable: int, found: int, opened: list[Open]) -> None:
         """Note a sequence that has just taken a slot."""
-        seq.status = RUNNING
-        for limit in self._limits:
-            limit.opened(seq)
         request = seq.request
         if not seq.admitted:
             seq.admitted = True
@@ -395,6 +534,8 @@ class Scheduler:
                 if self._prefix_cache:
                     self.tree.publish(lease, seq.tokens, verified)  # no further than the tokens kept
                 self.tree.forget(lease, verified)
+            if work.start >= 0:
+                self._queue.come(seq, seq.computed)
             if finish is not None or work.prompt_logits:
                 events += self._news(seq, work, row, finish, taken)
             elif taken:

@@ -34,6 +34,14 @@ def mix_seed(seed: int, index: int) -> int:
     return x ^ (x >> 31)
 
 
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Why a waiting sequence was not taken: these many pages of each group were not to be had."""
+
+    need: list[int]  # in each group, with those of its cached prefix that were in nobody's row
+    returned: int  # the tree's count when that was found: while it stays, no page has come free
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request's state."""
@@ -55,6 +63,9 @@ class Sequence:
     slot: int = -1
     lease: Lease | None = None
     again: Work | None = None  # for the one token that the device knows, in this slot: the same in every such step
+    waits_for: int | None = None  # the key of a sequence that a limit lets it wait for
+    no_room: NoRoom | None = None  # when it was last tried
+    not_before: int = 0  # the plan in which it may be tried again
     epoch: int = 0
     prompt_rows: int = 0  # leading positions whose logits are wanted
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -104,6 +115,11 @@ class Sequence:
         if len(self.prompt_logprobs) < self.prompt_rows:
             return len(self.prompt_logprobs)
         return len(self.tokens) - 1
+
+    @property
+    def left(self) -> int:
+        """Known tokens that no step computes yet."""
+        return len(self.tokens) - self.computed - self.in_flight
 
     @property
     def wanted(self) -> int:

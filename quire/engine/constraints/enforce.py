@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,7 +32,8 @@ from quire.engine.constraints.grammar import (
     tokenizer_of,
 )
 from quire.engine.constraints.numbers import Digits, NumberWatch
-from quire.engine.sequence import FINISHED, Sequence
+from quire.engine.limits import Limit
+from quire.engine.sequence import Sequence
 from quire.engine.types import Constraint, Request, Vocabulary
 from quire.observe.errors import BadRequest, QuireError, Unavailable, Unsupported
 from quire.runner.plan import Plan
@@ -69,7 +70,7 @@ class _State:
     numbers: NumberWatch | None = None  # of a JSON answer
 
 
-class Guides:
+class Guides(Limit):
     """Holds requests until their constraint is compiled, and masks their tokens. Used from the engine's thread."""
 
     admission_only = False
@@ -129,6 +130,7 @@ class Guides:
         return True
 
     def drop(self, request_id: str) -> bool:
+        self._made.pop(request_id, None)
         for job in self._jobs.values():
             for i, request in enumerate(job.waiting):
                 if request.id == request_id:
@@ -238,12 +240,6 @@ class Guides:
 
     # ---- the limit: one sampling step in flight
 
-    def begin(self, live: Mapping[str, Sequence]) -> None:
-        if self._states:
-            self._states = {key: s for key, s in self._states.items() if s.seq.status != FINISHED}
-        if self._made:  # aborted before they had a slot
-            self._made = {name: made for name, made in self._made.items() if name in live}
-
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         if seq.key not in self._states:
             return n
@@ -251,14 +247,8 @@ class Guides:
             return 0
         return min(n, max(1, len(seq.tokens) - start))  # no drafts
 
-    def charge(self, seq: Sequence, start: int, n: int) -> None:
-        pass
-
     def passes(self, count: int) -> bool:
         return not self._states
-
-    def passed(self, count: int) -> None:
-        pass
 
     def opened(self, seq: Sequence) -> None:
         if seq.request.constraint is None or seq.key in self._states:  # the latter: it was preempted
@@ -267,6 +257,10 @@ class Guides:
         digits = self._digits if seq.request.constraint.kind in (JSON_OBJECT, JSON_SCHEMA) else None
         numbers = None if digits is None else NumberWatch(digits)
         self._states[seq.key] = _State(seq, None if made is None else made.deep_copy(), numbers=numbers)
+
+    def ended(self, seq: Sequence) -> None:
+        self._states.pop(seq.key, None)
+        self._made.pop(seq.request.id, None)  # it never had a slot
 
     # ---- the gate: between logits and tokens
 

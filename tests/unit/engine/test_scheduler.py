@@ -9,6 +9,8 @@ import pytest
 
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
+from quire.engine.limits import Limit
+from quire.engine.policy import FairShare, FirstCome
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import mix_seed
 from quire.engine.types import Event, Request
@@ -292,7 +294,7 @@ def test_waiting_is_by_priority_then_arrival() -> None:
 
 
 def test_a_policy_is_an_ordering() -> None:
-    desk = Desk(slots=1, policy=lambda request: len(request.tokens))
+    desk = Desk(slots=1, policy=FairShare(lambda request: len(request.tokens)))
     desk.add("long", 9)
     short = desk.add("short", 2)
     assert [w.key for w in desk.plan().work] == [short]
@@ -373,7 +375,7 @@ def test_without_a_prefix_cache_nothing_is_shared_or_kept() -> None:
 
 
 def test_a_follower_waits_for_its_leaders_prompt() -> None:
-    desk = Desk(budget=8)
+    desk = Desk(budget=8, policy=FirstCome())
     lead = desk.add("lead", 12)
     follow = desk.add("follow", 12, follows="lead", index=1)
     other = desk.add("other", 3, first=900)
@@ -498,28 +500,19 @@ def test_admission_in_one_plan_counts_what_each_will_need() -> None:
     assert shape(desk.plan()) == [(0, 4)], "its other four pages are promised"
 
 
-class Sips:
+class Sips(Limit):
     """Lets each sequence compute 4 tokens in a step."""
 
     admission_only = False
 
-    def begin(self, live: object) -> None:
-        pass
-
     def grant(self, seq: object, start: int, n: int) -> int:
         return min(n, 4)
-
-    def charge(self, seq: object, start: int, n: int) -> None:
-        pass
 
     def passes(self, count: int) -> bool:
         return False
 
     def passed(self, count: int) -> None:
         pytest.fail("it does not let everybody pass")
-
-    def opened(self, seq: object) -> None:
-        pass
 
 
 def test_a_plan_that_preempts_admits_nobody() -> None:

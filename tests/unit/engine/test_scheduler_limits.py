@@ -8,9 +8,10 @@ import pytest
 
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine.limits import Drafts, Follows, LogitRows, SamePrompt, TokenBudget, common, standard
+from quire.engine.limits import Drafts, Follows, Limit, LogitRows, SamePrompt, TokenBudget, common, standard
+from quire.engine.policy import FirstCome, Policy
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import RUNNING, Sequence
+from quire.engine.sequence import Sequence
 from quire.engine.types import Event, Request
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result, Row
@@ -25,7 +26,7 @@ def test_token_budget() -> None:
     assert limit.grant(seq, 0, 9) == 5
     limit.charge(seq, 0, 3)
     assert limit.grant(seq, 3, 6) == 2
-    limit.begin({})
+    limit.begin({}, 0)
     assert limit.grant(seq, 3, 6) == 5
     with pytest.raises(ValueError, match="at least one"):
         TokenBudget(0)
@@ -46,7 +47,7 @@ def test_logit_rows_of_prompt_logprobs() -> None:
     assert limit.grant(seq, 0, 9) == 5
     limit.charge(seq, 0, 5)
     assert limit.left == 0
-    limit.begin({})
+    limit.begin({}, 0)
     assert limit.grant(seq, 5, 4) == 4
     limit.charge(seq, 5, 4)  # rows 5, 6 and 7 for the prompt, 8 for the sample
     assert limit.left == 1
@@ -69,9 +70,7 @@ def test_standard() -> None:
 @pytest.mark.parametrize(("running", "each"), [(0, 12), (1, 12), (3, 4), (4, 3), (12, 1), (13, 0), (15, 0), (40, 0)])
 def test_drafts_are_shared_and_leave_room(running: int, each: int) -> None:
     limit, seqs = Drafts(12, 64), [sequence(9) for _ in range(running + 5)]
-    for seq in seqs[:running]:
-        seq.status = RUNNING
-    limit.begin({str(i): seq for i, seq in enumerate(seqs)})
+    limit.begin({str(i): seq for i, seq in enumerate(seqs)}, running)
     assert limit.grant(seqs[0], 8, 20) == 1 + each  # the last token, and what is guessed to follow
     assert limit.grant(seqs[0], 11, 20) == 1 + each  # behind what is in flight
     assert limit.grant(seqs[0], 2, 7) == 7  # tokens that are known are no guesses
@@ -80,9 +79,7 @@ def test_drafts_are_shared_and_leave_room(running: int, each: int) -> None:
 
 def test_drafts_take_at_most_half_of_a_step() -> None:
     limit, seqs = Drafts(100, 32), [sequence(9) for _ in range(4)]
-    for seq in seqs:
-        seq.status = RUNNING
-    limit.begin({str(i): seq for i, seq in enumerate(seqs)})
+    limit.begin({str(i): seq for i, seq in enumerate(seqs)}, len(seqs))
     assert limit.grant(seqs[0], 8, 20) == 1 + (32 // 2 - 4) // 4
 
 
@@ -94,7 +91,7 @@ def test_common(length: int) -> None:
 
 def test_a_prompt_that_is_being_computed_is_waited_for() -> None:
     """Two prompts with 40 tokens in common: the second computes only what the first does not."""
-    scheduler = make(budget=32, limits=standard(64, 4))
+    scheduler = make(budget=32, limits=standard(64, 4), policy=FirstCome())
     for name, more in (("a", 100), ("b", 200), ("c", 300)):
         scheduler.add(
             Request(id=name, tokens=[*range(40), *range(more, more + 4)], sampling=SamplingParams(max_tokens=2))
@@ -129,19 +126,13 @@ def test_a_leader_that_is_gone_holds_nobody_back() -> None:
     assert [(w.key, w.start) for w in plan.work] == [(1, 8)]
 
 
-class Refuse:
+class Refuse(Limit):
     """Lets nobody of one name run."""
 
     admission_only = False
 
-    def begin(self, live: object) -> None:
-        pass
-
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         return 0 if seq.request.id == "never" and start else n
-
-    def charge(self, seq: Sequence, start: int, n: int) -> None:
-        pass
 
     def passes(self, count: int) -> bool:
         return False
@@ -149,11 +140,15 @@ class Refuse:
     def passed(self, count: int) -> None:
         pytest.fail("it does not let everybody pass")
 
-    def opened(self, seq: Sequence) -> None:
-        pass
 
-
-def make(pages: int = 64, budget: int = 64, rows: int = 64, *, limits: tuple[Refuse, ...] | None = None) -> Scheduler:
+def make(
+    pages: int = 64,
+    budget: int = 64,
+    rows: int = 64,
+    *,
+    limits: tuple[Limit, ...] | None = None,
+    policy: Policy | None = None,
+) -> Scheduler:
     return Scheduler(
         PrefixTree(Pool(pages), 4),
         slots=4,
@@ -161,6 +156,7 @@ def make(pages: int = 64, budget: int = 64, rows: int = 64, *, limits: tuple[Ref
         context=1000,
         draw=lambda: 1,
         limits=standard(rows) if limits is None else limits,
+        policy=policy,
     )
 
 
