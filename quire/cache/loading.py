@@ -78,7 +78,10 @@ class Load:
     def wait(self, seconds: float) -> None:
         """Return when it may go on, or after so long."""
         if self._job is not None:
-            self._job.wait(seconds)
+            try:
+                self._job.wait(seconds)
+            except Exception:
+                log.exception("a tier failed while it was waited for")
 
     def finish(self) -> None:
         """Wait until nobody writes the pages. Bytes that are not there yet will not be written at all."""

@@ -32,6 +32,7 @@ from quire.runner.plan import Plan, Result, Row
 from quire.runner.sampler import Masks
 
 WAIT = 0.02  # seconds to wait for a request that is being prepared, when there is nothing else to do
+PAGES_WAIT = 0.005  # seconds to wait for pages on their way, when there is nothing else to do
 STALL = 8  # steps in a row without a plan, a result or an event: no scheduler needs that many to sort itself out
 
 CLOSED = Closed()  # the door where nobody asked for another
@@ -228,6 +229,8 @@ class Engine:
         if self._flight and (plan is None or len(self._flight) > self.depth):
             events += self._collect()
         elif plan is None and not events and self._scheduler.has_work:
+            if self.pages is not None and self.pages.wait(PAGES_WAIT):
+                return events
             self._idle_steps += 1
             if self._idle_steps >= STALL:
                 return self._stalled()

@@ -1,7 +1,8 @@
-"""The cached pages of an engine, for who is outside of its loop: who listens to what is stored and removed.
+"""The cached pages of an engine, for who is outside of its loop: who listens to what is cached, and where more may come from.
 
 Nothing here runs before somebody wants it. Then pages get keys (cache/keys.py), as soon as it is known which weights were
-loaded; until then they have none, and nobody is told of them. Used from the engine's thread, and knows no feature.
+loaded; until then they have none, nobody is told of them, and none are loaded. Used from the engine's thread, and knows
+no feature.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Protocol
 
 from quire.cache.events import Listener
 from quire.cache.keys import Keys
+from quire.cache.loading import Loader
 from quire.cache.prefix_tree import PrefixTree
+from quire.cache.tiers import Tier
 
 
 class Names(Protocol):
@@ -22,11 +25,12 @@ class Names(Protocol):
 
 
 class Pages:
-    """The pages of one engine's tree."""
+    """The pages of one engine's tree. `loader` is the scheduler's source."""
 
-    def __init__(self, tree: PrefixTree, names: Names) -> None:
+    def __init__(self, tree: PrefixTree, names: Names, loader: Loader) -> None:
         self._tree = tree
         self._names = names
+        self._loader = loader
         self._wanted = self._named = False
 
     def listen(self, listener: Listener) -> None:
@@ -39,13 +43,24 @@ class Pages:
         """Tell it nothing more."""
         self._tree.unlisten(listener)
 
+    def load_from(self, tier: Tier | None) -> None:
+        """From now on look there for what the tree does not have. Loads that have begun go on."""
+        self._loader.tier = tier
+        self._name()
+
     def advance(self) -> None:
-        """What is to be done before a step."""
-        if self._wanted and not self._named:
+        """What is to be done before a step; it takes no waiting."""
+        if self._wanted:
             self._name()
+            self._loader.advance()
+
+    def wait(self, seconds: float) -> bool:
+        """Return when pages on their way may have come, or after so long. False: there are none to be waited for."""
+        return self._wanted and self._loader.wait(seconds)
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop what runs in the background, and see to it that nobody writes a page any more."""
+        self._loader.close()
         self._names.close()
 
     def _name(self) -> None:

@@ -27,7 +27,9 @@ class Queue:
         self._heap: list[tuple[tuple[Any, int], Sequence]] = []  # of these; some that wait no more are still in it
         self._listed: set[int] = set()  # keys in the heap: a sequence that comes back is not there twice
         self._sizes: dict[Any, dict[int, dict[int, Sequence]]] = {}  # by rank, by bits of the length, by key
-        self._held: dict[int, tuple[list[tuple[int, int]], dict[int, Sequence]]] = {}  # by the key of who is waited for:
+        self._held: dict[
+            int, tuple[list[tuple[int, int]], dict[int, Sequence]]
+        ] = {}  # by the key of who is waited for:
         # (how far that one must come, key) as a heap, and by key those that still wait for it
         self._holds = 0
 

@@ -26,9 +26,10 @@ from typing import Any
 
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import Limit, TokenBudget, standard
+from quire.engine.loads import Loads, Source
 from quire.engine.policy import FairShare, Policy
 from quire.engine.queue import Queue
-from quire.engine.sequence import FINISHED, RUNNING, WAITING, NoRoom, Sequence, mix_seed
+from quire.engine.sequence import FINISHED, LOADING, RUNNING, WAITING, NoRoom, Sequence, mix_seed
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
@@ -37,7 +38,8 @@ PASSED = 32  # waiting sequences that limits may hold back in one plan, before i
 LOOKED_UP = 64  # pages of a prefix that may be looked up for each plan in which there was no room
 FEW = 4  # steps: a prompt that its share takes longer to compute does not take the last slot while an earlier one is computed
 
-TAKEN, HELD, HELD_BACK, FULL = "taken", "held", "held back", "full"  # what became of a waiting sequence; held: see queue.py
+# What became of a waiting sequence. Held: it is out of the queue, because of another one (queue.py) or of a load (loads.py).
+TAKEN, HELD, HELD_BACK, FULL = "taken", "held", "held back", "full"
 
 _order, _left = attrgetter("order"), attrgetter("left")
 
@@ -49,6 +51,7 @@ class Scheduler:
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
     `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
+    `source`  where pages come from that the tree does not have
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Scheduler:
         drafts: int = 0,
         prefix_cache: bool = True,
         policy: Policy | None = None,
+        source: Source | None = None,
     ) -> None:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least one sequence must be able to run")
@@ -80,6 +84,7 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._policy = FairShare() if policy is None else policy
         self._queue = Queue()
+        self._loads = None if source is None else Loads(tree, source, slots)
         self._running: list[Sequence] = []  # sorted by order
         self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
         self._ids: dict[str, Sequence] = {}
@@ -108,10 +113,11 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        tree = self.tree
+        tree, loading = self.tree, len(self._loads or ())
         return Stats(
             running=len(self._running),
-            waiting=len(self._queue),
+            waiting=len(self._queue) + loading,
+            loading=loading,
             pages_total=tree.pool.size,
             pages_used=tree.pool.size - tree.available(),
             page_size=tree.page_size,
@@ -121,6 +127,7 @@ class Scheduler:
             output_tokens=self._output_tokens,
             prefix_queries=tree.queries,
             prefix_hits=tree.hits,
+            loaded_tokens=0 if self._loads is None else self._loads.loaded,
             preemptions=self._preemptions,
             evictions=tree.evictions,
             drafted_tokens=self._drafted,
@@ -162,6 +169,8 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: str, **news: Any) -> Event:
         if seq.status == RUNNING:
             self._leave(seq)
+        elif seq.status == LOADING and self._loads is not None:
+            self._loads.leave(seq)
         else:
             self._queue.remove(seq)
         seq.status = FINISHED
@@ -186,6 +195,7 @@ class Scheduler:
         """Back to waiting, in its place. What it has published is still cached: resuming is a hit."""
         self._leave(seq)
         seq.epoch += 1
+        seq.loads = 0
         seq.preemptions += 1
         self._preemptions += 1
         seq.status = WAITING
@@ -198,6 +208,8 @@ class Scheduler:
         """The next step, or None when there is nothing to compute before the next commit."""
         self.admitted = []
         self._promised = None
+        if self._loads:
+            self._loaded(self._loads)
         for limit in self._limits:
             limit.begin(self._ids, len(self._running))
         work: list[Work] = []
@@ -214,6 +226,12 @@ class Scheduler:
         self._planned += 1
         self._closed = []
         return plan
+
+    def _loaded(self, loads: Loads) -> None:
+        """Sequences whose pages have come, or will not come in time, are in their places again."""
+        for seq in loads.settle():
+            seq.status = WAITING
+            self._queue.add(seq)
 
     def _single(self, work: list[Work]) -> list[Sequence]:
         """Plan the running sequences that have one token to compute. Returns those that have more.
@@ -421,8 +439,12 @@ class Scheduler:
             if memo is not None:
                 self._not_soon(seq)
             return FULL
+        if self._loads is not None and self._loads.begin(seq, self._reusable(seq)):
+            self._queue.remove(seq)
+            seq.status, seq.no_room = LOADING, None
+            return HELD
         self._queue.remove(seq)
-        seq.computed, seq.slot, seq.no_room = lease.shared * tree.page_size, self._slots.pop(), None
+        seq.computed, seq.slot, seq.no_room = seq.held.shared * tree.page_size, self._slots.pop(), None
         insort(self._running, seq, key=_order)
         self._promise(seq, promised)
         seq.status = RUNNING

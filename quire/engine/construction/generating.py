@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 
 from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
+from quire.cache.loading import Loader
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.cache.secret import Secret
@@ -60,7 +62,6 @@ def build_writing(
     guides = Guides(model.config.vocab_size)
     secret = Secret(env.home)
     tree = _tree(kv)
-    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, guesses, guides)
     runner = open_runner(
         program,
         kv=kv,
@@ -103,7 +104,9 @@ def build_writing(
         max_adapters=0 if adapted is None else config.max_loras,
     )
     idle = program.idle if isinstance(program, Idles) else None
-    pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret))
+    loader = Loader(tree, runner, time.monotonic)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, guesses, guides, loader)
+    pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader)
     return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle, pages=pages), info
 
 
@@ -137,7 +140,14 @@ def _tree(kv: KV) -> PrefixTree:
 
 
 def _scheduler(
-    config: EngineConfig, tree: PrefixTree, context: int, max_rows: int, drafts: int, guesses: int, guides: Guides
+    config: EngineConfig,
+    tree: PrefixTree,
+    context: int,
+    max_rows: int,
+    drafts: int,
+    guesses: int,
+    guides: Guides,
+    loader: Loader,
 ) -> Scheduler:
     ahead = (guesses, config.max_batch_tokens) if drafts else None
     return Scheduler(
@@ -149,6 +159,7 @@ def _scheduler(
         limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
+        source=loader,
     )
 
 

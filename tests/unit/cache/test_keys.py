@@ -30,7 +30,10 @@ def test_the_scheme_is_what_it_was() -> None:
     assert fingerprint(PARTS).hex() == "6d1288b833313a72d0dca5c14601302911c2f1f1cd5090316be1eb4a39889808"
     assert one.root("").hex() == "3ec3ee6a8753f04a41bbc9c74316e6c9b553f5bfb591cab4c363f1f0858210f4"
     assert one.root("tenant").hex() == "630059e8c00c191d0b565680581df106c9c8bc2c60290592dbe0608632483c8e"
-    assert [k.hex() for k in one.chain(one.root(""), [1, 2, 3, 4, 5, 6, 7, 49151])] == ["2ebe6a73e6e13a2990948705ae7f2154f00a1df7bda16b73886306f8f66f0554", "7cf0cc5393a5b1f0685d1fae88a8a6464369bc5185cc0793ba7bce36dbb67e26"]
+    assert [k.hex() for k in one.chain(one.root(""), [1, 2, 3, 4, 5, 6, 7, 49151])] == [
+        "2ebe6a73e6e13a2990948705ae7f2154f00a1df7bda16b73886306f8f66f0554",
+        "7cf0cc5393a5b1f0685d1fae88a8a6464369bc5185cc0793ba7bce36dbb67e26",
+    ]
 
 
 def test_the_scheme_is_what_it_says() -> None:
