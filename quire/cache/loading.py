@@ -63,8 +63,8 @@ class Load:
         if self._job is not None:
             try:
                 well = self._job.ended()
-            except Exception:
-                log.exception("a tier failed while it was loading pages")
+            except Exception as e:
+                log.warning("a tier failed while it was loading pages: %r", e)
                 well = False
             if well is None:
                 return
@@ -80,8 +80,8 @@ class Load:
         if self._job is not None:
             try:
                 self._job.wait(seconds)
-            except Exception:
-                log.exception("a tier failed while it was waited for")
+            except Exception as e:
+                log.warning("a tier failed while it was waited for: %r", e)
 
     def finish(self) -> None:
         """Wait until nobody writes the pages. Bytes that are not there yet will not be written at all."""
@@ -137,8 +137,8 @@ class Loader:
             return None
         try:
             has = [list(tier.has(g, named)) for g in range(len(self._tree.groups))]
-        except Exception:
-            log.exception("a tier could not say what it has")
+        except Exception as e:
+            log.warning("a tier could not say what it has: %r", e)
             return None
         if any(len(each) != len(named) for each in has):
             log.error("a tier was asked for %d pages, and answered for %s", len(named), [len(each) for each in has])
@@ -158,8 +158,8 @@ class Loader:
                     buffer = self._pages.page_buffer(g, len(there))
                     parts.append((Part(g, [key for key, _ in there], buffer), [page for _, page in there]))
             load = Load(self.tier.load([part for part, _ in parts]), parts, self._clock())
-        except Exception:
-            log.exception("a tier could not begin to load pages")
+        except Exception as e:
+            log.warning("a tier could not begin to load pages: %r", e)
             return None
         self._under_way.append(load)
         return load

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from itertools import islice
 from operator import attrgetter
 from typing import Any
 
