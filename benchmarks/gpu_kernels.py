@@ -26,13 +26,13 @@ from benchmarks.gpu_timing import Row, copy_rate, graph_seconds, matmul_rate, of
 from quire.backends.cuda.deterministic import SPLIT
 from quire.backends.cuda.kernels import candidates, fp8
 from quire.backends.cuda.kernels.attention import PROMPT, attention, choose_splits, decode_tile, workspace
+from quire.backends.cuda.kernels.gates import gated_rows
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import shared_attention
 from quire.backends.cuda.kernels.product import product
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.sample import choose
 from quire.backends.cuda.kernels.skinny import skinny
-from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.kernels.tuning import int4_shape, skinny_shape
 from quire.backends.torch.batch import Shared
 
@@ -45,7 +45,7 @@ def products() -> Iterator[Row]:
         for name, (n, k, glu, norm, _) in gpu_sweep.PROJECTIONS.items():
             fused = m == 1 and kind != "w8a8"  # as a backend has it: the norm on the way in, where there is one
             dtype = torch.bfloat16 if kind == "skinny" else fp8.E4M3
-            shape = skinny_shape(n, k, m, dtype, swiglu=glu, fused=fused, eight=kind == "w8a8")
+            shape = skinny_shape(n, k, m, dtype, gated=glu, fused=fused, eight=kind == "w8a8")
             calls, work = gpu_sweep.skinny_calls(name, shape, m, kind, small=False)
             form = {"skinny": "bf16", "fp8": "fp8 w, fp16 x", "w8a8": "fp8"}[kind]
             yield Row(
@@ -53,7 +53,7 @@ def products() -> Iterator[Row]:
             )
             del calls
     for name, (n, k, glu, _, _) in gpu_sweep.PROJECTIONS.items():
-        calls, work = gpu_sweep.int4_calls(name, int4_shape(n, k, swiglu=glu), 1, small=False)
+        calls, work = gpu_sweep.int4_calls(name, int4_shape(n, k, gated=glu), 1, small=False)
         yield Row(f"int4 m=1 {name}", None, graph_seconds(calls), work)
         del calls
 
@@ -65,7 +65,7 @@ def product_error(n: int, k: int, m: int, kind: str, glu: bool, norm: bool) -> f
     half = torch.bfloat16 if kind == "skinny" else torch.float16
     w, x = torch.randn(rows, k, device="cuda").to(half) * k**-0.5, torch.randn(m, k, device="cuda").to(half)
     y = torch.full((m, n), float("nan"), device="cuda", dtype=half)
-    options: dict[str, Any] = {"swiglu": glu}
+    options: dict[str, Any] = {"act": "swiglu" if glu else ""}
     exact_x, exact_w = x.double(), w.double()
     if kind != "skinny":
         w, options["w_scale"] = fp8.quantize_weight(w)
@@ -77,7 +77,7 @@ def product_error(n: int, k: int, m: int, kind: str, glu: bool, norm: bool) -> f
     if norm:
         options |= {"norm": torch.rand(k, device="cuda"), "eps": 1e-5}
         exact_x = exact_x / (exact_x.square().mean(1, keepdim=True) + 1e-5).sqrt() * options["norm"].double()
-    shape = skinny_shape(n, k, m, w.dtype, swiglu=glu, fused=m == 1 and kind != "w8a8", eight=kind == "w8a8")
+    shape = skinny_shape(n, k, m, w.dtype, gated=glu, fused=m == 1 and kind != "w8a8", eight=kind == "w8a8")
     if shape.splits > 1:
         options["part"] = torch.empty(shape.splits, m, n, device="cuda")
     skinny(x, w, y, shape, **options)
@@ -173,13 +173,16 @@ def elementwise() -> Iterator[Row]:
         x = torch.randn(rows, 2 * INNER, device="cuda").bfloat16()
         o = torch.empty(rows, INNER, device="cuda").bfloat16()
         o8, s = torch.empty(rows, INNER, device="cuda", dtype=fp8.E4M3), torch.empty(rows, device="cuda")
-        swiglu(x, o)
+        gated_rows(x, o, "swiglu")
         gate, up = x[:64].double().chunk(2, 1)
         wrong = off(o[:64], gate * torch.sigmoid(gate) * up)
         yield Row(
-            f"SwiGLU {rows} x {INNER}", wrong, graph_seconds([lambda x=x, o=o: swiglu(x, o)] * 8), x.nbytes + o.nbytes
+            f"SwiGLU {rows} x {INNER}",
+            wrong,
+            graph_seconds([lambda x=x, o=o: gated_rows(x, o, "swiglu")] * 8),
+            x.nbytes + o.nbytes,
         )
-        seconds = graph_seconds([lambda x=x, o8=o8, s=s: swiglu(x, o8, scales=s)] * 8)
+        seconds = graph_seconds([lambda x=x, o8=o8, s=s: gated_rows(x, o8, "swiglu", scales=s)] * 8)
         yield Row(f"SwiGLU to fp8 {rows} x {INNER}", None, seconds, x.nbytes + o8.nbytes)
     angles = angle_table(torch.rand(DIM // 2), 8192).cuda()
     for rows in (1, 256, 8192):

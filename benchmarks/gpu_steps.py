@@ -15,10 +15,10 @@ from benchmarks.gpu_timing import graph_seconds
 from quire.backends.cuda.kernels.attention import Tile, attend, choose_splits, decode_tile, workspace
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.fp8 import quantize_rows, scaled_product
+from quire.backends.cuda.kernels.gates import gated_rows
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
 from quire.backends.cuda.kernels.skinny import skinny
-from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.kernels.tuning import FEW, ROWS, skinny_shape
 
 D, H, HK, DIM, INNER, VOCAB = 4096, 32, 8, 128, 14336, 128256
@@ -73,7 +73,7 @@ class Step:
         eight = x.dtype == torch.float8_e4m3fn
         fused = self.rows == 1 and not self.fp8
         shape = skinny_shape(
-            n, x.shape[1], self.rows, w[0].dtype, swiglu=options.get("swiglu", False), fused=fused, eight=eight
+            n, x.shape[1], self.rows, w[0].dtype, gated=bool(options.get("act")), fused=fused, eight=eight
         )
         if eight:
             options["x_scale"] = self.s
@@ -107,7 +107,7 @@ class Step:
             qkv = self.product(self.h, wqkv, self.qkv, **norm)
             out = self.attend(qkv, i)
             self.product(out, wo, self.h, residual=self.h)
-            self.product(self.h, wgu, self.act, swiglu=True, **norm)
+            self.product(self.h, wgu, self.act, act="swiglu", **norm)
             self.product(self.act, wd, self.h, residual=self.h)
         self.product(self.h, self.head, self.logits, **norm)
 
@@ -119,7 +119,7 @@ class Step:
             self.norm(parts, x)
             out = self.attend(self.product(x, wqkv, self.qkv), i)
             self.norm(self.product(self.eight(out), wo, self.x), x)
-            self.product(x, wgu, self.act, swiglu=True)
+            self.product(x, wgu, self.act, act="swiglu")
             parts = self.product(self.eight(self.act), wd, self.x)
         self.norm(parts, x)
         self.product(x, self.head, self.logits)
@@ -149,7 +149,7 @@ class Step:
             out = self.attend(torch.mm(self.x, wqkv[0].t(), out=self.qkv), i)
             self.norm(torch.mm(out, wo[0].t(), out=self.x), self.x)
             torch.mm(self.x, wgu[0].t(), out=self.gate_up)
-            swiglu(self.gate_up, self.act)
+            gated_rows(self.gate_up, self.act, "swiglu")
             torch.mm(self.act, wd[0].t(), out=self.x)
         self.norm(self.x, self.x)
         torch.mm(self.x, self.head[0].t(), out=self.logits)
@@ -163,7 +163,7 @@ class Step:
             scaled_product(x8, s, *wo, self.x)  # type: ignore[arg-type]
             rms_norm(self.x, self.gain, 1e-5, x8, residual=self.h, scales=s)
             scaled_product(x8, s, *wgu, self.gate_up)  # type: ignore[arg-type]
-            swiglu(self.gate_up, self.x8, scales=s)
+            gated_rows(self.gate_up, self.x8, "swiglu", scales=s)
             scaled_product(self.x8, s, *wd, self.x)  # type: ignore[arg-type]
         rms_norm(self.x, self.gain, 1e-5, x8, residual=self.h, scales=s)
         scaled_product(x8, s, *self.head, self.logits)  # type: ignore[arg-type]

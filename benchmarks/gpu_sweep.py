@@ -50,7 +50,7 @@ def skinny_calls(
     half = torch.bfloat16 if w_dtype == torch.bfloat16 else torch.float16  # fp8 becomes fp16 in one instruction
     x = torch.randn(m, k, device="cuda", dtype=half)
     y = torch.empty(m, n, device="cuda", dtype=half)
-    options: dict[str, Any] = {"swiglu": swiglu}
+    options: dict[str, Any] = {"act": "swiglu" if swiglu else ""}
     if kind == "w8a8":
         x, options["x_scale"] = x.to(w_dtype), torch.rand(m, device="cuda")
     if norm and not shape.dot:
@@ -103,7 +103,9 @@ def int4_calls(name: str, shape: Shape, m: int, *, small: bool) -> tuple[list[Ca
         return [], 0
     part = torch.empty(shape.splits, m, n, device="cuda")
     calls = [
-        lambda w=w: int4_product(x, w, scale, zero, y, shape, group=group, swiglu=swiglu, part=part, add_parts=False)
+        lambda w=w: int4_product(
+            x, w, scale, zero, y, shape, group=group, act="swiglu" if swiglu else "", part=part, add_parts=False
+        )
         for w in ws
     ]
     return calls * max(1, 16 // copies), rows * k // 2 + 2 * scale.nbytes
@@ -129,7 +131,7 @@ def tiled_calls(name: str, shape: Shape, m: int, high: int, *, small: bool) -> t
         w.codes.view(torch.uint8).random_(0, 0x70)  # numbers, all of them
         w.scale.uniform_(1e-4, 1e-3)
     x, y = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda").bfloat16()
-    options: dict[str, Any] = {"swiglu": swiglu}
+    options: dict[str, Any] = {"act": "swiglu" if swiglu else ""}
     if high:
         made = GroupedRows.of(x)
         x, options = made.codes, {"x_scale": made.scale, "rows": high}

@@ -26,7 +26,7 @@ def tiled() -> Iterator[Row]:
     for m in (1, 16):
         for name in names:
             n, k, glu, _, _ = PROJECTIONS[name]
-            shape = tiled_shape(n, swiglu=glu)
+            shape = tiled_shape(n, gated=glu)
             calls, work = tiled_calls(name, shape, m, 0, small=False)
             yield Row(f"fp8 tiles m={m} {name}", tiled_error(n, k, m, shape, 0, glu), graph_seconds(calls), work)
             del calls
@@ -62,7 +62,7 @@ def tiled_error(n: int, k: int, m: int, shape: Shape, high: int, glu: bool) -> f
         x, exact, options = made.codes, made.plain(torch.float32).double(), {"x_scale": made.scale, "rows": high}
     if shape.splits > 1:
         options["part"] = torch.empty(shape.splits, m, n, device="cuda")
-    tiled_product(x, w, y, shape, swiglu=glu, **options)
+    tiled_product(x, w, y, shape, act="swiglu" if glu else "", **options)
     want = exact @ w.dequantize().double().T
     if glu:
         gate, up = want.chunk(2, 1)

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "elementwise.h"
 #include "weight.h"
 
 namespace quire {
@@ -127,8 +128,7 @@ struct Kernels {
     // Groups of 32 columns of one row, into lane `lane` of a panel.
     void (*quantize)(const float* x, int first_group, int groups, uint8_t* panel, int lane, const QuantShape& shape);
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
-    void (*add)(const float* a, const float* b, int n, float* out);
-    void (*swiglu)(const float* gate, const float* up, int n, float* out);
+    ElementwiseKernel elementwise[kElementwiseCount];
     void (*rope)(const float* x, const RopeArgs& args, float* out);
     void (*dequantize_row)(const Matrix& w, int row, float* out);
     // Rows [0, m) of x (panels from the first) against blocks [b0, b1) of w, whose first row is column 0 of out.
@@ -143,17 +143,11 @@ struct Kernels {
     void (*attend_latent)(const AttendArgs& args);  // as attend, over latent cells, with latent_scratch() bytes; no window, no cap
     void (*exp)(const float* x, int n, float* out);  // for tests
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);  // bias or nullptr
-    void (*geglu)(const float* gate, const float* up, int n, float* out);
-    void (*gelu)(const float* x, int n, float* out);
-    void (*scale)(const float* x, float factor, int n, float* out);
-    void (*softcap)(const float* x, float cap, int n, float* out);
-    void (*clamped)(const float* gate, const float* up, float limit, int n, float* out);
     void (*accumulate)(const float* x, float factor, int n, float* sum);  // sum += factor * x
     // silu of the sum over taps of weight[j * stride + i] * rows[j][i], for n columns i
     void (*conv)(const float* const* rows, const float* weight, size_t stride, int taps, int n, float* out);
     void (*unit)(const float* x, float factor, int n, float* out);  // x * factor / sqrt(|x|^2 + 1e-6)
     void (*delta)(const DeltaArgs& args);
-    void (*sigmoid_gate)(const float* x, const float* gate, int n, float* out);
     // The sampler's passes over a row; see kernels/sampling.h.
     bool (*peaks)(const float* x, int n, int32_t* out);
     void (*block_masses)(const float* x, int n, const int32_t* peak, int32_t floor, const Weighing& w, uint64_t* out);
@@ -161,6 +155,8 @@ struct Kernels {
     int (*count_above)(const float* x, int n, float own);
     int (*count_equal)(const float* x, int n, float own);
     void (*rule_out)(const float* x, const uint8_t* allowed, int n, float* out);
+
+    ElementwiseKernel operator[](Elementwise op) const { return elementwise[(int)op]; }
 };
 
 // A kernel set that differs from another one in products of whole numbers alone: the rest is compiled once.

@@ -132,6 +132,18 @@ KvShape to_shape(const PoolTuple& t) {
     return {layers, pages, kv_heads, head_dim, types[type], latent, state};
 }
 
+Elementwise to_elementwise(const std::string& name) {
+    for (int i = 0; i < kElementwiseCount; i++)
+        if (name == kElementwise[i].name) return (Elementwise)i;
+    throw std::invalid_argument("no elementwise op is named '" + name + "'");
+}
+
+std::vector<std::string> elementwise_names() {
+    std::vector<std::string> names;
+    for (const ElementwiseOp& op : kElementwise) names.emplace_back(op.name);
+    return names;
+}
+
 using Matrices = std::vector<std::shared_ptr<Matrix>>;
 using Vectors = std::vector<std::shared_ptr<Vector>>;
 
@@ -145,7 +157,7 @@ Experts to_experts(const ExpertsTuple& t) {
     auto fill = [](auto& to, const auto& from) { to.assign(from.begin(), from.end()); };
     fill(x.gate, std::get<0>(t)), fill(x.up, std::get<1>(t)), fill(x.down, std::get<2>(t));
     fill(x.gate_bias, std::get<3>(t)), fill(x.up_bias, std::get<4>(t)), fill(x.down_bias, std::get<5>(t));
-    if ((x.clamped = !std::get<6>(t).empty())) x.limit = std::get<6>(t)[0];
+    if (!std::get<6>(t).empty()) x.act = Elementwise::clamped, x.limit = std::get<6>(t)[0];
     return x;
 }
 
@@ -225,12 +237,9 @@ void bind_plan(nb::module_& m) {
             p.layer_norm(x, std::move(w), std::move(b), eps, heads, out, quant);
         }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("quantize", &Plan::quantize)
-        .def("add", &Plan::add)
-        .def("swiglu", &Plan::swiglu)
-        .def("geglu", &Plan::geglu)
-        .def("gelu", &Plan::gelu)
-        .def("scale", &Plan::scale)
-        .def("softcap", &Plan::softcap)
+        .def("elementwise", [](Plan& p, const std::string& op, const std::vector<int>& inputs, float number, int out) {
+            p.elementwise(to_elementwise(op), inputs, number, out);
+        })
         .def("join", &Plan::join)
         .def("take", &Plan::take)
         .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude) {
@@ -243,8 +252,8 @@ void bind_plan(nb::module_& m) {
             for (const auto& s : segments) list.push_back(to_segment(s));
             p.linear(std::move(list));
         })
-        .def("gated", [](Plan& p, const SegmentTuple& gate, const SegmentTuple& up, bool geglu, int out, int quant) {
-            p.gated(to_segment(gate), to_segment(up), geglu ? Act::Geglu : Act::Swiglu, out, quant);
+        .def("gated", [](Plan& p, const std::string& act, const SegmentTuple& gate, const SegmentTuple& up, int out, int quant) {
+            p.gated(to_elementwise(act), to_segment(gate), to_segment(up), out, quant);
         })
         .def("head_linear", [](Plan& p, int x, std::shared_ptr<Matrix> w, int heads, int out) { p.head_linear(x, std::move(w), heads, out); })
         .def("moe", [](Plan& p, int x, int quant, int logits, const ExpertsTuple& experts, const RoutingTuple& routing, nb::object bias,
@@ -273,7 +282,6 @@ void bind_plan(nb::module_& m) {
                               int group, int key_heads, int heads, int key_dim, size_t at, int out) {
             p.delta_rule(qkv, a, b, std::move(decay), std::move(bias), layer, group, key_heads, heads, key_dim, at, out);
         })
-        .def("sigmoid_gate", &Plan::sigmoid_gate)
         .def("input", &Plan::input)
         .def("output", &Plan::output)
         .def("describe", &Plan::describe)
@@ -328,6 +336,7 @@ NB_MODULE(_native, m) {
     // A process that ends with an error still holds objects in its traceback: no reason to print pages after the message.
     nb::set_leak_warnings(false);
     m.def("available", &available);
+    m.def("elementwise", &elementwise_names);
     m.def("tensor_bytes", &Slot::bytes_of);
     m.def("moe_bytes", [](int rows, int experts, int top, int width, int inner, std::pair<int, bool> x, std::pair<int, bool> y) {
         return moe_bytes(rows, experts, top, width, inner, {x.first, x.second}, {y.first, y.second});
@@ -347,7 +356,7 @@ NB_MODULE(_native, m) {
     m.def("vector", &py_vector);
     bind_plan(m);
     bind_sampler(m);
-    bind_steady(m);
+    bind_decode_steps(m);
     m.def("sampler", [](const Machine& x, int vocabulary) {
         if (vocabulary < 1 || vocabulary > 1 << 28) throw std::invalid_argument("a vocabulary has between 1 and 2^28 tokens");
         return std::make_unique<Sampler>(x.pool, x.kernels, vocabulary);

@@ -11,9 +11,11 @@
 
 namespace quire {
 
-// A handle of one sampler's wish; the vocabulary is that of the sampler.
+struct Slot;
+
+// A handle of one sampler's parameters; the vocabulary is that of the sampler.
 struct Bound {
-    Wish wish;
+    SampleParams params;
     int vocabulary;
 };
 
@@ -29,7 +31,7 @@ std::vector<Seen> seen_of(const Sampler& s, const std::vector<SeenTuple>& seen, 
 nanobind::object output_of(nanobind::handle plan, size_t rows);
 nanobind::object rows_of(nanobind::handle plan, const Slot& slot, size_t rows);
 
-void bind_sampler(nanobind::module_& m);  // Wish, Sampler; who makes samplers is module.cpp
-void bind_steady(nanobind::module_& m);   // Steady; after Plan and Sampler
+void bind_sampler(nanobind::module_& m);  // SampleParams, Sampler; who makes samplers is module.cpp
+void bind_decode_steps(nanobind::module_& m);   // DecodeSteps; after Plan and Sampler
 
 }  // namespace quire

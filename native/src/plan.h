@@ -104,14 +104,12 @@ struct AttendOptions {
     bool wanted = false;                  // of its results, those of logit rows alone are read
 };
 
-enum class Act { Swiglu, Geglu };
-
 // The weights of a mixture: one matrix per expert; biases are empty, or one vector per expert.
 struct Experts {
     std::vector<std::shared_ptr<const Matrix>> gate, up, down;
     std::vector<std::shared_ptr<const Vector>> gate_bias, up_bias, down_bias;
-    bool clamped = false;  // the activation of gpt-oss, with this limit
-    float limit = 0;
+    Elementwise act = Elementwise::swiglu;
+    float limit = 0;  // the number that the activation takes, if it is clamped
 };
 
 class Plan {
@@ -130,18 +128,13 @@ public:
     void layer_norm(int x, std::shared_ptr<const Vector> weight, std::shared_ptr<const Vector> bias, float eps, int heads, int out,
                     int quant_out);
     void quantize(int x, int out);
-    void add(int a, int b, int out);
-    void swiglu(int gate, int up, int out);
-    void geglu(int gate, int up, int out);
-    void gelu(int x, int out);
-    void scale(int x, float factor, int out);
-    void softcap(int x, float cap, int out);
+    void elementwise(Elementwise op, const std::vector<int>& inputs, float number, int out);
     void join(int a, int b, int heads, int out);
     void take(int x, int out);
     int rope_table(const float* frequencies, int dim, bool pairs, double magnitude);
     void rope(int x, int table, int heads, int out);
     void linear(std::vector<Segment> segments);
-    void gated(Segment gate, Segment up, Act act, int out, int quant_out);  // an activation of two linears
+    void gated(Elementwise act, Segment gate, Segment up, int out, int quant_out);  // an activation of two linears
     void head_linear(int x, std::shared_ptr<const Matrix> weight, int heads, int out);
     // Experts read x where they are dense, and quant where they are affine; -1 where none is. `room` is where in the arena
     // moe_bytes() lie that nobody else uses meanwhile.
@@ -155,7 +148,6 @@ public:
     void conv(int x, std::shared_ptr<const Vector> weight, int layer, int group, size_t at, int out);
     void delta_rule(int qkv, int a, int b, std::shared_ptr<const Vector> decay, std::shared_ptr<const Vector> bias, int layer, int group,
                     int key_heads, int heads, int key_dim, size_t at, int out);
-    void sigmoid_gate(int x, int gate, int out);
     // Every row of a sequence sees every row of it that is in the step.
     void encode(int q, int k, int v, int heads, float scale, int out);
     // Adapters: see adapter.h. shrink fills a slot of the site's rank for each of several sites; adapt adds to y.

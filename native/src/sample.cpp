@@ -31,7 +31,7 @@ void Sampler::answer(Row& row, const Ask& ask, Answer& out) const {
     std::vector<int64_t> ids;
     std::vector<double> counts;
     Seen seen = ask.seen;
-    const bool grows = ask.wish->penalizes() && !ask.drafts.empty();
+    const bool grows = ask.params->penalizes() && !ask.drafts.empty();
     if (grows) {  // tokens of this call count for those after them
         ids.assign(seen.ids, seen.ids + seen.size);
         counts.assign(seen.counts, seen.counts + seen.size);
@@ -40,10 +40,10 @@ void Sampler::answer(Row& row, const Ask& ask, Answer& out) const {
         const float* logits = ask.logits + j * ask.stride;
         const uint8_t* allowed = ask.allowed ? ask.allowed + j * ask.allowed_stride : nullptr;
         if (!ids.empty()) seen = {ids.data(), counts.data(), (int64_t)ids.size()};
-        const int32_t token = row.open(logits, j ? nullptr : ask.peaks) ? row.choose(*ask.wish, ask.position + (int64_t)j, seen, allowed) : kBroken;
+        const int32_t token = row.open(logits, j ? nullptr : ask.peaks) ? row.choose(*ask.params, ask.position + (int64_t)j, seen, allowed) : kBroken;
         out.tokens.push_back(token);
         if (token < 0) return;
-        if (ask.wish->logprobs >= 0) out.told.push_back(row.tell(logits, token, ask.wish->logprobs));
+        if (ask.params->logprobs >= 0) out.told.push_back(row.tell(logits, token, ask.params->logprobs));
         if (j == ask.drafts.size() || ask.drafts[j] != token) return;
         if (grows) {
             const size_t at = (size_t)(std::find(ids.begin(), ids.end(), (int64_t)token) - ids.begin());

@@ -22,7 +22,7 @@ namespace quire {
 constexpr int32_t kBroken = -1, kRuledOut = -2;
 
 // How a sequence chooses; made once a request.
-struct Wish {
+struct SampleParams {
     double temperature = 0, typical_p = 1, top_p = 1, min_p = 0;
     double repetition = 1, frequency = 0, presence = 0;
     int64_t top_k = 0, min_tokens = 0;
@@ -43,7 +43,7 @@ struct Seen {
 
 // One sequence of a call: 1 + drafts rows of logits.
 struct Ask {
-    const Wish* wish = nullptr;
+    const SampleParams* params = nullptr;
     const float* logits = nullptr;
     size_t stride = 0;  // floats from one row to the next
     int64_t position = 0;  // tokens generated before the first row

@@ -21,13 +21,13 @@ void check_id(int64_t id, int vocabulary) {
     if (id < 0 || id >= vocabulary) throw std::invalid_argument("a token is outside the vocabulary");
 }
 
-Bound make_wish(const Sampler& s, double temperature, int64_t top_k, double typical_p, double top_p, double min_p, double repetition,
+Bound make_params(const Sampler& s, double temperature, int64_t top_k, double typical_p, double top_p, double min_p, double repetition,
                 double frequency, double presence, int64_t min_tokens, uint64_t seed, int logprobs,
                 std::vector<std::pair<int32_t, double>> bias, std::vector<int32_t> stops) {
     if (!(temperature >= 0.0) || !(repetition > 0.0)) throw std::invalid_argument("temperature or repetition_penalty is out of range");
     for (const auto& entry : bias) check_id(entry.first, s.vocabulary());
     for (int32_t id : stops) check_id(id, s.vocabulary());
-    Wish w;
+    SampleParams w;
     w.temperature = temperature, w.top_k = top_k, w.typical_p = typical_p, w.top_p = top_p, w.min_p = min_p;
     w.repetition = repetition, w.frequency = frequency, w.presence = presence;
     w.min_tokens = min_tokens, w.seed = seed, w.logprobs = logprobs;
@@ -42,16 +42,16 @@ void check_logits(const Sampler& s, const Logits& logits, size_t rows) {
 
 nb::tuple told_tuple(const Told& t) { return nb::make_tuple(t.logprob, t.rank, t.top); }
 
-nb::list choose(Sampler& s, const Logits& logits, const std::vector<const Bound*>& wishes, const std::vector<int64_t>& positions,
+nb::list choose(Sampler& s, const Logits& logits, const std::vector<const Bound*>& params, const std::vector<int64_t>& positions,
                 const std::vector<std::vector<int32_t>>& drafts, const std::vector<SeenTuple>& seen,
                 const std::vector<std::pair<size_t, Allowed>>& masks) {
-    const size_t n = wishes.size();
+    const size_t n = params.size();
     if (positions.size() != n || (!drafts.empty() && drafts.size() != n)) throw std::invalid_argument("sequences differ in number");
     std::vector<Ask> asks(n);
     size_t row = 0;
     for (size_t i = 0; i < n; i++) {
-        if (!wishes[i] || wishes[i]->vocabulary != s.vocabulary()) throw std::invalid_argument("a wish of another sampler");
-        asks[i].wish = &wishes[i]->wish, asks[i].position = positions[i];
+        if (!params[i] || params[i]->vocabulary != s.vocabulary()) throw std::invalid_argument("parameters of another sampler");
+        asks[i].params = &params[i]->params, asks[i].position = positions[i];
         if (!drafts.empty()) asks[i].drafts = drafts[i];
         asks[i].logits = logits.data() + (int64_t)row * logits.stride(0), asks[i].stride = (size_t)logits.stride(0);
         row += 1 + asks[i].drafts.size();
@@ -108,9 +108,9 @@ std::vector<Seen> seen_of(const Sampler& s, const std::vector<SeenTuple>& seen, 
 }
 
 void bind_sampler(nb::module_& m) {
-    nb::class_<Bound>(m, "Wish");
+    nb::class_<Bound>(m, "SampleParams");
     nb::class_<Sampler>(m, "Sampler")
-        .def("wish", &make_wish)
+        .def("params", &make_params)
         .def("choose", &choose, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("logprobs", &logprobs, nb::arg().noconvert(), nb::arg(), nb::arg());
 }

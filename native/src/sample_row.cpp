@@ -77,15 +77,15 @@ double& Sampler::Row::touch(int32_t id) {
 }
 
 // logit_bias, the penalties, the stop ids that min_tokens holds back, and the mask: in this order.
-void Sampler::Row::adjust(const Wish& wish, const Seen& seen, bool held_back, const uint8_t* allowed) {
+void Sampler::Row::adjust(const SampleParams& params, const Seen& seen, bool held_back, const uint8_t* allowed) {
     scores_.resize((size_t)n_);
-    for (const auto& [id, value] : wish.bias) touch(id) += value;
-    if (wish.penalizes())
+    for (const auto& [id, value] : params.bias) touch(id) += value;
+    if (params.penalizes())
         for (int64_t i = 0; i < seen.size; i++) {
             double& score = touch((int32_t)seen.ids[i]);
-            if (wish.repetition != 1.0) score = score > 0.0 ? score / wish.repetition : score * wish.repetition;
+            if (params.repetition != 1.0) score = score > 0.0 ? score / params.repetition : score * params.repetition;
             const double count = seen.counts[i];
-            score -= wish.frequency * count + wish.presence * (count > 0.0 ? 1.0 : 0.0);
+            score -= params.frequency * count + params.presence * (count > 0.0 ? 1.0 : 0.0);
         }
     if (allowed) k_->rule_out(x_, allowed, n_, scores_.data());
     else memcpy(scores_.data(), x_, (size_t)n_ * sizeof(float));
@@ -94,13 +94,13 @@ void Sampler::Row::adjust(const Wish& wish, const Seen& seen, bool held_back, co
         if (allowed && !allowed[t.id]) t.score = -INFINITY;
     }
     if (held_back)
-        for (int32_t id : wish.stops) {
+        for (int32_t id : params.stops) {
             scores_[(size_t)id] = -INFINITY;
             if (place_[(size_t)id]) touched_[(size_t)place_[(size_t)id] - 1].score = -INFINITY;
         }
     for (const Touched& t : touched_) place_[(size_t)t.id] = 0;
     x_ = scores_.data();
-    if (allowed || 4 * (touched_.size() + wish.stops.size()) > (size_t)blocks_) {
+    if (allowed || 4 * (touched_.size() + params.stops.size()) > (size_t)blocks_) {
         look();
         return;
     }
@@ -110,7 +110,7 @@ void Sampler::Row::adjust(const Wish& wish, const Seen& seen, bool held_back, co
     };
     for (const Touched& t : touched_) again(t.id);
     if (held_back)
-        for (int32_t id : wish.stops) again(id);
+        for (int32_t id : params.stops) again(id);
     high_ = *std::max_element(peaks_.begin(), peaks_.end());
 }
 
@@ -313,29 +313,29 @@ double Sampler::Row::reach_of(double share, uint64_t total) const {
 }
 
 // top_k, typical_p, top_p and min_p, each on what the one before it left; then the token that was drawn.
-int32_t Sampler::Row::filter_and_draw(const Wish& wish, uint64_t draw) {
-    const bool by_k = wish.top_k > 0 && wish.top_k < n_, by_typical = wish.typical_p < 1.0, by_p = wish.top_p < 1.0;
+int32_t Sampler::Row::filter_and_draw(const SampleParams& params, uint64_t draw) {
+    const bool by_k = params.top_k > 0 && params.top_k < n_, by_typical = params.typical_p < 1.0, by_p = params.top_p < 1.0;
     uint64_t goal = 0;
     if (by_k) {
-        gather_best(wish.top_k, score_at(-kFar));
+        gather_best(params.top_k, score_at(-kFar));
     } else if (by_p && !by_typical) {  // the whole is weighed block by block, and the list is one that can fill the share
-        goal = goal_of(wish.top_p, weigh_all());
-        const double reach = score_at(-reach_of(wish.top_p, all_));
+        goal = goal_of(params.top_p, weigh_all());
+        const double reach = score_at(-reach_of(params.top_p, all_));
         gather(floor_of_best(std::min(kFew, blocks_ / 2 + 1), reach));
         weigh();
         if (total_ < goal) gather(reach);
     } else {
-        const double far = wish.min_p > 0.0 && !by_typical ? std::min(kFar, 0.001 - log64(wish.min_p) * kLog2E) : kFar;
+        const double far = params.min_p > 0.0 && !by_typical ? std::min(kFar, 0.001 - log64(params.min_p) * kLog2E) : kFar;
         gather(score_at(-far));
     }
     weigh();
-    if (by_typical) typical(wish.typical_p);
+    if (by_typical) typical(params.typical_p);
     Edge edge{-INFINITY, 0, total_};
-    if (by_p) edge = cut(score_.data(), far_.data(), [&](size_t i) { return mass_[i]; }, goal ? goal : goal_of(wish.top_p, total_));
+    if (by_p) edge = cut(score_.data(), far_.data(), [&](size_t i) { return mass_[i]; }, goal ? goal : goal_of(params.top_p, total_));
     const auto inside = [&](size_t i) {
-        return (score_[i] > edge.key || (score_[i] == edge.key && i <= edge.last)) && weight_[i] >= wish.min_p;
+        return (score_[i] > edge.key || (score_[i] == edge.key && i <= edge.last)) && weight_[i] >= params.min_p;
     };
-    if (wish.min_p > 0.0) {
+    if (params.min_p > 0.0) {
         edge.held = 0;
         for (size_t i = 0; i < ids_.size(); i++) edge.held += inside(i) ? mass_[i] : 0;
     }
@@ -348,16 +348,16 @@ int32_t Sampler::Row::filter_and_draw(const Wish& wish, uint64_t draw) {
     return kRuledOut;  // not reached: what is left is below what is inside
 }
 
-int32_t Sampler::Row::choose(const Wish& wish, int64_t position, const Seen& seen, const uint8_t* allowed) {
-    const bool held_back = position < wish.min_tokens && !wish.stops.empty();
-    if (allowed || held_back || !wish.bias.empty() || (wish.penalizes() && seen.size)) adjust(wish, seen, held_back, allowed);
+int32_t Sampler::Row::choose(const SampleParams& params, int64_t position, const Seen& seen, const uint8_t* allowed) {
+    const bool held_back = position < params.min_tokens && !params.stops.empty();
+    if (allowed || held_back || !params.bias.empty() || (params.penalizes() && seen.size)) adjust(params, seen, held_back, allowed);
     const int32_t greedy = best();
-    if (greedy < 0 || wish.temperature == 0.0 || wish.top_k == 1) return greedy;
-    by_ = std::min(1.0 / wish.temperature * kLog2E, DBL_MAX);
-    const uint64_t draw = draw53(wish.seed, (uint64_t)position);
-    const bool by_k = wish.top_k > 0 && wish.top_k < n_;
-    if (!by_k && wish.typical_p >= 1.0 && wish.top_p >= 1.0 && wish.min_p <= 0.0) return draw_from_all(draw);
-    return filter_and_draw(wish, draw);
+    if (greedy < 0 || params.temperature == 0.0 || params.top_k == 1) return greedy;
+    by_ = std::min(1.0 / params.temperature * kLog2E, DBL_MAX);
+    const uint64_t draw = draw53(params.seed, (uint64_t)position);
+    const bool by_k = params.top_k > 0 && params.top_k < n_;
+    if (!by_k && params.typical_p >= 1.0 && params.top_p >= 1.0 && params.min_p <= 0.0) return draw_from_all(draw);
+    return filter_and_draw(params, draw);
 }
 
 // Of the logits as they are: log-softmax, how many come before, and the best.

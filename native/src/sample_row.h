@@ -25,7 +25,7 @@ public:
         return look(peaks);
     }
 
-    int32_t choose(const Wish& wish, int64_t position, const Seen& seen, const uint8_t* allowed);
+    int32_t choose(const SampleParams& params, int64_t position, const Seen& seen, const uint8_t* allowed);
     Told tell(const float* logits, int32_t token, int top);
 
 private:
@@ -42,11 +42,11 @@ private:
 
     bool look(const int32_t* known = nullptr);
     double& touch(int32_t id);
-    void adjust(const Wish& wish, const Seen& seen, bool held_back, const uint8_t* allowed);
+    void adjust(const SampleParams& params, const Seen& seen, bool held_back, const uint8_t* allowed);
     int32_t best();
     uint64_t weigh_all();
     int32_t draw_from_all(uint64_t draw);
-    int32_t filter_and_draw(const Wish& wish, uint64_t draw);
+    int32_t filter_and_draw(const SampleParams& params, uint64_t draw);
 
     void gather(double floor);
     double floor_of_best(int64_t k, double floor);

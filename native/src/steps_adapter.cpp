@@ -45,7 +45,7 @@ struct Shrink : Step {
         e.out = run.plan.floats(*i.to, i.row);
         e.out_stride = i.to->stride / sizeof(float);
         k.linear_dense(a, 0, a.blocks, run.plan.floats(in, i.row), in.stride / sizeof(float), i.rows, e);
-        for (int r = 0; i.pair->scale != 1.0f && r < i.rows; r++) k.scale(run.plan.floats(*i.to, i.row + r), i.pair->scale, a.n, run.plan.floats(*i.to, i.row + r));
+        for (int r = 0; i.pair->scale != 1.0f && r < i.rows; r++) k[Elementwise::scale](run.plan.floats(*i.to, i.row + r), nullptr, i.pair->scale, a.n, run.plan.floats(*i.to, i.row + r));
     }
 };
 

@@ -1,4 +1,4 @@
-// Linear steps: several weights over one input in one step, the gated pair with SwiGLU or GeGLU (and int8) in its tail, and
+// Linear steps: several weights over one input in one step, the gated pair with its activation (and int8) in its tail, and
 // one matrix whose heads each read columns of their own.
 #include <string.h>
 
@@ -130,7 +130,7 @@ struct Gated : Shared {
     Part gate, up;
     Slot out, quant;
     bool keep = false, quantized = false;
-    Act act = Act::Swiglu;
+    ElementwiseKernel act = nullptr;
 
     void prepare(const Run& run) override { share((gate.segment.weight->blocks + 1) / 2, run.rows(gate.in), run.threads, kWide); }
     int items(const Run& run) const override { return times(run.rows(gate.in)); }
@@ -160,11 +160,10 @@ struct Gated : Shared {
         e.then = then;
         multiply(run, up, b0, b1, m0, m, e);
         adapt(run, up, b0, b1, m0, m, e);
-        const Kernels& k = run.plan.kernels();
         const int count = n - 32 * g0 < width ? n - 32 * g0 : width;
         for (int r = 0; r < m; r++, g += width, u += width) {
             float* to = keep ? run.plan.floats(out, m0 + r) + 32 * g0 : g;
-            (act == Act::Swiglu ? k.swiglu : k.geglu)(g, u, count, to);
+            act(g, u, 0.0f, count, to);
             if (quantized) run.plan.quantize_row(quant, m0 + r, to, g0, g1 - g0);
         }
     }
@@ -241,7 +240,8 @@ void Plan::linear(std::vector<Segment> segments) {
     steps_.push_back(std::move(step));
 }
 
-void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
+void Plan::gated(Elementwise act, Segment gate, Segment up, int out, int quant_out) {
+    if (row_of(act).inputs != 2) refuse("gated: the activation does not read two tensors");
     check_segment(gate);
     check_segment(up);
     auto step = std::make_unique<Gated>();
@@ -254,7 +254,7 @@ void Plan::gated(Segment gate, Segment up, Act act, int out, int quant_out) {
     if (!step->keep && !step->quantized) refuse("gated: no output");
     for (const Slot* s : {step->keep ? &step->out : &step->quant, step->quantized ? &step->quant : &step->out})
         if (s->width != n || s->per_token != step->gate.in.per_token) refuse("gated: shapes differ");
-    step->act = act;
+    step->act = (*kernels_)[act];
     need_scratch(2 * kWide * 32 * kRows * sizeof(float));
     steps_.push_back(std::move(step));
 }

@@ -208,8 +208,7 @@ struct GateUp : MoeStep {
         for (int r = 0; r < t.rows; r++, g += width, u += width) {
             const int position = t.at + r;
             float* out = rounded ? g : moe->inner_row(run, position) + 32 * g0;
-            if (w.clamped) k.clamped(g, u, w.limit, count, out);
-            else k.swiglu(g, u, count, out);
+            k[w.act](g, u, w.limit, count, out);
             if (rounded) k.quantize(out, g0, g1 - g0, moe->inner_panel(run, position), position % 16, moe->inner_shape);
         }
     }

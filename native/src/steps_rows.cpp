@@ -1,4 +1,4 @@
-// Steps that treat each row on its own: embed, norms, quantize, add, activations, join, take, rope.
+// Steps that treat each row on its own: embed, norms, quantize, elementwise ops, join, take, rope.
 #include <math.h>
 #include <string.h>
 
@@ -71,28 +71,14 @@ struct Quantize : RowStep {
     }
 };
 
-struct Pairwise : RowStep {
+struct ElementwiseStep : RowStep {
     const char* label = "";
     const char* name() const override { return label; }
-    Slot a, b;
-    void (*kernel)(const float*, const float*, int, float*) = nullptr;
+    Slot inputs[2];  // both the same where the op reads one
+    ElementwiseKernel kernel = nullptr;
+    float number = 0;
     void row(const Run& run, int t, int) const override {
-        kernel(run.plan.floats(a, t), run.plan.floats(b, t), out.width, run.plan.floats(out, t));
-    }
-};
-
-struct Single : RowStep {
-    enum Kind { Gelu, Scale, Softcap };
-    const char* name() const override { return kind == Gelu ? "gelu" : kind == Scale ? "scale" : "softcap"; }
-    Slot x;
-    Kind kind = Gelu;
-    float by = 0;
-    void row(const Run& run, int t, int) const override {
-        const Kernels& k = run.plan.kernels();
-        const float* from = run.plan.floats(x, t);
-        float* to = run.plan.floats(out, t);
-        if (kind == Gelu) k.gelu(from, x.width, to);
-        else (kind == Scale ? k.scale : k.softcap)(from, by, x.width, to);
+        kernel(run.plan.floats(inputs[0], t), run.plan.floats(inputs[1], t), number, out.width, run.plan.floats(out, t));
     }
 };
 
@@ -190,54 +176,20 @@ void Plan::quantize(int x, int out) {
     steps_.push_back(std::move(step));
 }
 
-void Plan::add(int a, int b, int out) {
-    auto step = std::make_unique<Pairwise>();
-    step->label = "add";
-    step->kernel = kernels_->add;
-    step->a = floats_slot(a, "add's input");
-    step->b = floats_slot(b, "add's input");
-    step->out = floats_slot(out, "add's output");
-    for (const Slot* s : {&step->a, &step->b})
-        if (s->width != step->out.width || s->per_token != step->out.per_token) refuse("add, swiglu or geglu: shapes differ");
+void Plan::elementwise(Elementwise op, const std::vector<int>& inputs, float number, int out) {
+    const ElementwiseOp& own = row_of(op);
+    const std::string name = own.name;
+    if ((int)inputs.size() != own.inputs) refuse(name + ": it reads " + std::to_string(own.inputs) + " tensors");
+    auto step = std::make_unique<ElementwiseStep>();
+    step->label = own.name;
+    step->kernel = (*kernels_)[op];
+    step->number = number;
+    step->out = floats_slot(out, "an elementwise op's output");
+    for (int i = 0; i < 2; i++) {
+        const Slot& s = step->inputs[i] = floats_slot(inputs[inputs.size() > 1 ? (size_t)i : 0], "an elementwise op's input");
+        if (s.width != step->out.width || s.per_token != step->out.per_token) refuse(name + ": shapes differ");
+    }
     steps_.push_back(std::move(step));
-}
-
-void Plan::swiglu(int gate, int up, int out) {
-    add(gate, up, out);
-    static_cast<Pairwise&>(*steps_.back()).label = "swiglu";
-    static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->swiglu;
-}
-
-void Plan::geglu(int gate, int up, int out) {
-    add(gate, up, out);
-    static_cast<Pairwise&>(*steps_.back()).label = "geglu";
-    static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->geglu;
-}
-
-void Plan::sigmoid_gate(int x, int gate, int out) {
-    add(x, gate, out);
-    static_cast<Pairwise&>(*steps_.back()).label = "sigmoid_gate";
-    static_cast<Pairwise&>(*steps_.back()).kernel = kernels_->sigmoid_gate;
-}
-
-void Plan::gelu(int x, int out) {
-    auto step = std::make_unique<Single>();
-    step->x = floats_slot(x, "gelu's input");
-    step->out = floats_slot(out, "gelu's output");
-    if (step->x.width != step->out.width || step->x.per_token != step->out.per_token) refuse("gelu, scale or softcap: shapes differ");
-    steps_.push_back(std::move(step));
-}
-
-void Plan::scale(int x, float factor, int out) {
-    gelu(x, out);
-    static_cast<Single&>(*steps_.back()).kind = Single::Scale;
-    static_cast<Single&>(*steps_.back()).by = factor;
-}
-
-void Plan::softcap(int x, float cap, int out) {
-    gelu(x, out);
-    static_cast<Single&>(*steps_.back()).kind = Single::Softcap;
-    static_cast<Single&>(*steps_.back()).by = cap;
 }
 
 void Plan::join(int a, int b, int heads, int out) {

@@ -284,6 +284,11 @@ void test_quantize(const Kernels& isa, const Kernels& scalar) {
         }
 }
 
+// One row through an elementwise op of both sets; an op that reads one tensor does not look at y.
+void elementwise(const Kernels& isa, const Kernels& scalar, Elementwise op, const float* x, const float* y, int n, float* a, float* b) {
+    isa[op](x, y, row_of(op).number, n, a), scalar[op](x, y, row_of(op).number, n, b);
+}
+
 void test_rows(const Kernels& isa, const Kernels& scalar) {
     std::vector<float> x = floats(4096, 30), y = floats(4096), a(4096), b(4096);
     const float special[] = {0.0f, -0.0f, INFINITY, -INFINITY, 88.7f, 88.8f, -87.4f, -103.9f, -104.1f, 1e-30f};
@@ -295,14 +300,14 @@ void test_rows(const Kernels& isa, const Kernels& scalar) {
             double want = exp((double)x[(size_t)i]), ulp = fmax(want * 0x1p-23, 0x1p-149);
             if (isfinite(want) && want < 3.4e38 && !(fabs(a[(size_t)i] - want) <= 2 * ulp)) failures++, printf("FAILED exp(%g)\n", x[(size_t)i]);
         }
-        isa.swiglu(x.data(), y.data(), n, a.data()), scalar.swiglu(x.data(), y.data(), n, b.data());
+        elementwise(isa, scalar, Elementwise::swiglu, x.data(), y.data(), n, a.data(), b.data());
         for (int i = 0; i < n; i++)  // infinity times zero: any NaN will do
             if (isnan(a[(size_t)i]) && isnan(b[(size_t)i])) a[(size_t)i] = b[(size_t)i] = 0;
         same(isa.name, "swiglu", a.data(), b.data(), (size_t)n * 4);
         isa.rms_norm(y.data(), x.data() + 16, 1e-5f, n < 4080 ? n : 4080, a.data());
         scalar.rms_norm(y.data(), x.data() + 16, 1e-5f, n < 4080 ? n : 4080, b.data());
         same(isa.name, "rms_norm", a.data(), b.data(), (size_t)n * 4);
-        isa.add(x.data() + 16, y.data(), n < 4080 ? n : 4080, a.data()), scalar.add(x.data() + 16, y.data(), n < 4080 ? n : 4080, b.data());
+        elementwise(isa, scalar, Elementwise::add, x.data() + 16, y.data(), n < 4080 ? n : 4080, a.data(), b.data());
         same(isa.name, "add", a.data(), b.data(), (size_t)n * 4);
     }
     for (bool pairs : {false, true})
@@ -321,7 +326,7 @@ void test_states(const Kernels& isa, const Kernels& scalar) {
         const float* rows[4] = {x.data(), x.data() + n, x.data() + 2 * n, x.data() + 3 * n};
         isa.conv(rows, w.data(), (size_t)n, 4, n, a.data()), scalar.conv(rows, w.data(), (size_t)n, 4, n, b.data());
         same(isa.name, "conv", a.data(), b.data(), (size_t)n * 4);
-        isa.sigmoid_gate(w.data(), x.data(), n, a.data()), scalar.sigmoid_gate(w.data(), x.data(), n, b.data());
+        elementwise(isa, scalar, Elementwise::sigmoid_gate, w.data(), x.data(), n, a.data(), b.data());
         same(isa.name, "sigmoid_gate", a.data(), b.data(), (size_t)n * 4);
         isa.unit(x.data(), 0.25f, n, a.data()), scalar.unit(x.data(), 0.25f, n, b.data());
         same(isa.name, "unit", a.data(), b.data(), (size_t)n * 4);
@@ -354,24 +359,16 @@ void test_activations(const Kernels& isa, const Kernels& scalar) {
                 if (isnan(a[(size_t)i]) && isnan(b[(size_t)i])) a[(size_t)i] = b[(size_t)i] = 0;
             same(isa.name, what, a.data(), b.data(), (size_t)n * 4);
         };
-        isa.geglu(x.data(), y.data(), n, a.data()), scalar.geglu(x.data(), y.data(), n, b.data());
-        agree("geglu");
-        isa.gelu(x.data(), n, a.data()), scalar.gelu(x.data(), n, b.data());
-        for (int i = 0; i < n; i++) {
-            const double v = (double)x[(size_t)i], want = 0.5 * v * erfc(-v / sqrt(2.0));
-            if (isfinite(want) && !(fabs(a[(size_t)i] - want) <= 4e-7 * fabs(v))) failures++, printf("FAILED gelu(%g)\n", v);
+        for (int i = (int)Elementwise::sigmoid_gate + 1; i < kElementwiseCount; i++) {  // those before it have tests of their own
+            const Elementwise op = (Elementwise)i;
+            elementwise(isa, scalar, op, x.data(), y.data(), n, a.data(), b.data());
+            for (int c = 0; c < n; c++) {
+                const double v = (double)x[(size_t)c], got = (double)a[(size_t)c], gelu = 0.5 * v * erfc(-v / sqrt(2.0)), cap = 3.5 * tanh(v / 3.5);
+                if (op == Elementwise::gelu && isfinite(gelu) && !(fabs(got - gelu) <= 4e-7 * fabs(v))) failures++, printf("FAILED gelu(%g)\n", v);
+                if (op == Elementwise::softcap && !isnan(v) && !(fabs(got - cap) <= 5e-7 * fabs(cap))) failures++, printf("FAILED softcap(%g)\n", v);
+            }
+            agree(row_of(op).name);
         }
-        agree("gelu");
-        isa.clamped(x.data(), y.data(), 2.5f, n, a.data()), scalar.clamped(x.data(), y.data(), 2.5f, n, b.data());
-        agree("clamped");
-        isa.softcap(x.data(), 3.5f, n, a.data()), scalar.softcap(x.data(), 3.5f, n, b.data());
-        for (int i = 0; i < n; i++) {
-            const double v = (double)x[(size_t)i], want = 3.5 * tanh(v / 3.5);
-            if (!isnan(v) && !(fabs(a[(size_t)i] - want) <= 5e-7 * fabs(want))) failures++, printf("FAILED softcap(%g)\n", v);
-        }
-        agree("softcap");
-        isa.scale(x.data(), 0.3f, n, a.data()), scalar.scale(x.data(), 0.3f, n, b.data());
-        agree("scale");
         a = b = w;
         isa.accumulate(y.data(), 0.7f, n, a.data()), scalar.accumulate(y.data(), 0.7f, n, b.data());
         agree("accumulate");
@@ -640,7 +637,7 @@ void test_plan(const Kernels* kernels, const AttendOptions& options) {
     plan.store(k, v, rope, q, q2, 0);
     plan.attend(q2, 0, 4, 0.25f, a, aq, options);
     const auto gate = rounded(96, d), up = rounded(96, d);  // in this order on every machine
-    plan.gated({gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, Act::Swiglu, -1, f);
+    plan.gated(Elementwise::swiglu, {gate, nullptr, aq, -1, -1}, {up, nullptr, aq, -1, -1}, -1, f);
     if (options.window) {
         const int e = slot(d, false, true);
         plan.encode(q2, k, v, 4, 0.25f, e);
@@ -667,7 +664,7 @@ void test_mixture(const Kernels* kernels) {
     };
     for (int e = 0; e < count; e++) put(experts.gate, e % 3 == 0, f, d), put(experts.up, e % 2 == 0, f, d), put(experts.down, e % 2, d, f);
     for (bool sigmoid : {false, true}) {
-        experts.clamped = sigmoid, experts.limit = 2;
+        experts.act = sigmoid ? Elementwise::clamped : Elementwise::swiglu, experts.limit = 2;
         Routing routing;
         routing.top = 3, routing.groups = 3, routing.top_groups = 2, routing.sigmoid = routing.pair = sigmoid, routing.renormalize = true;
         const size_t room = moe_bytes(rows, count, 3, d, f, {true, true}, {true, true});
@@ -753,15 +750,15 @@ void test_sampling(const Kernels* isa, const Kernels* scalar) {
     }
     const int vocabulary = 20011, rows = 24;
     const std::vector<float> logits = floats((size_t)(rows * vocabulary), 4);
-    std::vector<Wish> wishes((size_t)rows);
+    std::vector<SampleParams> params((size_t)rows);
     std::vector<Ask> asks((size_t)rows);
     for (int i = 0; i < rows; i++) {
-        Wish& w = wishes[(size_t)i];
+        SampleParams& w = params[(size_t)i];
         w.temperature = i % 5 ? 0.4 + i % 4 : 0.0, w.seed = (uint64_t)i * 77;
         w.top_k = i % 3 == 1 ? 1 << (i % 12) : 0, w.top_p = i % 4 == 1 ? 0.9 : 1.0, w.min_p = i % 7 == 2 ? 0.05 : 0.0;
         w.typical_p = i % 8 == 3 ? 0.8 : 1.0, w.logprobs = i % 6 - 1;
         if (i % 3 == 0) w.bias = {{below(vocabulary), 7.5}, {below(vocabulary), -3.0}};
-        asks[(size_t)i].wish = &w, asks[(size_t)i].logits = logits.data() + i * vocabulary, asks[(size_t)i].position = i;
+        asks[(size_t)i].params = &w, asks[(size_t)i].logits = logits.data() + i * vocabulary, asks[(size_t)i].position = i;
     }
     std::vector<Answer> together, alone, plain;
     Sampler many(std::make_shared<ThreadPool>(3), isa, vocabulary), one(std::make_shared<ThreadPool>(1), scalar, vocabulary);

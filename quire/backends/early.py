@@ -10,26 +10,9 @@ from __future__ import annotations
 
 from quire.backends.recorder import Instruction, Recording, Value
 
-# What a row gives depends on that row alone, and nothing but the number of rows changes. Not embed, rope and attention: they read the
-# batch's arrays, which are per token.
-ROWWISE = frozenset(
-    [
-        "norm",
-        "layer_norm",
-        "linear",
-        "adapt",
-        "add",
-        "swiglu",
-        "geglu",
-        "gelu",
-        "scale",
-        "softcap",
-        "join",
-        "head_linear",
-        "moe",
-        "sigmoid_gate",
-    ]
-)
+# What a row gives depends on that row alone, and nothing but the number of rows changes; so it is with every elementwise op. Not
+# embed, rope and attention: they read the batch's arrays, which are per token.
+ROWWISE = frozenset(["norm", "layer_norm", "linear", "adapt", "join", "head_linear", "moe"])
 
 
 def take_early(recording: Recording) -> Recording:
@@ -70,7 +53,7 @@ def _only_taken(program: list[Instruction], output: Value) -> dict[int, Instruct
         if i.op == "take":
             continue
         writes = i.writes()
-        if i.op in ROWWISE and all(v.per_token and v not in needed for v in writes):
+        if (i.op in ROWWISE or i.elementwise is not None) and all(v.per_token and v not in needed for v in writes):
             found[id(i)] = i
         else:
             needed.update(i.reads())

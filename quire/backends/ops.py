@@ -4,7 +4,8 @@ A model combines tensors only through `Ops`, so a run of its `forward` is a prog
 it goes, the native backend records it once and replays it, the CUDA backend launches or captures it. Tensors are
 two-dimensional, [rows, width]; a vector weight is [width]. There is no data-dependent control flow.
 
-`TABLE` names each op with its shapes and the error it may show; `cases.py` generates its inputs. The conformance test
+`TABLE` names each op with its shapes and the error it may show; `cases` generates its inputs. The elementwise ops are declared in
+elementwise.py, and their rows follow from that. The conformance test
 (`tests/unit/backends/test_conformance.py`) is made from the two and runs every case on every backend against the
 reference; a new op is not done before its row is here.
 """
@@ -20,20 +21,20 @@ import numpy.typing as npt
 
 from quire.backends.adapters import Site
 from quire.backends.batch import I32, Batch
+from quire.backends.elementwise import ELEMENTWISE, ElementwiseOps
+from quire.backends.elementwise import Tensor as Tensor
 from quire.backends.kv import KV
 from quire.backends.outputs import Hidden
 from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.observe.errors import Unsupported
 
-Tensor: TypeAlias = Any  # an array, or a symbol while recording
-
 QUANTIZE = ("none", "fp8", "fp8-block", "int8", "int4", "keep")
 """What matrices may become as they are loaded; `keep` is four-bit codes of the file as they are."""
 
 
-class Ops(Protocol):
-    """What a model is written over."""
+class Ops(ElementwiseOps, Protocol):
+    """What a model is written over: these ops, and the elementwise ones."""
 
     def embed(self, ids: Tensor, table: Layout) -> Tensor:
         """Row ids[t] of the table, as float32. [T] -> [T, d]"""
@@ -57,10 +58,6 @@ class Ops(Protocol):
 
         `rows` is batch.adapters, or batch.taken_adapters once rows were taken. y [T, n], x [T, k] -> [T, n]
         """
-        ...
-
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b."""
         ...
 
     def rope(self, x: Tensor, pos: Tensor, rope: Rope, heads: int) -> Tensor:
@@ -144,30 +141,6 @@ class Ops(Protocol):
         """
         ...
 
-    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate)."""
-        ...
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate * sigmoid(gate) * up."""
-        ...
-
-    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up, with the tanh form of gelu: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
-        ...
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """x * normal_cdf(x): the exact form, 0.5 x (1 + erf(x / sqrt(2)))."""
-        ...
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x * float32(factor)."""
-        ...
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap)."""
-        ...
-
     def join(self, a: Tensor, b: Tensor, heads: int) -> Tensor:
         """The columns of each head of a, then those of the same head of b. [T, H * m], [T, H * n] -> [T, H * (m + n)]"""
         ...
@@ -199,7 +172,7 @@ class Ops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A row of the table. `cases` of cases.py is `<name>_cases`."""
+    """A row of the table. Its cases are `cases.of(name, ...)`."""
 
     name: str
     shapes: str
@@ -216,7 +189,6 @@ TABLE: tuple[Op, ...] = (
         "float32 sums; for Affine weights also half an int8 step of x per 32 columns, for f16 ones a 16-bit step of x and a 14-bit step of w",
     ),
     Op("adapt", "y [T, n], x [T, k], a pair [r, k] and [n, r] for each row -> [T, n]", "float32 sums"),
-    Op("add", "[T, d], [T, d] -> [T, d]", "exact"),
     Op("rope", "x [T, heads * D], pos [T] -> same", "4e-6 absolute for unit inputs"),
     Op(
         "attention",
@@ -231,16 +203,11 @@ TABLE: tuple[Op, ...] = (
     Op("encode", "q [T, H * D], k and v [T, Hk * D] -> [T, H * D]", "2e-5 absolute for unit inputs"),
     Op("conv", "x [T, n], weight [K * n] -> [T, n]", "2e-6 of the row's largest"),
     Op("delta_rule", "qkv [T, 2 Hk Dk + H Dv], a, b [T, H] -> [T, H Dv]", "1e-5 absolute for unit inputs"),
-    Op("sigmoid_gate", "x [T, d], gate [T, d] -> [T, d]", "2e-6 relative"),
-    Op("swiglu", "gate [T, d], up [T, d] -> [T, d]", "2e-6 relative"),
-    Op("geglu", "gate [T, d], up [T, d] -> [T, d]", "4e-6 relative to |gate * up|"),
-    Op("gelu", "x [T, d] -> [T, d]", "4e-6 relative to |x|"),
-    Op("scale", "x [T, d] -> [T, d]", "exact"),
-    Op("softcap", "x [T, d] -> [T, d]", "4e-6 of the cap"),
     Op("join", "a [T, H * m], b [T, H * n] -> [T, H * (m + n)]", "exact"),
     Op("head_linear", "x [T, H * k], weight [H * n, k] -> [T, H * n]", "as linear"),
     Op("moe", "x [T, d], logits [T, E], E experts -> [T, d]", "as three products in a row"),
     Op("take", "x [T, d], rows [L] -> [L, d]", "exact"),
+    *(Op(op.name, op.shapes, str(op.within)) for op in ELEMENTWISE.values()),
 )
 
 
@@ -394,14 +361,14 @@ class Needs:
 class HostSampler(Protocol):
     """Chooses tokens from rows of logits in one call, as quire/runner/rules.py and masses.py define it, bit for bit."""
 
-    def wish(self, *params: Any) -> Any:
-        """What a stream asks for, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
+    def params(self, *params: Any) -> Any:
+        """How a stream samples, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
         ...
 
     def choose(
         self,
         logits: Floats,
-        wishes: Sequence[Any],
+        params: Sequence[Any],
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
         seen: Sequence[tuple[int, Any, Any]],
@@ -440,7 +407,7 @@ class HostSteps(Protocol):
         """Compute the next token of each of these slots: their logits. None: nothing was done, one of them is special."""
         ...
 
-    def choose(self, wishes: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
+    def choose(self, params: Sequence[Any], seen: Sequence[tuple[int, Any, Any]]) -> list[int] | None:
         """The tokens after it, as HostSampler.choose finds them, with its `seen`. None: nothing was done, there is more to say than a token."""
         ...
 

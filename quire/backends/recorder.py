@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from quire.backends.adapters import Site
 from quire.backends.batch import Batch
+from quire.backends.elementwise import Elementwise, ElementwiseOps
 from quire.backends.ops import KV, Forward, Tensor
 from quire.backends.outputs import Hidden, check_keep
 from quire.layouts import Affine, Dense, Experts, Layout, Rope, Routing
@@ -60,7 +61,7 @@ class Instruction:
     span: int = 0  # attend: columns of the queries that share a key
     bias: Dense | None = None  # layer_norm
     window: int = 0  # attend; 0: everything
-    cap: float = 0.0  # attend and softcap; 0: none
+    cap: float = 0.0  # attend; 0: none
     wanted: bool = False  # attend: of its result, logit rows alone are read
     experts: Experts | None = None
     routing: Routing | None = None
@@ -68,6 +69,8 @@ class Instruction:
     key_heads: int = 0  # delta_rule
     key_dim: int = 0
     sites: list[Site] = field(default_factory=list)  # adapt: one
+    elementwise: Elementwise | None = None  # what it is; of a fused `gated`, the activation
+    number: float = 0.0  # of an elementwise op that takes one
     hidden: Hidden | None = None  # keep: what its input is asked for as
 
     def reads(self) -> list[Value]:
@@ -124,7 +127,7 @@ class Recording:
     output: Value
 
 
-class Recorder:
+class Recorder(ElementwiseOps):
     """Ops whose calls append instructions and return symbols."""
 
     def __init__(self, kv: KV, keep: Sequence[Hidden] = ()):
@@ -185,25 +188,17 @@ class Recorder:
         self.instructions.append(Instruction("adapt", [v, w], [out], sites=[site]))
         return out
 
-    def add(self, a: Tensor, b: Tensor) -> Value:
-        return self._pairwise("add", a, b)
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Value:
-        return self._pairwise("swiglu", gate, up)
-
-    def geglu(self, gate: Tensor, up: Tensor) -> Value:
-        return self._pairwise("geglu", gate, up)
-
-    def gelu(self, x: Tensor) -> Value:
-        return self._single("gelu", x)
-
-    def scale(self, x: Tensor, factor: float) -> Value:
-        return self._single("scale", x, scale=float(factor))
-
-    def softcap(self, x: Tensor, cap: float) -> Value:
-        if not cap > 0.0:
-            raise ValueError(f"softcap: the cap is {cap}: it must be a positive number")
-        return self._single("softcap", x, cap=float(cap))
+    def elementwise(self, op: Elementwise, *inputs: Tensor, number: float = 0.0) -> Value:
+        values = [_value(x, op.name) for x in inputs]
+        first = values[0]
+        if any(v.width != first.width or v.per_token != first.per_token for v in values):
+            shown = " and ".join(str(v.width) for v in values)
+            raise ValueError(f"{op.name}: the inputs have different shapes, {shown} columns")
+        if op.number is not None and op.number.positive and not number > 0.0:
+            raise ValueError(f"{op.name}: the {op.number.name} is {number}: it must be a positive number")
+        out = Value(first.width, first.per_token)
+        self.instructions.append(Instruction(op.name, values, [out], elementwise=op, number=float(number)))
+        return out
 
     def join(self, a: Tensor, b: Tensor, heads: int) -> Value:
         x, y = _value(a, "join"), _value(b, "join")
@@ -379,9 +374,6 @@ class Recorder:
         self.instructions.append(made)
         return out
 
-    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Value:
-        return self._pairwise("sigmoid_gate", x, gate)
-
     def _state(self, batch: Batch, layer: int, group: int, at: int, size: int, op: str) -> None:
         """A group of states must have room for this part of a layer's."""
         if cast(Any, batch) is not self._batch:
@@ -426,20 +418,6 @@ class Recorder:
             if hidden.layer == layer:
                 kept = self.take(v, self._batch.logit_rows) if hidden.taken else v
                 self.instructions.append(Instruction("keep", [kept], hidden=hidden))
-
-    def _single(self, op: str, x: Tensor, *, scale: float = 0.0, cap: float = 0.0) -> Value:
-        v = _value(x, op)
-        out = Value(v.width, v.per_token)
-        self.instructions.append(Instruction(op, [v], [out], scale=scale, cap=cap))
-        return out
-
-    def _pairwise(self, op: str, a: Tensor, b: Tensor) -> Value:
-        x, y = _value(a, op), _value(b, op)
-        if x.width != y.width or x.per_token != y.per_token:
-            raise ValueError(f"{op}: the two sides have different shapes, {x.width} and {y.width} columns")
-        out = Value(x.width, x.per_token)
-        self.instructions.append(Instruction(op, [x, y], [out]))
-        return out
 
     def _index(self, given: Tensor, name: str, op: str) -> None:
         if given is not getattr(self._batch, name):

@@ -9,6 +9,7 @@ with
   model.places                     where layers have windows: which pool each layer is in (places.py)
   model.hidden(ops, batch, inputs)  -> rows batch.logit_rows before the head
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows; an encoder has none, and says so
+                                   both mark the rows before each layer and behind the last norm: see Ops.mark
   model.release(layout)            a backend has taken that weight over
 Where several families answer to one name in a GGUF, those with `owns(gguf)` are asked first whether the file is theirs.
 index.py repeats the names, so that a start imports only the modules that can answer.

@@ -304,7 +304,7 @@ class Runner:
         assert self._steps is not None
         streams = self._slots.streams_of([w.slot for w in pending.plan.work])
         histories = [(i, s.history) for i, s in enumerate(streams) if s.history is not None]
-        tokens = self._steps.choose(self._sampler.wishes(streams), [(i, h.ids, h.counts) for i, h in histories])
+        tokens = self._steps.choose(self._sampler.native_params(streams), [(i, h.ids, h.counts) for i, h in histories])
         if tokens is not None:
             for i, history in histories:
                 history.add(tokens[i])

@@ -35,7 +35,7 @@ Masks: TypeAlias = Mapping[int, npt.NDArray[np.bool_]]
 class Stream:
     """How one sequence chooses its tokens: parameters, the rules they need, seed, and history where a rule looks at it."""
 
-    __slots__ = ("history", "masked_rules", "params", "plain", "rules", "seed", "stop_ids", "wish")
+    __slots__ = ("history", "masked_rules", "native", "params", "plain", "rules", "seed", "stop_ids")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Stream:
         self.masked_rules = rules_for(params, masked=True)
         self.stop_ids = np.array(stop_ids, np.intp)
         self.history = History(prompt, output) if needs_history(params) else None
-        self.wish: Any = None  # the same for the compiled module, once it was asked
+        self.native: Any = None  # the same as a handle of the compiled module, once there is one
         self.plain = params.temperature == 0.0 and not self.rules and params.logprobs is None
         bias = np.array(list(params.logit_bias), np.intp)
         seen = self.history.ids if self.history is not None else bias[:0]
@@ -109,10 +109,10 @@ class Sampler:
             first += own.shape[0]
         return chosen
 
-    def wishes(self, streams: Sequence[Stream]) -> list[Any]:
-        """What each stream asks the compiled module for."""
+    def native_params(self, streams: Sequence[Stream]) -> list[Any]:
+        """How each stream samples, as handles of the compiled module."""
         assert self._native is not None
-        return [stream.wish or _wish(self._native, stream) for stream in streams]
+        return [stream.native or _native_params(self._native, stream) for stream in streams]
 
     def logprobs(self, logits: Floats, tokens: Sequence[int], top: int) -> list[Logprob]:
         """`logprob` of one token a row. Raises ValueError when a row is not numbers."""
@@ -132,11 +132,11 @@ class Sampler:
         drafts: Sequence[Sequence[int]],
         masks: Masks | None,
     ) -> list[Chosen]:
-        wishes = self.wishes(streams)
+        params = self.native_params(streams)
         seen = [(i, s.history.ids, s.history.counts) for i, s in enumerate(streams) if s.history is not None]
         ruled = [(i, np.atleast_2d(mask)) for i, mask in masks.items()] if masks else ()
         chosen, first = [], 0
-        told = native.choose(logits, wishes, positions, drafts, seen, ruled)
+        told = native.choose(logits, params, positions, drafts, seen, ruled)
         for i, (stream, (tokens, facts)) in enumerate(zip(streams, told, strict=True)):
             if tokens[-1] < 0:
                 chosen.append(Chosen(error=_broken(logits[first + len(tokens) - 1]) if tokens[-1] == -1 else RULED_OUT))
@@ -228,11 +228,11 @@ def _broken(row: Floats) -> str:
     return f"the model produced NaN or infinite logits ({found} of {row.size})"
 
 
-def _wish(native: HostSampler, stream: Stream) -> Any:
+def _native_params(native: HostSampler, stream: Stream) -> Any:
     p = stream.params
-    stream.wish = native.wish(
+    stream.native = native.params(
         p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty,
         p.presence_penalty, p.min_tokens, stream.seed & (2**64 - 1), -1 if p.logprobs is None else p.logprobs,
         list(p.logit_bias.items()), stream.stop_ids.tolist(),
     )  # fmt: skip
-    return stream.wish
+    return stream.native

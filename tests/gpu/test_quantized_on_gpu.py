@@ -21,6 +21,7 @@ from quire.backends.cases import NO_KV, ragged  # noqa: E402
 from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.products import Rows, Unnormed  # noqa: E402
+from quire.backends.elementwise import SWIGLU  # noqa: E402
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, encode  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
 from quire.models.shapes import SHAPES, load_shape  # noqa: E402
@@ -76,7 +77,7 @@ def test_products_of_an_8b(kind: str, name: str):
             continue
         if name == "gate_up":
             gate, up = want.chunk(2, 1)
-            got = kernels.gated(x, w, None)
+            got = kernels.gated(x, w, None, SWIGLU)
             assert error(got, torch.nn.functional.silu(gate) * up) < 2 * BOUND, m
             continue
         bias = torch.randn(n, device=CUDA).to(BF16)
@@ -111,7 +112,7 @@ def test_four_bits_in_groups_of_32(m: int):
     kernels = CudaKernels(NO_KV, CUDA, BF16)
     assert error(kernels.linear(x, w, None), x.float() @ w.dequantize().T) < BOUND
     gate, up = (x.float() @ w.dequantize().T).chunk(2, 1)
-    assert error(kernels.gated(x, w, None), torch.nn.functional.silu(gate) * up) < 2 * BOUND
+    assert error(kernels.gated(x, w, None, SWIGLU), torch.nn.functional.silu(gate) * up) < 2 * BOUND
 
 
 @pytest.mark.parametrize("m", [3, 17, 65])

@@ -23,6 +23,7 @@ from quire.backends.cuda import tiles  # noqa: E402
 from quire.backends.cuda.kernels.tuning import TILED_ROWS  # noqa: E402
 from quire.backends.cuda.ops import CudaKernels  # noqa: E402
 from quire.backends.cuda.tiles import GroupedRows  # noqa: E402
+from quire.backends.elementwise import SWIGLU  # noqa: E402
 from quire.backends.torch import experts as plain  # noqa: E402
 from quire.backends.torch.quantized import Tiled  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
@@ -69,7 +70,7 @@ def test_products_of_an_8b(name: str):
         want = as_multiplied(x) @ exact.T
         if name == "gate_up":
             gate, up = want.chunk(2, 1)
-            assert error(kernels.gated(x, w, None), torch.nn.functional.silu(gate) * up) < 2 * BOUND, m
+            assert error(kernels.gated(x, w, None, SWIGLU), torch.nn.functional.silu(gate) * up) < 2 * BOUND, m
             continue
         bias = torch.randn(n, device=CUDA).to(BF16)
         assert error(kernels.linear(x, w, bias), want + bias.float()) < BOUND, m

@@ -1,4 +1,4 @@
-// Kernels over rows of float32: exp, norms, activation quantization, rope, SwiGLU, sums, and one row out of a packed matrix.
+// Kernels over rows of float32: exp, norms, activation quantization, rope, and one row out of a packed matrix.
 // Included by each isa_*.cpp after its simd header; everything is private to that file, so that no two builds of one
 // inline function can be mixed up by the linker.
 #pragma once
@@ -138,29 +138,8 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     }
 }
 
-void scale(const float* x, float factor, int n, float* out) {
-    for (int i = 0; i < n; i += 16) fstore_n(out + i, fmul(fload_n(x + i, n - i), fset(factor)), n - i);
-}
-
 void accumulate(const float* x, float factor, int n, float* sum) {
     for (int i = 0; i < n; i += 16) fstore_n(sum + i, ffma(fset(factor), fload_n(x + i, n - i), fload_n(sum + i, n - i)), n - i);
-}
-
-void add(const float* a, const float* b, int n, float* out) {
-    for (int i = 0; i < n; i += 16) fstore_n(out + i, fadd(fload_n(a + i, n - i), fload_n(b + i, n - i)), n - i);
-}
-
-void swiglu(const float* gate, const float* up, int n, float* out) {
-    const F one = fset(1.0f);
-    int i = 0;
-#ifdef QUIRE_NEON
-    for (; i + 32 <= n; i += 32) swiglu_columns(gate + i, up + i, out + i);
-#endif
-    for (; i < n; i += 16) {
-        F g = fload_n(gate + i, n - i);
-        F sigmoid_times = fdiv(g, fadd(one, fexp(fsub(fzero(), g))));
-        fstore_n(out + i, fmul(sigmoid_times, fload_n(up + i, n - i)), n - i);
-    }
 }
 
 void rope(const float* x, const RopeArgs& r, float* out) {

@@ -69,12 +69,4 @@ void delta(const DeltaArgs& a) {
     for (; i < a.columns; i += 16) delta_columns<1>(a, i, a.columns - i);
 }
 
-void sigmoid_gate(const float* x, const float* gate, int n, float* out) {
-    const F one = fset(1.0f);
-    for (int i = 0; i < n; i += 16) {
-        F g = fload_n(gate + i, n - i);
-        fstore_n(out + i, fdiv(fload_n(x + i, n - i), fadd(one, fexp(fsub(fzero(), g)))), n - i);
-    }
-}
-
 }  // namespace

@@ -1,4 +1,4 @@
-"""Cases of the ops that take rows as they are: norms, sums, gates, caps, rotations, and rows or heads put together."""
+"""Cases of the ops that take rows as they are: norms, rotations, and rows or heads put together."""
 
 from __future__ import annotations
 
@@ -72,77 +72,6 @@ def layer_norm_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator
 
         name = f"layer_norm-{heads}x{size}{'-bias' if biased else ''}{'' if own else '-shared'}"
         yield Case(name, forward, [Step(single(6), {"x": x}, bound)], {"x": width})
-
-
-def add_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Exact."""
-
-    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.add(inputs["a"], inputs["b"])
-
-    for tokens, width in ((1, 64), (5, 72)):
-        inputs = {"a": floats(rng, tokens, width), "b": floats(rng, tokens, width)}
-        yield Case(
-            f"add-{tokens}x{width}", forward, [Step(single(tokens), inputs, lambda _: 0.0)], {"a": width, "b": width}
-        )
-
-
-def swiglu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """The whole range of the exponential, both tails included."""
-
-    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.swiglu(inputs["gate"], inputs["up"])
-
-    gate = floats(rng, 4, 208, scale=4.0)
-    gate[0, :8] = [0.0, -0.0, 80.0, -80.0, 120.0, -120.0, 1e-30, -1e-30]
-    inputs = {"gate": gate, "up": floats(rng, 4, 208)}
-    step = Step(single(4), inputs, lambda expected: 2e-6 * np.abs(expected) + 1e-30)
-    yield Case("swiglu", forward, [step], {"gate": 208, "up": 208})
-
-
-def geglu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Both tails, and the middle where it changes sign."""
-
-    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.geglu(inputs["gate"], inputs["up"])
-
-    gate = floats(rng, 4, 208, scale=3.0)
-    gate[0, :8] = [0.0, -0.0, 80.0, -80.0, 12.0, -12.0, 1e-30, -1e-30]
-    inputs = {"gate": gate, "up": floats(rng, 4, 208)}
-    allowed = 4e-6 * np.abs(gate * inputs["up"]) + 1e-30
-    yield Case("geglu", forward, [Step(single(4), inputs, lambda _: allowed)], {"gate": 208, "up": 208})
-
-
-def gelu_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """The exact form, over the whole range of erf."""
-
-    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.gelu(inputs["x"])
-
-    x = floats(rng, 4, 208, scale=2.0)
-    x[0, :8] = [0.0, -0.0, 80.0, -80.0, 6.0, -6.0, 1e-30, -1e-30]
-    x[1] = np.linspace(-7, 7, 208)
-    yield Case("gelu", forward, [Step(single(4), {"x": x}, lambda _: 4e-6 * np.abs(x) + 1e-30)], {"x": 208})
-
-
-def scale_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """One rounding."""
-
-    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.scale(inputs["x"], 25.298221281347036)
-
-    yield Case("scale", forward, [Step(single(5), {"x": floats(rng, 5, 72)}, lambda _: 0.0)], {"x": 72})
-
-
-def softcap_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Below, at and far beyond the cap."""
-
-    def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        return ops.softcap(inputs["x"], 30.0)
-
-    x = floats(rng, 5, 208, scale=20.0)
-    x[0, :6] = [0.0, 1e-3, 30.0, -30.0, 1e4, -1e4]
-    yield Case("softcap", forward, [Step(single(5), {"x": x}, lambda _: 4e-6 * 30.0)], {"x": 208})
 
 
 def join_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.backends.batch import Batch, Table
-from quire.backends.cases.kit import NO_KV, Case, MakeWeight, Step, floats, ragged, relative, single
+from quire.backends.cases.kit import NO_KV, Case, MakeWeight, Step, floats, ragged
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Dense
 
@@ -89,17 +89,3 @@ def delta_rule_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator
             steps.append(Step(batch, inputs, lambda _: 1e-5))
         name = f"delta_rule-{heads}of{key_heads}-{key_dim}x{dim}"
         yield Case(name, forward, steps, widths, states(at + heads * key_dim * dim))
-
-
-def sigmoid_gate_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:
-    """Gates from shut to open."""
-    for width in (64, 72):
-
-        def forward(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-            return ops.sigmoid_gate(inputs["x"], inputs["gate"])
-
-        inputs = {"x": floats(rng, 5, width), "gate": floats(rng, 5, width, scale=6.0)}
-        inputs["gate"][0, :4] = [0.0, 80.0, -80.0, -200.0]
-        yield Case(
-            f"sigmoid_gate-{width}", forward, [Step(single(5), inputs, relative(2e-6))], dict.fromkeys(inputs, width)
-        )

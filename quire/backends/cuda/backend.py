@@ -12,8 +12,9 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.adapters import FixedStacks
 from quire.backends.cuda.kernels import fp8
+from quire.backends.cuda.kernels.gates import KINDS
 from quire.backends.cuda.kernels.launch import compile_only
-from quire.backends.cuda.ops import CudaKernels
+from quire.backends.cuda.ops import OWN, CudaKernels
 from quire.backends.cuda.tiles import library_takes
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.observe.errors import Unsupported
@@ -66,8 +67,8 @@ class CudaBackend(TorchBackend):
         return f"{super().computes()}, triton {triton.__version__}"
 
     def implementations(self) -> dict[str, str]:
-        own = ("rms_norm", "layer_norm", "swiglu", "geglu", "softcap", "attention", "latent_attention", "encode", "moe")
-        own += ("conv", "delta_rule", "sigmoid_gate", "adapt")
+        own = ("rms_norm", "layer_norm", "attention", "latent_attention", "encode", "moe")
+        own += ("conv", "delta_rule", "adapt", *OWN, *filter(None, KINDS))
         hot = dict.fromkeys(own, "Triton")
         hot |= {"linear": "cuBLAS", "head_linear": "cuBLAS", "rope": "Triton (with the KV write)"}
         return super().implementations() | hot

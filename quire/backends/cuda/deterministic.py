@@ -16,10 +16,11 @@ import torch
 from quire.backends.cuda.backend import CudaBackend
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import latent
+from quire.backends.cuda.kernels.gates import KINDS, gated_rows
 from quire.backends.cuda.kernels.product import product
-from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.sampler import CudaSampler
+from quire.backends.elementwise import Elementwise
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.caches import Cache
@@ -58,11 +59,13 @@ class DeterministicKernels(CudaKernels):
         return out
 
     def gated(
-        self, x: Any, weight: Any, bias: torch.Tensor | None, *, soon: Sequence[Weight] = (), gelu: bool = False
+        self, x: Any, weight: Any, bias: torch.Tensor | None, act: Elementwise, *, soon: Sequence[Weight] = ()
     ) -> Any:
+        if act.name not in KINDS:
+            return super().gated(x, weight, bias, act, soon=soon)
         both = self.linear(x, weight, bias)
         out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=self.dtype, device=self.device)
-        swiglu(both, out, gelu=gelu, pdl=self._chain)
+        gated_rows(both, out, act.name, pdl=self._chain)
         return out
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ Large products go to cuBLAS. Every launch depends on shapes and host-side bounds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import latent
 from quire.backends.cuda.kernels.combine import combine
 from quire.backends.cuda.kernels.gate import gate as gate_by
+from quire.backends.cuda.kernels.gates import KINDS
 from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.lora import adapt
 from quire.backends.cuda.kernels.norm import rms_norm
@@ -38,10 +40,12 @@ from quire.backends.cuda.products import (
 )
 from quire.backends.cuda.sampler import CudaSampler
 from quire.backends.cuda.tiles import GroupedRows
+from quire.backends.elementwise import Elementwise
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack, slots_of
 from quire.backends.torch.batch import DeviceBatch, Shared
 from quire.backends.torch.caches import Cache
+from quire.backends.torch.elementwise import function_of
 from quire.backends.torch.experts import Mixture
 from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Scaled, Weight
@@ -104,18 +108,13 @@ class CudaKernels(TorchKernels):
         head_norm(x, weight, eps, out, heads=heads, bias=bias, centre=True, pdl=self._chain)
         return out
 
-    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        out = torch.empty_like(x)
-        softcap(x, out, cap, pdl=self._chain)
-        return out
+    def elementwise(self, op: Elementwise, number: float = 0.0) -> Callable[..., torch.Tensor]:
+        own = OWN.get(op.name)
+        return function_of(op, number, None if own is None else partial(own, self))
 
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return gate_by(
-            up, gate, torch.empty(up.shape, dtype=self.dtype, device=self.device), silu=True, pdl=self._chain
-        )
-
-    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gate_by(x, gate, torch.empty(x.shape, dtype=self.dtype, device=self.device), pdl=self._chain)
+    def empty(self, shape: torch.Size) -> torch.Tensor:
+        """Room for a result in the compute dtype."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def adapt(
         self,
@@ -254,18 +253,20 @@ class CudaKernels(TorchKernels):
         x: Any,
         weight: Weight,
         bias: torch.Tensor | None,
+        act: Elementwise,
         *,
         soon: Sequence[Weight] = (),
-        gelu: bool = False,
     ) -> Any:
+        if act.name not in KINDS:
+            return super().gated(x, weight, bias, act, soon=soon)
         rows = count(x)
         half = self.dtype != torch.float32
         if half and bias is None and not isinstance(weight, torch.Tensor | Mixed):
-            return self._quantized.gated(x, weight, soon, gelu=gelu)
+            return self._quantized.gated(x, weight, soon, act.name)
         if rows <= self._few and bias is None and isinstance(weight, torch.Tensor):
             out = torch.empty(rows, weight.shape[0] // 2, dtype=self.dtype, device=self.device)
-            return few_rows(self._place, x, weight, None, out=out, swiglu=True, gelu=gelu)
-        return self._quantized.gate(self.linear(x, weight, bias), soon if half else (), gelu=gelu)
+            return few_rows(self._place, x, weight, None, out=out, act=act.name)
+        return self._quantized.gate(self.linear(x, weight, bias), soon if half else (), act.name)
 
     def _skinny(
         self,
@@ -477,3 +478,21 @@ def side_by_side(*parts: torch.Tensor) -> torch.Tensor | None:
         end += part.shape[-1]
     width = end - first.storage_offset()
     return first.as_strided((*first.shape[:-1], width), first.stride()) if width <= first.stride(-2) else None
+
+
+def _softcap(k: CudaKernels, cap: float, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    softcap(x, out, cap, pdl=k._chain)
+    return out
+
+
+def _swiglu(k: CudaKernels, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return gate_by(up, gate, k.empty(up.shape), silu=True, pdl=k._chain)
+
+
+def _sigmoid_gate(k: CudaKernels, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return gate_by(x, gate, k.empty(x.shape), pdl=k._chain)
+
+
+# Elementwise ops that have a Triton kernel of their own here; torch has an expression for every one.
+OWN: dict[str, Callable[..., torch.Tensor]] = {"softcap": _softcap, "swiglu": _swiglu, "sigmoid_gate": _sigmoid_gate}

@@ -24,10 +24,10 @@ import torch
 from quire.backends.cuda import tiles
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.expand import expand
+from quire.backends.cuda.kernels.gates import gated_rows
 from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.int8 import int8_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
-from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.cuda.kernels.tuning import FEW, ROWS, TILED_ROWS, WIDE, int4_shape, skinny_shape
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, Tiled, Weight
@@ -105,8 +105,7 @@ def few_rows(
     *,
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    swiglu: bool = False,
-    gelu: bool = False,
+    act: str = "",
     loose: bool = False,
 ) -> torch.Tensor:
     """A skinny product, into `out` if given; with `loose` perhaps as parts, to be added by who reads them."""
@@ -118,10 +117,10 @@ def few_rows(
         source, x_scale = x.codes, x.scale
     else:
         source = x
-    rows, n = source.shape[0], w.shape[0] // (2 if swiglu else 1)
+    rows, n = source.shape[0], w.shape[0] // (2 if act else 1)
     fused = rows == 1 and x_scale is None
     chosen = skinny_shape(
-        n, source.shape[1], rows, w.dtype, swiglu=swiglu, fused=fused, eight=x_scale is not None,
+        n, source.shape[1], rows, w.dtype, gated=bool(act), fused=fused, eight=x_scale is not None,
         processors=at.processors,
     )  # fmt: skip
     shape = at.shape(chosen)
@@ -130,7 +129,7 @@ def few_rows(
     y = torch.empty(rows, n, dtype=at.dtype, device=at.device) if out is None else out
     skinny(
         source, w, y, shape, w_scale=w_scale, x_scale=x_scale, bias=bias, residual=residual, norm=norm, eps=eps,
-        swiglu=swiglu, gelu=gelu, part=part, add_parts=not leave,
+        act=act, part=part, add_parts=not leave,
     )  # fmt: skip
     return part if leave and part is not None else y
 
@@ -171,37 +170,34 @@ class QuantizedProducts:
         x: torch.Tensor | Unnormed | Rows | GroupedRows,
         weight: Scaled | Tiled | Int4,
         soon: Sequence[Weight],
-        *,
-        gelu: bool = False,
+        act: str,
     ) -> torch.Tensor | Rows | GroupedRows:
-        """swiglu (or geglu) of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
+        """The activation (of gates.KINDS) of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
         rows, n = count(x), weight.shape[0] // 2
         if isinstance(weight, Tiled):
             if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:
-                return tiles.linear(self._at, x, weight, None, swiglu=True, gelu=gelu)
+                return tiles.linear(self._at, x, weight, None, act=act)
         elif rows <= ROWS:
             assert not isinstance(x, GroupedRows)
             out = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device)
             if isinstance(weight, Int4):
-                return self._int4(self._plain(x), weight, None, out=out, swiglu=True, gelu=gelu)
-            return few_rows(self._at, self._suited(x, weight), weight, None, out=out, swiglu=True, gelu=gelu)
-        return self.gate(self.linear(x, weight, None), soon, gelu=gelu)
+                return self._int4(self._plain(x), weight, None, out=out, act=act)
+            return few_rows(self._at, self._suited(x, weight), weight, None, out=out, act=act)
+        return self.gate(self.linear(x, weight, None), soon, act)
 
-    def gate(
-        self, both: torch.Tensor, soon: Sequence[Weight], *, gelu: bool = False
-    ) -> torch.Tensor | Rows | GroupedRows:
-        """swiglu (or geglu) of what a product gave."""
+    def gate(self, both: torch.Tensor, soon: Sequence[Weight], act: str) -> torch.Tensor | Rows | GroupedRows:
+        """The activation of what a product gave."""
         rows, n = both.shape[0], both.shape[1] // 2
         if wants_groups(soon, rows):
             groups = GroupedRows.empty(rows, n, both.device)
-            swiglu(both, groups.codes, scales=groups.scale, gelu=gelu, pdl=self._at.chain)
+            gated_rows(both, groups.codes, act, scales=groups.scale, pdl=self._at.chain)
             return groups
         if wants_fp8(soon) and rows > FEW:
             made = Rows.empty((rows, n), both.device)
-            swiglu(both, made.codes, scales=made.scale, gelu=gelu, pdl=self._at.chain)
+            gated_rows(both, made.codes, act, scales=made.scale, pdl=self._at.chain)
             return made
         out = both.new_empty(rows, n)
-        swiglu(both, out, gelu=gelu)
+        gated_rows(both, out, act)
         return out
 
     def _suited(self, x: torch.Tensor | Unnormed | Rows, weight: Scaled) -> torch.Tensor | Unnormed | Rows:
@@ -227,18 +223,17 @@ class QuantizedProducts:
         bias: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,
-        swiglu: bool = False,
-        gelu: bool = False,
+        act: str = "",
         loose: bool = False,
     ) -> torch.Tensor:
-        rows, n = x.shape[0], weight.shape[0] // (2 if swiglu else 1)
-        shape = self._at.shape(int4_shape(n, weight.shape[1], swiglu=swiglu))
+        rows, n = x.shape[0], weight.shape[0] // (2 if act else 1)
+        shape = self._at.shape(int4_shape(n, weight.shape[1], gated=bool(act)))
         part = self._at.space(shape.splits, rows, n)
         leave = loose and part is not None and bias is None and out is None
         y = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device) if out is None else out
         int4_product(
-            x, weight.packed, weight.scale, weight.zero, y, shape, group=weight.group, bias=bias, swiglu=swiglu,
-            gelu=gelu, part=part, add_parts=not leave,
+            x, weight.packed, weight.scale, weight.zero, y, shape, group=weight.group, bias=bias, act=act,
+            part=part, add_parts=not leave,
         )  # fmt: skip
         return part if leave and part is not None else y
 

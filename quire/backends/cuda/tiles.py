@@ -77,20 +77,19 @@ def linear(
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor | None = None,
-    swiglu: bool = False,
-    gelu: bool = False,
+    act: str = "",
     loose: bool = False,
 ) -> torch.Tensor:
-    """x @ weight.T (+ bias), into `out` if given; with `loose` perhaps as parts. `swiglu` is for few rows."""
+    """x @ weight.T (+ bias), into `out` if given; with `loose` perhaps as parts. `act` (see gates.py) is for few rows."""
     source = x if isinstance(x, torch.Tensor) else x.codes
-    rows, n = source.shape[0], weight.shape[0] // (2 if swiglu else 1)
+    rows, n = source.shape[0], weight.shape[0] // (2 if act else 1)
     if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:
         y = torch.empty(rows, n, dtype=at.dtype, device=at.device) if out is None else out
-        shape = at.shape(tiled_shape(n, swiglu=swiglu))
+        shape = at.shape(tiled_shape(n, gated=bool(act)))
         part = at.space(shape.splits, rows, n)
         leave = loose and part is not None and bias is None and out is None
         tiled_product(
-            x, weight, y, shape, bias=bias, swiglu=swiglu, gelu=gelu, part=part, add_parts=not leave
+            x, weight, y, shape, bias=bias, act=act, part=part, add_parts=not leave
         )  # fmt: skip
         return part if leave and part is not None else y
     made = x if isinstance(x, GroupedRows) else GroupedRows.of(x, pdl=at.chain)

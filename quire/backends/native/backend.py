@@ -14,19 +14,16 @@ import numpy as np
 
 from quire.backends.adapters import Site, by_slot
 from quire.backends.early import take_early
+from quire.backends.elementwise import ELEMENTWISE
 from quire.backends.native import arena, extension, fuse
 from quire.backends.native.numerics import NUMERICS, sines
 from quire.backends.native.program import NativeProgram, Sites
-from quire.backends.ops import KV, Forward, HostSampler, Needs, check_kv
+from quire.backends.ops import KV, TABLE, Forward, HostSampler, Needs, check_kv
 from quire.backends.outputs import Hidden
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Rope, Scale
 from quire.observe.errors import NotEnoughMemory, Unsupported
 
-OPS = (
-    "embed", "rms_norm", "layer_norm", "linear", "adapt", "add", "rope", "attention", "latent_attention", "encode", "swiglu", "geglu",
-    "gelu", "scale", "softcap", "join", "head_linear", "moe", "take", "conv", "delta_rule", "sigmoid_gate",
-)  # fmt: skip
 # Weights handed to C++ in one call. Their file pages are let go after it, so more would cost memory; and in fewer bytes the
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
@@ -103,7 +100,13 @@ class NativeBackend:
         self._pack(draft.program, packed)
         plan, numbers, kept = self._emit(draft, kv, max_tokens, max_rows)
         made = NativeProgram(
-            plan, kv, dict(inputs), kept, Sites(numbers, self._pack_adapters), self.host_sampler, self._native.Steady
+            plan,
+            kv,
+            dict(inputs),
+            kept,
+            Sites(numbers, self._pack_adapters),
+            self.host_sampler,
+            self._native.DecodeSteps,
         )
         for slot, pairs in by_slot(list(numbers)).items():
             made.place(slot, pairs)
@@ -162,7 +165,8 @@ class NativeBackend:
         return f"native {NUMERICS}, sines {sines()}"
 
     def implementations(self) -> dict[str, str]:
-        return dict.fromkeys(OPS, f"C++ ({self.isa})")
+        mine = self._native.elementwise()
+        return {op.name: f"C++ ({self.isa})" for op in TABLE if op.name not in ELEMENTWISE or op.name in mine}
 
     def told(self) -> list[str]:
         rounded = sum(w.nbytes for w, _ in self._packed.values() if fuse.input_bytes(w) == 2)
@@ -198,6 +202,7 @@ class NativeBackend:
             return self._native.tensor_bytes(v.width, v.quant, max_tokens if v.per_token else max_rows)
 
         recording = take_early(record(forward, kv, inputs, keep))
+        self._check(recording)
         program = fuse.fuse(recording.instructions, recording.output, self._passes)
         for i in program:
             if i.op == "moe":
@@ -205,6 +210,15 @@ class NativeBackend:
         offsets, arena_bytes = arena.lay_out(program, recording.inputs.values(), recording.output, size)
         self._drafts = {key: _Draft(recording, program, offsets, arena_bytes)}
         return self._drafts[key]
+
+    def _check(self, recording: Recording) -> None:
+        """Raises Unsupported where C++ has no kernel for an elementwise op of the program."""
+        known = self._native.elementwise()
+        for i in recording.instructions:
+            if i.elementwise is not None and i.elementwise.name not in known:
+                raise Unsupported(
+                    f"the native backend has no kernel for the op {i.elementwise.name!r}", cure="use --backend torch"
+                )
 
     def _room(self, i: Instruction, max_tokens: int, max_rows: int) -> arena.Room:
         """What a mixture of experts needs between its steps."""
@@ -311,17 +325,16 @@ class NativeBackend:
             plan.layer_norm(ins[0], self._vector(i.weight), self._vector(i.bias), i.eps, i.heads, whole, rounded)
         elif i.op == "linear":
             plan.linear([self._segment(s, slots, numbers) for s in i.segments])
-        elif i.op in ("gated", "gated_gelu"):
+        elif i.op == "gated":
+            assert i.elementwise is not None
             gate, up = (self._segment(s, slots, numbers) for s in i.segments)
-            plan.gated(gate, up, i.op == "gated_gelu", whole, rounded)
+            plan.gated(i.elementwise.name, gate, up, whole, rounded)
+        elif i.elementwise is not None:
+            plan.elementwise(i.elementwise.name, ins, i.number, whole)
         elif i.op == "shrink":
             plan.shrink(ins[0], [(numbers[site], at) for site, at in zip(i.sites, outs, strict=True)])
         elif i.op == "adapt":
             plan.adapt(*ins, numbers[i.sites[0]], whole)
-        elif i.op == "scale":
-            plan.scale(ins[0], i.scale, whole)
-        elif i.op == "softcap":
-            plan.softcap(ins[0], i.cap, whole)
         elif i.op == "join":
             plan.join(*ins, i.heads, whole)
         elif i.op == "head_linear":
@@ -350,8 +363,12 @@ class NativeBackend:
             plan.delta_rule(*ins, *vectors, i.layer, i.group, *sizes, i.at, whole)
         elif i.op == "encode":
             plan.encode(*ins, i.heads, i.scale, whole)
-        else:  # add, swiglu, sigmoid_gate, geglu, gelu, take and quantize have the plan's own names
-            getattr(plan, i.op)(*ins, *outs)
+        elif i.op == "take":
+            plan.take(*ins, *outs)
+        elif i.op == "quantize":
+            plan.quantize(*ins, *outs)
+        else:
+            raise Unsupported(f"the native backend has no kernel for the op {i.op!r}", cure="use --backend torch")
 
     def _emit_moe(self, plan: Any, i: Instruction, slots: dict[Value, int]) -> None:
         assert i.experts is not None and i.routing is not None

@@ -111,16 +111,13 @@ def share_quantize(program: Program, output: Value) -> Program:
     return out
 
 
-GATED = {"swiglu": "gated", "geglu": "gated_gelu"}  # an activation, and what it becomes with its two linears
-
-
 def gate_up(program: Program, output: Value) -> Program:
-    """swiglu or geglu of two linears becomes one instruction that never stores what lies between."""
+    """The activation of two linears becomes one instruction with them, which never stores what lies between."""
     used, maker = _uses(program, output), _makers(program)
     gone: set[int] = set()
     out: Program = []
     for i in program:
-        if i.op in GATED:
+        if i.elementwise is not None and i.elementwise.gates:
             pair = [maker.get(v) for v in i.inputs]
             gate, up = pair
             if gate is not up and all(
@@ -128,7 +125,8 @@ def gate_up(program: Program, output: Value) -> Program:
             ):
                 assert gate is not None and up is not None
                 gone |= {id(gate), id(up)}
-                out.append(Instruction(GATED[i.op], [], i.outputs, [gate.segments[0], up.segments[0]]))
+                segments = [gate.segments[0], up.segments[0]]
+                out.append(Instruction("gated", [], i.outputs, segments, elementwise=i.elementwise))
                 continue
         out.append(i)
     return [i for i in out if id(i) not in gone]
@@ -240,7 +238,7 @@ def fuse(program: Program, output: Value, passes: tuple[Pass, ...] = PASSES) -> 
 
 def _can_round(i: Instruction) -> bool:
     """Whether C++ can store its result as int8: no group of 32 may lie in two of attend's items."""
-    return i.op in ("norm", "layer_norm", "gated", "gated_gelu") or (i.op == "attend" and i.span % 32 == 0)
+    return i.op in ("norm", "layer_norm", "gated") or (i.op == "attend" and i.span % 32 == 0)
 
 
 def _plain_linear(i: Instruction) -> bool:

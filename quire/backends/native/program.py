@@ -92,7 +92,7 @@ class NativeProgram:
     def host_steps(
         self, sampler: HostSampler, slots: SlotArrays, page_size: int, max_context: int, most: int
     ) -> HostSteps:
-        """Steady steps without Python in between."""
+        """Decode-only steps without Python in between."""
         arrays = (slots.last, slots.length, slots.position, slots.adapter, slots.live, slots.tables)
         return self._steps(self._plan, sampler, *arrays, page_size, max_context, most)
 

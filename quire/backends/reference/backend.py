@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from quire.backends.adapters import Pair, Site
 from quire.backends.batch import I32, Batch, Table
+from quire.backends.elementwise import Elementwise, ElementwiseOps, evaluate, silu
 from quire.backends.kv import KV_DTYPES
 from quire.backends.ops import KV, TABLE, Forward, check_kv
 from quire.backends.outputs import Hidden, check_keep, kept
@@ -25,7 +26,7 @@ from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
 from quire.machine import cpu_model
 
 
-class ReferenceOps:
+class ReferenceOps(ElementwiseOps):
     """Ops over numpy arrays, with the KV pool of one program."""
 
     def __init__(self, backend: ReferenceBackend, kv: KV):
@@ -79,9 +80,6 @@ class ReferenceOps:
                 inner = (x[own] @ pair.a.dequantize().T) * np.float32(pair.scale)
                 out[own] += inner @ pair.b.dequantize().T
         return out
-
-    def add(self, a: Floats, b: Floats) -> Floats:
-        return a + b
 
     def rope(self, x: Floats, pos: I32, rope: Rope, heads: int) -> Floats:
         angle = (pos.astype(np.float32)[:, None] * rope.frequencies[None, :]).astype(np.float64)  # [T, dim / 2]
@@ -218,26 +216,8 @@ class ReferenceOps:
                     states[stops[t + 1 - walk.rows.start]] = own
         return out.reshape(len(qkv), -1)
 
-    def sigmoid_gate(self, x: Floats, gate: Floats) -> Floats:
-        with np.errstate(over="ignore"):
-            return (x / (1.0 + np.exp(-gate.astype(np.float64)))).astype(np.float32)
-
-    def swiglu(self, gate: Floats, up: Floats) -> Floats:
-        return (silu(gate.astype(np.float64)) * up).astype(np.float32)
-
-    def geglu(self, gate: Floats, up: Floats) -> Floats:
-        x = gate.astype(np.float64)
-        return (0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))) * up).astype(np.float32)
-
-    def gelu(self, x: Floats) -> Floats:
-        wide = x.astype(np.float64)
-        return (0.5 * wide * (1.0 + np.vectorize(math.erf)(wide / math.sqrt(2.0)))).astype(np.float32)
-
-    def scale(self, x: Floats, factor: float) -> Floats:
-        return x * np.float32(factor)
-
-    def softcap(self, x: Floats, cap: float) -> Floats:
-        return (cap * np.tanh(x.astype(np.float64) / cap)).astype(np.float32)
+    def elementwise(self, op: Elementwise, *inputs: Floats, number: float = 0.0) -> Floats:
+        return evaluate(op, inputs, number)
 
     def join(self, a: Floats, b: Floats, heads: int) -> Floats:
         joined = np.concatenate([by_head(a, heads), by_head(b, heads)], axis=-1)
@@ -284,11 +264,6 @@ def unit(x: Floats) -> npt.NDArray[np.float64]:
     """Vectors along the last axis, of length 1 or a little less."""
     wide = x.astype(np.float64)
     return wide / np.sqrt(np.square(wide).sum(axis=-1, keepdims=True) + 1e-6)
-
-
-def silu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    with np.errstate(over="ignore"):
-        return x / (1.0 + np.exp(-x))
 
 
 def softmax(scores: npt.NDArray[np.float64], sinks: Floats | None = None) -> npt.NDArray[np.float64]:

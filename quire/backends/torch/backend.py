@@ -19,12 +19,14 @@ import torch
 from quire.backends.adapters import Pair, Site, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.early import take_early
+from quire.backends.elementwise import ELEMENTWISE
 from quire.backends.ops import KV, TABLE, Forward, check_kv
 from quire.backends.outputs import Hidden, kept
 from quire.backends.pages import PageBytes, PageCopy, PageIds, PageLayout
 from quire.backends.recorder import Instruction, Recording, Value, record
 from quire.backends.torch.adapters import Stacks, without
 from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.elementwise import EXPRESSIONS
 from quire.backends.torch.emit import Cells, Emitter, Step, ends, groups, kept_back, products, stacks
 from quire.backends.torch.fuse import fuse
 from quire.backends.torch.kernels import TorchKernels
@@ -297,7 +299,11 @@ class TorchBackend:
         return f"{self.name}, torch {torch.__version__}, {device}, {self.dtype}"
 
     def implementations(self) -> dict[str, str]:
-        return {op.name: f"torch ({self.device.type})" for op in TABLE}
+        return {
+            op.name: f"torch ({self.device.type})"
+            for op in TABLE
+            if op.name not in ELEMENTWISE or op.name in EXPRESSIONS
+        }
 
 
 def largest(max_tokens: int, max_rows: int, page_size: int, more: Sequence[KV] = ()) -> Batch:

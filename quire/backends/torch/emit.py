@@ -53,7 +53,12 @@ class Emitter:
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
         """One instruction; the values in `gone` are not needed after it."""
-        run = self._take(i, gone) if i.op == "take" else getattr(self, f"_{i.op}")(i)
+        if i.op == "take":
+            run = self._take(i, gone)
+        elif i.elementwise is not None and i.op == i.elementwise.name:
+            run = self._elementwise(i)
+        else:
+            run = getattr(self, f"_{i.op}")(i)
         dead = [self._number[v] for v in gone]
 
         def step(cells: Cells, batch: DeviceBatch) -> None:
@@ -139,10 +144,10 @@ class Emitter:
 
     def _gated(self, i: Instruction) -> Step:
         k, x, (out,) = self._kernels, self._number[i.segments[0].x], self._at(i.outputs)
-        gelu = i.op == "gated_gelu"
-        product = self._product(i.segments, partial(k.gated, soon=self._readers(i.outputs[0]), gelu=gelu))
+        assert i.elementwise is not None
+        product = self._product(i.segments, partial(k.gated, act=i.elementwise, soon=self._readers(i.outputs[0])))
         if product is None:  # the halves are not one matrix: a part of them is shared with another product
-            parts, op = self._linear_parts(i.segments), k.geglu if gelu else k.swiglu
+            parts, op = self._linear_parts(i.segments), k.elementwise(i.elementwise)
 
             def run_parts(cells: Cells, batch: DeviceBatch) -> None:
                 cells[out] = op(*(part(cells[x]) for part in parts))
@@ -153,8 +158,6 @@ class Emitter:
             cells[out] = product(cells[x])
 
         return run
-
-    _gated_gelu = _gated
 
     def _linear_add_norm(self, i: Instruction) -> Step:
         k, norm, eps = self._kernels, self._weight(i.weight), i.eps
@@ -224,9 +227,6 @@ class Emitter:
 
         return run
 
-    def _sigmoid_gate(self, i: Instruction) -> Step:
-        return self._pairwise(i, self._kernels.sigmoid_gate)
-
     def _encode(self, i: Instruction) -> Step:
         kernels, (q, k, v), (out,), heads, scale = (
             self._kernels, self._at(i.inputs), self._at(i.outputs), i.heads, i.scale
@@ -264,23 +264,14 @@ class Emitter:
 
         return run
 
-    def _add(self, i: Instruction) -> Step:
-        return self._pairwise(i, self._kernels.add)
+    def _elementwise(self, i: Instruction) -> Step:
+        assert i.elementwise is not None
+        op, ins, (out,) = self._kernels.elementwise(i.elementwise, i.number), self._at(i.inputs), self._at(i.outputs)
 
-    def _swiglu(self, i: Instruction) -> Step:
-        return self._pairwise(i, self._kernels.swiglu)
+        def run(cells: Cells, batch: DeviceBatch) -> None:
+            cells[out] = op(*[cells[at] for at in ins])
 
-    def _geglu(self, i: Instruction) -> Step:
-        return self._pairwise(i, self._kernels.geglu)
-
-    def _gelu(self, i: Instruction) -> Step:
-        return self._single(i, self._kernels.gelu)
-
-    def _scale(self, i: Instruction) -> Step:
-        return self._single(i, partial(self._kernels.scale, factor=i.scale))
-
-    def _softcap(self, i: Instruction) -> Step:
-        return self._single(i, partial(self._kernels.softcap, cap=i.cap))
+        return run
 
     def _join(self, i: Instruction) -> Step:
         return self._pairwise(i, partial(self._kernels.join, heads=i.heads))

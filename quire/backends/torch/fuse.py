@@ -2,7 +2,7 @@
 
     linear, linear, … of one input    linear with several weights, whose outputs are columns of one tensor
     adapt of several such columns     adapt with as many sites
-    swiglu of two such columns        gated: the product and swiglu over its halves; geglu: gated_gelu
+    swiglu, say, of two such columns  gated: the product, and the activation over its halves
     add, then norm of the sum         add_norm, which gives both; with the product that is added, linear_add_norm
     (norm, rope,) store, attend       attention, with the norms and the rope that its queries and keys still need
     store_latent, attend_latent       latent_attention
@@ -24,8 +24,7 @@ from quire.layouts import Layout
 
 Program: TypeAlias = list[Instruction]
 
-PRODUCTS = ("linear", "gated", "gated_gelu")
-_GATED = {"swiglu": "gated", "geglu": "gated_gelu"}
+PRODUCTS = ("linear", "gated")
 
 
 @dataclass(slots=True, eq=False)
@@ -88,17 +87,17 @@ def merge_adapts(program: Program, output: Value) -> Program:
 
 
 def gated(program: Program, output: Value) -> Program:
-    """swiglu or geglu over the two halves of one product: what lies between is never looked at apart."""
+    """An activation over the two halves of one product: what lies between is never looked at apart."""
     used, maker = uses(program, output), makers(program)
     gone: set[int] = set()
     out: Program = []
     for i in program:
-        if i.op in _GATED:
+        if i.elementwise is not None and i.elementwise.gates:
             linear = maker.get(i.inputs[0])
             alone = all(used[v] == 1 for v in i.inputs)
             if alone and linear and linear.op == "linear" and [s.out for s in linear.segments] == i.inputs:
                 gone.add(id(linear))
-                i = Instruction(_GATED[i.op], outputs=i.outputs, segments=linear.segments)
+                i = Instruction("gated", outputs=i.outputs, segments=linear.segments, elementwise=i.elementwise)
         out.append(i)
     return [i for i in out if id(i) not in gone]
 
@@ -270,7 +269,7 @@ def routers(program: Program) -> set[int]:
 
 
 def wide(program: Program, output: Value) -> set[Value]:
-    """Results of products that must not be rounded to half floats: what is only scaled, capped or adapted before it
+    """Results of products that must not be rounded to half floats: what is only scaled, capped or the like, or adapted before it
     is the output, and what a router alone reads."""
     used, maker = uses(program, output), makers(program)
     found = {i.inputs[1] for i in program if i.op == "moe" and used[i.inputs[1]] == 1}
@@ -278,7 +277,7 @@ def wide(program: Program, output: Value) -> set[Value]:
     while True:
         found.add(at)
         made = maker.get(at)
-        if made is None or made.op not in ("softcap", "scale", "adapt"):
+        if made is None or not (made.op == "adapt" or (made.elementwise is not None and len(made.inputs) == 1)):
             return found
         source = made.inputs[made.outputs.index(at)]
         if used[source] > 1:

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from quire.backends.elementwise import Elementwise
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.caches import Cache, Pool
+from quire.backends.torch.elementwise import function_of
 from quire.backends.torch.experts import Mixture, mix
 from quire.backends.torch.quantized import Mixed, Quantized, Weight, encode
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
@@ -90,7 +92,7 @@ class TorchKernels:
         self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
     ) -> tuple[torch.Tensor, Any]:
         """a + b, and its norm."""
-        total = self.add(a, b)
+        total = a + b
         return total, self.rms_norm(total, weight, eps, soon=soon)
 
     def linear(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
@@ -136,15 +138,6 @@ class TorchKernels:
         mine = torch.where(stack.mine(batch, taken), inner, torch.zeros((), dtype=inner.dtype, device=inner.device))
         return y + F.linear(mine, stack.b).to(y.dtype)
 
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a + b
-
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return (F.silu(gate.float()) * up.float()).to(self.dtype)
-
-    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return (x.float() * gate.float().sigmoid()).to(self.dtype)
-
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, batch: DeviceBatch, *, layer: int, group: int, at: int
     ) -> torch.Tensor:
@@ -155,17 +148,9 @@ class TorchKernels:
     ) -> torch.Tensor:
         return self.states.delta_rule(inputs, batch, heads, layer=layer, group=group, at=at)
 
-    def geglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(self.dtype)
-
-    def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(x)  # rounded once: half floats are computed in float32 inside
-
-    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        return x * float(np.float32(factor))
-
-    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+    def elementwise(self, op: Elementwise, number: float = 0.0) -> Callable[..., torch.Tensor]:
+        """An elementwise op of the program, as a function of its tensors."""
+        return function_of(op, number)
 
     def join(self, a: torch.Tensor, b: torch.Tensor, heads: int) -> torch.Tensor:
         return torch.cat([x.unflatten(-1, (heads, -1)) for x in (a, b)], dim=-1).flatten(-2)
@@ -185,13 +170,13 @@ class TorchKernels:
         x: Any,
         weight: Weight,
         bias: torch.Tensor | None,
+        act: Elementwise,
         *,
         soon: Sequence[Weight] = (),
-        gelu: bool = False,
     ) -> Any:
-        """swiglu (or geglu) of the two halves of each row of a product. `soon`: the products that alone read it, if so."""
+        """An activation of the two halves of each row of a product. `soon`: the products that alone read it, if so."""
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
-        return self.geglu(gate, up) if gelu else self.swiglu(gate, up)
+        return self.elementwise(act)(gate, up)
 
     def linear_add_norm(
         self,

@@ -46,6 +46,7 @@ class DecodeSteps:
         few = [k for k in every if k.shared or k.adapted or k.size <= 64 or k.size == max_seqs or k.size % 128 == 0]
         self._count = torch.arange(max_seqs + 1, dtype=torch.int32, device=program.device)
         rooms = {kind: Room(kind.size, kind.size, CHANGES * kind.size, kind.size) for kind in every}
+        self.hidden = program.hidden_buffers(max_seqs)  # rows that the program keeps, of the last step
         self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab, extra=self._extra, warm_up=few)
 
     def run(
@@ -114,6 +115,7 @@ class DecodeSteps:
             shared=shared,
             adapters=inputs.extra[0] if kind.adapted else None,
             into=self.ladder.logits,
+            hidden_into=self.hidden,
         )
         logits = self._program.launch(batch)
         tokens = self.ladder.tokens[:size].copy_(self._program.sampler.greedy(logits))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from quire.backends.outputs import Hidden
 from quire.runner.device.slot_sampling import RowSampling
 from quire.runner.host_state import Pending
 from quire.runner.plan import Logprob, Plan
+
+NOTHING: Mapping[Hidden, torch.Tensor] = {}
 
 
 @dataclass(slots=True)
@@ -25,7 +29,7 @@ class Shape:
 class Launched(Pending):
     """A forward on its way, with what its sampling needs."""
 
-    __slots__ = ("ahead", "best", "decode_only", "openings", "sampling", "sent", "shape", "slots")
+    __slots__ = ("ahead", "best", "decode_only", "hidden", "openings", "sampling", "sent", "shape", "slots")
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
@@ -38,6 +42,13 @@ class Launched(Pending):
         self.sampling: RowSampling | None = None
         self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what sampling needs
         self.best: torch.Tensor | None = None  # the best tokens, when the forward noted them already
+        # Rows that the program keeps, in the order of the step's rows: valid until the next forward is launched.
+        self.hidden: Mapping[Hidden, torch.Tensor] = NOTHING
+
+    def keep(self, hidden: Mapping[Hidden, torch.Tensor] | None, tokens: int, taken: int) -> None:
+        """Note what was kept: of a padded step the rows that are its own, so many tokens and logit rows."""
+        if hidden:
+            self.hidden = {which: rows[: taken if which.taken else tokens] for which, rows in hidden.items()}
 
     def firsts(self) -> dict[int, int]:
         """The first sampled row of each sampled place in plan.work."""

@@ -56,6 +56,7 @@ class PrefillSteps:
         self._adapted = [Kind(*size, adapted=True) for size in self.adapted_sizes]
         rooms = {kind: self._room(kind) for kind in (*self._plain, *self._adapted)}
         few = [*self._plain[::2], *self._adapted]
+        self.hidden = program.hidden_buffers(max((tokens for tokens, _ in self.sizes), default=0))
         self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab, extra=self._extra, warm_up=few)
 
     def _room(self, kind: Kind) -> Room:
@@ -107,6 +108,7 @@ class PrefillSteps:
                 reach=self._reach,
                 host=None if host is None else host.batch(*host.extra[:3]),
                 into=self.ladder.logits,
+                hidden_into=self.hidden,
                 adapters=inputs.extra[3] if kind.adapted else None,
             )
         )

@@ -298,6 +298,7 @@ class DeviceRunner:
         pending.logits, pending.best, pending.sent = self._decode.run(
             -1 - own, pos, writes, own, *_changes(changed, self._state), sharing=sharing, more=more
         )
+        pending.keep(self._decode.hidden, slot.size, slot.size)
         slots.length[slot] = pos + 1
         slots.position[slot] += 1
         return True
@@ -325,6 +326,7 @@ class DeviceRunner:
         if plain and self._rows and self._verify is not None:
             more = self._more(pending) if pending.sampling or pending.shape.wanted else []
             pending.logits, pending.best, pending.sent = self._verify.run(batch, own, where, pages, more)
+            pending.keep(self._verify.hidden, batch.tokens, batch.tokens)
         elif captured and decoding and self._decode is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
@@ -335,9 +337,11 @@ class DeviceRunner:
             pending.logits, pending.best, pending.sent = self._decode.run(
                 *arrays, sharing=sharing, adapters=batch.adapters, more=more
             )
+            pending.keep(self._decode.hidden, batch.tokens, batch.tokens)
         elif captured and self._prefill is not None and (kind := self._prefill.kind_for(batch)) is not None:
             more = self._more(pending)
             pending.logits, pending.sent = self._prefill.run(kind, batch, own, where, pages, more)
+            pending.keep(self._prefill.hidden, batch.tokens, batch.logit_rows.size)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
         self._slots.length[own] = batch.kv_len
@@ -387,22 +391,23 @@ class DeviceRunner:
         if where.size:
             self._state.set_pages(places, *sent[7 : 7 + kinds])
         tables = self._state.page_tables(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
-        return self._program.launch(
-            DeviceBatch(
-                ids=self._state.tokens(ids),
-                pos=pos,
-                q_start=q_start,
-                kv_len=kv_len,
-                pages=tables[0].pages,
-                write=tables[0].write,
-                more=tuple(tables[1:]),
-                logit_rows=rows,
-                longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
-                reach=int(batch.kv_len.max()),
-                host=batch,
-                adapters=adapters,
-            )
+        launched = DeviceBatch(
+            ids=self._state.tokens(ids),
+            pos=pos,
+            q_start=q_start,
+            kv_len=kv_len,
+            pages=tables[0].pages,
+            write=tables[0].write,
+            more=tuple(tables[1:]),
+            logit_rows=rows,
+            longest=int((batch.q_start[1:] - batch.q_start[:-1]).max()),
+            reach=int(batch.kv_len.max()),
+            host=batch,
+            adapters=adapters,
         )
+        logits = self._program.launch(launched)
+        pending.hidden = launched.hidden
+        return logits
 
     def _warm_up(self, *sizes: int) -> None:
         """Compile and capture everything: none of that may meet a request."""

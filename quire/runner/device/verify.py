@@ -58,6 +58,7 @@ class VerifySteps:
             kind: Room(kind.rows * kind.sequences, kind.sequences, CHANGES * kind.sequences, kind.rows * kind.sequences)
             for kind in kinds
         }
+        self.hidden = program.hidden_buffers(whole)
         self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab)
 
     def rows_for(self, needed: int, sequences: int) -> int | None:
@@ -99,6 +100,7 @@ class VerifySteps:
                 reach=self._reach,
                 host=told,
                 into=self.ladder.logits,
+                hidden_into=self.hidden,
             )
         )
         self.ladder.tokens[:whole].copy_(self._program.sampler.greedy(logits))

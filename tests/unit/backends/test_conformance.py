@@ -67,7 +67,7 @@ HALVES = {"float16": 2e-3, "bfloat16": 1.2e-2}
 def all_cases():
     for op in TABLE:
         rng = np.random.default_rng([ord(c) for c in op.name])
-        yield from getattr(cases, f"{op.name}_cases")(WEIGHTS, rng)
+        yield from cases.of(op.name, WEIGHTS, rng)
 
 
 CASES = list(all_cases())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.backends.batch import Batch
 from quire.backends.choose import open_backend
+from quire.backends.elementwise import GEGLU
 from quire.backends.native import available, fuse
 from quire.backends.native.backend import NativeBackend
 from quire.backends.ops import KV, Forward, Ops, Tensor
@@ -335,12 +336,14 @@ def ops_of(forward: Forward, passes: tuple[fuse.Pass, ...] = fuse.PASSES) -> lis
 
 def test_what_fusing_leaves() -> None:
     assert ops_of(BLOCK.forward) == [
-        "norm", "gated_gelu", "linear",
+        "norm", "gated", "linear",
         "layer_norm", "linear", "softcap", "moe", "add",
         "scale", "layer_norm", "linear", "gelu", "quantize", "linear",
         "norm", "head_linear", "head_linear", "join",
     ]  # fmt: skip
     assert ops_of(BLOCK.forward, ()).count("quantize") == 8
+    recording = record(BLOCK.forward, KV_NONE, {"x": Block.d})
+    assert fuse.fuse(recording.instructions, recording.output)[1].elementwise is GEGLU
 
 
 def test_experts_share_the_int8_form_with_linears() -> None:

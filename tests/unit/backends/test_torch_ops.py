@@ -10,6 +10,7 @@ import pytest
 
 from quire.backends import cases
 from quire.backends.choose import open_backend
+from quire.backends.elementwise import GEGLU
 from quire.backends.recorder import record
 from quire.layouts import Dense, Experts, Rope, Routing
 from tests.unit.backends.test_conformance import WEIGHTS
@@ -91,9 +92,10 @@ def test_what_becomes_of_its_instructions():
     program = fuse.fuse(recording.instructions, recording.output)
     ops = [i.op for i in program]
     assert ops == [
-        "scale", "norm", "linear", "attention", "linear", "add", "norm", "linear", "moe", "gated_gelu", "linear", "add",
+        "scale", "norm", "linear", "attention", "linear", "add", "norm", "linear", "moe", "gated", "linear", "add",
         "add_norm", "linear", "softcap",
     ]  # fmt: skip
+    assert program[9].elementwise is GEGLU
     attention = program[3]
     assert attention.q_norm is not None and attention.k_norm is not None and attention.rope is ROPE
     assert (attention.window, attention.cap) == (20, 5.0) and attention.weight.shape == (4,)

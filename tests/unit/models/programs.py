@@ -71,6 +71,9 @@ class _Spy:
     def __init__(self) -> None:
         self.used: set[str] = set()
 
+    def mark(self, x: Any, layer: int) -> None:
+        """No op."""
+
     def __getattr__(self, name: str) -> Any:
         self.used.add(name)
         return lambda *args, **settings: None

@@ -51,8 +51,8 @@ class Counting:
         self.ran += found is not None
         return found
 
-    def choose(self, wishes: Any, seen: Any) -> Any:
-        found = self._inner.choose(wishes, seen)
+    def choose(self, params: Any, seen: Any) -> Any:
+        found = self._inner.choose(params, seen)
         self.chose += found is not None
         return found
 
@@ -266,8 +266,8 @@ def test_what_crosses_the_border_is_checked() -> None:
     pair = Pair()
     pair.begin(GREEDY, GREEDY)
     steps, slots, sampler = pair.own._steps, pair.own._slots, pair.own._sampler
-    wishes = sampler.wishes(slots.streams_of([0, 1]))
-    assert steps.choose(wishes, []) is None  # nothing was computed
+    params = sampler.native_params(slots.streams_of([0, 1]))
+    assert steps.choose(params, []) is None  # nothing was computed
     for slot in ([], [0, -1], [-(1 << 40)], [SEQS], [0, 1 << 40]):
         assert steps.run(np.array(slot, np.intp)) is None
     slots.last[1] = V
@@ -275,20 +275,20 @@ def test_what_crosses_the_border_is_checked() -> None:
     slots.last[1] = 7
     assert steps.run(np.array([0, 1], np.intp)) is not None
     before = slots.last.copy()
-    assert steps.choose(wishes[:1], []) is None
+    assert steps.choose(params[:1], []) is None
     stranger = NativeBackend(1).host_sampler(V + 1)
-    other = stranger.wish(0.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 1, -1, [], [])
+    other = stranger.params(0.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 1, -1, [], [])
     with pytest.raises(ValueError, match="another sampler"):
-        steps.choose([wishes[0], other], [])
-    looks_back = sampler._native.wish(0.0, 0, 1.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 1, -1, [], [])
-    assert steps.choose([wishes[0], looks_back], []) is None  # at what?
+        steps.choose([params[0], other], [])
+    looks_back = sampler._native.params(0.0, 0, 1.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 1, -1, [], [])
+    assert steps.choose([params[0], looks_back], []) is None  # at what?
     ids, counts = np.array([5, V], np.int64), np.zeros(2)
     for bad in ((1, ids, counts), (2, ids[:1], counts[:1]), (1, ids[:1], counts)):
         with pytest.raises(ValueError, match=r"vocabulary|nobody's"):
-            steps.choose([wishes[0], looks_back], [bad])
+            steps.choose([params[0], looks_back], [bad])
     assert np.array_equal(slots.last, before)
-    assert len(steps.choose([wishes[0], looks_back], [(1, ids[:1], counts[:1])])) == 2
-    assert steps.choose(wishes, []) is None  # only once
+    assert len(steps.choose([params[0], looks_back], [(1, ids[:1], counts[:1])])) == 2
+    assert steps.choose(params, []) is None  # only once
 
     program, native = pair.own._program, sampler._native
     with pytest.raises(ValueError, match="page"):

@@ -200,25 +200,25 @@ def test_what_is_no_number_is_seen_wherever_it_is(bad: float, at: int):
 
 def test_what_crosses_the_border_is_checked():
     sampler = NativeBackend(1).host_sampler(10)
-    wish = sampler.wish(1.0, 0, 1.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 0, -1, [], [])
+    own = sampler.params(1.0, 0, 1.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 0, -1, [], [])
     logits = np.zeros((1, 10), np.float32)
     ids, counts, mask = np.array([3, 9]), np.array([1.0, 0.0]), np.ones((1, 10), np.bool_)
-    assert 0 <= sampler.choose(logits, [wish], [0], [], [(0, ids, counts)], [(0, mask)])[0][0][0] < 10
+    assert 0 <= sampler.choose(logits, [own], [0], [], [(0, ids, counts)], [(0, mask)])[0][0][0] < 10
     for wrong in (
-        (logits[:, :9], [wish], [0], [], [], []),
-        (np.zeros((10, 2), np.float32).T[:1], [wish], [0], [], [], []),
-        (logits, [wish, wish], [0, 0], [], [], []),
-        (logits, [wish], [], [], [], []),
-        (logits, [wish], [0], [[1]], [], []),
-        (logits, [wish], [0], [], [(0, np.array([10]), np.array([1.0]))], []),
-        (logits, [wish], [0], [], [(0, np.array([-1]), np.array([1.0]))], []),
-        (logits, [wish], [0], [], [(1, ids, counts)], []),
-        (logits, [wish], [0], [], [(0, ids, counts[:1])], []),
-        (logits, [wish], [0], [], [], [(0, mask[:, :9])]),
-        (logits, [wish], [0], [], [], [(2, mask)]),
+        (logits[:, :9], [own], [0], [], [], []),
+        (np.zeros((10, 2), np.float32).T[:1], [own], [0], [], [], []),
+        (logits, [own, own], [0, 0], [], [], []),
+        (logits, [own], [], [], [], []),
+        (logits, [own], [0], [[1]], [], []),
+        (logits, [own], [0], [], [(0, np.array([10]), np.array([1.0]))], []),
+        (logits, [own], [0], [], [(0, np.array([-1]), np.array([1.0]))], []),
+        (logits, [own], [0], [], [(1, ids, counts)], []),
+        (logits, [own], [0], [], [(0, ids, counts[:1])], []),
+        (logits, [own], [0], [], [], [(0, mask[:, :9])]),
+        (logits, [own], [0], [], [], [(2, mask)]),
         (
             logits,
-            [NativeBackend(1).host_sampler(11).wish(1.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, -1, [], [])],
+            [NativeBackend(1).host_sampler(11).params(1.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, -1, [], [])],
             [0],
             [],
             [],
@@ -228,9 +228,9 @@ def test_what_crosses_the_border_is_checked():
         with pytest.raises(ValueError):
             sampler.choose(*wrong)
     with pytest.raises(TypeError):
-        sampler.choose(logits.astype(np.float64), [wish], [0], [], [], [])
+        sampler.choose(logits.astype(np.float64), [own], [0], [], [], [])
     for bias, stops in (([(10, 1.0)], []), ([], [-1])):
         with pytest.raises(ValueError, match="outside the vocabulary"):
-            sampler.wish(1.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, -1, bias, stops)
+            sampler.params(1.0, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, -1, bias, stops)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         sampler.logprobs(logits, [10], 0)

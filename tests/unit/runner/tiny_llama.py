@@ -90,6 +90,7 @@ class TinyLlama:
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         x = ops.embed(batch.ids, self.table)
         for i, (wq, wk, wv, wo, gate, up, down) in enumerate(self.layers):
+            ops.mark(x, i)
             h = ops.rms_norm(x, self.norm, 1e-5)
             q = ops.rope(ops.linear(h, wq), batch.pos, self.rope, HEADS)
             k = ops.rope(ops.linear(h, wk), batch.pos, self.rope, KV_HEADS)
@@ -99,6 +100,7 @@ class TinyLlama:
             x = ops.add(x, ops.linear(a, wo))
             h = ops.rms_norm(x, self.norm, 1e-5)
             x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, gate), ops.linear(h, up)), down))
+        ops.mark(x, LAYERS)
         return self.logits(ops, batch, ops.rms_norm(ops.take(x, batch.logit_rows), self.norm, 1e-5))
 
     def logits(self, ops: Ops, batch: Batch, x: Tensor) -> Tensor:

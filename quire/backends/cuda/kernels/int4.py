@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.gates import KINDS, gate
 from quire.backends.cuda.kernels.launch import Launcher
-from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _prefetch, _sum_parts, gate, store_part
+from quire.backends.cuda.kernels.skinny import Shape, _epilogue, _prefetch, _sum_parts, store_part
 from quire.backends.torch.quantized import pack as pack
 from quire.backends.torch.quantized import unpack as unpack
 
@@ -74,7 +75,7 @@ def _pair(
 @triton.jit(do_not_specialize=["m"])
 def _int4(
     x, w, y, residual, bias, scale, zero, part, m, n, k, stride_s, stride_x, stride_w, stride_y, stride_r,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SWIGLU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, GATE: tl.constexpr,
     SWAP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
@@ -87,7 +88,7 @@ def _int4(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if LINES:
-            _prefetch(w_row + first // 2, n, stride_w, BLOCK_N, LINES, SWIGLU)
+            _prefetch(w_row + first // 2, n, stride_w, BLOCK_N, LINES, GATE)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -98,7 +99,7 @@ def _int4(
         sum_low = tl.sum(x_low.to(tl.float32), 1)
         sum_high = tl.sum(x_high.to(tl.float32), 1)
         acc = _pair(acc, w_row, scale, zero, x_low, x_high, sum_low, sum_high, at, col, n, stride_s, GROUP, SWAP)
-        if SWIGLU:
+        if GATE:
             up = _pair(
                 up, w_row + n.to(tl.int64) * stride_w, scale + n, zero + n, x_low, x_high, sum_low, sum_high, at, col,
                 n, stride_s, GROUP, SWAP,
@@ -107,8 +108,8 @@ def _int4(
     if SPLITS > 1:
         store_part(part + (tl.program_id(1) * m + row[:, None]) * n + col[None, :], acc, keep)
     else:
-        if SWIGLU:
-            acc = gate(acc, up, SWIGLU)
+        if GATE:
+            acc = gate(acc, up, GATE)
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
@@ -123,23 +124,22 @@ def int4_product(
     group: int,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    swiglu: bool = False,
-    gelu: bool = False,
+    act: str = "",
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
     """y [m, n] = x [m, k] @ w.T, m up to 64; packed [n, k / 2] as `pack` makes it, scale and zero [k / group, n].
 
-    With `swiglu` (or `gelu` beside it) the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
+    With an `act` (see gates.py) the weights have 2n rows, gates first. The shape's block_k is not looked at: a step is
     a pair of groups.
     """
     m, k = x.shape
     n = y.shape[1]
     rows = packed.shape[0]
-    if packed.shape != (2 * n if swiglu else n, k // 2) or scale.shape != (k // group, rows) or k % (2 * group):
+    if packed.shape != (2 * n if act else n, k // 2) or scale.shape != (k // group, rows) or k % (2 * group):
         raise ValueError(f"int4 product of x {list(x.shape)}, bytes {list(packed.shape)}, scales {list(scale.shape)}")
-    if shape.splits > 1 and (swiglu or part is None):
-        raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU")
+    if shape.splits > 1 and (act or part is None):
+        raise ValueError("a split sum needs the partial sums' space, and takes no activation")
     single = shape.splits == 1
     ends = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     res, b = x if residual is None else residual, x if bias is None else bias
@@ -149,7 +149,7 @@ def int4_product(
     _int4[(triton.cdiv(n, shape.block_n), shape.splits)](
         x, packed, y, res, b, scale, zero, y if part is None else part, m, n, k, scale.stride(0), x.stride(0), packed.stride(0),
         y.stride(0), res.stride(0), BLOCK_M=triton.next_power_of_2(max(16, m)), BLOCK_N=shape.block_n, GROUP=group,
-        SPLITS=shape.splits, SWIGLU=2 if swiglu and gelu else swiglu, SWAP=shape.swap, PDL=shape.pdl, LINES=shape.lines,
+        SPLITS=shape.splits, GATE=KINDS[act], SWAP=shape.swap, PDL=shape.pdl, LINES=shape.lines,
         **(ends if single else {"BIAS": False, "RESIDUAL": False}), **launch,
     )  # fmt: skip
     if not single and add_parts:

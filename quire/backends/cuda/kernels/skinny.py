@@ -1,6 +1,6 @@
 """Matrix products for one to 64 rows, where reading the weights is the whole cost.
 
-y = epilogue(x @ w.T): a scale per channel (fp8 and int8 weights), a bias, SwiGLU over the two halves of w, a residual; for one
+y = epilogue(x @ w.T): a scale per channel (fp8 and int8 weights), a bias, an activation over the two halves of w, a residual; for one
 row also RMSNorm of x on the way in (its scale is a factor of the finished row, so one pass over x serves both).
 Weights [n, k] are bf16, fp16, fp8 e4m3 or int8; x stays in its own precision, sums are float32. Where x is bf16 and w fp8
 both become fp16, and x a sixteenth of itself, so that what bf16 can hold and fp16 cannot starts at a million.
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
-from quire.backends.cuda.kernels.attention import tanh
+from quire.backends.cuda.kernels.gates import KINDS, gate
 from quire.backends.cuda.kernels.launch import Launcher
 
 
@@ -64,14 +64,6 @@ def store_part(where, acc, keep):
     tl.store(where, acc, mask=keep, eviction_policy="evict_last")
 
 
-@triton.jit
-def gate(gates, up, KIND: tl.constexpr):
-    """swiglu, or with KIND 2 geglu."""
-    if KIND == 2:
-        return 0.5 * gates * (1.0 + tanh(0.7978845608028654 * (gates + 0.044715 * gates * gates * gates))) * up
-    return gates * (1.0 / (1.0 + tl.exp(-gates))) * up
-
-
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
@@ -84,14 +76,14 @@ def sixteenth(values):
 
 
 @triton.jit
-def _prefetch(w_row, n, stride_w, BLOCK_N: tl.constexpr, LINES: tl.constexpr, SWIGLU: tl.constexpr):
+def _prefetch(w_row, n, stride_w, BLOCK_N: tl.constexpr, LINES: tl.constexpr, GATE: tl.constexpr):
     """Ask the L2 for the first LINES * 128 bytes of each weight row; w_row: pointers [BLOCK_N]."""
     width: tl.constexpr = 1024 // w_row.dtype.element_ty.primitive_bitwidth  # elements in a line
     lines = w_row[:, None] + tl.arange(0, LINES)[None, :] * width
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
-    if SWIGLU:
+    if GATE:
         lines += n.to(tl.int64) * stride_w
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False,
@@ -143,7 +135,7 @@ def _multiply(acc, tile, values, EIGHT: tl.constexpr, SWAP: tl.constexpr):
 def _dot(
     x, w, y, residual, bias, w_scale, x_scale, part, m, n, k, stride_x, stride_w, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    SWIGLU: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     SWAP: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +155,7 @@ def _dot(
         tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         if LINES:
-            _prefetch(w_row + first, n, stride_w, BLOCK_N, LINES, SWIGLU)
+            _prefetch(w_row + first, n, stride_w, BLOCK_N, LINES, GATE)
         tl.extra.cuda.gdc_wait()
     if EARLY:
         if PDL:  # only now: the next kernel's programs would wait in places that this one's are meant for
@@ -175,7 +167,7 @@ def _dot(
         inner = at + lane
         values = _rows(x, row, inner, m, last, stride_x, EVEN, HALF)
         acc = _multiply(acc, _tile(w_row, inner, last, EVEN), values, EIGHT, SWAP)
-        if SWIGLU:
+        if GATE:
             up = _multiply(up, _tile(w_row + n.to(tl.int64) * stride_w, inner, last, EVEN), values, EIGHT, SWAP)
     if EARLY:
         acc = _multiply(acc, early, _later(beside), EIGHT, SWAP)
@@ -184,7 +176,7 @@ def _dot(
         up = tl.trans(up)
     if SCALED:
         acc *= tl.load(w_scale + col, mask=col < n, other=0.0)[None, :]
-        if SWIGLU:
+        if GATE:
             up *= tl.load(w_scale + n + col, mask=col < n, other=0.0)[None, :]
     if HALF:
         acc *= 16.0
@@ -197,8 +189,8 @@ def _dot(
     if SPLITS > 1:
         store_part(part + (split * m + row[:, None]) * n + col[None, :], acc, keep)
     else:
-        if SWIGLU:
-            acc = gate(acc, up, SWIGLU)
+        if GATE:
+            acc = gate(acc, up, GATE)
         _epilogue(acc, y, residual, bias, row[:, None], col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
 
@@ -231,7 +223,7 @@ def _one_row(x, norm, inner, k, squares, NORM: tl.constexpr):
 @triton.jit
 def _vector(
     x, w, y, residual, bias, w_scale, norm, n, k, eps, stride_w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row: products are summed where they are loaded, across threads once at the end. AHEAD: k, and the loop is unrolled."""
@@ -241,7 +233,7 @@ def _vector(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if LINES:
-            _prefetch(w_row, n, stride_w, BLOCK_N, LINES, SWIGLU)
+            _prefetch(w_row, n, stride_w, BLOCK_N, LINES, GATE)
     if AHEAD:
         tile = _tile(w_row, lane, k, EVEN)
     if PDL:
@@ -262,11 +254,11 @@ def _vector(
         for at in range(0, k, BLOCK_K):
             inner = at + lane
             tile = _tile(w_row, inner, k, EVEN)
-            if SWIGLU:
+            if GATE:
                 other = _tile(w_row + n.to(tl.int64) * stride_w, inner, k, EVEN)
             values, squares = _one_row(x, norm, inner, k, squares, NORM)
             acc += tile.to(tl.float32) * values[None, :]
-            if SWIGLU:
+            if GATE:
                 up += other.to(tl.float32) * values[None, :]
     total = tl.sum(acc, 1)
     if SCALED:
@@ -274,13 +266,13 @@ def _vector(
     if NORM:
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / k + eps)
         total *= factor
-    if SWIGLU:
+    if GATE:
         second = tl.sum(up, 1)
         if SCALED:
             second *= tl.load(w_scale + n + col, mask=col < n, other=0.0)
         if NORM:
             second *= factor
-        total = gate(total, second, SWIGLU)
+        total = gate(total, second, GATE)
     _epilogue(total, y, residual, bias, 0, col, col < n, n, 0, 0, BIAS, RESIDUAL)
 
 
@@ -296,39 +288,36 @@ def skinny(
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
-    gelu: bool = False,
+    act: str = "",
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
-    """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] for SwiGLU (gates first), or GeGLU with `gelu`. `residual` may
+    """y [m, n] = x [m, k] @ w [n, k].T, with w [2n, k] where there is an `act` of gates.py (gates first). `residual` may
     be y itself.
 
     w_scale is one float32 a channel. x is fp8 where w is and x_scale gives one float32 a row, else bf16 or fp16 (fp16
     is the partner that fp8 weights are multiplied with: e4m3 becomes fp16 in one instruction, bf16 in many). `part` [splits, m, n] float32
     holds partial sums where the shape has splits; add_parts=False leaves them there (y, bias and residual are the
-    reader's). SwiGLU needs all of k in one program, and the norm a shape for one row.
+    reader's). An activation needs all of k in one program, and the norm a shape for one row.
     """
     m, k = x.shape
     n = y.shape[1]
-    if w.shape != ((2 * n if swiglu else n), k) or y.shape[0] != m:
+    if w.shape != ((2 * n if act else n), k) or y.shape[0] != m:
         raise ValueError(f"skinny product of x {list(x.shape)}, w {list(w.shape)} into y {list(y.shape)}")
-    if shape.splits > 1 and (swiglu or part is None or not shape.dot):
-        raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU or single row")
+    if shape.splits > 1 and (act or part is None or not shape.dot):
+        raise ValueError("a split sum needs the partial sums' space, and takes no activation or single row")
     if x_scale is not None and not shape.dot:
         raise ValueError("rows of fp8 need the tensor cores: a shape with dot")
-    if shape.ahead and (shape.dot or swiglu):
+    if shape.ahead and (shape.dot or act):
         raise ValueError("weights are loaded ahead for one row, and one product of it")
     share, uneven = divmod(k, shape.splits)
     steps = share - shape.early  # columns of them
-    if shape.early and (
-        not shape.dot or swiglu or x_scale is not None or uneven or steps <= 0 or steps % shape.block_k
-    ):
+    if shape.early and (not shape.dot or act or x_scale is not None or uneven or steps <= 0 or steps % shape.block_k):
         raise ValueError("columns are loaded early for half floats, one product, and equal parts of whole steps")
     if norm is not None and shape.dot:
         raise ValueError("the norm on the way in is for one row: normalize first")
     flags = {
-        "SWIGLU": 2 if swiglu and gelu else swiglu,
+        "GATE": KINDS[act],
         "SCALED": w_scale is not None,
         "PDL": shape.pdl,
         "LINES": shape.lines,

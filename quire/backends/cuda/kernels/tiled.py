@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.gates import KINDS, gate
 from quire.backends.cuda.kernels.launch import Launcher
 from quire.backends.cuda.kernels.skinny import (
     Shape,
@@ -28,7 +29,6 @@ from quire.backends.cuda.kernels.skinny import (
     _prefetch,
     _sum_parts,
     _tile,
-    gate,
     sixteenth,
     store_part,
 )
@@ -113,7 +113,7 @@ def tiled_sums(
 def _tiled(
     x, w, y, residual, bias, w_scale, x_scale, part, m, n, k, stride_x, stride_g, stride_w, stride_s, stride_y, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, SPLITS: tl.constexpr, NEAR: tl.constexpr,
-    SWIGLU: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
+    GATE: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
     HALF: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -141,11 +141,11 @@ def _tiled(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if LINES:
-            _prefetch(w_row + first, n, stride_w, BLOCK_N, LINES, SWIGLU)
+            _prefetch(w_row + first, n, stride_w, BLOCK_N, LINES, GATE)
         tl.extra.cuda.gdc_wait()
     acc, up = tiled_sums(
         x + inside.to(tl.int64) * stride_x, x_scale + inside, w_row, s_row, w_row + n.to(tl.int64) * stride_w, s_up, first,
-        last, stride_g, BLOCK_M, BLOCK_N, SWAP, SWIGLU, EVEN, EIGHT, HALF, UNIFORM,
+        last, stride_g, BLOCK_M, BLOCK_N, SWAP, GATE, EVEN, EIGHT, HALF, UNIFORM,
     )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
@@ -154,8 +154,8 @@ def _tiled(
     if SPLITS > 1:
         store_part(part + (tl.program_id(1) * m + row).to(tl.int64)[:, None] * n + col[None, :], acc, keep)
     else:
-        if SWIGLU:
-            acc = gate(acc, up, SWIGLU)
+        if GATE:
+            acc = gate(acc, up, GATE)
         at = row.to(tl.int64)[:, None]
         _epilogue(acc, y, residual, bias, at, col[None, :], keep, n, stride_y, stride_r, BIAS, RESIDUAL)
 
@@ -170,25 +170,24 @@ def tiled_product(
     x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    swiglu: bool = False,
-    gelu: bool = False,
+    act: str = "",
     part: torch.Tensor | None = None,
     add_parts: bool = True,
 ) -> None:
-    """y [m, n] = x [m, k] @ w.T; with `swiglu` (or `gelu` beside it) the weights have 2n rows, gates first.
+    """y [m, n] = x [m, k] @ w.T; with an `act` (see gates.py) the weights have 2n rows, gates first.
 
     x is fp8 with x_scale [k / 128, m] float32, or bf16 or fp16. `rows` are those of a program; 0: all of them, up to 64. The
     shape's block_k is not looked at: a step is the 128 columns of a scale. `part` [splits, m, n] float32 as for `skinny`.
     """
     (m, k), n, codes, scale = x.shape, y.shape[1], w.codes, w.scale
-    if codes.shape != ((2 * n if swiglu else n), k) or y.shape[0] != m or x.stride(1) != 1 or w.skip:
+    if codes.shape != ((2 * n if act else n), k) or y.shape[0] != m or x.stride(1) != 1 or w.skip:
         raise ValueError(f"product of x {list(x.shape)} and tiles {list(codes.shape)} into y {list(y.shape)}")
     if x_scale is not None and (x_scale.shape != (triton.cdiv(k, WIDTH), m) or x_scale.stride(1) != 1):
         raise ValueError(f"rows {list(x.shape)} with scales {list(x_scale.shape)}")
     if (x.dtype == E4M3) != (x_scale is not None):
         raise ValueError("rows of fp8 have scales, and others none")
-    if shape.splits > 1 and (swiglu or part is None):
-        raise ValueError("a split sum needs the partial sums' space, and takes no SwiGLU")
+    if shape.splits > 1 and (act or part is None):
+        raise ValueError("a split sum needs the partial sums' space, and takes no activation")
     if m == 0:
         return
     rows = rows or triton.next_power_of_2(max(16, m))
@@ -200,9 +199,9 @@ def tiled_product(
     _tiled[(triton.cdiv(m, rows) * triton.cdiv(n, shape.block_n), shape.splits)](
         x, codes, y, res, b, scale, own, y if part is None else part, m, n, k, x.stride(0), own.stride(0),
         codes.stride(0), scale.stride(0), y.stride(0), res.stride(0), BLOCK_M=rows, BLOCK_N=shape.block_n,
-        HEIGHT=w.height, SPLITS=shape.splits, NEAR=_NEAR, SWIGLU=2 if swiglu and gelu else int(swiglu),
+        HEIGHT=w.height, SPLITS=shape.splits, NEAR=_NEAR, GATE=KINDS[act],
         EIGHT=x_scale is not None, SWAP=shape.swap, HALF=x.dtype == torch.bfloat16, PDL=shape.pdl, LINES=shape.lines,
-        EVEN=k % WIDTH == 0, UNIFORM=uniform(w, shape.block_n, n if swiglu else 0),
+        EVEN=k % WIDTH == 0, UNIFORM=uniform(w, shape.block_n, n if act else 0),
         **(ends if single else {"BIAS": False, "RESIDUAL": False}), **launch,
     )  # fmt: skip
     if not single and add_parts:

@@ -51,7 +51,7 @@ def skinny_shape(
     rows: int,
     dtype: torch.dtype,
     *,
-    swiglu: bool = False,
+    gated: bool = False,
     fused: bool = False,
     eight: bool = False,
     processors: int = 132,
@@ -62,7 +62,7 @@ def skinny_shape(
     byte too.
     """
     # Small products are over before the memory is busy: their weights are asked for while the kernel before them ends.
-    small = n < 12288 and k <= 8192 and not swiglu
+    small = n < 12288 and k <= 8192 and not gated
     if rows == 1 and dtype.itemsize == 2 and fused:
         if not small:
             return Shape(4, 1024, 4, 1, dot=False, pdl=True)
@@ -72,12 +72,12 @@ def skinny_shape(
             return Shape(8, 512, 4, 1, dot=False, pdl=True, lines=2)
         return Shape(4, 1024, 2, 1, dot=False, pdl=True, ahead=True)
     if rows == 1 and dtype.itemsize == 1 and fused:
-        if swiglu or n > WIDE:
+        if gated or n > WIDE:
             return Shape(16, 256, 4, 1, dot=False, pdl=True)
         if n > 4096:
             return Shape(8, 512, 4, 1, dot=False, pdl=True, lines=1)
         return Shape(8 if small else 4, 1024, 4, 1, dot=False, pdl=True, ahead=small)
-    whole = swiglu or fused
+    whole = gated or fused
     if dtype.itemsize == 1 and not eight and rows > FEW:  # rows and weights must fit the processor's own memory
         return Shape(64, 128, 4, 3, 1 if whole or n > 4096 else 2, pdl=True)
     if dtype.itemsize == 1 and not eight:  # converted on the way: narrow steps, many programs
@@ -94,21 +94,21 @@ def skinny_shape(
     if early is not None:
         return early
     splits = 1 if whole else _splits(n, k, processors)
-    stages = {1: 3 if eight and swiglu else 4, 2: 6, 4: 3}.get(splits, 4)
-    lines = 4 if splits == 2 and small else 2 if swiglu or small else 0
+    stages = {1: 3 if eight and gated else 4, 2: 6, 4: 3}.get(splits, 4)
+    lines = 4 if splits == 2 and small else 2 if gated or small else 0
     return Shape(64, step, 4, stages, splits, swap=True, pdl=True, lines=0 if eight else lines)
 
 
-def int4_shape(n: int, k: int, *, swiglu: bool = False) -> Shape:
+def int4_shape(n: int, k: int, *, gated: bool = False) -> Shape:
     """For 4-bit weights: the unpacking is what takes time, so there are as many programs as fit."""
-    if swiglu or n > 32768:
+    if gated or n > 32768:
         return Shape(64, 0, 4, 3, swap=True, pdl=True)
     return Shape(64, 0, 4, 4, 8, swap=True, pdl=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True, pdl=True)
 
 
-def tiled_shape(n: int, *, swiglu: bool = False) -> Shape:
+def tiled_shape(n: int, *, gated: bool = False) -> Shape:
     """For fp8 weights with scales for tiles, and up to 16 rows of half floats: a step is 128 columns, so there are more of them."""
-    if swiglu or n > 32768:
+    if gated or n > 32768:
         return Shape(64, 0, 4, 5, pdl=True)
     return Shape(64, 0, 4, 5, 8 if n <= 4096 else 4, pdl=True)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.backends.cuda.kernels.fp8 import E4M3, dequantize_weight, quantize_rows, quantize_weight
+from quire.backends.cuda.kernels.gates import gated_rows
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
-from quire.backends.cuda.kernels.swiglu import swiglu
 from quire.backends.ops import KV
 from quire.backends.reference.backend import ReferenceBackend, ReferenceOps
 from quire.layouts import Rope
@@ -67,10 +67,10 @@ def test_swiglu(width: int, half: torch.dtype, device: str):
     gate, up = x.double().chunk(2, 1)
     want = gate * torch.sigmoid(gate) * up
     out = torch.full((3, width), float("nan"), dtype=half, device=device)
-    swiglu(x, out)
+    gated_rows(x, out, "swiglu")
     assert error(out, want) < 5e-3
     out8, scales = torch.empty(3, width, dtype=E4M3, device=device), torch.empty(3, device=device)
-    swiglu(x, out8, scales=scales)
+    gated_rows(x, out8, "swiglu", scales=scales)
     back = out8.double() * scales.double()[:, None]
     assert rounded(back, want, scales.double()[:, None])
 

@@ -41,7 +41,7 @@ def test_swiglu(half: torch.dtype, device: str):
     codes, scale, zero, dense = quantized(2 * 24, 128, 32, device)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).to(half).to(device)
     y = torch.empty(3, 24, dtype=half, device=device)
-    int4_product(x, pack(codes, 32), scale, zero, y, Shape(16, 0, 1, 1), group=32, swiglu=True)
+    int4_product(x, pack(codes, 32), scale, zero, y, Shape(16, 0, 1, 1), group=32, act="swiglu")
     gate, up = (x.double() @ dense.T).chunk(2, 1)
     assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
 

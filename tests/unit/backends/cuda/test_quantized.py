@@ -19,6 +19,7 @@ from quire.backends.cuda.kernels.expand import expand
 from quire.backends.cuda.kernels.int8 import int8_product
 from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.products import Rows, Unnormed, count
+from quire.backends.elementwise import SWIGLU
 from quire.backends.torch.quantized import E4M3, Mixed, Scaled, Weight, encode, tensors
 from quire.backends.torch.weights import Weights
 from quire.layouts import Layout
@@ -104,9 +105,9 @@ def test_gates(kind: str, m: int, half: torch.dtype, device: str):
         gate, up = (seen if b is None else seen + b.double()).chunk(2, 1)
         want = gate * torch.sigmoid(gate) * up
         # Gate and up are each rounded before they meet where the product stands alone; both errors are the result's.
-        assert error(k.gated(x, w, b), want) < 2 * bound(half)
+        assert error(k.gated(x, w, b, SWIGLU), want) < 2 * bound(half)
     reader = weight("fp8", 64, n, half, device)
-    handed = k.gated(x, w, None, soon=(reader,))
+    handed = k.gated(x, w, None, SWIGLU, soon=(reader,))
     gate, up = seen.chunk(2, 1)
     want = gate * torch.sigmoid(gate) * up
     if m > 64 or (m > 16 and kind == "mixed"):  # the gate is a kernel of its own
@@ -272,7 +273,7 @@ def test_float32_rows_use_the_exact_path(device: str):
         for got in (k.linear(x, w, None), k.logits(x, w, None)):
             assert error(got, want) < tolerance
         gate, up = want.chunk(2, 1)
-        assert error(k.gated(x, w, None, soon=(w,)), gate * torch.sigmoid(gate) * up) < tolerance
+        assert error(k.gated(x, w, None, SWIGLU, soon=(w,)), gate * torch.sigmoid(gate) * up) < tolerance
 
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch):

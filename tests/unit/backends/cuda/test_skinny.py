@@ -60,16 +60,16 @@ def test_columns_loaded_early_are_in_the_sum(m: int, n: int, half: torch.dtype, 
 def test_swiglu_and_norm(shape: Shape, m: int, half: torch.dtype, device: str):
     x, w = weights(2 * 24, 160, m, half, device)
     y = torch.full((m, 24), float("nan"), dtype=half, device=device)
-    skinny(x, w, y, shape, swiglu=True)
+    skinny(x, w, y, shape, act="swiglu")
     gate, up = (x.double() @ w.double().T).chunk(2, 1)
     assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
     x *= 5.0
     gain = (torch.rand(160, device=device) + 0.5).to(half)
     if shape.dot:
         with pytest.raises(ValueError, match="normalize first"):
-            skinny(x, w, y, shape, norm=gain, eps=1e-5, swiglu=True)
+            skinny(x, w, y, shape, norm=gain, eps=1e-5, act="swiglu")
         return
-    skinny(x, w, y, shape, norm=gain, eps=1e-5, swiglu=True)
+    skinny(x, w, y, shape, norm=gain, eps=1e-5, act="swiglu")
     wide = x.double()
     normed = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.double()
     gate, up = (normed @ w.double().T).chunk(2, 1)
@@ -123,7 +123,7 @@ def test_fp8_swiglu_scales_both_halves(half: torch.dtype, device: str):
     gate, up = (x.double() @ (w8.double() * scale.double()[:, None]).T).chunk(2, 1)
     for shape in (DOT, ROW):
         y = torch.empty(1, 20, dtype=half, device=device)
-        skinny(x, w8, y, shape, w_scale=scale, swiglu=True)
+        skinny(x, w8, y, shape, w_scale=scale, act="swiglu")
         assert error(y, gate * torch.sigmoid(gate) * up) < 1e-2
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_done_is_refused(half: torch.dtype):
     with pytest.raises(ValueError, match="skinny product"):
         skinny(x, w, torch.zeros(2, 31), DOT)
     with pytest.raises(ValueError, match="ahead for one row"):
-        skinny(x[:1], w, torch.zeros(1, 16), AHEAD, swiglu=True)
+        skinny(x[:1], w, torch.zeros(1, 16), AHEAD, act="swiglu")
     with pytest.raises(ValueError, match="split sum"):
         skinny(x, w, y, SPLIT)
     early = Shape(64, 32, 4, 2, splits=2, swap=True, early=64)

@@ -24,6 +24,7 @@ from quire.backends.cuda.kernels.tiled import quantize_groups, tiled_product
 from quire.backends.cuda.kernels.tuning import TILED_MANY, TILED_ROWS, tiled_many, tiled_shape
 from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.tiles import GroupedRows
+from quire.backends.elementwise import GEGLU, SWIGLU
 from quire.backends.torch import experts as plain
 from quire.backends.torch.quantized import E4M3, Mixed, Tiled
 from quire.backends.torch.weights import Weights
@@ -215,8 +216,8 @@ def test_residuals_and_gates(m: int, tmp_path: Path, half: torch.dtype, device: 
     seen = as_multiplied(x) @ means.T
     gate, up = seen.chunk(2, 1)
     silu, gelu = torch.nn.functional.silu(gate) * up, torch.nn.functional.gelu(gate, approximate="tanh") * up
-    assert error(k.gated(x, w, None), silu) < 2 * bound(half)
-    assert error(k.gated(x, w, None, gelu=True), gelu) < 2 * bound(half)
+    assert error(k.gated(x, w, None, SWIGLU), silu) < 2 * bound(half)
+    assert error(k.gated(x, w, None, GEGLU), gelu) < 2 * bound(half)
     gain = torch.rand(256, device=device) + 0.5
     total = residual.double() + seen
     want = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.double()
@@ -240,7 +241,7 @@ def test_what_is_chosen():
     for n, rows in ((6144, 2048), (4096, 2048), (28672, 256), (6144, 256)):
         assert tiled_many(n, rows)[0].block_n == 128
     assert tiled_many(4096, 256) == (TILED_MANY[-1][1], 64)
-    assert tiled_shape(4096).splits > 1 and tiled_shape(14336, swiglu=True).splits == 1
+    assert tiled_shape(4096).splits > 1 and tiled_shape(14336, gated=True).splits == 1
 
 
 def test_mixed_with_other_kinds(tmp_path: Path, half: torch.dtype, device: str):

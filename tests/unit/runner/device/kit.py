@@ -23,6 +23,7 @@ class OnDevice:
     graphs = False
     shares = True
     adapts = False
+    keep = ()
     device = torch.device("cpu")
     sampler: DeviceSampler = TorchSampler()
 
@@ -33,6 +34,9 @@ class OnDevice:
         self.fault: Exception | None = None
         self.nan: list[int] = []
         self.shared = 0  # rows that were told of a common beginning
+
+    def hidden_buffers(self, rows: int) -> None:
+        """It keeps nothing."""
 
     def launch(self, batch: DeviceBatch) -> torch.Tensor:
         if self.fault is not None:

@@ -33,10 +33,10 @@ struct LogitRows {
     size_t peaks_stride = 0;
 };
 
-class Steady {
+class DecodeSteps {
 public:
     // `most`: sequences of one row that a step has room for.
-    Steady(SlotArrays slots, int vocabulary, int max_context, int most)
+    DecodeSteps(SlotArrays slots, int vocabulary, int max_context, int most)
         : slots_(std::move(slots)), vocabulary_(vocabulary), max_context_(max_context), most_(most) {}
 
     // The next token of each of these slots, which are different. False: there is something to be said about one of them.
@@ -45,9 +45,9 @@ public:
     // That batch was computed.
     void computed();
 
-    // The tokens that follow it, chosen from its rows of logits. `seen`: what each sequence holds, where its wish looks back. False, with
+    // The tokens that follow it, chosen from its rows of logits. `seen`: what each sequence holds, where its parameters look back. False, with
     // nothing done: one is to be told more than its token, or has none, or what it looks back at is missing.
-    bool choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, const std::vector<Seen>& seen,
+    bool choose(Sampler& sampler, const LogitRows& rows, const std::vector<const SampleParams*>& params, const std::vector<Seen>& seen,
                 std::vector<int32_t>& tokens);
 
 private:

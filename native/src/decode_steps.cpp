@@ -1,11 +1,11 @@
-// See steady.h.
-#include "steady.h"
+// See decode_steps.h.
+#include "decode_steps.h"
 
 #include <algorithm>
 
 namespace quire {
 
-bool Steady::batch(const int64_t* slots, size_t count, BatchView& b) {
+bool DecodeSteps::batch(const int64_t* slots, size_t count, BatchView& b) {
     now_.clear();
     if (!count || count > (size_t)most_) return false;
     int table = 0, adapter = -1;
@@ -52,17 +52,17 @@ bool Steady::batch(const int64_t* slots, size_t count, BatchView& b) {
     return true;
 }
 
-void Steady::computed() {
+void DecodeSteps::computed() {
     for (int32_t s : now_) slots_.length[s]++;
 }
 
-bool Steady::choose(Sampler& sampler, const LogitRows& rows, const std::vector<const Wish*>& wishes, const std::vector<Seen>& seen,
+bool DecodeSteps::choose(Sampler& sampler, const LogitRows& rows, const std::vector<const SampleParams*>& params, const std::vector<Seen>& seen,
                     std::vector<int32_t>& tokens) {
-    if (wishes.size() != now_.size() || seen.size() != now_.size()) return false;
+    if (params.size() != now_.size() || seen.size() != now_.size()) return false;
     std::vector<Ask> asks(now_.size());
     for (size_t i = 0; i < asks.size(); i++) {
-        if ((wishes[i]->penalizes() && !seen[i].ids) || wishes[i]->logprobs >= 0) return false;
-        asks[i].wish = wishes[i], asks[i].seen = seen[i], asks[i].position = slots_.position[now_[i]];
+        if ((params[i]->penalizes() && !seen[i].ids) || params[i]->logprobs >= 0) return false;
+        asks[i].params = params[i], asks[i].seen = seen[i], asks[i].position = slots_.position[now_[i]];
         asks[i].logits = rows.logits + i * rows.stride, asks[i].stride = rows.stride;
         if (rows.peaks) asks[i].peaks = rows.peaks + i * rows.peaks_stride;
     }

@@ -1,4 +1,4 @@
-// Binds steady.h: holds on to the slots' arrays, and checks their sizes once.
+// Binds decode_steps.h: holds on to the slots' arrays, and checks their sizes once.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -8,7 +8,7 @@
 
 #include "module.h"
 #include "plan.h"
-#include "steady.h"
+#include "decode_steps.h"
 
 namespace nb = nanobind;
 
@@ -40,7 +40,7 @@ public:
         const int vocabulary = nb::cast<Sampler&>(sampler_).vocabulary();
         if (!p.inputs().empty() || p.output_slot().per_token || p.output_slot().width != vocabulary)
             throw std::invalid_argument("the program takes more than tokens, or gives something else than logits");
-        steady_.emplace(std::move(slots), vocabulary, max_context, most);
+        steps_.emplace(std::move(slots), vocabulary, max_context, most);
     }
 
     nb::object run(const Array<const int64_t>& slot) {
@@ -49,30 +49,30 @@ public:
             nb::gil_scoped_release free;
             BatchView batch;
             computed_ = false;
-            if (steady_->batch(slot.data(), slot.shape(0), batch)) {
+            if (steps_->batch(slot.data(), slot.shape(0), batch)) {
                 plan.run(batch, {});
-                steady_->computed();
+                steps_->computed();
                 computed_ = true;
             }
         }
         return computed_ ? output_of(plan_, slot.shape(0)) : nb::none();
     }
 
-    nb::object choose(const std::vector<const Bound*>& wishes, const std::vector<SeenTuple>& seen) {
+    nb::object choose(const std::vector<const Bound*>& params, const std::vector<SeenTuple>& seen) {
         Sampler& sampler = nb::cast<Sampler&>(sampler_);
         const Plan& plan = nb::cast<Plan&>(plan_);
-        std::vector<const Wish*> own;
-        for (const Bound* b : wishes) {
-            if (!b || b->vocabulary != sampler.vocabulary()) throw std::invalid_argument("a wish of another sampler");
-            own.push_back(&b->wish);
+        std::vector<const SampleParams*> own;
+        for (const Bound* b : params) {
+            if (!b || b->vocabulary != sampler.vocabulary()) throw std::invalid_argument("parameters of another sampler");
+            own.push_back(&b->params);
         }
-        const std::vector<Seen> histories = seen_of(sampler, seen, wishes.size());
+        const std::vector<Seen> histories = seen_of(sampler, seen, params.size());
         std::vector<int32_t> tokens;
         const LogitRows rows{plan.output_data(), plan.output_slot().stride / sizeof(float), plan.peaks(0), plan.peaks_stride()};
         bool chosen;
         {
             nb::gil_scoped_release free;
-            chosen = computed_ && steady_->choose(sampler, rows, own, histories, tokens);
+            chosen = computed_ && steps_->choose(sampler, rows, own, histories, tokens);
         }
         if (!chosen) return nb::none();
         computed_ = false;
@@ -86,14 +86,14 @@ private:
     Array<const int32_t> adapter_;
     Array<const bool> live_;
     std::vector<Table> tables_;
-    std::optional<Steady> steady_;
+    std::optional<DecodeSteps> steps_;
     bool computed_ = false;  // there are logits to choose from
 };
 
 }  // namespace
 
-void bind_steady(nb::module_& m) {
-    nb::class_<Steps>(m, "Steady")
+void bind_decode_steps(nb::module_& m) {
+    nb::class_<Steps>(m, "DecodeSteps")
         .def(nb::init<nb::object, nb::object, Array<int32_t>, Array<int32_t>, Array<int64_t>, Array<const int32_t>,
                       Array<const bool>, std::vector<Table>, int, int, int>(),
              nb::arg(), nb::arg(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
