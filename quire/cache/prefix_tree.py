@@ -142,7 +142,8 @@ class PrefixTree:
     def resumable(self, more: Sequence[Sequence[int]], lease: Lease) -> int:
         """Pages that could be resumed, if behind the lease's there were these as well in each group: -1 for one missing."""
         rows = [[*row[: lease.shared], *new] for row, new in zip(lease.rows, more, strict=True)]
-        return self._agreed(rows, min(map(len, rows)))
+        whole = [row.index(-1) for row, group in zip(rows, self.groups, strict=True) if group.whole and -1 in row]
+        return self._agreed(rows, min([*whole, *map(len, rows)]))
 
     def stage(self, lease: Lease, upto: int) -> bool:
         """Private pages for what must be there to go on at `upto`, which a whole number of pages ends at: somebody fills and

@@ -115,7 +115,12 @@ FAULTS = [
         "self.pools[g].free([page for page in row[len(path) :] if page >= 0])",
         "pass",
     ),
-    Fault("a duplicate never freed", "tree", "pool.free([page])\n\n    def _give", "pass\n\n    def _give"),
+    Fault(
+        "a duplicate never freed",
+        "tree",
+        "            pool.free([page])\n            self.returned += 1",
+        "            self.returned += 1",
+    ),
     Fault(
         "evicting a page that is in use",
         "tree",
@@ -392,6 +397,16 @@ FAULTS = [
         tiers=True,
     ),
     Fault(
+        "what one group has taken for what all have",
+        "loading",
+        "[[0 if there else -1 for there in each] for each in has]",
+        "[[0 if there else -1 for there in has[0]] for _ in has]",
+        tiers=True,
+    ),
+    Fault(
+        "a prefix with a hole taken for a whole one", "tree", "if group.whole and -1 in row]", "if False]", tiers=True
+    ),
+    Fault(
         "a seal that nobody looks at", "sealed", "self._fits = well and all(", "self._fits = well and bool(", tiers=True
     ),
     Fault(
@@ -420,7 +435,6 @@ FAULTS = [
 
 def planted(fault: Fault) -> ModuleType:
     """A copy of the module with the fault in it."""
-    module = MODULES[fault.part]
     if fault.part == "lease":
         return made_of(replaced(fault))
     return replaced(fault)

@@ -156,6 +156,10 @@ class FakeTier:
     def load(self, parts: Sequence[Part]) -> FakeJob:
         if self._chance(self.manners.raises):
             raise ConnectionError("the tier is not there")
+        for part in parts:
+            there = all((part.group, key) in self.kept for key in part.keys)
+            expect(there or bool(self.manners.lies), "loaded what it had said it has not", part.keys)
+            expect(len(part.keys) == len(part.buffer) > 0, "a buffer for something else")
         self.loads += 1
         job = FakeJob(not self._chance(self.manners.fails))
         self.failed += not job.well
@@ -166,7 +170,7 @@ class FakeTier:
                 for row, key in zip(part.buffer, part.keys, strict=True):
                     kept = self.kept.get((part.group, key))
                     if kept is None and not self.manners.lies:
-                        job.well = False  # forgotten since it was asked
+                        job.well = False  # forgotten since it began
                         continue
                     self.lied += kept is None
                     spoiled = kept is not None and self._chance(self.manners.spoils)
