@@ -275,6 +275,7 @@ class Run:
         if steps == 1:
             self.tree.name_pages(self.keys_of)
         self.loader.advance()
+        expect(self.tier.asked_well, "a tier was asked for what it had said it has not")
         flights = self.flights()
         self.report.orphans += sum(not f.waiting for f in flights)
         self.report.joined += sum(len(f.waiting) > 1 for f in flights)
