@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test test-large test-stalled test-clients check fmt lint type bench bench-cpu clean
+.PHONY: help run serve setup test test-all test-large test-stalled test-clients check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -45,14 +45,19 @@ setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 # Where there is a GPU, it runs its kernels' tests; elsewhere they are interpreted, beside the others. No other test sees it.
 GPU := $(wildcard /dev/nvidiactl)
 KERNELS := tests/unit/backends/cuda
+# What `make test` runs: the core, and of the other areas those that a change touches (BASE=REV: a change since that commit, too).
+AREAS = $(BIN)/python -m tests.areas $(if $(BASE),--base $(BASE)) $(if $(ALL),--all)
 
 # The type checker on two threads does nearly twice the work that it does on one: so it has one, and the tests run beside it.
-test: lint ## Set up, then lint, type check and every test
+test: lint ## Set up, then lint, type check and test: the core, and whatever a change touches (BASE=REV)
 	@mkdir -p build; $(BIN)/pyright > build/types.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null || true" EXIT; \
-	  $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist worksteal -m "not large" $(if $(GPU),--ignore $(KERNELS)) tests/unit tests/null tests/fuzz tests/test_architecture.py); \
+	  $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist worksteal -m "not large" $(if $(GPU),--ignore $(KERNELS)) $$($(AREAS) tests/unit tests/null tests/fuzz) tests/test_architecture.py); \
 	  tests=$$?; wait $$types; types=$$?; cat build/types.txt; exit $$((tests ? tests : types))
-	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" tests/e2e $(if $(GPU),,tests/gpu))
+	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not large" $$($(AREAS) tests/e2e $(if $(GPU),,tests/gpu)))
 	@$(if $(ARGS),true,$(if $(GPU),$(BIN)/python -m pytest -m "not large" tests/gpu $(KERNELS),true))
+
+test-all: ## The same with every area: all dialects, sources of models, interpreted GPU kernels, mutated files
+	@$(MAKE) test ALL=1
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched, and the longest ones
 	@$(BIN)/python -m pytest -m large -rs tests/unit tests/null tests/e2e

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_floors
 from benchmarks.host_times import HostTimes
 from benchmarks.record import machine, median, save
 
@@ -156,7 +157,7 @@ def decode(b: Bench, n: int) -> Line:
     full = [i for i, (_, came, ended) in enumerate(steps) if came == n and not ended]
     first, last = full[8], full[-1]
     step = (steps[last][0] - steps[first][0]) / (last - first)
-    floor = (read_bytes(b) + n * kv_bytes(b, 606)) / b.copy_rate
+    floor = (read_bytes(b, n) + n * kv_bytes(b, 606)) / b.copy_rate
     return Line(
         f"{n} sequences, decode step (512 to 700 context)",
         f"{1e3 * step:.2f} ms ({n / step:,.0f} tok/s)",
@@ -218,29 +219,25 @@ def shared(b: Bench) -> Line:
     )
 
 
-def read_bytes(b: Bench) -> float:
-    """Bytes of weights that a decode step reads, as they lie on the device: all but the embedding, unless it is the head."""
+def read_bytes(b: Bench, rows: int = 1) -> float:
+    """Bytes of weights that a decode step of so many rows reads, as they lie on the device."""
     from quire.models.shapes import SHAPES
 
-    shape = SHAPES[b.args.shape]
-    table = (4 if b.args.dtype == "float32" else 2) * shape["vocab_size"] * shape["hidden_size"]
-    return b.info.weight_bytes - (0 if shape["tie_word_embeddings"] else table)
+    size = 4 if b.args.dtype == "float32" else 2
+    return gpu_floors.weight_bytes(SHAPES[b.args.shape], b.info.weight_bytes, rows, b.args.quantize, size)
 
 
 def kv_bytes(b: Bench, tokens: int) -> float:
-    return b.info.kv_bytes / (b.info.pages * b.info.page_size) * tokens
+    from quire.models.shapes import SHAPES
+
+    return b.info.kv_bytes / (b.info.pages * b.info.page_size) * gpu_floors.seen(SHAPES[b.args.shape], tokens)
 
 
 def prompt_ops(b: Bench, tokens: int) -> float:
     """Operations of the products and of causal attention over a prompt; the head runs over one row."""
     from quire.models.shapes import SHAPES
 
-    s = SHAPES[b.args.shape]
-    head = s["vocab_size"] * s["hidden_size"]
-    queries, keys = (s[name] * s["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    body = s["num_hidden_layers"] * s["hidden_size"] * (2 * queries + 2 * keys + 3 * s["intermediate_size"])
-    attention = s["num_hidden_layers"] * 2 * tokens * tokens * s["num_attention_heads"] * s["head_dim"]
-    return 2 * body * tokens + attention + 2 * head
+    return gpu_floors.prompt_operations(SHAPES[b.args.shape], tokens)
 
 
 def ceilings(device: str, quantize: str) -> tuple[float, float]:

@@ -81,7 +81,8 @@ def serve(builder: str) -> None:
     from quire.config import EngineConfig, ServerConfig
     from quire.engine.transport.process_client import ProcessClient
     from quire.server import lifecycle
-    from quire.server.service import Service
+    from quire.server.served import Model
+    from quire.server.server import Server
     from quire.weights.checkpoint import open_checkpoint
 
     logging.basicConfig(level=logging.WARNING)
@@ -89,7 +90,7 @@ def serve(builder: str) -> None:
     config = ServerConfig(port=0, log_requests=False)
     sock = lifecycle.bind(config.host, 0)
 
-    async def opener(service: Service) -> Any:
+    async def opener(server: Server, model: Model) -> Any:
         client = ProcessClient(EngineConfig(path=path), builder=f"benchmarks.null_engine:{builder}")
         info = await client.start()
         with open_checkpoint(path) as checkpoint:
@@ -97,8 +98,8 @@ def serve(builder: str) -> None:
         return client, Completer(client, tokenizer, template, info)
 
     async def run() -> int:
-        service = Service(config, "null")
-        return await lifecycle.serve(config, sock, service, opener, on_ready=lambda: print("ready", flush=True))
+        service = Server(config, [Model("null")])
+        return await lifecycle.serve(config, sock, service, opener, on_ready=lambda model: print("ready", flush=True))
 
     print(lifecycle.url_of(sock), flush=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -36,15 +36,15 @@ def write_adapters(path: str, folder: Path, count: int, rank: int) -> dict[str, 
     from safetensors.numpy import save_file
 
     from quire import models
-    from quire.models.sites import HEAD, Sites
+    from quire.models.adapter_targets import HEAD, AdapterTargets
     from quire.weights.checkpoint import open_checkpoint
     from quire.weights.gguf.file import GGUF
 
     with open_checkpoint(path) as checkpoint:
         model = models.load(checkpoint)
         gguf = isinstance(checkpoint, GGUF)
-        sites = Sites(model, checkpoint.architecture, gguf, model.kv(1, PAGE_SIZE), slots=1, rank=rank)
-        shapes = {site.name: (site.n, site.k) for site in sites.by_weight.values() if site.name != HEAD}
+        targets = AdapterTargets(model, checkpoint.architecture, gguf, model.kv(1, PAGE_SIZE), slots=1, rank=rank)
+        shapes = {site.name: (site.n, site.k) for site in targets.by_weight.values() if site.name != HEAD}
     made: dict[str, str] = {}
     for i in range(count):
         rng, own = np.random.default_rng(i), folder / f"adapter-{i}"

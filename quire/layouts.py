@@ -117,6 +117,7 @@ class Codec:
     codes: Ints
     scale: Scale
     bias: Scale | None = None
+    e2m1: bool = False  # codes are 16 + twice a number of e2m1, scales powers of two: four bits could hold a code
 
     @property
     def groups(self) -> int:
@@ -277,6 +278,7 @@ class Rope:
     dim: int
     pairs: bool
     magnitude: float = 1.0  # cos and sin are multiplied by this (yarn)
+    axes: tuple[int, ...] = ()  # [dim / 2] the axis of a token's positions that each turns by; empty: there is one
 
 
 Layout: TypeAlias = Dense | Affine | Float8

@@ -102,6 +102,22 @@ def test_no_import_cycles():
         visit(module, [])
 
 
+def test_the_server_s_core_names_no_dialect():
+    """What only one dialect needs lives with it: neither the core nor another dialect knows it. And what a request chose is an argument."""
+    server = PACKAGE / "server"
+    dialects = {path.parent.name for path in server.glob("*/__init__.py") if "def register(" in path.read_text()}
+    assert len(dialects) >= 7
+    for path in sorted(server.rglob("*.py")):
+        folder = path.relative_to(server).parts[0]
+        for target in imports(path):
+            used = target.split(".")[2:3] if target.startswith("quire.server.") else []
+            assert not (set(used) & dialects) - {folder}, f"{path.relative_to(ROOT)} imports {target}"
+            assert not target.startswith("contextvars"), (
+                f"{path.relative_to(ROOT)} keeps what a request chose in its context"
+            )
+    assert len(list(server.glob("*.py"))) <= 20
+
+
 def test_the_environment_is_read_in_one_file():
     for path in FILES:
         if path == PACKAGE / "config.py":

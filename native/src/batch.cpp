@@ -13,6 +13,8 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("batch: " + what); }
 
+constexpr int kMostCoord = 1 << 24;  // float32 has every whole number up to here
+
 std::string at(const char* name, int i, int value) { return std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(value); }
 
 // The rows of a sequence must follow one another up to its end; a page may be missing where no state has to be.
@@ -81,6 +83,16 @@ void check(const BatchView& b, const BatchLimits& l) {
     for (int t = 0; b.adapters && t < b.tokens; t++)
         if (b.adapters[t] < -1 || b.adapters[t] >= l.adapters)
             refuse(at("adapters", t, b.adapters[t]) + " is not a slot for adapters (" + std::to_string(l.adapters) + ")");
+    if (b.given && b.width != l.width)
+        refuse("given rows have " + std::to_string(b.width) + " columns, and the embedding's have " + std::to_string(l.width));
+    for (int t = 0; b.given && t < b.tokens; t++)
+        if (b.given[t] < -1 || b.given[t] >= b.rows_given)
+            refuse(at("given", t, b.given[t]) + " is not one of " + std::to_string(b.rows_given) + " given rows");
+    if (b.coords && b.axes < l.axes)
+        refuse("positions along " + std::to_string(b.axes) + " axes, and the program looks at " + std::to_string(l.axes));
+    for (int64_t i = 0; b.coords && i < (int64_t)b.axes * b.tokens; i++)
+        if (b.coords[i] < 0 || b.coords[i] >= kMostCoord)
+            refuse("a position of " + std::to_string(b.coords[i]) + " along an axis");
     for (int i = 0; i < b.rows; i++)
         if (b.logit_rows[i] < 0 || b.logit_rows[i] >= b.tokens)
             refuse(at("logit_rows", i, b.logit_rows[i]) + " is not a row of this batch (" + std::to_string(b.tokens) + ")");

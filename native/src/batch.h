@@ -25,6 +25,14 @@ struct BatchView {
     int tokens = 0, sequences = 0, table = 0, rows = 0;
     std::vector<TableView> more;  // of further groups: as wide, each over its own pool
     const int32_t* adapters = nullptr;  // [tokens] the slot of each row's adapter, -1: none; nullptr: no row has one
+    // Rows that take the place of the token's row in the embedding: given[t] says which of `rows_given` tokens' it is, -1: none; nullptr:
+    // every row is its token's.
+    const int32_t* given = nullptr;    // [tokens]
+    const float* embedded = nullptr;   // [rows_given][width]
+    int rows_given = 0, width = 0;
+    // Where each token is along each axis of its positions; nullptr: at pos along all of them.
+    const int32_t* coords = nullptr;  // [axes][tokens]
+    int axes = 0;
 
     TableView at(int group) const { return group ? more[(size_t)group - 1] : TableView{pages, write}; }
 };
@@ -42,6 +50,8 @@ struct BatchLimits {
     int vocabulary = 0;  // 0: ids are not looked up
     std::vector<PoolLimits> pools;  // of each group
     int adapters = 0;  // slots for adapters
+    int width = 0;     // of the embedding's rows; 0: there is none, -1: several that differ
+    int axes = 1;      // of positions, that a rope table looks at
 };
 
 // Throws std::invalid_argument that names the first thing wrong.

@@ -170,7 +170,8 @@ Routing to_routing(const RoutingTuple& t, const nb::object& bias) {
 
 nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Ints1& q_start, const Ints1& kv_len,
                   const Ints2& pages, const Ints1& write, const Ints1& logit_rows, const std::vector<Floats2>& inputs,
-                  const std::vector<std::tuple<Ints2, Ints1>>& more, const std::optional<Ints1>& adapters) {
+                  const std::vector<std::tuple<Ints2, Ints1>>& more, const std::optional<Ints1>& adapters,
+                  const std::optional<std::tuple<Ints1, Floats2>>& given, const std::optional<Ints2>& coords) {
     Plan& plan = nb::cast<Plan&>(self);
     BatchView b;
     b.ids = ids.data(), b.pos = pos.data(), b.q_start = q_start.data(), b.kv_len = kv_len.data();
@@ -193,6 +194,15 @@ nb::object py_run(nb::handle self, const Ints1& ids, const Ints1& pos, const Int
     if (adapters) {
         if (adapters->shape(0) != ids.shape(0)) throw std::invalid_argument("batch: ids and adapters differ in length");
         b.adapters = adapters->data();
+    }
+    if (given) {
+        const auto& [which, rows] = *given;
+        if (which.shape(0) != ids.shape(0)) throw std::invalid_argument("batch: ids and given differ in length");
+        b.given = which.data(), b.embedded = rows.data(), b.rows_given = size(rows.shape(0)), b.width = size(rows.shape(1));
+    }
+    if (coords) {
+        if (coords->shape(1) != ids.shape(0) || coords->shape(0) > 8) throw std::invalid_argument("batch: ids and coords differ in length");
+        b.coords = coords->data(), b.axes = size(coords->shape(0));
     }
     if (inputs.size() != plan.inputs().size()) throw std::invalid_argument("inputs are missing");
     std::vector<const float*> pointers;
@@ -242,9 +252,9 @@ void bind_plan(nb::module_& m) {
         })
         .def("join", &Plan::join)
         .def("take", &Plan::take)
-        .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude) {
+        .def("rope_table", [](Plan& p, const Floats1& f, int dim, bool pairs, double magnitude, std::vector<int> axes) {
             if (dim < 0 || f.shape(0) != (size_t)dim / 2) throw std::invalid_argument("rope: frequencies must have dim / 2 entries");
-            return p.rope_table(f.data(), dim, pairs, magnitude);
+            return p.rope_table(f.data(), dim, pairs, magnitude, std::move(axes));
         })
         .def("rope", &Plan::rope)
         .def("linear", [](Plan& p, const std::vector<SegmentTuple>& segments) {
@@ -316,7 +326,8 @@ void bind_plan(nb::module_& m) {
             p.write_pages(group, pages.data(), pages.shape(0), first, layers, from.data());
         }, nb::arg(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("run", &py_run, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
-             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert().none());
+             nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().noconvert().none(),
+             nb::arg().none(), nb::arg().noconvert().none());
 }
 
 }  // namespace

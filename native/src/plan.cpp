@@ -100,7 +100,8 @@ void Plan::input(int slot) {
 BatchView Plan::own(const BatchView& given) {
     const size_t tokens = (size_t)given.tokens, sequences = (size_t)given.sequences;
     const size_t tables = sequences * (size_t)given.table, groups = 1 + given.more.size();
-    staging_.resize(2 * tokens + 2 * sequences + 1 + groups * (tables + tokens) + (size_t)given.rows + (given.adapters ? tokens : 0));
+    staging_.resize(2 * tokens + 2 * sequences + 1 + groups * (tables + tokens) + (size_t)given.rows + (given.adapters ? tokens : 0) +
+                    (given.given ? tokens : 0) + (given.coords ? (size_t)given.axes * tokens : 0));
     BatchView mine = given;
     int32_t* to = staging_.data();
     auto copy = [&](const int32_t*& from, size_t n) {
@@ -112,6 +113,8 @@ BatchView Plan::own(const BatchView& given) {
     copy(mine.kv_len, sequences), copy(mine.pages, tables), copy(mine.logit_rows, (size_t)given.rows);
     for (TableView& t : mine.more) copy(t.pages, tables), copy(t.write, tokens);
     if (mine.adapters) copy(mine.adapters, tokens);
+    if (mine.given) copy(mine.given, tokens);
+    if (mine.coords) copy(mine.coords, (size_t)given.axes * tokens);
     return mine;
 }
 

@@ -131,7 +131,8 @@ public:
     void elementwise(Elementwise op, const std::vector<int>& inputs, float number, int out);
     void join(int a, int b, int heads, int out);
     void take(int x, int out);
-    int rope_table(const float* frequencies, int dim, bool pairs, double magnitude);
+    // `axes` says for each frequency along which axis of a token's positions it turns; empty: there is one position.
+    int rope_table(const float* frequencies, int dim, bool pairs, double magnitude, std::vector<int> axes = {});
     void rope(int x, int table, int heads, int out);
     void linear(std::vector<Segment> segments);
     void gated(Elementwise act, Segment gate, Segment up, int out, int quant_out);  // an activation of two linears

@@ -10,6 +10,7 @@ namespace quire {
 struct RopeTable : Step {
     const char* name() const override { return "rope table"; }
     std::vector<float> frequencies;  // [dim / 2]
+    std::vector<int> axes;           // [dim / 2] the axis of the position that each turns by; empty: all by pos
     bool pairs = false;
     double magnitude = 1;
     mutable Mapping memory;  // [tokens][cos, sin][dim / 2]

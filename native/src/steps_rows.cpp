@@ -36,7 +36,10 @@ struct Embed : RowStep {
     const char* name() const override { return "embed"; }
     std::shared_ptr<const Matrix> table;
     void row(const Run& run, int t, int) const override {
-        run.plan.kernels().dequantize_row(*table, run.batch.ids[t], run.plan.floats(out, t));
+        const BatchView& b = run.batch;
+        if (b.given && b.given[t] >= 0)
+            memcpy(run.plan.floats(out, t), b.embedded + (size_t)b.given[t] * (size_t)out.width, (size_t)out.width * sizeof(float));
+        else run.plan.kernels().dequantize_row(*table, b.ids[t], run.plan.floats(out, t));
     }
 };
 
@@ -120,9 +123,11 @@ struct Rotate : RowStep {
 // cos and sin in double, as the reference takes them; the angle and the results are float32.
 void RopeTable::work(const Run& run, int t, int) const {
     float* to = (float*)memory.data() + (size_t)t * 2 * frequencies.size();
-    const float position = (float)run.batch.pos[t];
+    const BatchView& b = run.batch;
+    const bool several = b.coords && !axes.empty();
     for (size_t i = 0; i < frequencies.size(); i++) {
-        const float angle = position * frequencies[i];
+        const int32_t at = several ? b.coords[(size_t)axes[i] * (size_t)b.tokens + (size_t)t] : b.pos[t];
+        const float angle = (float)at * frequencies[i];
         to[i] = (float)(::cos((double)angle) * magnitude);
         to[frequencies.size() + i] = (float)(::sin((double)angle) * magnitude);
     }
@@ -133,6 +138,7 @@ void Plan::embed(std::shared_ptr<const Matrix> table, int out) {
     step->out = floats_slot(out, "embed's output");
     if (table->k != step->out.width || !step->out.per_token) refuse("embed: shapes differ");
     if (!limits_.vocabulary || table->n < limits_.vocabulary) limits_.vocabulary = table->n;
+    limits_.width = limits_.width && limits_.width != table->k ? -1 : table->k;
     step->table = std::move(table);
     steps_.push_back(std::move(step));
 }
@@ -212,9 +218,15 @@ void Plan::take(int x, int out) {
     steps_.push_back(std::move(step));
 }
 
-int Plan::rope_table(const float* frequencies, int dim, bool pairs, double magnitude) {
+int Plan::rope_table(const float* frequencies, int dim, bool pairs, double magnitude, std::vector<int> axes) {
     if (dim < 2 || dim % 2 || dim > 1 << 16) refuse("rope: dim must be even, and no more than a head has");
+    if (!axes.empty() && axes.size() != (size_t)dim / 2) refuse("rope: axes must have dim / 2 entries");
     auto step = std::make_unique<RopeTable>();
+    for (const int axis : axes) {
+        if (axis < 0 || axis > 7) refuse("rope: no such axis of positions");
+        if (axis >= limits_.axes) limits_.axes = axis + 1;
+    }
+    step->axes = std::move(axes);
     step->frequencies.assign(frequencies, frequencies + dim / 2);
     step->pairs = pairs;
     step->magnitude = magnitude;

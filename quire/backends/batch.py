@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.layouts import Floats
+
 I32 = npt.NDArray[np.int32]
 
 
@@ -21,6 +23,20 @@ class Table:
 
     pages: I32  # [B, P] page table rows; -1: nothing there that may be read
     write: I32  # [T] where each token's K and V go: page * page_size + offset
+
+
+@dataclass(slots=True)
+class Given:
+    """Rows that take the place of the embedding's, for tokens that are no text."""
+
+    at: I32  # [R] whose place: rows of the batch, in order
+    rows: Floats  # [R, d]
+
+    def which(self, tokens: int) -> I32:
+        """The row of each of a batch's tokens; -1: the embedding's, by its id."""
+        made = np.full(tokens, -1, np.int32)
+        made[self.at] = np.arange(self.at.size)
+        return made
 
 
 @dataclass(slots=True)
@@ -36,6 +52,8 @@ class Batch:
     logit_rows: I32  # [L] rows whose logits are wanted
     more: tuple[Table, ...] = ()  # of further groups, as KV.more
     adapters: I32 | None = None  # [T] the slot of each row's adapter, -1: none; None: no row has one
+    given: Given | None = None  # None: every token is text
+    coords: I32 | None = None  # [axes, T] positions along each axis that a rope turns by; None: pos along all of them
 
     @property
     def taken_adapters(self) -> I32 | None:

@@ -74,6 +74,12 @@ class Elementwise:
     number: Number | None = None
     gates: bool = False  # it is the activation of a gated MLP: act(gate, up), where both are products of one x
 
+    def __post_init__(self) -> None:
+        if self.gates and (len(self.inputs) != 2 or self.number is not None):
+            raise ValueError(
+                f"{self.name}: an activation that gates reads two tensors and nothing else, as fused kernels do"
+            )
+
     @property
     def shapes(self) -> str:
         """As the op table tells it."""

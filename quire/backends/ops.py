@@ -37,7 +37,7 @@ class Ops(ElementwiseOps, Protocol):
     """What a model is written over: these ops, and the elementwise ones."""
 
     def embed(self, ids: Tensor, table: Layout) -> Tensor:
-        """Row ids[t] of the table, as float32. [T] -> [T, d]"""
+        """Row ids[t] of the table, as float32; where the batch gives a row for token t, that row. [T] -> [T, d]"""
         ...
 
     def rms_norm(self, x: Tensor, weight: Dense, eps: float, heads: int = 1) -> Tensor:
@@ -61,7 +61,8 @@ class Ops(ElementwiseOps, Protocol):
         ...
 
     def rope(self, x: Tensor, pos: Tensor, rope: Rope, heads: int) -> Tensor:
-        """Rotate the first rope.dim columns of each head by float32(pos) * frequency."""
+        """Rotate the first rope.dim columns of each head by float32(pos) * frequency. Where the batch has coords and the rope
+        has axes, each frequency is turned by the position along its own axis."""
         ...
 
     def attention(

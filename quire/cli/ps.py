@@ -1,7 +1,7 @@
 """`quire ps`: the servers that run on this machine, from the notes they leave in `<home>/run`, with live numbers.
 
 A note is one JSON file per server. Notes of processes that are gone are removed; a server that does not answer within
-half a second is still listed, and said not to answer.
+half a second is still listed, and said not to answer. A server of several models has a line for each of them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Note(msgspec.Struct):
     model: str
     started: float | str = 0.0  # seconds since the epoch, or ISO 8601
     host: str = "127.0.0.1"
+    models: list[str] = []  # all of them, where it has several
 
 
 @dataclass(slots=True)
 class Server:
-    """One line of the list."""
+    """One line of the list: a server, as far as one of its models goes."""
 
     pid: int
     host: str
@@ -52,8 +53,8 @@ class Server:
     locked: bool = False  # it tells its numbers only to those who have its key
 
 
-def find(run: Path) -> list[Server]:
-    """Servers whose process lives. Removes the notes of those that are gone."""
+def find(run: Path) -> list[list[Server]]:
+    """Servers whose process lives, each with its models. Removes the notes of those that are gone."""
     servers = []
     for path in sorted(run.glob("*.json")):
         try:
@@ -63,7 +64,8 @@ def find(run: Path) -> list[Server]:
         except (OSError, msgspec.DecodeError):
             continue  # being written, or not a note
         if _lives(note.pid):
-            servers.append(Server(note.pid, note.host, note.port, note.model, _seconds(note.started)))
+            own = (note.pid, note.host, note.port)
+            servers.append([Server(*own, name, _seconds(note.started)) for name in note.models or [note.model]])
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -91,10 +93,11 @@ def _seconds(started: float | str) -> float:
     return started
 
 
-def ask(server: Server, key: str | None = None) -> Server:
-    """Fill in what the server tells about itself, if it does so quickly. Numbers may need its key, readiness does not."""
+def ask(models: list[Server], key: str | None = None) -> list[Server]:
+    """Fill in what a server tells about itself, if it does so quickly. Numbers may need its key, readiness does not."""
     from http.client import HTTPConnection, HTTPException
 
+    server = models[0]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
 
     def get(path: str) -> tuple[int, str]:
@@ -108,16 +111,20 @@ def ask(server: Server, key: str | None = None) -> Server:
 
     try:
         status, text = get("/ready")
-        server.state = "ready" if status == 200 else _stage(text)
+        stages = _stages(text)
+        for one in models:
+            one.state = stages.get(one.model) or ("ready" if status == 200 else _stage(text))
         status, text = get("/metrics")
     except (OSError, HTTPException, ValueError):
-        return server
-    server.locked = status == 401
-    if status == 200:
-        server.running = _whole(_metric(text, "vllm:num_requests_running"))
-        server.waiting = _whole(_metric(text, "vllm:num_requests_waiting"))
-        server.kv_used = _metric(text, "vllm:kv_cache_usage_perc")
-    return server
+        return models
+    for one in models:
+        label = "" if len(models) == 1 else f'model_name="{_escaped(one.model)}"'
+        one.locked = status == 401
+        if status == 200:
+            one.running = _whole(_metric(text, "vllm:num_requests_running", label))
+            one.waiting = _whole(_metric(text, "vllm:num_requests_waiting", label))
+            one.kv_used = _metric(text, "vllm:kv_cache_usage_perc", label)
+    return models
 
 
 def _stage(text: str) -> str:
@@ -129,15 +136,28 @@ def _stage(text: str) -> str:
     return "not ready"
 
 
+def _stages(text: str) -> dict[str, str]:
+    """How each of several models is, by name."""
+    with contextlib.suppress(msgspec.DecodeError, TypeError, AttributeError, KeyError):
+        told = msgspec.json.decode(text).get("models") or []
+        return {m["model"]: m["status"] for m in told if m["status"] in ("ready", *STAGES)}
+    return {}
+
+
+def _escaped(name: str) -> str:
+    """A name as a label of Prometheus has it."""
+    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _metric(text: str, name: str) -> float | None:
-    """The sum of a metric's series in Prometheus text; None when there are none."""
+def _metric(text: str, name: str, label: str = "") -> float | None:
+    """The sum of a metric's series in Prometheus text, of those that have the label; None when there are none."""
     total: float | None = None
     for line in text.splitlines():
-        if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+        if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " ") and label in line:
             with contextlib.suppress(ValueError):
                 total = (total or 0.0) + float(line.rpartition(" ")[2])
     return total
@@ -148,10 +168,11 @@ def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) ->
     from quire.cli import ui
 
     env = Environment.read()
-    servers = find(env.home / "run")
-    if servers:
-        with ThreadPoolExecutor(min(16, len(servers))) as pool:
-            servers = list(pool.map(lambda server: ask(server, env.api_key), servers))
+    found = find(env.home / "run")
+    servers: list[Server] = []
+    if found:
+        with ThreadPoolExecutor(min(16, len(found))) as pool:
+            servers = [one for models in pool.map(lambda models: ask(models, env.api_key), found) for one in models]
     if json:
         ui.emit([asdict(s) for s in servers])
         return

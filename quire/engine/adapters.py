@@ -1,6 +1,6 @@
 """Adapters by name: loaded and unloaded while the engine runs, chosen by requests. The engine loop knows this as its Door.
 
-    load ──► read, fit to the model's sites, take a slot        request ──► enter: its adapter's key, a namespace of its own
+    load ──► read, fit to the model's matrices, take a slot        request ──► enter: its adapter's key, a namespace of its own
     unload ──► the name is gone at once; its slot when the last request that uses it has left
 
 A key is one content under one name: an adapter that is loaded again has another key, so nothing cached under the old one is ever
@@ -22,7 +22,7 @@ import msgspec
 from quire.backends.adapters import Adapts
 from quire.cache.secret import Secret
 from quire.engine.types import AdapterInfo, Request
-from quire.models.sites import Sites
+from quire.models.adapter_targets import AdapterTargets
 from quire.observe.errors import BadRequest, NotEnoughMemory, NotFound
 from quire.runner.lora import Loras
 from quire.weights.adapters.read import open_adapter
@@ -52,7 +52,7 @@ class Adapters:
 
     def __init__(
         self,
-        sites: Sites,
+        targets: AdapterTargets,
         program: Adapts,
         runner: Ordered,
         slots: int,
@@ -61,7 +61,7 @@ class Adapters:
     ):
         """`memory` says what is free where pairs are kept; None: nobody knows. `secret` is what namespaces are made with;
         None: one that ends with this process."""
-        self._sites = sites
+        self._targets = targets
         self._runner = runner
         self._slots = slots
         self._loras = Loras(program, slots)
@@ -99,7 +99,7 @@ class Adapters:
                 code="too_many_adapters",
             )
         adapter = open_adapter(path)
-        pairs = self._sites.fit(adapter)
+        pairs = self._targets.fit(adapter)
         free = None if self._memory is None else self._memory()
         if free is not None and adapter.nbytes > free:
             raise NotEnoughMemory(

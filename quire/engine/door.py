@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.engine.types import AdapterInfo, Request
-from quire.observe.errors import NotFound, Unsupported
+from quire.observe.errors import BadRequest, NotFound, Unsupported
 
 
 class Door(Protocol):
@@ -40,6 +40,8 @@ class Closed:
     """No adapters: who names one is refused."""
 
     def enter(self, request: Request) -> Request:
+        if request.spans:
+            raise BadRequest("this engine reads text alone: it cannot take spans", param="spans")
         if request.adapter:
             raise NotFound(
                 f"the adapter {request.adapter[:128]!r} is not loaded", param="model", code="model_not_found"

@@ -39,10 +39,13 @@ class Policy(Protocol):
 class FirstCome:
     """One prompt after the other: the first takes what it can use."""
 
-    __slots__ = ("rank",)
+    __slots__ = ("_rank",)
 
     def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
-        self.rank = rank
+        self._rank = rank
+
+    def rank(self, request: Request) -> Any:
+        return self._rank(request)
 
     def share(self, tokens: int) -> int:
         return 0
@@ -58,11 +61,14 @@ class FairShare:
     time, and the first never waits for more than one step beyond a quarter.
     """
 
-    __slots__ = ("_owed", "rank")
+    __slots__ = ("_owed", "_rank")
 
     def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
-        self.rank = rank
+        self._rank = rank
         self._owed = PARTS - 1  # in parts of a token: rounded up at first
+
+    def rank(self, request: Request) -> Any:
+        return self._rank(request)
 
     def share(self, tokens: int) -> int:
         return (tokens + self._owed) // PARTS

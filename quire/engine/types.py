@@ -12,6 +12,7 @@ import msgspec
 
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob
+from quire.runner.spans import Span
 
 FINISH_STOP = "stop"  # an end-of-sequence or stop token
 FINISH_LENGTH = "length"  # max_tokens or the context
@@ -90,6 +91,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
     constraint: Constraint | None = None
     adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
+    vector: bool = False  # its embedding or score is wanted, and no token
+    spans: tuple[Span, ...] = ()  # stretches of the prompt that are no text, in order
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,7 +105,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: int = 0  # steps that computed prompt tokens
     steps: int = 0  # all steps
     preemptions: int = 0
-    drafted_tokens: int = 0  # guessed ahead, and verified
+    drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # of these, the ones that are in the answer: so many steps fewer
     seed: int = 0
     enforced: str = ""  # the kind of constraint that every token was held to
@@ -145,7 +148,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     loaded_tokens: int = 0  # tokens whose pages were brought from somewhere else
     preemptions: int = 0
     evictions: int = 0
-    drafted_tokens: int = 0  # guessed ahead
+    drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # ... and right
 
 

@@ -35,6 +35,11 @@ class Expanded:
         self.ndim = source.ndim
         self.size = self.nbytes = source.size // nbytes * codec.nbytes
 
+    @property
+    def stored(self) -> int:
+        """Bytes in the file."""
+        return self._source.size
+
     def __len__(self) -> int:
         return self.shape[0]
 

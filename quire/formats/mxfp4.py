@@ -28,6 +28,7 @@ CODEC = Codec(
     bits=5,
     codes=Ints((Plane(np.arange(4, 36, dtype=np.uint16), np.zeros(32, np.uint8), 31),), offset=16),
     scale=Scale(0, wide=True),
+    e2m1=True,
 )
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
 TABLE = np.array([16 + sign * value for sign in (1, -1) for value in TWICE], np.uint8)

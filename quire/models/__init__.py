@@ -6,7 +6,7 @@ with
   Model.from_hf(folder)            the same from Hugging Face's layout
   model.config                     what the engine must know: see Facts
   model.kv(pages, page_size)       the KV pools it needs, with so many pages each
-  model.places                     where layers have windows: which pool each layer is in (places.py)
+  model.kv_layout                     where layers have windows: which pool each layer is in (kv_layout.py)
   model.hidden(ops, batch, inputs)  -> rows batch.logit_rows before the head
   model.forward(ops, batch, inputs) -> logits of batch.logit_rows; an encoder has none, and says so
                                    both mark the rows before each layer and behind the last norm: see Ops.mark
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.layouts import Floats, Layout
-from quire.models.places import Places
+from quire.models.kv_layout import KVLayout
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened, naming
 from quire.weights.gguf.file import GGUF
@@ -67,7 +67,14 @@ class Model(Protocol):
 class Grouped(Protocol):
     """A model whose layers keep K and V for different lengths of time."""
 
-    places: Places
+    kv_layout: KVLayout
+
+
+@runtime_checkable
+class SeveralAxes(Protocol):
+    """A model whose tokens have a position along each of several axes, such as time, height and width of a picture's parts."""
+
+    axes: int
 
 
 @runtime_checkable

@@ -116,7 +116,7 @@ class Model:
         self.notes: list[str] = []
         self.head: ScoreHead | None = None
         self.separators = 2 if skip else 1  # between two texts
-        self._tensors = weights.tensors
+        self.tensors = weights.tensors
         self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         self.positions = self._table(weights, types, skip)
         self.norm = _norm(weights, "norm", d.width)
@@ -165,11 +165,11 @@ class Model:
         d = self.config
         position = weights.matrix("position", d.context + skip, d.width)
         table = position.dequantize()[skip:][None]
-        self._tensors.release(position)
+        self.tensors.release(position)
         if types:
             kinds = weights.matrix("type", types, d.width)
             table = table + kinds.dequantize()[:, None]
-            self._tensors.release(kinds)
+            self.tensors.release(kinds)
         return np.ascontiguousarray(table)
 
     @property
@@ -187,7 +187,7 @@ class Model:
         return KV(1, pages, page_size, 1, 8)
 
     def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
+        self.tensors.release(layout)
 
     def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Rows batch.logit_rows of the last layer."""

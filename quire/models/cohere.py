@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
-from quire.backends.outputs import FINAL
-from quire.layouts import Dense, Layout, Rope
+from quire.backends.ops import Ops, Tensor
+from quire.layouts import Dense, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -24,19 +24,13 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
-    from_folder,
     mlp_of,
-    refuse_strangers,
     rotation,
     seen,
-    windows_line,
 )
-from quire.models.places import Places
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 ARCHS = ("command-r", "cohere2")
@@ -56,8 +50,8 @@ class Layer:
     rope: Rope | None  # None: its queries and keys have no positions
 
 
-class Model:
-    """A Command-R model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """A Command-R model: its configuration, its weights and its layers."""
 
     def __init__(
         self,
@@ -72,12 +66,9 @@ class Model:
         biased: Collection[str] | None = None,
         tied: bool | None = None,
     ):
-        self.config = d = dims
-        self.notes = windows_line(windows)
-        self.places = Places(windows, self.config.context)
-        self._tensors = weights.tensors
+        super().__init__(dims, weights, windows=windows, tied=tied)
+        d = dims
         self.logit_scale = logit_scale
-        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         normed = weights.has("q_norm") if normed is None else normed
         self.layers = [
             Layer(
@@ -91,32 +82,21 @@ class Model:
             )
             for i in range(d.layers)
         ]
-        self.norm = weights.norm("norm", d.width)
-        self.head = weights.head(d, self.embedding, tied)
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         d, second = metadata.dims_of(keys, eps="attention.layer_norm_epsilon"), keys.arch == "cohere2"
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
         if second:
             keys.count("attention.sliding_window", most=MAX_CONTEXT)
         windows = metadata.windows_of(keys, d, period=4) if second else (None,) * d.layers
-        model = cls(
+        return cls(
             d,
             Weights(tensors, GGUF_NAMES),
-            rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=True),
+            metadata.rotation_of(keys, tensors, d, pairs=True),
             logit_scale=keys.number("logit_scale"),
             windows=seen(windows, d.context),
             still=[i for i in range(d.layers) if second and windows[i] is None],
         )
-        model.notes += refuse_strangers(gguf, tensors, d)
-        return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        return from_folder(cls.of, folder)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -145,35 +125,24 @@ class Model:
             tied=config.flag("tie_word_embeddings", True),
         )
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
+    def last_norm(self, ops: Ops, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.norm, None, self.config.eps)
 
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c = self.config
-        x = ops.embed(batch.ids, self.embedding)  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            h, a, m = ops.layer_norm(x, w.norm, None, c.eps), w.attn, w.mlp
-            q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
-            if w.q_norm is not None and w.k_norm is not None:
-                q = ops.layer_norm(q, w.q_norm, None, c.eps, heads=c.heads)
-                k = ops.layer_norm(k, w.k_norm, None, c.eps, heads=c.kv_heads)
-            if w.rope is not None:
-                q = ops.rope(q, batch.pos, w.rope, c.heads)
-                k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
-            group, at = self.places[i]
-            seen = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
-            x = ops.add(x, ops.linear(seen, a.o, a.o_bias))
-            x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        ops.mark(x, len(self.layers))
-        x = ops.layer_norm(x, self.norm, None, c.eps)
-        ops.mark(x, FINAL)
-        return ops.take(x, batch.logit_rows)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w = self.config, self.layers[i]
+        h, a, m = ops.layer_norm(x, w.norm, None, c.eps), w.attn, w.mlp
+        q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
+        if w.q_norm is not None and w.k_norm is not None:
+            q = ops.layer_norm(q, w.q_norm, None, c.eps, heads=c.heads)
+            k = ops.layer_norm(k, w.k_norm, None, c.eps, heads=c.kv_heads)
+        if w.rope is not None:
+            q = ops.rope(q, batch.pos, w.rope, c.heads)
+            k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
+        group, at = self.kv_layout[i]
+        seen = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
+        x = ops.add(x, ops.linear(seen, a.o, a.o_bias))
+        return ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""
-        return ops.scale(ops.linear(self.hidden(ops, batch, inputs), self.head), self.logit_scale)
+        return ops.scale(super().forward(ops, batch, inputs), self.logit_scale)

@@ -137,7 +137,7 @@ class Model:
         self.notes: list[str] = []
         self.rope = rope
         self.scale = scale
-        self._tensors = weights.tensors
+        self.tensors = weights.tensors
         self.embedding = weights.matrix("embedding", dims.vocab_size, dims.width)
         self.layers = [
             Layer(
@@ -208,7 +208,7 @@ class Model:
         return KV(self.config.layers, pages, page_size, 1, self.latent.key, latent=self.latent.rank)
 
     def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
+        self.tensors.release(layout)
 
     def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Rows batch.logit_rows as they go into the head."""

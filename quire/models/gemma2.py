@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Dense, Layout, Rope
+from quire.backends.ops import Ops, Tensor
+from quire.layouts import Dense, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -24,20 +25,13 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
-    from_folder,
-    head_rows,
     mlp_of,
-    refuse_strangers,
     rotation,
     seen,
-    windows_line,
 )
-from quire.models.places import Places
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 ARCHS = ("gemma2",)
@@ -64,8 +58,8 @@ class Layer:
     window: int | None
 
 
-class Model:
-    """A Gemma 2 model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """A Gemma 2 model: its configuration, its weights and its layers."""
 
     def __init__(
         self,
@@ -81,12 +75,9 @@ class Model:
         biased: Collection[str] | None = None,
         tied: bool | None = None,
     ):
-        self.config = d = dims
-        self.notes = windows_line(windows)
-        self.places = Places(windows, self.config.context)
-        self._tensors = weights.tensors
+        super().__init__(dims, weights, windows=windows, tied=tied, plus=plus)
+        d = dims
         self.rope, self.scale, self.score_cap, self.logit_cap = rope, scale, score_cap, logit_cap
-        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         self.layers = [
             Layer(
                 attn_norm=weights.norm("attn_norm", d.width, i, plus),
@@ -99,31 +90,20 @@ class Model:
             )
             for i in range(d.layers)
         ]
-        self.norm = weights.norm("norm", d.width, plus=plus)
-        self.head = weights.head(d, self.embedding, tied)
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         d = metadata.dims_of(keys)
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
-        model = cls(
+        return cls(
             d,
             Weights(tensors, GGUF_NAMES),
-            rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=False),
+            metadata.rotation_of(keys, tensors, d, pairs=False),
             scale=1.0 / math.sqrt(d.width // d.heads) if d.layers == LARGEST else d.scale,
             windows=seen(metadata.windows_of(keys, d, period=2, default=4096), d.context),
             score_cap=keys.number("attn_logit_softcapping", 50.0),
             logit_cap=keys.number("final_logit_softcapping", 30.0),
             plus=0.0,
         )
-        model.notes += refuse_strangers(gguf, tensors, d)
-        return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        return from_folder(cls.of, folder)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -147,42 +127,34 @@ class Model:
             tied=config.flag("tie_word_embeddings", True),
         )
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
+    def embedded(self, ops: Ops, batch: Batch) -> Tensor:
+        return ops.scale(ops.embed(batch.ids, self.embedding), math.sqrt(self.config.width))
 
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c = self.config
-        x = ops.scale(ops.embed(batch.ids, self.embedding), math.sqrt(c.width))  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
-            q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
-            k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
-            v = ops.linear(h, a.v, a.v_bias)
-            group, at = self.places[i]
-            h = ops.attention(
-                q,
-                k,
-                v,
-                batch,
-                layer=at,
-                group=group,
-                heads=c.heads,
-                scale=self.scale,
-                window=w.window,
-                softcap=self.score_cap,
-            )
-            x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
-            h = ops.rms_norm(x, w.ffn_norm, c.eps)
-            h = ops.linear(ops.geglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down)
-            x = ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
-        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w = self.config, self.layers[i]
+        h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
+        q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
+        k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
+        v = ops.linear(h, a.v, a.v_bias)
+        group, at = self.kv_layout[i]
+        h = ops.attention(
+            q,
+            k,
+            v,
+            batch,
+            layer=at,
+            group=group,
+            heads=c.heads,
+            scale=self.scale,
+            window=w.window,
+            softcap=self.score_cap,
+        )
+        x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
+        h = ops.rms_norm(x, w.ffn_norm, c.eps)
+        h = ops.linear(ops.geglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down)
+        return ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""
-        logits = ops.linear(self.hidden(ops, batch, inputs), self.head)
+        logits = super().forward(ops, batch, inputs)
         return logits if self.logit_cap is None else ops.softcap(logits, self.logit_cap)

@@ -26,10 +26,10 @@ HF_NAMES = mixture.HF_NAMES | {
 
 
 class Model:
-    """Reads either kind of file; what it makes is a `mixture.Decoder`."""
+    """Reads either kind of file; what it makes is a `mixture.MixtureDecoder`."""
 
     @staticmethod
-    def from_gguf(gguf: GGUF) -> mixture.Decoder:
+    def from_gguf(gguf: GGUF) -> mixture.MixtureDecoder:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         d = metadata.dims_of(keys)
         beyond = gguf.metadata.get_int(f"{keys.arch}.nextn_predict_layers", 0, low=0, high=d.layers - 1)
@@ -38,19 +38,17 @@ class Model:
         sizes = mixture.sizes_of_gguf(keys)
         sizes = replace(sizes, shared=sizes.ffn * keys.count("expert_shared_count", 1))
         routing = mixture.routing_of_gguf(keys, sizes, sigmoid=True)
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
         weights = Weights(tensors, GGUF_NAMES)
-        rope = rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=False)
+        rope = metadata.rotation_of(keys, tensors, d, pairs=False)
         normed = weights.has("q_norm")
         blocks = _blocks(weights, d, sizes, routing, dense, None, normed, "bias")
-        model = mixture.Decoder(d, weights, rope, blocks, tied=None)
+        model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
         ahead = tuple(f"blk.{i}." for i in range(d.layers, d.layers + beyond))
         model.notes += refuse_strangers(gguf, tensors, d, known=lambda name: name.startswith(ahead))
         return model
 
     @staticmethod
-    def from_hf(folder: Folder) -> mixture.Decoder:
+    def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         config, tensors = folder.config, Tensors(folder)
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 10000.0, partial=True)
@@ -63,7 +61,7 @@ class Model:
         weights = Weights(tensors, HF_NAMES)
         biased = ("q", "k", "v") if config.flag("attention_bias", False) else ()
         normed = config.flag("use_qk_norm", False)
-        model = mixture.Decoder(
+        model = mixture.MixtureDecoder(
             d,
             weights,
             rotation(base, dim, scaling, pairs=False),

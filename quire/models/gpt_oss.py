@@ -34,10 +34,10 @@ YARN = Scaling("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False
 
 
 class Model:
-    """Reads either kind of file; what it makes is a `mixture.Decoder`."""
+    """Reads either kind of file; what it makes is a `mixture.MixtureDecoder`."""
 
     @staticmethod
-    def from_gguf(gguf: GGUF) -> mixture.Decoder:
+    def from_gguf(gguf: GGUF) -> mixture.MixtureDecoder:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         d = metadata.dims_of(keys, ffn=None)
         sizes, limit = mixture.sizes_of_gguf(keys), keys.number("swiglu_clamp_exp", LIMIT)
@@ -59,14 +59,23 @@ class Model:
             for i in range(d.layers)
         ]
         rope = rotation(keys.number("rope.freq_base", THETA), d.head_dim, scaling, pairs=False)
-        model = mixture.Decoder(d, weights, rope, blocks, tied=None)
+        model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
         model.notes += refuse_strangers(gguf, tensors, d)
         return model
 
     @staticmethod
-    def from_hf(folder: Folder) -> mixture.Decoder:
-        config, packed = _unquantized(folder.config)
+    def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         tensors = Tensors(folder)
+        model = Model.of(folder.config, folder.architecture, tensors)
+        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+            folder, model.config
+        )
+        return model
+
+    @staticmethod
+    def of(values: Values, architecture: str, tensors: Tensors) -> mixture.MixtureDecoder:
+        """The model that a config.json describes."""
+        config, packed = _unquantized(values)
         hf.check_activation(config, "hidden_act", hf.SILU)
         hf.refuse(config, swiglu_alpha=1.702)
         base, scaling = hf.rope_of(config, THETA)
@@ -74,7 +83,7 @@ class Model:
             scaling = YARN
         d = hf.dims_of(
             config,
-            folder.architecture,
+            architecture,
             context=hf.context_of(config, scaling),
             head_dim=64,
             ffn=None,
@@ -99,9 +108,7 @@ class Model:
             for i in range(d.layers)
         ]
         rope = rotation(base, d.head_dim, scaling, pairs=False)
-        model = mixture.Decoder(d, weights, rope, blocks, tied=config.flag("tie_word_embeddings", False))
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
-        return model
+        return mixture.MixtureDecoder(d, weights, rope, blocks, tied=config.flag("tie_word_embeddings", False))
 
 
 def _block(

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Dense, Layout, Rope
+from quire.backends.ops import Ops, Tensor
+from quire.layouts import Dense, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -21,18 +22,13 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
-    from_folder,
-    head_rows,
     mlp_of,
-    refuse_strangers,
     rotation,
 )
 from quire.observe.errors import Unsupported
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 ARCHS = ("granite",)
@@ -57,8 +53,8 @@ class Layer:
     mlp: Mlp
 
 
-class Model:
-    """A Granite model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """A Granite model: its configuration, its weights and its layers."""
 
     def __init__(
         self,
@@ -70,11 +66,9 @@ class Model:
         biased: Collection[str] | None = None,
         tied: bool | None = None,
     ):
-        self.config = d = dims
-        self.notes: list[str] = []
-        self._tensors = weights.tensors
+        super().__init__(dims, weights, tied=tied)
+        d = dims
         self.rope, self.by = rope, by
-        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         self.layers = [
             Layer(
                 attn_norm=weights.norm("attn_norm", d.width, i),
@@ -84,31 +78,20 @@ class Model:
             )
             for i in range(d.layers)
         ]
-        self.norm = weights.norm("norm", d.width)
-        self.head = weights.head(d, self.embedding, tied)
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         d = metadata.dims_of(keys)
         if not keys.flag("rope.scaling.finetuned", True):
             raise Unsupported(f"metadata {keys.arch}.rope.scaling.finetuned is false: Granite without positions")
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
         by = Multipliers(
             embedding=keys.zero_or("embedding_scale") or 1.0,
             attention=keys.zero_or("attention.scale") or d.scale,
             residual=keys.zero_or("residual_scale") or 1.0,
             logits=keys.number("logit_scale"),
         )
-        rope = rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=True)
-        model = cls(d, Weights(tensors, GGUF_NAMES), rope, by)
-        model.notes += refuse_strangers(gguf, tensors, d)
-        return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        return from_folder(cls.of, folder)
+        rope = metadata.rotation_of(keys, tensors, d, pairs=True)
+        return cls(d, Weights(tensors, GGUF_NAMES), rope, by)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -133,29 +116,21 @@ class Model:
             tied=config.flag("tie_word_embeddings", False),
         )
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
+    def embedded(self, ops: Ops, batch: Batch) -> Tensor:
+        return ops.scale(ops.embed(batch.ids, self.embedding), self.by.embedding)
 
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c, by = self.config, self.by
-        x = ops.scale(ops.embed(batch.ids, self.embedding), by.embedding)  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
-            q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
-            k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
-            v = ops.linear(h, a.v, a.v_bias)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=by.attention)
-            x = ops.add(x, ops.scale(ops.linear(h, a.o, a.o_bias), by.residual))
-            h = ops.rms_norm(x, w.ffn_norm, c.eps)
-            h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))
-            x = ops.add(x, ops.scale(ops.linear(h, m.down, m.down_bias), by.residual))
-        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w, by = self.config, self.layers[i], self.by
+        h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
+        q = ops.rope(ops.linear(h, a.q, a.q_bias), batch.pos, self.rope, c.heads)
+        k = ops.rope(ops.linear(h, a.k, a.k_bias), batch.pos, self.rope, c.kv_heads)
+        v = ops.linear(h, a.v, a.v_bias)
+        h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=by.attention)
+        x = ops.add(x, ops.scale(ops.linear(h, a.o, a.o_bias), by.residual))
+        h = ops.rms_norm(x, w.ffn_norm, c.eps)
+        h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))
+        return ops.add(x, ops.scale(ops.linear(h, m.down, m.down_bias), by.residual))
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""
-        return ops.scale(ops.linear(self.hidden(ops, batch, inputs), self.head), 1.0 / self.by.logits)
+        return ops.scale(super().forward(ops, batch, inputs), 1.0 / self.by.logits)

@@ -27,10 +27,10 @@ HF_NAMES = {
 
 
 class Model:
-    """Reads either kind of file; what it makes is a `mixture.Decoder`."""
+    """Reads either kind of file; what it makes is a `mixture.MixtureDecoder`."""
 
     @staticmethod
-    def from_gguf(gguf: GGUF) -> mixture.Decoder:
+    def from_gguf(gguf: GGUF) -> mixture.MixtureDecoder:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         d = metadata.dims_of(keys)
         sizes = mixture.sizes_of_gguf(keys, default=d.ffn)
@@ -43,12 +43,12 @@ class Model:
             logits=1.0 / keys.number("logit_scale", 1.0),
             attention=keys.number("attention.scale", d.scale),
         )
-        model = mixture.Decoder(d, weights, rope, _blocks(weights, d, sizes, None), tied=None, times=times)
+        model = mixture.MixtureDecoder(d, weights, rope, _blocks(weights, d, sizes, None), tied=None, times=times)
         model.notes += refuse_strangers(gguf, tensors, d)
         return model
 
     @staticmethod
-    def from_hf(folder: Folder) -> mixture.Decoder:
+    def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         config, tensors = folder.config, Tensors(folder)
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 10000.0)
@@ -62,7 +62,7 @@ class Model:
             logits=1.0 / config.number("logits_scaling", 1.0),
             attention=config.number("attention_multiplier", 1.0),
         )
-        model = mixture.Decoder(
+        model = mixture.MixtureDecoder(
             d,
             weights,
             rotation(base, d.head_dim, scaling, pairs=False),

@@ -7,14 +7,15 @@ for rotation of halves: `pairs`. The head is the embedding when the file has no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Dense, Layout, Rope
+from quire.backends.ops import Ops, Tensor
+from quire.layouts import Dense, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -23,21 +24,14 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
-    from_folder,
-    head_rows,
     mlp_of,
-    refuse_strangers,
     rotation,
     seen,
-    windows_line,
 )
-from quire.models.places import Places
 from quire.observe.errors import BadModelFile
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 
@@ -82,8 +76,8 @@ class Layer:
     rope: Rope | None  # None: its queries and keys have no positions
 
 
-class Model:
-    """A Llama-shaped model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """A Llama-shaped model: its configuration, its weights and its layers."""
 
     def __init__(
         self,
@@ -96,11 +90,7 @@ class Model:
         biased: Collection[str] | None = None,  # projections with a bias; None: those that the file has one for
         tied: bool | None = None,
     ):
-        self.config = dims
-        self.notes = windows_line(windows)
-        self.places = Places(windows, self.config.context)
-        self._tensors = weights.tensors
-        self.embedding = weights.matrix("embedding", dims.vocab_size, dims.width)
+        super().__init__(dims, weights, windows=windows, tied=tied)
         self.layers = [
             Layer(
                 attn_norm=weights.norm("attn_norm", dims.width, i),
@@ -112,28 +102,17 @@ class Model:
             )
             for i in range(dims.layers)
         ]
-        self.norm = weights.norm("norm", dims.width)
-        self.head = weights.head(dims, self.embedding, tied)
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         stored, d = ARCHS[keys.arch], metadata.dims_of(keys)
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
-        model = cls(
+        return cls(
             d,
             Weights(tensors, GGUF_NAMES),
-            rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=stored.pairs),
+            metadata.rotation_of(keys, tensors, d, pairs=stored.pairs),
             windows=seen(metadata.windows_of(keys, d, period=0), d.context),
             still=range(stored.still - 1, d.layers, stored.still) if stored.still else (),
         )
-        model.notes += refuse_strangers(gguf, tensors, d)
-        return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        return from_folder(cls.of, folder)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -157,34 +136,19 @@ class Model:
             tied=config.flag("tie_word_embeddings", False),
         )
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
-
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c = self.config
-        x = ops.embed(batch.ids, self.embedding)  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
-            q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
-            if w.rope is not None:
-                q = ops.rope(q, batch.pos, w.rope, c.heads)
-                k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
-            group, at = self.places[i]
-            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
-            x = ops.add(x, ops.linear(h, a.o, a.o_bias))
-            h = ops.rms_norm(x, w.ffn_norm, c.eps)
-            h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))
-            x = ops.add(x, ops.linear(h, m.down, m.down_bias))
-        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
-
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
-        return ops.linear(self.hidden(ops, batch, inputs), self.head)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w = self.config, self.layers[i]
+        h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
+        q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
+        if w.rope is not None:
+            q = ops.rope(q, batch.pos, w.rope, c.heads)
+            k = ops.rope(k, batch.pos, w.rope, c.kv_heads)
+        group, at = self.kv_layout[i]
+        h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
+        x = ops.add(x, ops.linear(h, a.o, a.o_bias))
+        h = ops.rms_norm(x, w.ffn_norm, c.eps)
+        h = ops.swiglu(ops.linear(h, m.gate, m.gate_bias), ops.linear(h, m.up, m.up_bias))
+        return ops.add(x, ops.linear(h, m.down, m.down_bias))
 
 
 def _windows(config: Values, variant: Variant, layers: int, still: Collection[int]) -> tuple[int | None, ...]:

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from quire.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Dims, check_heads
+from quire.layouts import Rope
+from quire.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Dims, check_heads, rotation
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf.file import GGUF
@@ -128,6 +129,12 @@ def scaling_of(keys: Keys, tensors: Tensors, rope_dim: int, context: int) -> Sca
         attention_factor=keys.zero_or("rope.scaling.attn_factor"),
         factors=divisors_of(tensors, "rope_freqs.weight", rope_dim),
     )
+
+
+def rotation_of(keys: Keys, tensors: Tensors, d: Dims, *, pairs: bool, base: float = 10000.0) -> Rope:
+    """How queries and keys are rotated. base: where the file does not say."""
+    dim = rope_dim_of(keys, d)
+    return rotation(keys.number("rope.freq_base", base), dim, scaling_of(keys, tensors, dim, d.context), pairs=pairs)
 
 
 def divisors_of(tensors: Tensors, name: str, rope_dim: int) -> np.ndarray | None:

@@ -39,25 +39,23 @@ def owns(gguf: GGUF) -> bool:
 
 
 class Model:
-    """Reads either kind of file; what it makes is a `mixture.Decoder`."""
+    """Reads either kind of file; what it makes is a `mixture.MixtureDecoder`."""
 
     @staticmethod
-    def from_gguf(gguf: GGUF) -> mixture.Decoder:
+    def from_gguf(gguf: GGUF) -> mixture.MixtureDecoder:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         d = metadata.dims_of(keys)
         sizes = mixture.sizes_of_gguf(keys, default=d.ffn)
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
         old = tensors.has("blk.0.ffn_gate.0.weight")
         weights = Weights(tensors, OLD_NAMES if old else mixture.GGUF_NAMES)
         windows = seen(metadata.windows_of(keys, d, period=0), d.context)
-        rope = rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=True)
-        model = mixture.Decoder(d, weights, rope, _blocks(weights, d, sizes, windows, None), tied=None)
+        rope = metadata.rotation_of(keys, tensors, d, pairs=True)
+        model = mixture.MixtureDecoder(d, weights, rope, _blocks(weights, d, sizes, windows, None), tied=None)
         model.notes += refuse_strangers(gguf, tensors, d)
         return model
 
     @staticmethod
-    def from_hf(folder: Folder) -> mixture.Decoder:
+    def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         config, tensors = folder.config, Tensors(folder)
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 1e6)
@@ -65,7 +63,7 @@ class Model:
         sizes = mixture.sizes_of_hf(config, count=("num_local_experts", "num_experts"), ffn="intermediate_size")
         weights = Weights(tensors, HF_NAMES)
         windows = seen(hf.windows_of(config, d.layers, period=0), d.context)
-        model = mixture.Decoder(
+        model = mixture.MixtureDecoder(
             d,
             weights,
             rotation(base, d.head_dim, scaling, pairs=False),

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
+from quire.backends.ops import Ops, Tensor
 from quire.layouts import Dense, Experts, Layout, Rope, Routing
 from quire.models import metadata, parts
-from quire.models.parts import Attention, Dims, Mlp, Weights, head_rows
-from quire.models.places import Places
+from quire.models.decoder import Decoder
+from quire.models.parts import Attention, Dims, Mlp, Weights
 from quire.observe.errors import BadModelFile, Unsupported
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Multipliers:
     attention: float | None = None  # of scores; None: 1 / sqrt(head size)
 
 
-class Decoder:
+class MixtureDecoder(Decoder):
     """Blocks of grouped-query attention and an MLP or a mixture, between an embedding and a head."""
 
     def __init__(
@@ -278,53 +278,35 @@ class Decoder:
         tied: bool | None,
         times: Multipliers | None = None,
     ):
-        self.config = dims
-        self.notes = parts.windows_line(tuple(b.window for b in blocks))
-        self.places = Places(tuple(b.window for b in blocks), self.config.context)
-        self.tensors = weights.tensors
+        super().__init__(dims, weights, windows=tuple(b.window for b in blocks), tied=tied)
         self.rope = rope
-        self.blocks = blocks
+        self.layers = blocks
         self.times = times or Multipliers()
-        self.embedding = weights.matrix("embedding", dims.vocab_size, dims.width)
-        self.norm = weights.norm("norm", dims.width)
-        self.head = weights.head(dims, self.embedding, tied)
 
-    @property
-    def tied(self) -> bool:
-        return self.head is self.embedding
+    def embedded(self, ops: Ops, batch: Batch) -> Tensor:
+        return _scaled(ops, ops.embed(batch.ids, self.embedding), self.times.embedding)
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
-
-    def release(self, layout: Layout) -> None:
-        self.tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c, times = self.config, self.times
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w, times = self.config, self.layers[i], self.times
+        h, a = ops.rms_norm(x, w.attn_norm, c.eps), w.attn
+        q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
+        if w.q_norm is not None and w.k_norm is not None:
+            each = w.q_norm.shape[0] == c.head_dim
+            q = ops.rms_norm(q, w.q_norm, c.eps, c.heads if each else 1)
+            k = ops.rms_norm(k, w.k_norm, c.eps, c.kv_heads if each else 1)
+        q = ops.rope(q, batch.pos, self.rope, c.heads)
+        k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
+        group, at = self.kv_layout[i]
         scale = c.scale if times.attention is None else times.attention
-        x = _scaled(ops, ops.embed(batch.ids, self.embedding), times.embedding)  # [T, d]
-        for i, w in enumerate(self.blocks):
-            ops.mark(x, i)
-            h, a = ops.rms_norm(x, w.attn_norm, c.eps), w.attn
-            q, k, v = ops.linear(h, a.q, a.q_bias), ops.linear(h, a.k, a.k_bias), ops.linear(h, a.v, a.v_bias)
-            if w.q_norm is not None and w.k_norm is not None:
-                each = w.q_norm.shape[0] == c.head_dim
-                q = ops.rms_norm(q, w.q_norm, c.eps, c.heads if each else 1)
-                k = ops.rms_norm(k, w.k_norm, c.eps, c.kv_heads if each else 1)
-            q = ops.rope(q, batch.pos, self.rope, c.heads)
-            k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
-            group, at = self.places[i]
-            h = ops.attention(
-                q, k, v, batch, layer=at, group=group, heads=c.heads, scale=scale, window=w.window, sinks=w.sinks
-            )
-            x = ops.add(x, _scaled(ops, ops.linear(h, a.o, a.o_bias), times.residual))
-            x = ops.add(x, _scaled(ops, feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn), times.residual))
-        return head_rows(ops, batch, x, len(self.blocks), self.norm, c.eps)
+        h = ops.attention(
+            q, k, v, batch, layer=at, group=group, heads=c.heads, scale=scale, window=w.window, sinks=w.sinks
+        )
+        x = ops.add(x, _scaled(ops, ops.linear(h, a.o, a.o_bias), times.residual))
+        return ops.add(x, _scaled(ops, feed(ops, ops.rms_norm(x, w.ffn_norm, c.eps), w.ffn), times.residual))
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits of batch.logit_rows."""
-        return _scaled(ops, ops.linear(self.hidden(ops, batch, inputs), self.head), self.times.logits)
+        return _scaled(ops, super().forward(ops, batch, inputs), self.times.logits)
 
 
 def _scaled(ops: Ops, x: Tensor, factor: float) -> Tensor:

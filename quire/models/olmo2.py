@@ -5,14 +5,15 @@ In a GGUF as in a folder rows lie for rotation of halves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Dense, Layout, Rope
+from quire.backends.ops import Ops, Tensor
+from quire.layouts import Dense, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -21,18 +22,13 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
-    from_folder,
-    head_rows,
     mlp_of,
-    refuse_strangers,
     rotation,
 )
 from quire.observe.errors import Unsupported
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 ARCHS = ("olmo2",)
@@ -56,8 +52,8 @@ class Layer:
     ffn_post_norm: Dense
 
 
-class Model:
-    """An OLMo 2 model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """An OLMo 2 model: its configuration, its weights and its layers."""
 
     def __init__(
         self,
@@ -68,11 +64,9 @@ class Model:
         biased: Collection[str] | None = None,
         tied: bool | None = None,
     ):
-        self.config = d = dims
-        self.notes: list[str] = []
-        self._tensors = weights.tensors
+        super().__init__(dims, weights, tied=tied)
+        d = dims
         self.rope = rope
-        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         self.layers = [
             Layer(
                 attn=attention_of(weights, i, d, biased),
@@ -84,25 +78,14 @@ class Model:
             )
             for i in range(d.layers)
         ]
-        self.norm = weights.norm("norm", d.width)
-        self.head = weights.head(d, self.embedding, tied)
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         d = metadata.dims_of(keys)
         if any(metadata.windows_of(keys, d, period=4)):
             raise Unsupported(f"metadata {keys.arch}.attention.sliding_window is set: OLMo 3 is not supported yet")
-        dim = metadata.rope_dim_of(keys, d)
-        scaling = metadata.scaling_of(keys, tensors, dim, d.context)
-        rope = rotation(keys.number("rope.freq_base", 10000.0), dim, scaling, pairs=False)
-        model = cls(d, Weights(tensors, GGUF_NAMES), rope)
-        model.notes += refuse_strangers(gguf, tensors, d)
-        return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        return from_folder(cls.of, folder)
+        rope = metadata.rotation_of(keys, tensors, d, pairs=False)
+        return cls(d, Weights(tensors, GGUF_NAMES), rope)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -119,30 +102,15 @@ class Model:
             tied=config.flag("tie_word_embeddings", False),
         )
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.config.kv(pages, page_size)
-
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c = self.config
-        x = ops.embed(batch.ids, self.embedding)  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            a, m = w.attn, w.mlp
-            q = ops.rms_norm(ops.linear(x, a.q, a.q_bias), w.q_norm, c.eps)
-            k = ops.rms_norm(ops.linear(x, a.k, a.k_bias), w.k_norm, c.eps)
-            q = ops.rope(q, batch.pos, self.rope, c.heads)
-            k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
-            v = ops.linear(x, a.v, a.v_bias)
-            h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale)
-            x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
-            h = ops.linear(ops.swiglu(ops.linear(x, m.gate), ops.linear(x, m.up)), m.down)
-            x = ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))
-        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
-
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
-        return ops.linear(self.hidden(ops, batch, inputs), self.head)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w = self.config, self.layers[i]
+        a, m = w.attn, w.mlp
+        q = ops.rms_norm(ops.linear(x, a.q, a.q_bias), w.q_norm, c.eps)
+        k = ops.rms_norm(ops.linear(x, a.k, a.k_bias), w.k_norm, c.eps)
+        q = ops.rope(q, batch.pos, self.rope, c.heads)
+        k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
+        v = ops.linear(x, a.v, a.v_bias)
+        h = ops.attention(q, k, v, batch, layer=i, heads=c.heads, scale=c.scale)
+        x = ops.add(x, ops.rms_norm(ops.linear(h, a.o, a.o_bias), w.attn_post_norm, c.eps))
+        h = ops.linear(ops.swiglu(ops.linear(x, m.gate), ops.linear(x, m.up)), m.down)
+        return ops.add(x, ops.rms_norm(h, w.ffn_post_norm, c.eps))

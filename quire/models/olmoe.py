@@ -19,10 +19,10 @@ HF_ARCHS = ("OlmoeForCausalLM",)
 
 
 class Model:
-    """Reads either kind of file; what it makes is a `mixture.Decoder`."""
+    """Reads either kind of file; what it makes is a `mixture.MixtureDecoder`."""
 
     @staticmethod
-    def from_gguf(gguf: GGUF) -> mixture.Decoder:
+    def from_gguf(gguf: GGUF) -> mixture.MixtureDecoder:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         if keys.zero_or("attention.clamp_kqv") is not None:
             raise Unsupported(f"metadata {keys.arch}.attention.clamp_kqv is set: that is not supported here")
@@ -32,12 +32,12 @@ class Model:
         scaling = metadata.scaling_of(keys, tensors, d.head_dim, d.context)
         weights = Weights(tensors, mixture.GGUF_NAMES)
         rope = rotation(keys.number("rope.freq_base", 10000.0), d.head_dim, scaling, pairs=False)
-        model = mixture.Decoder(d, weights, rope, _blocks(weights, d, sizes, routing, ()), tied=None)
+        model = mixture.MixtureDecoder(d, weights, rope, _blocks(weights, d, sizes, routing, ()), tied=None)
         model.notes += refuse_strangers(gguf, tensors, d)
         return model
 
     @staticmethod
-    def from_hf(folder: Folder) -> mixture.Decoder:
+    def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         config, tensors = folder.config, Tensors(folder)
         hf.check_activation(config, "hidden_act", hf.SILU)
         hf.refuse(config, clip_qkv=None)
@@ -47,7 +47,7 @@ class Model:
         routing = Routing(top=sizes.top, renormalize=config.flag("norm_topk_prob", False))
         weights = Weights(tensors, mixture.HF_NAMES)
         biased = ("q", "k", "v", "o") if config.flag("attention_bias", False) else ()
-        model = mixture.Decoder(
+        model = mixture.MixtureDecoder(
             d,
             weights,
             rotation(base, d.head_dim, scaling, pairs=False),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from quire.weights.tensors import Tensors
 if TYPE_CHECKING:
     from quire.weights.folder import Folder
     from quire.weights.gguf.file import GGUF
-    from quire.weights.values import Values
 
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -313,27 +312,3 @@ def own_code_line(folder: Folder, d: Dims) -> list[str]:
     if "auto_map" not in folder.config:
         return []
     return [f"config.json names code of its own (auto_map), which is not run: as {d.architecture}"]
-
-
-class Described(Protocol):
-    """What a family makes of a config.json and its tensors."""
-
-    config: Dims
-    embedding: Layout
-    head: Layout
-    notes: list[str]
-
-
-M = TypeVar("M", bound=Described)
-
-
-def from_folder(
-    of: Callable[[Values, str, Tensors], M], folder: Folder, known: Callable[[str], bool] = lambda name: False
-) -> M:
-    """The model that `of` makes of a folder's config.json, with every tensor of the folder used. known: see refuse_strangers."""
-    tensors = Tensors(folder)
-    model = of(folder.config, folder.architecture, tensors)
-    tied = model.head is model.embedding
-    model.notes += refuse_strangers(folder, tensors, model.config, tied=tied, known=known)
-    model.notes += own_code_line(folder, model.config)
-    return model

@@ -7,14 +7,14 @@ original context or less, numbers are those of transformers for every prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
-from quire.layouts import Dense, Layout, Rope
+from quire.backends.ops import Ops, Tensor
+from quire.layouts import Dense, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -25,21 +25,14 @@ from quire.models.parts import (
     Weights,
     fused_attention_of,
     fused_mlp_of,
-    head_rows,
-    own_code_line,
-    refuse_strangers,
     rotation,
     seen,
-    windows_line,
 )
-from quire.models.places import Places
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 ARCHS = ("phi3",)
@@ -66,8 +59,8 @@ class Layer:
     window: int | None
 
 
-class Model:
-    """A Phi-3 model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """A Phi-3 model: its configuration, its weights and its layers."""
 
     rope: Rope
 
@@ -80,13 +73,10 @@ class Model:
         windows: tuple[int | None, ...],
         tied: bool | None = None,
     ):
-        self.config = d = dims
-        self.told = windows_line(windows)
-        self.places = Places(windows, self.config.context)
-        self._tensors = weights.tensors
+        super().__init__(dims, weights, windows=windows, tied=tied)
+        d = dims
         self._positions = positions
         self.stretch(d.context)
-        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         self.layers = [
             Layer(
                 attn_norm=weights.norm("attn_norm", d.width, i),
@@ -97,12 +87,9 @@ class Model:
             )
             for i in range(d.layers)
         ]
-        self.norm = weights.norm("norm", d.width)
-        self.head = weights.head(d, self.embedding, tied)
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         d = metadata.dims_of(keys)
         dim = metadata.rope_dim_of(keys, d)
         scaling = metadata.scaling_of(keys, tensors, dim, d.context)
@@ -118,23 +105,12 @@ class Model:
             scaling = replace(
                 scaling, kind="longrope", factor=factor, original_context=original, short=short, long=long
             )
-        model = cls(
+        return cls(
             d,
             Weights(tensors, GGUF_NAMES),
             Positions(keys.number("rope.freq_base", 10000.0), dim, scaling),
             windows=seen(metadata.windows_of(keys, d, period=0), d.context),
         )
-        model.told += refuse_strangers(gguf, tensors, d)
-        return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        tensors = Tensors(folder)
-        model = cls.of(folder.config, folder.architecture, tensors)
-        tied = model.head is model.embedding
-        model.told += refuse_strangers(folder, tensors, model.config, tied=tied)
-        model.told += own_code_line(folder, model.config)
-        return model
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -156,44 +132,26 @@ class Model:
         """Rotate as for sequences of up to so many tokens. Before the model is compiled."""
         p = self._positions
         self.rope = rotation(p.base, p.dim, p.scaling, pairs=False, context=context)
-        self._served = context
+        original = p.scaling.original_context
+        if p.scaling.kind != "longrope":
+            return
+        self.notes = [note for note in self.notes if not note.startswith("longrope: ")]
+        if context <= original:
+            self.notes.append(f"longrope: the factors for a context of at most {original} tokens")
+        else:
+            self.notes.append(
+                f"longrope: the factors for a context above {original} tokens, for short prompts too; "
+                f"with a context of {original} or less the others are used"
+            )
 
-    @property
-    def notes(self) -> list[str]:
-        original = self._positions.scaling.original_context
-        if self._positions.scaling.kind != "longrope":
-            return self.told
-        if self._served <= original:
-            return [*self.told, f"longrope: the factors for a context of at most {original} tokens"]
-        return [
-            *self.told,
-            f"longrope: the factors for a context above {original} tokens, for short prompts too; "
-            f"with a context of {original} or less the others are used",
-        ]
-
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
-
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c = self.config
-        x = ops.embed(batch.ids, self.embedding)  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
-            q = ops.rope(ops.linear(h, a.q), batch.pos, self.rope, c.heads)
-            k = ops.rope(ops.linear(h, a.k), batch.pos, self.rope, c.kv_heads)
-            v = ops.linear(h, a.v)
-            group, at = self.places[i]
-            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
-            x = ops.add(x, ops.linear(h, a.o))
-            h = ops.rms_norm(x, w.ffn_norm, c.eps)
-            x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
-
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
-        return ops.linear(self.hidden(ops, batch, inputs), self.head)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w = self.config, self.layers[i]
+        h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
+        q = ops.rope(ops.linear(h, a.q), batch.pos, self.rope, c.heads)
+        k = ops.rope(ops.linear(h, a.k), batch.pos, self.rope, c.kv_heads)
+        v = ops.linear(h, a.v)
+        group, at = self.kv_layout[i]
+        h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
+        x = ops.add(x, ops.linear(h, a.o))
+        h = ops.rms_norm(x, w.ffn_norm, c.eps)
+        return ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))

@@ -1,19 +1,20 @@
 """Qwen3: the Llama shape with a norm over each head of queries and keys, before they are rotated.
 
 The dense models; mixtures of experts are another family. In a GGUF as in a folder rows lie for rotation of halves.
-A reranker's own rows (a classifier of one label; of yes and no in a GGUF) are kept as `scores`: judge.py makes scores of them.
+A reranker's own rows (a classifier of one label; of yes and no in a GGUF) are kept as `scores`: reranker.py makes scores of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.batch import Batch
-from quire.backends.ops import KV, Ops, Tensor
+from quire.backends.ops import Ops, Tensor
 from quire.layouts import Dense, Layout, Rope
 from quire.models import hf, metadata
+from quire.models.decoder import Decoder
 from quire.models.parts import (
     GGUF_NAMES,
     HF_NAMES,
@@ -22,20 +23,13 @@ from quire.models.parts import (
     Mlp,
     Weights,
     attention_of,
-    from_folder,
-    head_rows,
     mlp_of,
-    refuse_strangers,
     rotation,
     seen,
-    windows_line,
 )
-from quire.models.places import Places
-from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
 if TYPE_CHECKING:
-    from quire.weights.folder import Folder
     from quire.weights.values import Values
 
 ARCHS = ("qwen3",)
@@ -55,8 +49,8 @@ class Layer:
     window: int | None
 
 
-class Model:
-    """A Qwen3 model: its configuration, its weights and its forward."""
+class Model(Decoder):
+    """A Qwen3 model: its configuration, its weights and its layers."""
 
     def __init__(
         self,
@@ -68,12 +62,9 @@ class Model:
         biased: Collection[str] | None = None,
         tied: bool | None = None,
     ):
-        self.config = d = dims
-        self.notes = windows_line(windows)
-        self.places = Places(windows, self.config.context)
-        self._tensors = weights.tensors
+        super().__init__(dims, weights, windows=windows, tied=tied)
+        d = dims
         self.rope = rope
-        self.embedding = weights.matrix("embedding", d.vocab_size, d.width)
         self.layers = [
             Layer(
                 attn_norm=weights.norm("attn_norm", d.width, i),
@@ -86,29 +77,20 @@ class Model:
             )
             for i in range(d.layers)
         ]
-        self.norm = weights.norm("norm", d.width)
-        self.head = weights.head(d, self.embedding, tied)
         self.scores: Layout | None = None  # [1, d] or [2, d]
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Model:
-        keys, tensors = metadata.Keys(gguf), Tensors(gguf)
+    def of_gguf(cls, keys: metadata.Keys, tensors: Tensors) -> Model:
         d = metadata.dims_of(keys)
-        scaling = metadata.scaling_of(keys, tensors, d.head_dim, d.context)
         model = cls(
             d,
             Weights(tensors, GGUF_NAMES),
-            rotation(keys.number("rope.freq_base", 10000.0), metadata.rope_dim_of(keys, d), scaling, pairs=False),
+            metadata.rotation_of(keys, tensors, d, pairs=False),
             windows=seen(metadata.windows_of(keys, d, period=0), d.context),
         )
         if tensors.has("cls.output.weight"):
             model.scores = tensors.matrix("cls.output.weight", 2, d.width)
-        model.notes += refuse_strangers(gguf, tensors, d)
         return model
-
-    @classmethod
-    def from_hf(cls, folder: Folder) -> Model:
-        return from_folder(cls.of, folder)
 
     @classmethod
     def of(cls, config: Values, architecture: str, tensors: Tensors) -> Model:
@@ -130,31 +112,16 @@ class Model:
             model.scores = tensors.matrix("score.weight", 1, d.width)
         return model
 
-    def kv(self, pages: int, page_size: int) -> KV:
-        return self.places.kv(pages, page_size, self.config.kv_heads, self.config.head_dim)
-
-    def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
-
-    def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Rows batch.logit_rows as they go into the head."""
-        c = self.config
-        x = ops.embed(batch.ids, self.embedding)  # [T, d]
-        for i, w in enumerate(self.layers):
-            ops.mark(x, i)
-            h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
-            q = ops.rms_norm(ops.linear(h, a.q, a.q_bias), w.q_norm, c.eps, heads=c.heads)
-            k = ops.rms_norm(ops.linear(h, a.k, a.k_bias), w.k_norm, c.eps, heads=c.kv_heads)
-            q = ops.rope(q, batch.pos, self.rope, c.heads)
-            k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
-            v = ops.linear(h, a.v, a.v_bias)
-            group, at = self.places[i]
-            h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
-            x = ops.add(x, ops.linear(h, a.o, a.o_bias))
-            h = ops.rms_norm(x, w.ffn_norm, c.eps)
-            x = ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))
-        return head_rows(ops, batch, x, len(self.layers), self.norm, c.eps)
-
-    def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits of batch.logit_rows."""
-        return ops.linear(self.hidden(ops, batch, inputs), self.head)
+    def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:
+        c, w = self.config, self.layers[i]
+        h, a, m = ops.rms_norm(x, w.attn_norm, c.eps), w.attn, w.mlp
+        q = ops.rms_norm(ops.linear(h, a.q, a.q_bias), w.q_norm, c.eps, heads=c.heads)
+        k = ops.rms_norm(ops.linear(h, a.k, a.k_bias), w.k_norm, c.eps, heads=c.kv_heads)
+        q = ops.rope(q, batch.pos, self.rope, c.heads)
+        k = ops.rope(k, batch.pos, self.rope, c.kv_heads)
+        v = ops.linear(h, a.v, a.v_bias)
+        group, at = self.kv_layout[i]
+        h = ops.attention(q, k, v, batch, layer=at, group=group, heads=c.heads, scale=c.scale, window=w.window)
+        x = ops.add(x, ops.linear(h, a.o, a.o_bias))
+        h = ops.rms_norm(x, w.ffn_norm, c.eps)
+        return ops.add(x, ops.linear(ops.swiglu(ops.linear(h, m.gate), ops.linear(h, m.up)), m.down))

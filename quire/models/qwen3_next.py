@@ -93,7 +93,7 @@ class Model:
         self.config = d = dims
         self.shape = shape
         self.rope = rope
-        self._tensors = weights.tensors
+        self.tensors = weights.tensors
         if not full:
             raise Unsupported(f"a {d.architecture} without a layer that attends is not supported")
         self.notes = [f"state: {d.layers - len(full)} of {d.layers} layers carry one instead of keys and values"]
@@ -205,7 +205,7 @@ class Model:
         return replace(full, more=(KV(carry, pages, page_size, 0, 0, state=self.shape.state),)) if carry else full
 
     def release(self, layout: Layout) -> None:
-        self._tensors.release(layout)
+        self.tensors.release(layout)
 
     def hidden(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Rows batch.logit_rows as they go into the head."""

@@ -38,10 +38,10 @@ HF_ARCHS = {"Qwen2MoeForCausalLM": QWEN2, "Qwen3MoeForCausalLM": QWEN3}
 
 
 class Model:
-    """Reads either kind of file; what it makes is a `mixture.Decoder`."""
+    """Reads either kind of file; what it makes is a `mixture.MixtureDecoder`."""
 
     @staticmethod
-    def from_gguf(gguf: GGUF) -> mixture.Decoder:
+    def from_gguf(gguf: GGUF) -> mixture.MixtureDecoder:
         keys, tensors = metadata.Keys(gguf), Tensors(gguf)
         variant, d = ARCHS[keys.arch], metadata.dims_of(keys, ffn=None)
         sizes = mixture.sizes_of_gguf(keys)
@@ -53,21 +53,30 @@ class Model:
         weights = Weights(tensors, mixture.GGUF_NAMES)
         rope = rotation(keys.number("rope.freq_base", 1e6), d.head_dim, scaling, pairs=False)
         blocks = _blocks(weights, d, variant, sizes, routing, (), None, (None,) * d.layers)
-        model = mixture.Decoder(d, weights, rope, blocks, tied=None)
+        model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
         model.notes += refuse_strangers(gguf, tensors, d)
         return model
 
     @staticmethod
-    def from_hf(folder: Folder) -> mixture.Decoder:
-        config, tensors = folder.config, Tensors(folder)
-        variant = HF_ARCHS[folder.architecture]
+    def from_hf(folder: Folder) -> mixture.MixtureDecoder:
+        tensors = Tensors(folder)
+        model = Model.of(folder.config, folder.architecture, tensors)
+        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+            folder, model.config
+        )
+        return model
+
+    @staticmethod
+    def of(config: Values, architecture: str, tensors: Tensors) -> mixture.MixtureDecoder:
+        """The model that a config.json describes."""
+        variant = HF_ARCHS[architecture]
         hf.check_activation(config, "hidden_act", hf.SILU)
         base, scaling = hf.rope_of(config, 10000.0)
         layers, experts = config.count("num_hidden_layers", most=MAX_LAYERS), ("num_experts", "num_local_experts")
         plain = plain_layers(config, layers)
         d = hf.dims_of(
             config,
-            folder.architecture,
+            architecture,
             context=hf.context_of(config, scaling),
             ffn="intermediate_size" if plain else None,
         )
@@ -78,15 +87,13 @@ class Model:
         weights = Weights(tensors, mixture.HF_NAMES)
         biased = variant.biased if config.flag(*variant.bias) else ()
         windows = seen(_windows(config, variant, layers), d.context)
-        model = mixture.Decoder(
+        return mixture.MixtureDecoder(
             d,
             weights,
             rotation(base, d.head_dim, scaling, pairs=False),
             _blocks(weights, d, variant, sizes, routing, plain, biased, windows),
             tied=config.flag("tie_word_embeddings", False),
         )
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
-        return model
 
 
 def _blocks(

@@ -80,6 +80,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._models = _OfModels()
+        self.registry.register(self._models)
         self._http = Counter(
             "quire_http_requests",
             "HTTP requests by route and status.",
@@ -107,8 +109,10 @@ class Metrics:
         hangs: Callable[[], int] = lambda: 0,
     ) -> ModelMetrics:
         """Start counting for a model that became ready."""
-        self.registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts, hangs))
-        return ModelMetrics(self.registry, name, context)
+        registry = CollectorRegistry()  # its own: each context has its own bucket edges
+        registry.register(_EngineGauges(name, page_size, pages, snapshot, restarts, hangs))
+        self._models.registries[name] = registry
+        return ModelMetrics(registry, name, context)
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -197,6 +201,26 @@ class ModelMetrics:
         self._refused.labels(self._name, code).inc()
 
 
+class _OfModels(Collector):
+    """The metrics of every model, each name once: the series of all models stand under it, told apart by their labels."""
+
+    def __init__(self) -> None:
+        self.registries: dict[str, CollectorRegistry] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # unchecked: nothing else registers these names
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for registry in self.registries.values():
+            for family in registry.collect():
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        return families.values()
+
+
 class _Tally(Collector):
     """A histogram that is counted once for every token: without locks, because one loop alone counts and reads it."""
 
@@ -258,7 +282,11 @@ class _EngineGauges(Collector):
             ("vllm:generation_tokens", "Tokens generated.", s.output_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix tree.", s.prefix_hits),
-            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead and verified.", s.drafted_tokens),
+            (
+                "vllm:spec_decode_num_draft_tokens",
+                "Draft tokens of speculative decoding that were verified.",
+                s.drafted_tokens,
+            ),
             ("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that were right.", s.accepted_tokens),
             ("quire_engine_steps", "Steps run.", s.steps),
             ("quire_cache_evictions", "Cached pages given up for room.", s.evictions),

@@ -7,19 +7,21 @@ trust is checked: token ids, positions, pages. The arrays are views of buffers t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.batch import I32, Batch, Table
+from quire.backends.batch import I32, Batch, Given, Table
+from quire.layouts import Floats
 from quire.runner.plan import Work
 from quire.runner.slots import Slots
+from quire.runner.spans import SlotSpans
 
 Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]
-Guesses: TypeAlias = Sequence[Sequence[int]]
+Drafts: TypeAlias = Sequence[Sequence[int]]
 
 
 FEW = 8  # rows that are placed sooner one by one than all at once
@@ -62,24 +64,24 @@ class BatchBuilder:
         width = -(-max_context // page_size)
         self._pages: list[I32] = [np.zeros(max_seqs * width, np.int32) for _ in range(groups)]
 
-    def build(self, work: Sequence[Work], slots: Slots, guesses: Guesses = ()) -> Batch:
+    def build(self, work: Sequence[Work], slots: Slots, drafts: Drafts = ()) -> Batch:
         """One Batch of all the work, whose slots must be open. logit_rows has the sampled rows first, then the prompt_logits rows, work by work.
 
-        `guesses`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
+        `drafts`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
         sampled. Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
         """
-        if not guesses and all(w.n == 1 for w in work):
+        if not drafts and all(w.n == 1 for w in work):
             made = self._few(work, slots) if len(work) <= FEW else self._decode(work, slots)
             if made is not None:
                 return made
-        tokens = self._flatten(work, guesses)
+        tokens = self._flatten(work, drafts, slots.spans)
         count, total = len(work), len(tokens)
         if total > self._ids.size:
             raise ValueError(f"{total} tokens in a step of at most {self._ids.size}")
         slot = np.array([w.slot for w in work], np.intp)
         n = np.array([w.n if w.tokens is not None else 1 for w in work], np.int32)
-        if guesses:
-            n += np.array([len(own) for own in guesses], np.int32)
+        if drafts:
+            n += np.array([len(own) for own in drafts], np.int32)
         start = np.array([w.start for w in work], np.int32)
         ids, pos = self._ids[:total], self._pos[:total]
         q_start, kv_len = self._q_start[: count + 1], self._kv_len[:count]
@@ -121,8 +123,28 @@ class BatchBuilder:
         first, more = tables[0], tuple(tables[1:])
         used = slots.adapter[slot]
         adapters = used[owner] if (used >= 0).any() else None
-        rows = self._logit_rows(work, q_start, guesses)
-        return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters)
+        rows = self._logit_rows(work, q_start, drafts)
+        given, coords = self._beside(work, slots, start, n, pos) if slots.spans else (None, None)
+        return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters, given, coords)
+
+    @staticmethod
+    def _beside(work: Sequence[Work], slots: Slots, start: I32, n: I32, pos: I32) -> tuple[Given | None, I32 | None]:
+        """The rows that spans give for tokens of this step, and the positions along each axis where some differ."""
+        at: list[I32] = []
+        rows: list[Floats] = []
+        coords, first = None, 0
+        if any(w.slot in slots.shifted for w in work):
+            coords = np.tile(pos, (max(own.axes for own in slots.spans.values()), 1))
+        for w, begin, count in zip(work, start.tolist(), n.tolist(), strict=True):
+            own = slots.spans.get(w.slot)
+            if own is not None:
+                for offset, part in own.given(begin, begin + count):
+                    at.append(np.arange(first + offset, first + offset + len(part), dtype=np.int32))
+                    rows.append(part)
+                if coords is not None:
+                    coords[:, first : first + count] = own.coords(begin, begin + count)
+            first += count
+        return Given(np.concatenate(at), np.concatenate(rows)) if at else None, coords
 
     def places(self, slot: Index, slots: Slots) -> tuple[I32, list[I32]] | None:
         """Where the next token of each slot goes, by its length: positions, and places in each group's pool.
@@ -151,7 +173,7 @@ class BatchBuilder:
 
     def _plain(self, work: Sequence[Work], slots: Slots) -> bool:
         """Whether each work is one row that is sampled, of a sequence of its own, and no group is special."""
-        if slots.special or len(work) > self._single:
+        if slots.special or slots.shifted or len(work) > self._single:
             return False
         if any(w.drafts or w.prompt_logits or not w.sample for w in work):
             return False
@@ -229,17 +251,17 @@ class BatchBuilder:
         rows[:] = self._count[: ids.size]
         return Batch(ids, pos, q_start, kv_len, tables[0].pages, tables[0].write, rows, tuple(tables[1:]))
 
-    def _flatten(self, work: Sequence[Work], guesses: Guesses) -> list[int]:
-        """All token ids in order, 0 where the device knows better. Checks what can be checked row by row."""
+    def _flatten(self, work: Sequence[Work], drafts: Drafts, spans: Mapping[int, SlotSpans]) -> list[int]:
+        """All token ids in order, 0 where the device knows better or they are no text. Checks what can be checked row by row."""
         tokens: list[int] = []
         seen: set[int] = set()
         for i, w in enumerate(work):
             if w.slot in seen:
                 raise BadWork(i, f"slot {w.slot} has two rows in one step")
             seen.add(w.slot)
-            own = guesses[i] if guesses else ()
+            own = drafts[i] if drafts else ()
             if len(own) > w.drafts or (w.drafts and (w.tokens is not None or not w.sample)):
-                raise BadWork(i, f"slot {w.slot}: {len(own)} guesses in {w.n} rows with {w.drafts} drafts")
+                raise BadWork(i, f"slot {w.slot}: {len(own)} draft tokens in {w.n} rows with {w.drafts} drafts")
             if w.tokens is None:
                 if w.n != 1 + w.drafts or w.start != -1 or w.prompt_logits:
                     raise BadWork(
@@ -251,7 +273,7 @@ class BatchBuilder:
                 raise BadWork(i, f"slot {w.slot}: n={w.n} with {len(w.tokens)} tokens from position {w.start}")
             if not 0 <= w.prompt_logits <= w.n - w.sample:
                 raise BadWork(i, f"slot {w.slot}: prompt logits for {w.prompt_logits} of {w.n} rows")
-            tokens += w.tokens
+            tokens += spans[w.slot].blanked(w.tokens, 0, w.start) if w.slot in spans else w.tokens
         return tokens
 
     def _check(self, slots: Slots, slot: Index, start: I32, device: Flags, ids: I32) -> None:
@@ -300,11 +322,11 @@ class BatchBuilder:
             i = int(back.argmax())
             raise BadWork(i, f"slot {slot[i]}: position {start[i]} after {length[i]} tokens: a state cannot go back")
 
-    def _logit_rows(self, work: Sequence[Work], q_start: I32, guesses: Guesses) -> I32:
+    def _logit_rows(self, work: Sequence[Work], q_start: I32, drafts: Drafts) -> I32:
         sampled = np.array([w.sample for w in work], np.bool_)
         last = q_start[1:][sampled] - 1
-        if guesses:  # of a work that guesses, all rows
-            more = np.array([len(own) for own in guesses], np.int32)[sampled]
+        if drafts:  # of a work with draft tokens, all rows
+            more = np.array([len(own) for own in drafts], np.int32)[sampled]
             ends = np.cumsum(more + 1, dtype=np.int32)
             last = np.repeat(last + 1 - ends, more + 1) + self._count[: int(ends[-1])] if ends.size else last
         rows = [last]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from quire.backends.batch import I32
 from quire.runner.plan import Open, Work
 from quire.runner.sampler import Stream
+from quire.runner.spans import SlotSpans
 
 
 class Slots:
@@ -53,6 +54,8 @@ class Slots:
         self._known: list[list[int]] = [
             [] for _ in range(max_seqs)
         ]  # tokens at opening, where their logprobs are wanted
+        self.spans: dict[int, SlotSpans] = {}  # of slots whose prompt has some
+        self.shifted: set[int] = set()  # slots whose tokens are elsewhere than their indices say
         self._failure: dict[int, str] = {}
 
     @property
@@ -75,6 +78,9 @@ class Slots:
         self.live[slot] = False
         self.streams[slot] = None
         self._known[slot] = []
+        if slot in self.spans:
+            del self.spans[slot]
+            self.shifted.discard(slot)
         self._failure.pop(slot, None)
         self._clear(slot)
 
@@ -90,15 +96,29 @@ class Slots:
         self._clear(slot)
         self.position[slot] = len(new.tokens) - prompt_len
         self._known[slot] = new.tokens if new.sampling.prompt_logprobs is not None else []
+        prompt = new.tokens[:prompt_len]
+        if new.spans:
+            prompt = self._note(slot, new, prompt)
         self.streams[slot] = Stream(
             new.sampling,
             new.seed,
             self._vocab_size,
             stop_ids=new.stop_ids,
-            prompt=new.tokens[:prompt_len],
+            prompt=prompt,
             output=new.tokens[prompt_len:],
         )
         self.live[slot] = True
+
+    def _note(self, slot: int, new: Open, prompt: list[int]) -> list[int]:
+        """Keep the spans of a prompt. What of it is text: that alone is penalized for being there."""
+        if new.spans[-1].end > len(prompt):
+            raise ValueError(
+                f"slot {slot}: a span ends at {new.spans[-1].end}, behind a prompt of {len(prompt)} tokens"
+            )
+        own = self.spans[slot] = SlotSpans(new.spans)
+        if own.shifts:
+            self.shifted.add(slot)
+        return [token for token in own.blanked(prompt, -1) if token >= 0]
 
     def place(self, work: Work) -> None:
         """Apply the page-table change that a Work brings."""

@@ -1,16 +1,17 @@
-"""The HTTP application: routes from every dialect file, probes, and the layers in front of them.
+"""The HTTP application: routes from every dialect, probes, and the layers in front of them.
 
-    Access (log, count, drain) -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> router -> dialects/*
+    Access (log, count, drain) -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> router -> a dialect's handler
 
-Every layer is pure ASGI, so streams flow and a client's departure is seen. A dialect is a file in `dialects/` with
-`register(app, service)`; files that begin with an underscore are shared parts.
+Every layer is pure ASGI, so streams flow and a client's departure is seen. A dialect is a package beside this file that has
+`register(app, server)`: it is found by listing, and nothing here names one.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -21,16 +22,16 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from quire import server as room
 from quire.config import VERSION, ServerConfig
 from quire.observe.errors import QuireError
 from quire.observe.metrics import CONTENT_TYPE
-from quire.server import dialects, errors
-from quire.server.access import Access
+from quire.server import errors
 from quire.server.errors import ClientGone
-from quire.server.guard import LOOPBACK_NAMES, Cors, HostCheck, KeyCheck, is_loopback
-from quire.server.limits import BodyLimit
+from quire.server.middleware import LOOPBACK_NAMES, Access, BodyLimit, Cors, HostCheck, KeyCheck, is_loopback
 from quire.server.replies import reply
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
@@ -57,13 +58,20 @@ class _App(FastAPI):
         self.router.routes.append(route)
 
 
-def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
-    """The application over a Service (which may still be loading) or over a completer that is ready."""
-    if isinstance(source, Service):
-        service = source
+def dialects() -> Iterator[ModuleType]:
+    """The packages beside this file that are dialects."""
+    for module in pkgutil.iter_modules(room.__path__):
+        if module.ispkg and hasattr(package := importlib.import_module(f"{room.__name__}.{module.name}"), "register"):
+            yield package
+
+
+def create_app(config: ServerConfig, source: Server | Completer) -> FastAPI:
+    """The application over a Server (whose models may still be loading) or over a completer that is ready."""
+    if isinstance(source, Server):
+        server = source
     else:
-        service = Service(config, source.info.model)
-        service.attach(source.client, source)
+        server = Server(config, [model := Model(source.info.model)])
+        server.attach(model, source.client, source)
     app = _App(
         title="Quire",
         version=VERSION,
@@ -71,7 +79,7 @@ def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=_layers(config, service),
+        middleware=_layers(config, server),
         exception_handlers={
             QuireError: errors.on_quire_error,
             HTTPException: errors.on_http_exception,
@@ -79,11 +87,10 @@ def create_app(config: ServerConfig, source: Service | Completer) -> FastAPI:
             Exception: errors.on_exception,
         },
     )
-    app.state.service = service
-    _probes(app, service)
-    for module in pkgutil.iter_modules(dialects.__path__):
-        if not module.name.startswith("_"):
-            importlib.import_module(f"{dialects.__name__}.{module.name}").register(app, service)
+    app.state.server = server
+    _probes(app, server)
+    for dialect in dialects():
+        dialect.register(app, server)
     _shorten(app)
     return app
 
@@ -105,8 +112,8 @@ def _shorten(app: FastAPI) -> None:
     router.middleware_stack = find
 
 
-def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
-    layers = [Middleware(Access, service=service, log_requests=config.log_requests)]
+def _layers(config: ServerConfig, server: Server) -> list[Middleware]:
+    layers = [Middleware(Access, server=server, log_requests=config.log_requests)]
     if is_loopback(config.host):
         layers.append(Middleware(HostCheck, names=LOOPBACK_NAMES | {config.host} | set(config.allowed_hosts)))
     elif config.allowed_hosts:
@@ -120,18 +127,22 @@ def _layers(config: ServerConfig, service: Service) -> list[Middleware]:
     return layers
 
 
-def _probes(app: FastAPI, service: Service) -> None:
+def _probes(app: FastAPI, server: Server) -> None:
     async def health(request: Request) -> Response:
         """The process answers."""
-        return reply({"status": "ok"})
+        several = {} if len(server.models) == 1 else {"models": {m.name: m.stage for m in server.models}}
+        return reply({"status": "ok", **several})
 
     async def ready(request: Request) -> Response:
-        """A request sent now would be taken."""
-        stage, detail = service.stage, service.detail
-        body = {"status": stage, "model": service.name}
-        if detail:
-            body["detail"] = errors.clean(detail, "the server's log has the cause")
-        if stage == "ready":
+        """A request sent now would be taken: by the model that is named, or by one at least."""
+        name = request.query_params.get("model")
+        if name is not None or len(server.models) == 1:
+            body = _told(server.models.choose(name)[0])
+            stage = body["status"] = "draining" if server.draining else body["status"]
+        else:
+            stage = server.stage
+            body = {"status": stage, "model": server.models.first.name, "models": [_told(m) for m in server.models]}
+        if stage in ("ready", "degraded"):
             return reply(body)
         return reply(body, 503, {} if stage == "failed" else {"retry-after": "2"})  # that one does not come back
 
@@ -139,7 +150,15 @@ def _probes(app: FastAPI, service: Service) -> None:
         return reply({"version": VERSION})
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(server.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     for path, handler in (("/health", health), ("/ready", ready), ("/version", version), ("/metrics", metrics)):
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
+
+
+def _told(model: Model) -> dict[str, str]:
+    """How a model is."""
+    body = {"status": model.stage, "model": model.name}
+    if model.detail:
+        body["detail"] = errors.clean(model.detail, "the server's log has the cause")
+    return body

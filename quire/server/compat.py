@@ -1,8 +1,8 @@
-"""docs/compat.md, written from the tables beside the dialects' structs.
+"""docs/compat.md, written from the tables beside the structs of each dialect.
 
     python -m quire.server.compat [FILE]        prints it, or writes it there
 
-Knows no field: it gathers `COMPAT` and `ABSENT` of every file in `dialects/` and lays them out.
+Knows no field: it gathers `COMPAT` and `ABSENT` of every module of every dialect and lays them out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from quire.server import dialects
-from quire.server.dialects._compat import HONOURED, NEUTRAL, NO_EFFECT, REFUSED, Absent, Endpoint, Row
+from quire.server.app import dialects
+from quire.server.shared.compat import HONOURED, NEUTRAL, NO_EFFECT, REFUSED, Absent, Endpoint, Row
 
 HEAD = """\
 # Compatibility
 
 What becomes of every field of every route. This page is written by `python -m quire.server.compat docs/compat.md` from the tables beside the
-structs that read the requests (`quire/server/dialects/`); the tests send every row to a server and compare.
+structs that read the requests (`quire/server/`, a package for each dialect); the tests send every row to a server and compare.
 
 - **honoured**: does what its API says, or what is said beside it. `null` means the default everywhere.
 - **no effect**: accepted with any value, because it cannot change the answer; why is said beside it.
@@ -38,8 +38,9 @@ ORDER = ("OpenAI", "OpenAI, with vLLM's fields", "Anthropic", "Ollama", "llama.c
 
 
 def _modules() -> Iterable[object]:
-    for module in pkgutil.iter_modules(dialects.__path__):
-        yield importlib.import_module(f"{dialects.__name__}.{module.name}")
+    for dialect in dialects():
+        for module in pkgutil.walk_packages(dialect.__path__, f"{dialect.__name__}."):
+            yield importlib.import_module(module.name)
 
 
 def endpoints() -> list[Endpoint]:

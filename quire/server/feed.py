@@ -6,49 +6,39 @@
     drain timeout, keep-alive --/
 
 Leaving the `async with` block, for whatever reason, aborts what still runs. Measures first-token and inter-token times
-on the way. Knows no dialect.
+on the way. `while_connected` is the same for work that answers as a whole, such as embeddings. Knows no dialect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
-from dataclasses import replace
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
-from quire.server import tenants, urgency
 from quire.server.errors import ClientGone, engine_error
-from quire.server.service import ADAPTER, Service
+from quire.server.served import Served
 
 KEEP_ALIVE_SECONDS = 10.0
 
+T = TypeVar("T")
 News: TypeAlias = tuple[int, Chunk]  # which prompt, what
-
-
-def _placed(generation: Generation) -> Generation:
-    """Behind whom it stands, and whose prefixes it may find."""
-    priority, namespace = urgency.priority(generation.priority), tenants.namespace(generation.namespace)
-    if (priority, namespace) == (generation.priority, generation.namespace):
-        return generation
-    return replace(generation, priority=priority, namespace=namespace)
 
 
 class Feed:
     """Runs the generations and hands out their news in batches: all that has arrived since the last look."""
 
-    def __init__(self, service: Service, generations: list[Generation], receive: Receive, arrived: float):
-        self.service = service
-        self.completer = service.ready()
-        chosen = ADAPTER.get()
-        placed = [_placed(g) for g in generations]
-        self.generations = [replace(g, adapter=chosen) for g in placed] if chosen else placed
+    def __init__(self, served: Served, generations: list[Generation], receive: Receive, arrived: float):
+        served.model.ready()  # its engine may have died since the request was resolved
+        self.served = served
+        self.generations = [served.placed(g) for g in generations]
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
         self._items: list[News] = []
@@ -62,8 +52,8 @@ class Feed:
         self._reminder: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Feed:
-        self.service.feeds.add(self)
-        metrics = self.service.model_metrics
+        self.served.model.running.add(self)
+        metrics = self.served.metrics
         for i, generation in enumerate(self.generations):
             if metrics is not None:
                 metrics.asked(generation.sampling.n, generation.sampling.max_tokens)
@@ -74,7 +64,7 @@ class Feed:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.service.feeds.discard(self)
+        self.served.model.running.discard(self)
         if self._reminder is not None:
             self._reminder.cancel()
         for task in self._tasks:
@@ -128,11 +118,11 @@ class Feed:
         self._reminder = asyncio.get_running_loop().call_later(left, self._remind, seconds)
 
     async def _produce(self, prompt: int, generation: Generation) -> None:
-        metrics = self.service.model_metrics
+        metrics = self.served.metrics
         last: dict[int, float] = {}  # choice -> when its newest token came
         open_choices = generation.sampling.n
         try:
-            async with aclosing(self.completer.stream(generation)) as chunks:
+            async with aclosing(self.served.completer.stream(generation)) as chunks:
                 async for chunk in chunks:
                     now = time.monotonic()
                     if chunk.finish == "error":
@@ -160,7 +150,7 @@ class Feed:
 
     def _finish(self, prompt: int, chunk: Chunk, now: float) -> None:
         self._finished.add((prompt, chunk.index))
-        metrics, receipt = self.service.model_metrics, chunk.receipt
+        metrics, receipt = self.served.metrics, chunk.receipt
         if metrics is None:
             return
         if receipt is None:
@@ -177,7 +167,7 @@ class Feed:
         )
 
     def _count_end(self, error: BaseException | None) -> None:
-        metrics = self.service.model_metrics
+        metrics = self.served.metrics
         if metrics is None or error is None:
             return
         gone = isinstance(error, ClientGone | asyncio.CancelledError)
@@ -197,3 +187,47 @@ class Feed:
             if message["type"] == "http.disconnect":
                 self.fail(ClientGone())
                 return
+
+
+class _Work:
+    """What a shutdown sees of it."""
+
+    def __init__(self, task: asyncio.Task[Any]):
+        self._task = task
+        self.failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self.failure = error
+        self._task.cancel()
+
+
+async def while_connected(served: Served, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises ClientGone, or what the server stops with; both cancel it."""
+    task = asyncio.create_task(work)
+    left = asyncio.create_task(_left(request))
+    own = _Work(task)
+    served.model.running.add(own)
+    metrics = served.metrics
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if own.failure is not None:
+            raise own.failure
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    except BaseException as error:
+        if metrics is not None and isinstance(error, ClientGone | asyncio.CancelledError):
+            metrics.disconnected()
+        if metrics is not None and isinstance(error, QuireError):
+            metrics.refused(error.code)
+        raise
+    finally:
+        served.model.running.discard(own)
+        for one in (task, left):
+            one.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

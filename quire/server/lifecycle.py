@@ -1,6 +1,6 @@
-"""The life of a server process: bind, answer probes while the model loads, serve, drain, stop.
+"""The life of a server process: bind, answer probes while models load, serve, drain, stop.
 
-    bind -> run file -> uvicorn answers -> model loads -> ready ... SIGTERM -> drain -> engine closed -> exit 0
+    bind -> run file -> uvicorn answers -> models load -> ready ... SIGTERM -> drain -> engines closed -> exit 0
 
 Owns sockets, signals and the run file. The port is taken before anything is loaded, so a busy port fails at once. A
 second signal stops without waiting. Nothing here polls: one timer a second refreshes the Date header, no more.
@@ -30,7 +30,8 @@ from quire.config import VERSION, ServerConfig
 from quire.engine.transport.client import EngineClient
 from quire.observe.errors import QuireError
 from quire.server.app import create_app
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
@@ -42,8 +43,8 @@ KEEP_ALIVE = 65  # seconds an idle connection stays open: longer than the client
 HEAD_SECONDS = 20.0  # from a connection's first byte, or the first of its next request, to the end of the head
 TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 BACKLOG = 1024
-# How a model is opened: loads it and returns what serves it. Progress goes to `service.note`.
-Opener: TypeAlias = Callable[[Service], Awaitable[tuple[EngineClient, "Completer"]]]
+# How a model is opened: loads it and returns what serves it. Progress goes to the model's `note`.
+Opener: TypeAlias = Callable[[Server, Model], Awaitable[tuple[EngineClient, "Completer"]]]
 
 
 class PortTaken(QuireError):
@@ -90,7 +91,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def run_file(home: Path, sock: socket.socket, model: str) -> Generator[Path, None, None]:
+def run_file(home: Path, sock: socket.socket, *models: str) -> Generator[Path, None, None]:
     """`<home>/run/<pid>.json` for as long as the server runs; `quire ps` reads it."""
     host, port = sock.getsockname()[:2]
     folder = home / "run"
@@ -101,7 +102,8 @@ def run_file(home: Path, sock: socket.socket, model: str) -> Generator[Path, Non
         "host": host,
         "port": port,
         "url": url_of(sock),
-        "model": model,
+        "model": models[0],
+        "models": models,
         "started": time.time(),
         "version": VERSION,
     }
@@ -172,18 +174,18 @@ class _Http(uvicorn.Server):
 async def serve(
     config: ServerConfig,
     sock: socket.socket,
-    service: Service,
+    server: Server,
     opener: Opener,
     *,
-    on_ready: Callable[[], None] = lambda: None,
+    on_ready: Callable[[Model], None] = lambda model: None,
 ) -> int:
     """Run until a signal says stop. The exit code: 0 after a drain, 128 + signal when a second one cut it short.
 
-    Raises the error that kept the model from loading.
+    Models load one after the other, and each takes requests as soon as it is loaded. Raises the error that kept one from loading.
     """
     http = _Http(
         uvicorn.Config(
-            create_app(config, service),
+            create_app(config, server),
             http=_Protocol,  # of h11, the parser that bounds a request's head
             h11_max_incomplete_event_size=MAX_HEADERS,
             ws="none",
@@ -198,7 +200,7 @@ async def serve(
     )
     async with _signals() as signals:
         answering = asyncio.create_task(http.serve(sockets=[sock]))
-        loading = asyncio.create_task(_load(service, opener, on_ready))
+        loading = asyncio.create_task(_load(server, opener, on_ready))
         code = 0
         try:
             first = asyncio.create_task(signals.get())
@@ -210,7 +212,7 @@ async def serve(
             if answering.done():  # nobody asked it to end
                 answering.result()
                 raise QuireError("the HTTP server ended by itself; its log has the cause")
-            code = await _drain(service, config.drain_seconds, signals)
+            code = await _drain(server, config.drain_seconds, signals)
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
@@ -219,19 +221,20 @@ async def serve(
             http.stop.set()
             http.should_exit = True
             await asyncio.gather(answering, return_exceptions=True)
-            for job in service.jobs:
+            for job in server.jobs:
                 await job.stop()
-            if service.client is not None:
-                await service.client.close(0.0)
-            service.close()
+            clients = [model.client for model in server.models if model.client is not None]
+            await asyncio.gather(*(client.close(0.0) for client in clients))
+            server.close()
         return code
 
 
-async def _load(service: Service, opener: Opener, on_ready: Callable[[], None]) -> None:
-    client, completer = await opener(service)
-    service.attach(client, completer)
-    _settle()
-    on_ready()
+async def _load(server: Server, opener: Opener, on_ready: Callable[[Model], None]) -> None:
+    for model in server.models:
+        client, completer = await opener(server, model)
+        server.attach(model, client, completer)
+        _settle()
+        on_ready(model)
 
 
 def _settle() -> None:
@@ -242,11 +245,11 @@ def _settle() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-async def _drain(service: Service, seconds: float, signals: asyncio.Queue[int]) -> int:
+async def _drain(server: Server, seconds: float, signals: asyncio.Queue[int]) -> int:
     """Let running requests end. 0, or 128 + signal when another signal came meanwhile."""
-    if service.in_flight:
-        log.info("draining %d request(s), up to %g s; another signal stops at once", service.in_flight, seconds)
-    draining = asyncio.create_task(service.drain(seconds))
+    if server.in_flight:
+        log.info("draining %d request(s), up to %g s; another signal stops at once", server.in_flight, seconds)
+    draining = asyncio.create_task(server.drain(seconds))
     second = asyncio.create_task(signals.get())
     try:
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)

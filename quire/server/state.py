@@ -1,8 +1,8 @@
 """The server's own folder: what must outlive the process. Chosen once, held against other servers, or off with a reason.
 
     lock            held by the one server that uses the folder
-    responses.db    stored responses (kept.py)
-    batches.db      files and batches (files.py, batches/journal.py)
+    responses.db    stored responses (openai/responses/stored.py)
+    batches.db      files and batches (openai/batches/)
     files/          the bytes of files
 
 Without a folder responses are kept in memory, and files and batches are refused with the reason. Knows no dialect.

@@ -40,7 +40,7 @@ OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of file
     "quire.engine.construction.pooled",
     "quire.runner.pooled",
     "quire.models.pooling",
-    "quire.models.judge",
+    "quire.models.reranker",
     "quire.chat.embedder",
     "quire.chat.tools.find",
     "quire.chat.tools.machine",

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers, which makes the 
 
 from quire.config import PAGE_SIZE  # noqa: E402
 from quire.engine.types import Request  # noqa: E402
-from quire.models.places import Places  # noqa: E402
+from quire.models.kv_layout import KVLayout  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from tests.gpu.grouped import (  # noqa: E402
     check_again,
@@ -68,7 +68,7 @@ def test_graphs_and_depth_change_nothing(made: tuple[str, Any, Path], monkeypatc
     eager._runner._decode = eager._runner._prefill = None
     assert len(unexplained(serve(eager, requests), want)) <= allowed
     with monkeypatch.context() as patch:
-        patch.setattr(Places, "split", lambda places: None)
+        patch.setattr(KVLayout, "split", lambda layout: None)
         whole = engine(made[2])
         assert len(whole._scheduler.tree.pools) == 1
         assert len(unexplained(serve(whole, requests), want)) <= allowed

@@ -126,7 +126,9 @@ def test_captured_graphs_read_pages_that_were_written(tmp_path: Path):
 
     ask("first")
     again = ask("again")
-    p, tree = running._runner._program, running._scheduler.tree
+    runner: Any = running._runner
+    scheduler: Any = running._scheduler
+    p, tree = runner._program, scheduler.tree
     kv = p.kv
     kept = [p.read_pages(g, range(own.pages)).wait().copy() for g, own in enumerate(kv.groups)]
     scramble(p, kv, np.random.default_rng(1))

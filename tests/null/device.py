@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
+import quire.runner.spans
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
-from quire.runner.speculate import Proposer
+from quire.runner.speculate import DraftRows, Proposer
+from tests.null.spans import NO_TEXT, seen
 
 VOCAB = 11
 WRONG = 99  # a draft that is never right
@@ -60,11 +64,14 @@ class Slot:
     tokens: list[int]
     length: int = 0  # KV written and verified
     rows: list[list[int]] = field(default_factory=list)  # a page row in each group
+    contents: list[int] = field(default_factory=list)  # what is to be seen at each place, at opening
+    spans: Any = None  # of the code under test
     failed: bool = False  # what is in flight behind an error has nothing to go on
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, seen: int | None = None) -> None:
+        """A token more; `seen`: what is there, where that is no token."""
         self.tokens.append(token)
-        self.prefix.append(grow(self.prefix[-1], token))
+        self.prefix.append(grow(self.prefix[-1], token if seen is None else seen))
 
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.prefix[length + 1 :]
@@ -91,6 +98,7 @@ class Device:
         self.hit = hit
         self.reads = 0
         self.proposer: Proposer | None = None  # None: drafts are right by chance
+        self.spans: ModuleType | Any = quire.runner.spans  # the code under test
 
     def launch(self, plan: Plan, namespaces: dict[int, str]) -> Result:
         """Execute a step. `namespaces` maps keys of sequences to theirs: only the check of reads uses it."""
@@ -105,10 +113,13 @@ class Device:
             slot = self.slots[opened.slot] = Slot(
                 opened, [start_of(owner[opened.slot])], [], rows=[[] for _ in self.kv]
             )
-            for token in opened.tokens:
-                slot.push(token)
+            contents = seen(opened.tokens, opened.spans)
+            expect(max(contents) < NO_TEXT, "an id that stands for a span which is not there")
+            for token, content in zip(opened.tokens, contents, strict=True):
+                slot.push(token, content)
+            slot.contents, slot.spans = contents, self.spans.SlotSpans(opened.spans)
             if self.proposer is not None:
-                self.proposer.open(opened.slot, opened.tokens)
+                self.proposer.open(opened.slot, [-1 if token >= NO_TEXT else token for token in opened.tokens])
         return Result([self._row(work) for work in plan.work])
 
     def _row(self, work: Work) -> Row:
@@ -126,12 +137,13 @@ class Device:
             start = slot.length = max(slot.length, work.start)
             self._write(slot, start, min(work.n, len(slot.tokens) - start), failed=True)
             return Row(0, error="this row failed")
-        return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
+        return self._known(slot, work) if work.tokens is not None else self._verify(slot, work)
 
     def _known(self, slot: Slot, work: Work) -> Row:
         """The host gave the tokens and where they start."""
         start, end = work.start, work.start + work.n
         expect(slot.tokens[start:end] == work.tokens, "the host's tokens are not the device's", start)
+        expect(self._gathered(slot, work) == slot.contents[start:end], "other rows than the span's", start)
         expect(slot.length in (0, start), "a chunk does not start where the last one ended", start, slot.length)
         expect(not work.sample or end == len(slot.tokens), "sampled before the end")
         self._write(slot, start, work.n)
@@ -147,7 +159,16 @@ class Device:
             self._learn(work, row, 0)
         return row
 
-    def _guess(self, slot: Slot, work: Work) -> Row:
+    def _gathered(self, slot: Slot, work: Work) -> list[int]:
+        """What a batch builder would bring to the device for a chunk: tokens, and given rows in their places."""
+        made = slot.spans.blanked(work.tokens, VOCAB, work.start)
+        expect(max(made) <= VOCAB, "an id that is no token's", work.start)
+        for at, rows in slot.spans.given(work.start, work.start + work.n):
+            expect(made[at : at + len(rows)] == [VOCAB] * len(rows), "rows for a token", work.start + at)
+            made[at : at + len(rows)] = [-int(x) for x in rows.ravel()]
+        return made
+
+    def _verify(self, slot: Slot, work: Work) -> Row:
         """The device knows the last token. Draft more, compute all, keep what sampling would have chosen."""
         expect(slot.length == len(slot.tokens) - 1, "the device does not know the last token")
         expect(work.n == 1 + work.drafts and work.sample, "n is not one and the drafts")
@@ -156,7 +177,9 @@ class Device:
             for _ in range(work.drafts):
                 slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
         else:
-            for token in self.proposer.propose(work.slot, work.drafts):
+            for token in self.proposer.propose(DraftRows([work.slot], [work.drafts], [0]))[0] if work.drafts else []:
+                if token < 0:  # what is no text cannot be said again
+                    break
                 slot.push(token)
         drafts = slot.tokens[start + 1 :]
         expect(len(drafts) <= work.drafts, "more drafts than were planned")

@@ -19,8 +19,13 @@ import quire.cache.loading
 import quire.cache.pool
 import quire.cache.prefix_tree
 import quire.cache.sealed
+import quire.engine.limits
 import quire.engine.loads
+import quire.engine.policy
+import quire.engine.queue
 import quire.engine.scheduler
+import quire.engine.spans
+import quire.runner.spans
 from tests.null.device import Caught
 from tests.null.fuzz import Parts, fuzz
 
@@ -34,6 +39,11 @@ MODULES = {
     "groups": quire.cache.groups,
     "tree": quire.cache.prefix_tree,
     "scheduler": quire.engine.scheduler,
+    "ids": quire.engine.spans,
+    "spans": quire.runner.spans,
+    "queue": quire.engine.queue,
+    "policy": quire.engine.policy,
+    "limits": quire.engine.limits,
 }
 
 
@@ -319,6 +329,49 @@ FAULTS = [
         "victim = self._running[0]",
         seeds=400,
     ),
+    Fault(
+        "two pictures with the same ids",
+        "ids",
+        "span.kind.encode(), span.digest, span.positions)",
+        "span.kind.encode(), span.positions)",
+    ),
+    Fault(
+        "pictures that have the ids of their text",
+        "ids",
+        "tokens[span.start : span.end] = ids_of(span, request.namespace)",
+        "pass",
+    ),
+    Fault("a picture of one id", "ids", "(numbers % FIRST + FIRST).tolist()", "[FIRST] * span.length"),
+    Fault(
+        "spans that are forgotten when a sequence comes back",
+        "scheduler",
+        "spans=request.spans",
+        "spans=() if seq.preemptions else request.spans",
+    ),
+    Fault(
+        "a chunk whose rows begin with the picture's first",
+        "spans",
+        "self._rows[i][first - self._starts[i] : last - self._starts[i]]",
+        "self._rows[i][: last - first]",
+    ),
+    Fault(
+        "rows in the place of the token before",
+        "spans",
+        "yield first - start, self._rows",
+        "yield max(0, first - start - 1), self._rows",
+    ),
+    Fault(
+        "a span that ends with its chunk",
+        "spans",
+        "bisect_right(self._ends, start)",
+        "bisect_right(self._starts, start - 1)",
+    ),
+    Fault(
+        "the second of two pictures in a chunk left out",
+        "spans",
+        "range(bisect_right(self._ends, start), len(self._starts))",
+        "range(bisect_right(self._ends, start), len(self._starts))[:1]",
+    ),
     Fault("a page handed out twice", "pool", "del free[-count:]", "del free[-count:-1]"),
     Fault(
         "a key of a page's own tokens alone",
@@ -429,6 +482,67 @@ FAULTS = [
         "group.resident(upto)[0] // size) for low, group in zip(lease.low",
         "group.resident(upto)[0] // size + (not group.whole)) for low, group in zip(lease.low",
         tiers=True,
+    ),
+    Fault(
+        "a waiting sequence that is looked up in every plan",
+        "scheduler",
+        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "if False:",
+    ),
+    Fault(
+        "a waiting sequence that is never tried again",
+        "scheduler",
+        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "if memo is not None:",
+    ),
+    Fault(
+        "a long prompt that takes all tokens",
+        "scheduler",
+        "done = self._later(first, running, work, opened, admits) if share else set[int]()",
+        "done = set[int]()",
+    ),
+    Fault("a long prompt that gets what is left of a share alone", "scheduler", "budget.left += left - share", "pass"),
+    Fault("a share of a half", "policy", "return (tokens + self._owed) // PARTS", "return tokens // 2"),
+    Fault(
+        "a share that is rounded to nothing", "policy", "return (tokens + self._owed) // PARTS", "return tokens // 50"
+    ),
+    Fault(
+        "a slot that was never opened is closed",
+        "scheduler",
+        "                self._closed.remove(new.slot)\n",
+        "",
+        seeds=400,
+        depths=(1, 2),
+    ),
+    Fault(
+        "overtaking who waits for pages",
+        "scheduler",
+        "if head is None or head.no_room is not None or head.order < first.order:",
+        "if head is None or head.order < first.order:",
+        seeds=600,
+    ),
+    Fault("a prompt that is computed, and nobody is told", "scheduler", "self._queue.come(seq, seq.computed)", "pass"),
+    Fault(
+        "waiting for a sequence that is gone",
+        "scheduler",
+        "        self._queue.come(seq)\n        for limit",
+        "        for limit",
+    ),
+    Fault(
+        "waiting for a sequence that was preempted",
+        "scheduler",
+        "        self._queue.come(seq)\n        self._queue.add(seq)\n\n    # ---- the next",
+        "        self._queue.add(seq)\n\n    # ---- the next",
+        seeds=600,
+    ),
+    Fault("a sequence that is lost in the queue", "queue", "self._list(seq)\n        of_rank", "of_rank"),
+    Fault("a sequence that steps aside for good", "queue", "while self._aside and most:", "while False:", seeds=600),
+    Fault("a follower that does not wait", "limits", "leader.prompt_done or leader.key >= seq.key", "leader.computed"),
+    Fault(
+        "drafts beyond what is left of a step",
+        "limits",
+        "if start < seq.prompt_rows or start >= len(seq.tokens) - 1:",
+        "if start < seq.prompt_rows:",
     ),
 ]
 

@@ -28,6 +28,7 @@ def test_random_runs_find_no_fault(block: int) -> None:
     assert report.tiers > 3 * BLOCK / 5 and report.told > 5000
     assert report.loads > 100 and report.loaded > 200 and report.orphans > 50 and report.spoiled > 10
     assert report.carried > 1000 and report.kept > 100 and report.restored > 50
+    assert report.pictures > 1000 and report.cut > 200
     assert all(report.finishes.get(reason, 0) > 0 for reason in ("stop", "length", "abort", "error"))
 
 

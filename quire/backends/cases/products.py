@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire.backends.batch import Batch
+from quire.backends.batch import Batch, Given
 from quire.backends.cases.kit import Case, MakeWeight, Step, embed_bound, floats, linear_bound, single
 from quire.backends.ops import Ops, Tensor
 from quire.layouts import Dense, Layout
@@ -24,6 +24,17 @@ def embed_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> 
         ids = rng.permutation(37)
         allowed = embed_bound(table, ids)
         yield Case(f"embed-{label}", forward, [Step(single(37, ids), {}, lambda _, allowed=allowed: allowed)])
+    table = weights["f32"](37, 256, rng)
+
+    def placed(ops: Ops, batch: Batch, _: Mapping[str, Tensor]) -> Tensor:
+        return ops.embed(batch.ids, table)
+
+    steps = []
+    for at in (np.arange(9), np.array([0, 4, 5, 8]), np.array([8])):
+        batch = single(9, rng.integers(0, 37, 9))
+        batch.given = Given(at.astype(np.int32), floats(rng, at.size, 256))
+        steps.append(Step(batch, {}, lambda _: 0.0))
+    yield Case("embed-given", placed, steps)
 
 
 def linear_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:

@@ -101,6 +101,15 @@ def rope_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> I
             ]
             kv = KV(layers=1, pages=64, page_size=16, kv_heads=1, head_dim=16)
             yield Case(f"rope-{'pairs' if pairs else 'half'}-{dim}of{head}", forward, steps, {"x": 3 * head}, kv)
+        axes = tuple(i % 3 for i in range(16))
+        several = Rope((1.0 / 100.0 ** (np.arange(16) / 16)).astype(np.float32), 32, pairs, axes=axes)
+
+        def turned(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor], rope: Rope = several) -> Tensor:
+            return ops.rope(inputs["x"], batch.pos, rope, 3)
+
+        steps = [Step(single(6), {"x": floats(rng, 6, 3 * 64)}, lambda _: 4e-6) for _ in range(2)]
+        steps[1].batch.coords = rng.integers(0, 500, (3, 6)).astype(np.int32)
+        yield Case(f"rope-{'pairs' if pairs else 'half'}-axes", turned, steps, {"x": 3 * 64})
 
 
 def take_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> Iterator[Case]:

@@ -25,6 +25,7 @@ class CudaBackend(TorchBackend):
 
     name = "cuda"
     shares = True  # whether its programs read a prefix that rows share once
+    packs = True  # whether four-bit codes are multiplied as they lie
     kernels = CudaKernels
     stacks = FixedStacks
 
@@ -49,6 +50,8 @@ class CudaBackend(TorchBackend):
                     f"{torch.cuda.get_device_name(self.device)} has no fp8 arithmetic",
                     cure="use --quantize int8, or --backend torch",
                 )
+        # Their kernels multiply bfloat16; the interpreter, which has none, takes float16 for it.
+        self.weights.words = self.packs and self.dtype == (torch.float16 if knobs.runtime.interpret else torch.bfloat16)
         if quantize in ("fp8", "keep"):  # asked now, not while a graph is captured
             for kind in (torch.float16, torch.float32):
                 fp8.gives(kind, self.device)

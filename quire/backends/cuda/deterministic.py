@@ -24,7 +24,7 @@ from quire.backends.elementwise import Elementwise
 from quire.backends.ops import KV
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.caches import Cache
-from quire.backends.torch.kernels import PLAIN, Sight
+from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Weight
 from quire.backends.torch.sampler import DeviceSampler
 
@@ -87,6 +87,11 @@ class DeterministicKernels(CudaKernels):
         product(x, weight, residual, bias=bias, residual=residual, pdl=self._chain)
         return residual, self.rms_norm(residual, norm, eps)
 
+    def add_norm(
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
+    ) -> tuple[torch.Tensor, Any]:
+        return TorchKernels.add_norm(self, a, b, weight, eps, soon=soon)  # with the norm that all others are
+
     def attend(
         self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float, sight: Sight = PLAIN
     ) -> torch.Tensor:
@@ -125,6 +130,7 @@ class DeterministicBackend(CudaBackend):
 
     kernels = DeterministicKernels
     shares = False
+    packs = False
 
     def describe(self) -> str:
         return f"{super().describe()}, the same bits in any batch"

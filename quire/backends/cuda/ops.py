@@ -151,10 +151,17 @@ class CudaKernels(TorchKernels):
         where = states.place_of(self.states, batch, layer=layer, group=group, at=at, page_size=self.kv.page_size)
         return states.delta_rule(inputs, batch, where, heads, chunked=self.chunked, pdl=self._chain)
 
-    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture, *, loose: bool = False) -> torch.Tensor:
         if not fits(mixture, self.dtype):
             return super().moe(x, logits, mixture)
-        return mix(x, logits, mixture, pdl=self._chain)
+        return mix(x, logits, mixture, exact=self.invariant, loose=loose, pdl=self._chain)
+
+    def add_norm(
+        self, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, *, soon: Sequence[Weight] = ()
+    ) -> tuple[torch.Tensor, Any]:
+        """a + b, and its norm; b may be [parts, T, d]."""
+        total = torch.empty_like(a)
+        return total, self._normed(b, weight, eps, soon, a, total)
 
     def _normed(
         self,
@@ -163,18 +170,19 @@ class CudaKernels(TorchKernels):
         eps: float,
         soon: Sequence[Weight],
         residual: torch.Tensor | None = None,
+        total: torch.Tensor | None = None,
     ) -> torch.Tensor | Rows | GroupedRows:
         """The norm of x, or of residual += x; in fp8 where only products with such weights read it."""
         if self.dtype != torch.float32 and wants_groups(soon, x.shape[-2]):
             groups = GroupedRows.empty(x.shape[-2], x.shape[-1], x.device)
-            rms_norm(x, weight, eps, groups.codes, residual=residual, scales=groups.scale, pdl=self._chain)
+            rms_norm(x, weight, eps, groups.codes, residual=residual, total=total, scales=groups.scale, pdl=self._chain)
             return groups
         if self.dtype != torch.float32 and wants_fp8(soon):
             made = Rows.empty(x.shape[-2:], x.device)
-            rms_norm(x, weight, eps, made.codes, residual=residual, scales=made.scale, pdl=self._chain)
+            rms_norm(x, weight, eps, made.codes, residual=residual, total=total, scales=made.scale, pdl=self._chain)
             return made
         out = torch.empty_like(x if residual is None else residual)
-        rms_norm(x, weight, eps, out, residual=residual, pdl=self._chain)
+        rms_norm(x, weight, eps, out, residual=residual, total=total, pdl=self._chain)
         return out
 
     def linear(self, x: Any, weight: Weight, bias: torch.Tensor | None, *, loose: bool = False) -> torch.Tensor:
@@ -296,7 +304,7 @@ class CudaKernels(TorchKernels):
         norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         qkv = side_by_side(q, k, v)
-        if rope is None or qkv is None:
+        if rope is None or qkv is None or (batch.coords is not None and rope.axes):
             told: dict[str, Any] = {"rope": rope, "sight": sight, "norms": norms}
             return super().attention(q, k, v, batch, cache=cache, heads=heads, scale=scale, **told)
         tokens = q.shape[-2]

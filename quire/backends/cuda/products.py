@@ -8,6 +8,7 @@
   int8       skinny                    skinny                    integer product, int8 rows
   fp8 tiles  tiled                     tiled, fp8 rows           cuBLASLt where it can, else tiled, fp8 rows
   int4       four-bit kernel           four-bit kernel           written out in half floats, cuBLAS
+  … in words unpacked in registers     unpacked in registers     the same, from WORDS_ROWS on written out, cuBLAS
 
 fp8 and int8 rows have a scale each, from their own largest number; for tiles (tiles.py) they have one for each 128 columns.
 Weights are read as they lie; the sums are float32.
@@ -28,9 +29,20 @@ from quire.backends.cuda.kernels.gates import gated_rows
 from quire.backends.cuda.kernels.int4 import int4_product
 from quire.backends.cuda.kernels.int8 import int8_product
 from quire.backends.cuda.kernels.skinny import Shape, skinny
-from quire.backends.cuda.kernels.tuning import FEW, ROWS, TILED_ROWS, WIDE, int4_shape, skinny_shape
+from quire.backends.cuda.kernels.tuning import (
+    FEW,
+    ROWS,
+    TILED_ROWS,
+    WIDE,
+    WORDS_ROWS,
+    int4_shape,
+    skinny_shape,
+    words_shape,
+)
+from quire.backends.cuda.kernels.words_product import words_product
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, Tiled, Weight
+from quire.backends.torch.words import HIGH, IntWords
 
 _SCRATCH = 1 << 27  # numbers of a matrix that are written out at a time
 
@@ -135,7 +147,7 @@ def few_rows(
 
 
 class QuantizedProducts:
-    """Products with Scaled, Tiled and Int4 weights. Rows in fp8 are given only where `wants_fp8` or `wants_groups` said so."""
+    """Products with Scaled, Tiled, Int4 and IntWords weights. Rows in fp8 are given only where `wants_fp8` or `wants_groups` said so."""
 
     def __init__(self, at: Place):
         self._at = at
@@ -143,7 +155,7 @@ class QuantizedProducts:
     def linear(
         self,
         x: torch.Tensor | Unnormed | Rows | GroupedRows,
-        weight: Scaled | Tiled | Int4,
+        weight: Scaled | Tiled | Int4 | IntWords,
         bias: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,
@@ -155,6 +167,8 @@ class QuantizedProducts:
             return tiles.linear(self._at, x, weight, bias, out=out, loose=loose)
         assert not isinstance(x, GroupedRows)
         rows = count(x)
+        if isinstance(weight, IntWords) and rows < WORDS_ROWS:
+            return self._words(self._plain(x), weight, bias, out=out, loose=loose)
         if rows > ROWS:
             y = out
             if y is None:
@@ -163,12 +177,13 @@ class QuantizedProducts:
             return y
         if isinstance(weight, Int4):
             return self._int4(self._plain(x), weight, bias, out=out, loose=loose)
+        assert not isinstance(weight, IntWords)
         return few_rows(self._at, self._suited(x, weight), weight, bias, out=out, loose=loose)
 
     def gated(
         self,
         x: torch.Tensor | Unnormed | Rows | GroupedRows,
-        weight: Scaled | Tiled | Int4,
+        weight: Scaled | Tiled | Int4 | IntWords,
         soon: Sequence[Weight],
         act: str,
     ) -> torch.Tensor | Rows | GroupedRows:
@@ -177,8 +192,11 @@ class QuantizedProducts:
         if isinstance(weight, Tiled):
             if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:
                 return tiles.linear(self._at, x, weight, None, act=act)
-        elif rows <= ROWS:
+        elif isinstance(weight, IntWords) and rows < WORDS_ROWS:
             assert not isinstance(x, GroupedRows)
+            return self._words(self._plain(x), weight, None, act=act)
+        elif rows <= ROWS:
+            assert not isinstance(x, GroupedRows) and not isinstance(weight, IntWords)
             out = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device)
             if isinstance(weight, Int4):
                 return self._int4(self._plain(x), weight, None, out=out, act=act)
@@ -237,8 +255,31 @@ class QuantizedProducts:
         )  # fmt: skip
         return part if leave and part is not None else y
 
+    def _words(
+        self,
+        x: torch.Tensor,
+        weight: IntWords,
+        bias: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        act: str = "",
+        loose: bool = False,
+    ) -> torch.Tensor:
+        rows, n = x.shape[0], weight.shape[0] // (2 if act else 1)
+        chosen, high = words_shape(n, weight.shape[1], rows, gated=bool(act), processors=self._at.processors)
+        shape = self._at.shape(chosen)
+        part = self._at.space(shape.splits, rows, n)
+        leave = loose and part is not None and bias is None and out is None
+        y = torch.empty(rows, n, dtype=self._at.dtype, device=self._at.device) if out is None else out
+        words_product(x, weight, y, shape, rows=high, bias=bias, act=act, part=part, add_parts=not leave)
+        return part if leave and part is not None else y
+
     def _many(
-        self, x: torch.Tensor | Unnormed | Rows, weight: Scaled | Int4, bias: torch.Tensor | None, y: torch.Tensor
+        self,
+        x: torch.Tensor | Unnormed | Rows,
+        weight: Scaled | Int4 | IntWords,
+        bias: torch.Tensor | None,
+        y: torch.Tensor,
     ) -> None:
         """More rows than the kernels of our own are for."""
         n, k = weight.shape
@@ -256,9 +297,11 @@ class QuantizedProducts:
         else:
             self._written_out(self._plain(x), weight, bias, y)
 
-    def _written_out(self, x: torch.Tensor, weight: Scaled | Int4, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    def _written_out(
+        self, x: torch.Tensor, weight: Scaled | Int4 | IntWords, bias: torch.Tensor | None, y: torch.Tensor
+    ) -> None:
         n, k = weight.shape
-        step = max(1, _SCRATCH // k)
+        step = max(HIGH, _SCRATCH // k // HIGH * HIGH)
         wide = y.dtype == torch.float32 and y.device.type == "cuda"
         for first in range(0, n, step):
             part = weight.rows(first, min(first + step, n))

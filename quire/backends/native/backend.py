@@ -447,7 +447,7 @@ def _weights(program: list[Instruction]) -> Iterator[Layout]:
 
 def _rope_table(plan: Any, rope: Rope) -> int:
     frequencies = np.ascontiguousarray(rope.frequencies, np.float32)
-    return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude))
+    return plan.rope_table(frequencies, rope.dim, rope.pairs, float(rope.magnitude), rope.axes)
 
 
 def _codec(w: Affine) -> tuple[Any, ...]:

@@ -57,6 +57,7 @@ class NativeProgram:
         return self._plan.run(
             batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.pages, batch.write, batch.logit_rows, given,
             [(t.pages, t.write) for t in batch.more], batch.adapters,
+            None if batch.given is None else (batch.given.which(batch.tokens), batch.given.rows), batch.coords,
         )  # fmt: skip
 
     def hidden(self, which: Hidden) -> Floats:

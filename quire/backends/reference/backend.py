@@ -36,6 +36,7 @@ class ReferenceOps(ElementwiseOps):
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
         self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
         self.adapters: dict[int, Mapping[Site, Pair]] = {}  # by slot
+        self.batch: Batch | None = None  # of the run
         self.marked: dict[int, Floats] | None = None  # of the run, by layer; None: nobody asks
 
     def by_page(self, group: int) -> list[Part]:
@@ -47,7 +48,10 @@ class ReferenceOps(ElementwiseOps):
         return keys if values is None else [*keys, *values.by_page(kv.page_size)]
 
     def embed(self, ids: I32, table: Layout) -> Floats:
-        return self._backend.dense(table)[ids]
+        rows, given = self._backend.dense(table)[ids], None if self.batch is None else self.batch.given
+        if given is not None:
+            rows[given.at] = given.rows
+        return rows
 
     def rms_norm(self, x: Floats, weight: Dense, eps: float, heads: int = 1) -> Floats:
         parts = by_head(x, heads)
@@ -82,7 +86,9 @@ class ReferenceOps(ElementwiseOps):
         return out
 
     def rope(self, x: Floats, pos: I32, rope: Rope, heads: int) -> Floats:
-        angle = (pos.astype(np.float32)[:, None] * rope.frequencies[None, :]).astype(np.float64)  # [T, dim / 2]
+        coords = None if self.batch is None else self.batch.coords
+        at = pos[:, None] if coords is None or not rope.axes else coords[list(rope.axes)].T
+        angle = (at.astype(np.float32) * rope.frequencies[None, :]).astype(np.float64)  # [T, dim / 2]
         cos = (np.cos(angle) * rope.magnitude).astype(np.float32)[:, None, :]
         sin = (np.sin(angle) * rope.magnitude).astype(np.float32)[:, None, :]
         out = x.reshape(x.shape[0], heads, -1).copy()  # [T, H, D]
@@ -318,6 +324,7 @@ class ReferenceProgram:
         self._ops.adapters[slot] = dict(pairs)
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
+        self._ops.batch = batch
         self._ops.marked = {} if self._keep else None
         result = np.ascontiguousarray(self._forward(self._ops, batch, inputs), np.float32)
         marked, self._ops.marked = self._ops.marked or {}, None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.backends.batch import Batch
@@ -35,6 +36,14 @@ class DeviceTable:
     write: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceGiven:
+    """Rows that take the place of the embedding's: see Given."""
+
+    at: torch.Tensor  # int64 [R]
+    rows: torch.Tensor  # float32 [R, d]
+
+
 @dataclass(slots=True)
 class DeviceBatch:
     """See Batch for the shapes."""
@@ -56,6 +65,8 @@ class DeviceBatch:
     more: tuple[DeviceTable, ...] = ()  # of further groups
     adapters: torch.Tensor | None = None  # [T] the slot of each row's adapter, -1: none; None: no row has one
     all_taken: bool = False  # logit_rows are all rows, one after another
+    given: DeviceGiven | None = None  # None: every token is text; steps that are captured are
+    coords: torch.Tensor | None = None  # int32 [axes, T]; None: pos along all axes
     hidden_into: Mapping[Hidden, torch.Tensor] | None = (
         None  # where rows that the program keeps go; None: wherever there is room
     )
@@ -79,7 +90,7 @@ class DeviceBatch:
         )
         own = None if batch.adapters is None else torch.tensor(batch.adapters, dtype=torch.int32, device=device)
         reach = int(batch.kv_len.max(initial=0))
-        return cls(*tensors, longest=longest, reach=reach, host=batch, more=more, adapters=own)
+        return cls(*tensors, longest=longest, reach=reach, host=batch, more=more, adapters=own, **beside(batch, device))
 
     @property
     def tokens(self) -> int:
@@ -104,3 +115,14 @@ class DeviceBatch:
         if key not in self.derived:
             self.derived[key] = make()
         return self.derived[key]
+
+
+def beside(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """What a batch has beside its tokens, on the device: as arguments of DeviceBatch."""
+    made: dict[str, Any] = {}
+    if batch.given is not None:
+        rows = torch.from_numpy(np.ascontiguousarray(batch.given.rows, np.float32)).to(device)
+        made["given"] = DeviceGiven(torch.from_numpy(batch.given.at.astype(np.int64)).to(device), rows)
+    if batch.coords is not None:
+        made["coords"] = torch.from_numpy(np.ascontiguousarray(batch.coords)).to(device)
+    return made

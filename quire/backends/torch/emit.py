@@ -76,6 +76,8 @@ class Emitter:
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
             cells[out] = k.embed(batch.ids, table)
+            if batch.given is not None:
+                cells[out] = k.place(cells[out], batch.given)
 
         return run
 
@@ -145,9 +147,10 @@ class Emitter:
     def _gated(self, i: Instruction) -> Step:
         k, x, (out,) = self._kernels, self._number[i.segments[0].x], self._at(i.outputs)
         assert i.elementwise is not None
+        op = k.elementwise(i.elementwise)  # refuses what it does not know
         product = self._product(i.segments, partial(k.gated, act=i.elementwise, soon=self._readers(i.outputs[0])))
         if product is None:  # the halves are not one matrix: a part of them is shared with another product
-            parts, op = self._linear_parts(i.segments), k.elementwise(i.elementwise)
+            parts = self._linear_parts(i.segments)
 
             def run_parts(cells: Cells, batch: DeviceBatch) -> None:
                 cells[out] = op(*(part(cells[x]) for part in parts))
@@ -280,7 +283,7 @@ class Emitter:
         return self._single(i, partial(self._kernels.head_linear, weight=self._weight(i.weight), heads=i.heads))
 
     def _moe(self, i: Instruction) -> Step:
-        return self._pairwise(i, partial(self._kernels.moe, mixture=self._mixture(i)))
+        return self._pairwise(i, partial(self._kernels.moe, mixture=self._mixture(i), loose=id(i) in self._loose))
 
     def _mixture(self, i: Instruction) -> Mixture:
         """The weights of a mixture, those of all experts in one tensor each."""

@@ -247,10 +247,15 @@ def multiplied(program: Program, output: Value) -> dict[Value, list[list[Segment
 
 
 def loose(program: Program, output: Value) -> set[int]:
-    """Products (by id) whose outputs are the queries, keys and values of one attention that rotates them itself."""
+    """Products (by id) whose outputs are the queries, keys and values of one attention that rotates them itself, and mixtures whose
+    output is the second thing that an add_norm adds: their readers add up parts."""
     used, maker = uses(program, output), makers(program)
     found: set[int] = set()
     for i in program:
+        if i.op == "add_norm":
+            mixture = maker.get(i.inputs[1])
+            if mixture and mixture.op == "moe" and used[i.inputs[1]] == 1:
+                found.add(id(mixture))
         if i.op == "attention" and i.rope is not None:
             linear = maker.get(i.inputs[0])
             alone = all(used[v] == 1 for v in i.inputs)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from quire.backends.elementwise import Elementwise
 from quire.backends.ops import KV
 from quire.backends.torch.adapters import Stack
-from quire.backends.torch.batch import DeviceBatch
+from quire.backends.torch.batch import DeviceBatch, DeviceGiven
 from quire.backends.torch.caches import Cache, Pool
 from quire.backends.torch.elementwise import function_of
 from quire.backends.torch.experts import Mixture, mix
@@ -66,6 +66,10 @@ class TorchKernels:
             return F.embedding(ids, table)
         assert not isinstance(table, Mixed)  # a table is of one kind
         return table.take(ids).to(self.dtype)
+
+    def place(self, x: torch.Tensor, given: DeviceGiven) -> torch.Tensor:
+        """x, with the given rows written over the embedding's."""
+        return x.index_copy_(0, given.at, given.rows.to(x.dtype))
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, heads: int = 1, soon: Sequence[Weight] = ()
@@ -162,7 +166,8 @@ class TorchKernels:
         torch.bmm(rows.transpose(0, 1), own.transpose(1, 2), out=y.transpose(0, 1))
         return y.flatten(1)
 
-    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    def moe(self, x: torch.Tensor, logits: torch.Tensor, mixture: Mixture, *, loose: bool = False) -> torch.Tensor:
+        """`loose`: only `add_norm` reads the result, so it may be [parts, T, d], which that adds up."""
         return mix(x, logits, mixture)
 
     def gated(
@@ -213,7 +218,11 @@ class TorchKernels:
         """cos and sin of every row's angles, float32 [T, 1, dim / 2]; computed once a step."""
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            angle = batch.pos.float()[:, None, None] * self.frequencies(rope)
+            if batch.coords is None or not rope.axes:
+                at = batch.pos[:, None, None]
+            else:
+                at = batch.coords[list(rope.axes)].T[:, None]
+            angle = at.float() * self.frequencies(rope)
             wide = angle.double()  # float32 angles of far positions lose nothing more
             return (wide.cos() * rope.magnitude).float(), (wide.sin() * rope.magnitude).float()
 
@@ -302,7 +311,8 @@ class TorchKernels:
                 ones.append(b)
             elif end > first:
                 seen = max(0, int(host.pos[first]) - sight.window + 1) if sight.window else 0, int(host.kv_len[b])
-                args = table[b : b + 1], batch.pos[first:end], seen, cache, scale, sight
+                sure = int(host.pos[end - 1]) + 1 == seen[1]  # otherwise only the device knows where the rows are
+                args = table[b : b + 1], batch.pos[first:end], seen, sure, cache, scale, sight
                 out[first:end] = self._attend_sequence(q[first:end], *args)
         if ones:
             own, rows = batch.once("ones", lambda: self._places(ones, [int(host.q_start[b]) for b in ones]))
@@ -369,16 +379,22 @@ class TorchKernels:
         pages: torch.Tensor,
         pos: torch.Tensor,
         seen: tuple[int, int],
+        sure: bool,
         cache: Cache,
         scale: float,
         sight: Sight,
     ) -> torch.Tensor:
-        """Rows of one sequence: q [n, H, D], pages [1, P]; none of them sees what is not in `seen`."""
+        """Rows of one sequence: q [n, H, D], pages [1, P]; none of them sees what is not in `seen`.
+
+        `sure`: all of it is there. Otherwise what follows the last row's own position may be anything.
+        """
         size = cache.kv.page_size
         first = seen[0] // size * size
         own = slice(seen[0] - first, seen[1] - first)
         keys, values = (x[:, :, own] for x in self._past(pages[:, first // size : -(-seen[1] // size)], cache))
         where = torch.arange(*seen, device=self.device)[None]
+        if not sure:  # 0 * NaN is NaN
+            values = values.masked_fill((where > pos.max())[..., None], 0.0)
 
         def hidden(rows: slice) -> torch.Tensor:
             at = pos[rows, None]

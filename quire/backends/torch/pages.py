@@ -10,7 +10,6 @@ it is told to (`fence`). On a CPU the same code runs at once, and without stagin
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +101,8 @@ class DevicePages:
         self._staged = self._on_gpu if staged is None else staged
         self._chunk = chunk
         self._ways: dict[bool, _Way] = {}  # by whether pages are written; made when they are first needed
-        self._under_way: deque[DeviceCopy] = deque()  # which somebody may have let go of
+        self._under_way: deque[DeviceCopy] = deque()  # their memory must outlive them, whoever lets go of it
+        self._lock = threading.Lock()
 
     def layout(self, group: int) -> PageLayout:
         """A layer's bytes are the keys, [token, head, column], the values, the keys' scales, [head, token], and the values'."""
@@ -110,18 +110,14 @@ class DevicePages:
 
     def buffer(self, group: int, count: int) -> PageBytes:
         """Zeroed rows for so many pages, which the copy engine of a GPU reaches."""
-        shape = checked_count(count), self.layout(group).nbytes
+        return self._rows((checked_count(count), self.layout(group).nbytes))
+
+    def _rows(self, shape: tuple[int, int]) -> PageBytes:
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._on_gpu).numpy()
 
     def read(self, group: int, pages: PageIds, out: PageBytes | None, layers: range | None) -> PageCopy:
         asked, layout = PageRequest.checked(self._groups, group, pages, layers), self.layout(group)
-        if out is None:
-            whole = self.buffer(group, asked.pages.size)
-            out = (
-                whole
-                if layers is None
-                else whole.reshape(-1)[: math.prod(asked.shape(layout))].reshape(asked.shape(layout))
-            )
+        out = self._rows(asked.shape(layout)) if out is None else out
         asked.check_buffer(out, layout, written=True)
         return self._copy(group, asked, out, write=False)
 
@@ -149,16 +145,18 @@ class DevicePages:
             event = torch.cuda.Event()
             event.record(way.stream)
             copy = DeviceCopy(buffer, event, (ids, host))
-        self._under_way.append(copy)
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
+        with self._lock:
+            self._under_way.append(copy)
+            while self._under_way and self._under_way[0].done():
+                self._under_way.popleft()
         return copy
 
     def _way(self, write: bool) -> _Way:
-        if write not in self._ways:
-            stream = torch.cuda.Stream(self._device) if self._on_gpu else None
-            self._ways[write] = _Way(stream, threading.Lock())
-        return self._ways[write]
+        with self._lock:
+            if write not in self._ways:
+                stream = torch.cuda.Stream(self._device) if self._on_gpu else None
+                self._ways[write] = _Way(stream, threading.Lock())
+            return self._ways[write]
 
     def _after_what_was_launched(self, way: _Way) -> AbstractContextManager[object]:
         """Launches in here are on the stream of that direction, behind all that its caller launched so far."""

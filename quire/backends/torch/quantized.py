@@ -3,6 +3,7 @@
   Scaled  w[i, j] = code[i, j] * scale[i]: e4m3 or int8 codes, one float32 scale for each output row
   Tiled   w[i, j] = code[i, j] * scale[i / height, j / 128]: e4m3 codes, one float32 scale for each tile
   Int4    w[i, j] = code[i, j] * scale[i, group] + zero[i, group]: codes of four bits in pairs of groups, half scales
+  IntWords, MxWords   four bits in the order of tensor cores: words.py
   Mixed   rows of several kinds, one after another: matrices that are multiplied together but were not kept alike
 
 `dequantize` is the meaning of each, in float32; a faster product must be one with that. Nothing here knows files,
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+
+from quire.backends.torch.words import IntWords, MxWords, nearest
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # what the largest magnitude of a row becomes
@@ -154,12 +157,7 @@ class Int4:
 
     def fill(self, w: torch.Tensor) -> None:
         """Become float32 w [n, k]: codes are the nearest to it once scale and zero have been rounded."""
-        groups = w.view(w.shape[0], -1, self.group)
-        low, high = groups.amin(-1), groups.amax(-1)
-        scale, zero = ((high - low) / 15.0).half(), low.half()
-        step = scale.float()[..., None]
-        codes = torch.where(step > 0, (groups - zero.float()[..., None]) / step, 0.0).round_().clamp_(0.0, 15.0)
-        self.keep(codes.to(torch.uint8).view(w.shape), scale, zero)
+        self.keep(*nearest(w, self.group))
 
     def keep(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> None:
         """Become codes [n, k] of 0 .. 15 with these scales and zeros [n, k / group], which are rounded to half floats."""
@@ -183,7 +181,7 @@ class Int4:
 class Mixed:
     """Matrices of equal width, one below the other."""
 
-    parts: tuple[torch.Tensor | Scaled | Tiled | Int4, ...]
+    parts: tuple[Part, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,7 +193,7 @@ class Mixed:
 
     def rows(self, first: int, end: int) -> Mixed:
         """Some of its rows, in the same memory."""
-        found: list[torch.Tensor | Scaled | Tiled | Int4] = []
+        found: list[Part] = []
         for p in self.parts:
             n = p.shape[0]
             a, b = max(first, 0), min(end, n)
@@ -208,8 +206,8 @@ class Mixed:
         return torch.cat([p.float() if isinstance(p, torch.Tensor) else p.dequantize() for p in self.parts])
 
 
-Part: TypeAlias = torch.Tensor | Scaled | Tiled | Int4
-Quantized: TypeAlias = Scaled | Tiled | Int4 | Mixed
+Part: TypeAlias = torch.Tensor | Scaled | Tiled | Int4 | IntWords | MxWords
+Quantized: TypeAlias = Scaled | Tiled | Int4 | IntWords | MxWords | Mixed
 Weight: TypeAlias = torch.Tensor | Quantized
 
 

@@ -27,6 +27,7 @@ import torch
 
 from quire.backends.torch.feed import Feed
 from quire.backends.torch.quantized import E4M3, GROUPS, WIDTH, Int4, Mixed, Part, Scaled, Tiled, Weight, tensors
+from quire.backends.torch.words import IntWords, MxWords, fits
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Scale
 from quire.observe.errors import Unsupported
 
@@ -34,6 +35,7 @@ Packed: TypeAlias = Callable[[Layout, int, int], None]
 
 _CHUNK = 1 << 24  # elements that are quantized at a time
 _SPREAD = 0.02  # of random weights
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # what codes of e2m1 stand for, doubled
 _WORDS = {
     "fp8": "fp8 (e4m3, a float32 scale for each output row)",
     "fp8-block": f"fp8 (e4m3, a float32 scale for each tile of {WIDTH} by {WIDTH})",
@@ -50,7 +52,16 @@ class Tiles:
     rows: int
 
 
-Kind: TypeAlias = torch.dtype | int | Tiles  # numbers or codes of a type, the group of four-bit codes, or FP8 in tiles
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What becomes four-bit codes in the order of tensor cores: so many columns share a scale; 0: MXFP4."""
+
+    group: int
+
+
+Kind: TypeAlias = (
+    torch.dtype | int | Tiles | Words
+)  # numbers or codes of a type, the group of four-bit codes, FP8 in tiles, …
 
 
 class Weights:
@@ -61,6 +72,8 @@ class Weights:
         self.dtype = dtype
         self.quantize = quantize
         self.float8 = True  # whether FP8 codes can be multiplied here: else a file's are not kept
+        self.words = False  # whether four-bit codes can be multiplied here as tensor cores want them
+        self._stacks: set[int] = set()  # ids of experts' matrices
         self._random = torch.Generator(device).manual_seed(0) if random else None
         self._tensors: dict[int, tuple[Layout, Weight]] = {}
         self._joined: dict[tuple[int, ...], Weight] = {}
@@ -86,6 +99,7 @@ class Weights:
         multiplied and may not, each with what it is. Groups of layouts in `stacks` must be of one kind.
         """
         self._kept_back |= kept_back
+        self._stacks |= stacks
         for group in groups:
             if all(id(w) in stacks for w in group) and len({self._kind(w, products) for w in group}) > 1:
                 products = products - {id(w) for w in group}
@@ -139,10 +153,40 @@ class Weights:
         return torch.cat(dense)
 
     def told(self) -> list[str]:
-        """What was quantized, and what that saved: a line, where anything was asked for."""
+        """What was quantized and what that saved, what is kept packed, and what was made larger: a line of each."""
+        return self._told_quantized() + self._told_packed() + self._told_expanded()
+
+    def _told_packed(self) -> list[str]:
+        """What is packed here though nobody asked for it: its numbers are the file's."""
+        own = [(w, held) for w, held in self._tensors.values() if isinstance(held, MxWords)]
+        if not own:
+            return []
+        size = sum(t.nbytes for _, held in own for t in tensors(held))
+        plain = sum(math.prod(w.shape) for w, _ in own) * self.dtype.itemsize
+        return [
+            f"packed: {len(own)} matrices of MXFP4, {size / 2**20:.0f} MiB ({plain / 2**20:.0f} as {_name(self.dtype)})"
+        ]
+
+    def _told_expanded(self) -> list[str]:
+        """What takes more than its codes do in the file."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for layout, held in self._tensors.values():
+            if isinstance(layout, Dense) or not isinstance(held, torch.Tensor) or len(layout.shape) == 1:
+                continue
+            sizes = getattr(layout.data, "stored", layout.nbytes), held.nbytes
+            if sizes[1] > sizes[0]:
+                found.setdefault(_format(layout), []).append(sizes)
+        keep = "; --quantize keep keeps four-bit integers and FP8 packed" if self.quantize == "none" else ""
+        return [
+            f"expanded: {len(sizes)} matrices of {label}, {sum(a for a, _ in sizes) / 2**20:.0f} MiB in their file, are "
+            f"{sum(b for _, b in sizes) / 2**20:.0f} MiB here in {_name(self.dtype)}{keep}"
+            for label, sizes in found.items()
+        ]
+
+    def _told_quantized(self) -> list[str]:
         if self.quantize == "none":
             return []
-        name = str(self.dtype).removeprefix("torch.")
+        name = _name(self.dtype)
         matrices = [(w, held) for w, held in self._tensors.values() if len(w.shape) > 1]
         kept = sum(not isinstance(held, torch.Tensor) for _, held in matrices)
         plain = sum(held.shape[0] * held.shape[1] for _, held in matrices) * self.dtype.itemsize
@@ -169,18 +213,36 @@ class Weights:
                 return E4M3 if self.quantize == "fp8" else torch.int8
             if self.quantize == "fp8-block":
                 return Tiles(WIDTH)
+            if self.words and self.quantize in ("none", "keep") and self._stays(layout):
+                return Words(0)
             if self.quantize == "int4":
-                return next((g for g in GROUPS if layout.shape[1] % (2 * g) == 0), self.dtype)
+                group = next((g for g in GROUPS if layout.shape[1] % (2 * g) == 0), None)
+                return self.dtype if group is None else self._four_bit_kind(layout, group)
             if self.quantize == "keep" and _four_bits(layout):
-                return layout.codec.group
+                return self._four_bit_kind(layout, _group(layout))
             if self.quantize == "keep" and self.float8 and _by_row(layout):
                 return E4M3
             if self.quantize == "keep" and self.float8 and _in_tiles(layout):
                 return Tiles(layout.tile[0])
         return self.dtype
 
+    def _stays(self, layout: Layout) -> bool:
+        """Whether an expert's matrix is MXFP4 that is multiplied as it is: its numbers stay what they are."""
+        mx = isinstance(layout, Affine) and layout.codec.e2m1
+        return mx and id(layout) in self._stacks and fits(*_two(layout.shape), 0)
+
+    def _four_bit_kind(self, layout: Layout, group: int) -> Kind:
+        """How four-bit codes with so many columns to a scale lie here."""
+        if self.words and id(layout) not in self._stacks and fits(*_two(layout.shape), group):
+            return Words(group)
+        return group
+
     def _empty(self, kind: Kind, heights: Sequence[int], shape: tuple[int, ...]) -> Part:
         """Space for matrices of these heights, one below the other."""
+        if isinstance(kind, Words) and kind.group == 0:
+            return MxWords.empty(shape[0], shape[1], self.device)
+        if isinstance(kind, Words):
+            return IntWords.empty(shape[0], shape[1], kind.group, self.device)
         if isinstance(kind, int):
             return Int4.empty(shape[0], shape[1], kind, self.device)
         if isinstance(kind, Tiles):  # a matrix may end within a tile: then tiles are cut until the next begins with one
@@ -202,12 +264,18 @@ class Weights:
                 parts.append(whole[first:end] if isinstance(whole, torch.Tensor) else whole.rows(first, end))
         return wholes[0] if len(wholes) == 1 else Mixed(tuple(wholes)), parts
 
-    def _quantize(self, layout: Layout, into: Scaled | Tiled | Int4 | Mixed, feed: Feed | None) -> None:
+    def _quantize(self, layout: Layout, into: Weight, feed: Feed | None) -> None:
         """Some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
-        assert not isinstance(into, Mixed)  # a layout is of one kind
-        if self.quantize == "keep" and isinstance(into, Int4) and _four_bits(layout):
+        assert not isinstance(into, Mixed | torch.Tensor)  # a layout is of one kind, and who has tensors fills them
+        if isinstance(into, MxWords) and isinstance(layout, Affine) and self._random is None:
             for first, end, data in self._stored(layout, feed):
-                into.rows(first, end).keep(*four_bits(data, layout.codec))
+                into.rows(first, end).keep(*microscaled(data, layout.codec))
+            return
+        if self.quantize == "keep" and isinstance(into, Int4 | IntWords) and _four_bits(layout):
+            apart = into.group // layout.codec.group
+            for first, end, data in self._stored(layout, feed):
+                codes, scale, zero = four_bits(data, layout.codec)
+                into.rows(first, end).keep(codes, scale[:, ::apart], zero[:, ::apart])
             return
         if self.quantize == "keep" and isinstance(into, Scaled) and _by_row(layout):
             for first, end, data in self._stored(layout, feed):
@@ -247,9 +315,10 @@ class Weights:
 
     def _fill(self, layout: Layout, into: torch.Tensor, feed: Feed | None) -> None:
         if self._random is not None:
-            into.normal_(0.0, _SPREAD, generator=self._random)
+            around = float(layout.dequantize(slice(0, 1))[0]) if into.dim() == 1 else 0.0  # 1 for a norm
+            into.normal_(around, _SPREAD, generator=self._random)
             if into.dim() == 1:
-                into.copy_(into.add_(1.0).to(self.dtype))  # a norm near 1, as a trained model's file would have it
+                into.copy_(into.to(self.dtype))  # as a trained model's file would have it
         elif feed is not None:
             for start, stop, rows in feed.rows(layout):
                 into[start:stop] = rows if isinstance(layout, Dense) else _numbers(rows, layout)
@@ -277,6 +346,20 @@ def _four_bits(layout: Layout) -> TypeGuard[Affine]:
     return isinstance(layout, Affine) and layout.codec.bits == 4 and layout.shape[1] % (2 * layout.codec.group) == 0
 
 
+def _group(layout: Affine) -> int:
+    """Columns that share a scale in the file: a multiple of those that do in its blocks, where whoever puts them together says so."""
+    _, columns = getattr(layout.data, "tile", None) or (1, layout.codec.group)
+    return next((g for g in GROUPS if columns % g == 0 and layout.shape[1] % (2 * g) == 0), layout.codec.group)
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], shape[1]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _by_row(layout: Layout) -> TypeGuard[Float8]:
     """Whether a layout's FP8 numbers can be kept as they are, with a scale for each row."""
     return isinstance(layout, Float8) and layout.by_row
@@ -302,6 +385,16 @@ def float8(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = data.reshape(data.shape[0], -1, Float8.NBYTES)
     scale = blocks[..., :4].contiguous().view(torch.float32)[..., 0]
     return blocks[..., 4:].reshape(data.shape[0], -1).view(E4M3), scale
+
+
+def microscaled(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of a codec that is e2m1, as codes of 0 .. 15 [n, K] and the exponents of MXFP4 [n, K / 32]."""
+    n = data.shape[0]
+    blocks = data.reshape(n, -1, codec.nbytes)
+    twice = _ints(codec.codes, blocks)
+    codes = torch.bucketize(twice.abs().int(), torch.tensor(_TWICE, device=data.device)) + 8 * (twice < 0)
+    factors = _scale(codec.scale, blocks, codec.groups)  # of twice a number
+    return codes.to(torch.uint8).reshape(n, -1), (torch.frexp(factors)[1] + 127).to(torch.uint8).reshape(n, -1)
 
 
 def four_bits(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from quire.engine.adapters import Adapters, Ordered
     from quire.engine.types import AdapterInfo
     from quire.models import Model
-    from quire.models.sites import Sites
+    from quire.models.adapter_targets import AdapterTargets
     from quire.weights.checkpoint import Opened
 
-HEAD = "lm_head"  # as models/sites.py names it
+HEAD = "lm_head"  # as models/adapter_targets.py names it
 MOST = 1024  # adapters at once, and their rank
 
 
@@ -41,14 +41,14 @@ class Adapted:
     """A model whose forward has places for adapters."""
 
     config: EngineConfig
-    sites: Sites
+    targets: AdapterTargets
     forward: Forward
 
     @property
     def room(self) -> int:
         """Bytes that all its places take on a device when they are full. Only the CUDA backend takes the head's at once."""
         c, whole = self.config, self.config.backend == "cuda"
-        sizes = [site.n + site.k for site in self.sites.by_weight.values() if whole or site.name != HEAD]
+        sizes = [site.n + site.k for site in self.targets.by_weight.values() if whole or site.name != HEAD]
         return (4 if c.dtype == "float32" else 2) * c.max_loras * -(-c.max_lora_rank // 16) * 16 * sum(sizes)
 
     def door(self, program: Program, runner: Ordered, secret: Secret) -> Adapters:
@@ -61,7 +61,7 @@ class Adapted:
                 f"the {self.config.backend} backend has no adapters", cure="leave --lora and --runtime-lora out"
             )
         memory = None if self.config.backend == "cuda" else available_memory
-        made = Adapters(self.sites, program, runner, self.config.max_loras, memory, secret)
+        made = Adapters(self.targets, program, runner, self.config.max_loras, memory, secret)
         for name, path in self.config.loras:
             made.load(name, path)
         return made
@@ -79,12 +79,12 @@ def open_adapted(config: EngineConfig, model: Model, checkpoint: Opened | None) 
     if not (config.loras or config.runtime_lora):
         return None
     from quire.backends.adapting import adaptable
-    from quire.models.sites import Sites, check_supported
+    from quire.models.adapter_targets import AdapterTargets, check_supported
     from quire.weights.adapters.read import open_adapter
 
     if checkpoint is None:
         raise Unsupported("random weights have no names that an adapter could mean")
-    sites = Sites(
+    targets = AdapterTargets(
         model,
         checkpoint.architecture,
         isinstance(checkpoint, GGUF),
@@ -92,7 +92,7 @@ def open_adapted(config: EngineConfig, model: Model, checkpoint: Opened | None) 
         slots=config.max_loras,
         rank=config.max_lora_rank,
     )
-    check_supported(model, sites)
+    check_supported(model, targets)
     for _, path in config.loras:  # what does not fit is told before weights are brought anywhere
-        sites.fit(open_adapter(path))
-    return Adapted(config, sites, adaptable(model.forward, sites.by_weight))
+        targets.fit(open_adapter(path))
+    return Adapted(config, targets, adaptable(model.forward, targets.by_weight))

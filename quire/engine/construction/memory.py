@@ -31,6 +31,7 @@ class Budget:
     memory: Memory
     needs: Needs | None = None
     own: bool = False
+    share: float = 1.0  # of what is left beside the weights: other models of the same process take the rest
 
     @property
     def fixed(self) -> int:
@@ -39,7 +40,7 @@ class Budget:
     @property
     def room(self) -> int:
         """Bytes left for the KV pool."""
-        return max(0, self.memory.available - self.fixed)
+        return int(max(0, self.memory.available - self.fixed) * self.share)
 
     def check(self, kv_bytes: int, page_bytes: int, windows: int = 0) -> None:
         """Raises NotEnoughMemory, with every number, when the pools do not fit beside the rest.
@@ -60,11 +61,13 @@ class Budget:
             )
         else:
             cure = "use a smaller model or a smaller quantization of it, free some memory, or lower max_batch_tokens"
+        if self.share < 1:
+            cure += "; or serve fewer models together"
         held = f"{tokens(kv_bytes)} tokens" + (f", {size(windows)} of it for windows or states" if windows else "")
         pool = f"KV pool {size(kv_bytes)} ({held})"
         raise NotEnoughMemory(
             f"the model needs {size(self.fixed + kv_bytes)}: {self._parts(pool)}; "
-            f"{size(self.memory.available)} are available ({self.memory.bound})",
+            f"{size(self.memory.available)} are available ({self.memory.bound}){self._shared()}",
             cure=cure,
         )
 
@@ -74,6 +77,10 @@ class Budget:
             f"memory: {size(self.fixed + kv_bytes)} of {size(self.memory.available)} available ({self.memory.bound}): "
             f"{self._parts(f'KV pool {size(kv_bytes)}')}; the file's pages are page cache and not counted"
         )
+
+    def _shared(self) -> str:
+        """How much of what is left is this model's, where there are several."""
+        return "" if self.share == 1 else f", and 1/{1 / self.share:.0f} of what its weights leave is for this model"
 
     def _parts(self, pool: str) -> str:
         if self.needs is None:

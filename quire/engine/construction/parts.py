@@ -55,8 +55,10 @@ class Parts:
             # What could never be is refused before any weight is read.
             resolve_sizes(config, env, self.model, Budget(Memory(NO_LIMIT, "")))
             free = backend.measure(forward, page, max_tokens=max_tokens, max_rows=max_rows, packed=self.packed)
-            return Budget(Memory(max(0, free - room), "the device, with the model loaded"), own=True)
+            return Budget(
+                Memory(max(0, free - room), "the device, with the model loaded"), own=True, share=config.memory_share
+            )
         if isinstance(backend, Estimator):
             needs = backend.estimate(forward, kv=page, max_tokens=max_tokens, max_rows=max_rows)
-            return Budget(look_at_memory(), needs)
-        return Budget(look_at_memory())
+            return Budget(look_at_memory(), needs, share=config.memory_share)
+        return Budget(look_at_memory(), share=config.memory_share)

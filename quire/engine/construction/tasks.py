@@ -21,13 +21,13 @@ TASKS = ("auto", "generate", "embed", "score")
 def task_of(asked: str, model: Model, checkpoint: Opened | None) -> str:
     """generate, embed or score: what was asked, if the model can, else what it is made for."""
     encoder = isinstance(model, Encoder)
-    judge = not encoder and checkpoint is not None and judges(checkpoint)
-    own = "score" if judge or (encoder and model.head is not None) else "embed"
+    reranker = not encoder and checkpoint is not None and reranks(checkpoint)
+    own = "score" if reranker or (encoder and model.head is not None) else "embed"
     bare = not encoder and checkpoint is not None and headless(checkpoint)
     if asked == "auto":
         named = checkpoint is not None and (declared(checkpoint) or checkpoint.architecture.endswith("Model"))
-        return own if encoder or bare or judge or named else "generate"
-    if asked == "score" and not encoder and checkpoint is not None and may_judge(checkpoint):
+        return own if encoder or bare or reranker or named else "generate"
+    if asked == "score" and not encoder and checkpoint is not None and may_rerank(checkpoint):
         return asked
     if asked == "generate" and bare:
         raise Unsupported("the file has no output head: its model cannot generate text", cure="leave --task out")
@@ -54,16 +54,16 @@ def declared(checkpoint: Opened) -> bool:
     return os.path.exists(os.path.join(checkpoint.path, MODULES))
 
 
-def judges(checkpoint: Opened) -> bool:
+def reranks(checkpoint: Opened) -> bool:
     """Whether a decoder is a reranker, by its own word or name."""
-    if not may_judge(checkpoint):
+    if not may_rerank(checkpoint):
         return False
-    from quire.models import judge
+    from quire.models import reranker
 
-    return judge.declared(checkpoint) is not None
+    return reranker.declared(checkpoint) is not None
 
 
-def may_judge(checkpoint: Opened) -> bool:
+def may_rerank(checkpoint: Opened) -> bool:
     """Whether a decoder scores pairs where it is asked to."""
     return checkpoint.architecture in ("qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -26,8 +27,10 @@ from quire.engine.transport.child import Child
 from quire.engine.transport.heartbeat import Pulse, Work, patience
 from quire.engine.transport.pending import Pending
 from quire.engine.transport.remote_adapters import RemoteAdapters
+from quire.engine.transport.span_rows import SentRows
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
+from quire.observe.steps import KEPT, StepInfo
 
 RESTART_WINDOW = 60.0
 BACKOFF = (0.1, 0.5, 2.0, 5.0, 10.0)  # seconds before the first, second, ... restart within the window
@@ -82,6 +85,9 @@ class ProcessClient:
         self._info: EngineInfo | None = None
         self._vocabulary: Vocabulary | None = None  # what an engine that is started again must be told again
         self._adapters = RemoteAdapters(self._send, on_line)
+        self._rows = SentRows(self._send)
+        self._tickets = itertools.count()
+        self._asked: dict[int, asyncio.Future[list[StepInfo]]] = {}  # for the newest steps
         self._stats = Stats()
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
@@ -124,8 +130,39 @@ class ProcessClient:
         total = {name: getattr(self._stats, name) + getattr(self._past, name) for name in COUNTERS}
         return msgspec.structs.replace(self._stats, **total)
 
+    async def steps(self, most: int = KEPT) -> list[StepInfo]:
+        self._check_alive()
+        ticket = next(self._tickets)
+        self._send(wire.AskSteps(ticket=ticket, most=most))
+        answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            self._asked.pop(ticket, None)
+
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        return self._pending.events(request, self._submit, self.abort)
+        if not request.spans:
+            return self._pending.events(request, self._submit, self.abort)
+        return self._with_rows(request)
+
+    async def _with_rows(self, request: Request) -> AsyncGenerator[Event, None]:
+        """The events of a request with spans, whose rows the engine keeps until its end."""
+        sent = False
+
+        def submit(own: Request) -> None:
+            nonlocal sent
+            self._check_alive()
+            sent = True
+            self._send(wire.Add(request=self._rows.submit(own)))
+
+        try:
+            async with contextlib.aclosing(self._pending.events(request, submit, self.abort)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if sent:
+                with contextlib.suppress(Unavailable):  # it is just dying, and its rows with it
+                    self._rows.left(request.id)
 
     def teach(self, vocabulary: Vocabulary) -> None:
         if self._vocabulary is None:
@@ -183,6 +220,7 @@ class ProcessClient:
         await self._stop_process()
         self._pending.fail(lambda: Unavailable("the engine was shut down"))
         self._adapters.failed(lambda: Unavailable("the engine was shut down"))
+        self._unanswered("the engine was shut down")
         if self._context is not None:
             self._context.term()
             self._context = None
@@ -274,11 +312,18 @@ class ProcessClient:
         self._up = False
         self._why = f"{reason}; it is being restarted"
         self._past = self.stats()
+        self._rows.lost()
         self._stats = Stats(pages_total=self._stats.pages_total, page_size=self._stats.page_size)
         if self._child is not None:
             self._child.hang_up()
         self._pending.fail(lambda: EngineDead(f"{reason} while it held this request", cure="send it again"))
         self._adapters.failed(lambda: EngineDead(f"{reason} while it changed its adapters", cure="try again"))
+        self._unanswered(self._why)
+
+    def _unanswered(self, why: str) -> None:
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(Unavailable(why))
 
     async def _restart(self, reason: str) -> bool:
         """Spawn until it is ready, or too many deaths have come together."""
@@ -343,6 +388,10 @@ class ProcessClient:
                 self._stats = stats
             case wire.Answer():
                 self._adapters.answered(message)
+            case wire.Steps(ticket, steps):
+                asked = self._asked.get(ticket)
+                if asked is not None and not asked.done():
+                    asked.set_result(steps)
             case wire.Pong():
                 pass  # that it came is all it says
             case wire.Progress(done, total):

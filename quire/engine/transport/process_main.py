@@ -23,6 +23,7 @@ import zmq
 from quire.config import Environment
 from quire.engine.engine import Engine
 from quire.engine.transport import wire
+from quire.engine.transport.span_rows import HeldRows
 from quire.engine.types import AdapterInfo, EngineInfo, Stats
 from quire.observe.errors import QuireError
 
@@ -89,6 +90,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEn
     """Step while there is work, sleep while there is none, until told to stop."""
     told, due = Stats(), 0.0  # the snapshot the client has, and when it may get another
     fresh: Stats | None = None
+    rows = HeldRows()
     while True:
         now = time.monotonic()
         if fresh is not None and now >= due:
@@ -96,7 +98,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEn
             told, due, fresh = fresh, now + STATS_SECONDS, None
         if not engine.busy and not engine.idle():  # sleep: forever, or until the snapshot that is owed is due
             socket.poll(None if fresh is None else max(1, int((due - now) * 1000) + 1))
-        if not _receive(engine, socket, send):
+        if not _receive(engine, socket, send, rows):
             return 0
         if engine.busy:
             events = engine.step()
@@ -106,16 +108,22 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEn
             fresh = stats if stats != told else None
 
 
-def _receive(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEngine], None]) -> bool:
+def _receive(
+    engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.FromEngine], None], rows: HeldRows
+) -> bool:
     """Take in every message that is there. False: stop."""
     while True:
         try:
             data = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return True
-        match wire.decode_to_engine(data):
+        match message := wire.decode_to_engine(data):
             case wire.Add(request):
-                engine.add(request)
+                engine.add(rows.filled(request) if request.spans else request)
+            case wire.Rows():
+                rows.take(message)
+            case wire.Forget(names):
+                rows.forget(names)
             case wire.Teach(vocabulary):
                 engine.teach(vocabulary)
             case wire.Abort(ids):
@@ -125,6 +133,8 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes], send: Callable[[wire.Fro
                 send(_answer(ticket, lambda name=name, path=path: engine.door.load(name, path)))
             case wire.Unload(ticket, name):
                 send(_answer(ticket, lambda name=name: engine.door.unload(name)))
+            case wire.AskSteps(ticket, most):
+                send(wire.Steps(ticket=ticket, steps=engine.steps(most)))
             case wire.Ping():
                 send(wire.Pong())
             case wire.Shutdown():

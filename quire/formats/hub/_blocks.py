@@ -124,7 +124,7 @@ def affine(
         out[..., at:] = codes(first, end).reshape(end - first, k // BLOCK, -1)
         return out.reshape(end - first, -1)
 
-    return Affine(cast(Bytes, Rows(make, range(n), k // BLOCK * codec.nbytes)), codec)
+    return Affine(cast(Bytes, Rows(make, range(n), k // BLOCK * codec.nbytes, (1, group))), codec)
 
 
 def scattered(

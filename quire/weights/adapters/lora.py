@@ -1,6 +1,6 @@
 """What a LoRA adapter is once it is read, whichever of the two kinds of file it came in: pairs of matrices by module name.
 
-Names are the file's own; which weight of a model they mean is for `models/sites.py`, which also checks every shape against that weight. Nothing here
+Names are the file's own; which weight of a model they mean is for `models/adapter_targets.py`, which also checks every shape against that weight. Nothing here
 knows a model. Matrices are views of the mapped file. Pickled adapters are never opened.
 """
 

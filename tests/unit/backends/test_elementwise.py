@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[3]
 CUBE = Elementwise(
     "cube",
     (Input("gate", 2.0, (0.0, -0.0, 1e10)), Input("up")),
-    lambda gate, up, by: by * gate**3 * up,
+    lambda gate, up: gate**3 * up,
     Within(1e-6),
-    Number("by", 0.5, positive=True),
     gates=True,
 )
+SCALED = Elementwise("scaled", CUBE.inputs, lambda a, b, by: by * a * b, Within(1e-6), Number("by", 0.5, positive=True))
 X = np.random.default_rng(4).standard_normal((6, 64)).astype(np.float32)
 A, B = (Dense(np.random.default_rng(n).standard_normal((64, 64)).astype(np.float32), "f32") for n in (5, 6))
 LIMITS = {"kv": cases.NO_KV, "max_tokens": 16, "max_rows": 16}
@@ -42,7 +43,7 @@ LIMITS = {"kv": cases.NO_KV, "max_tokens": 16, "max_rows": 16}
 def gated(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
     """Two products, the op, and a take behind it."""
     x = inputs["x"]
-    return ops.take(ops.elementwise(CUBE, ops.linear(x, A), ops.linear(x, B), number=0.5), batch.logit_rows)
+    return ops.take(ops.elementwise(CUBE, ops.linear(x, A), ops.linear(x, B)), batch.logit_rows)
 
 
 def test_each_declaration_has_its_method_and_its_row() -> None:
@@ -95,16 +96,18 @@ def test_the_recorder_checks_it() -> None:
     def forward(what: str):
         def run(ops: Ops, _: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
             narrow = inputs["y" if what == "shape" else "x"]
-            return ops.elementwise(CUBE, inputs["x"], narrow, number=-1.0 if what == "number" else 0.5)
+            return ops.elementwise(SCALED, inputs["x"], narrow, number=-1.0 if what == "number" else 0.5)
 
         return run
 
     for what, why in (
-        ("shape", "cube: the inputs have different shapes, 64 and 32"),
-        ("number", "cube: the by is -1.0"),
+        ("shape", "scaled: the inputs have different shapes, 64 and 32"),
+        ("number", "scaled: the by is -1.0"),
     ):
         with pytest.raises(ValueError, match=why):
             record(forward(what), cases.NO_KV, {"x": 64, "y": 32})
+    with pytest.raises(ValueError, match="an activation that gates reads two tensors and nothing else"):
+        replace(SCALED, gates=True)
 
 
 def test_the_reference_computes_it() -> None:
@@ -112,7 +115,7 @@ def test_the_reference_computes_it() -> None:
     batch.logit_rows = np.array([1, 4], np.int32)
     got = open_backend("reference").compile(gated, **LIMITS, inputs={"x": 64}).run(batch, {"x": X})
     wide = X[[1, 4]].astype(np.float64)
-    want = 0.5 * (wide @ A.dequantize().T) ** 3 * (wide @ B.dequantize().T)
+    want = (wide @ A.dequantize().T) ** 3 * (wide @ B.dequantize().T)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2)
 
 
@@ -129,9 +132,11 @@ def test_with_an_expression_torch_passes_the_cases_that_follow_from_it(monkeypat
     pytest.importorskip("torch", reason="needs the torch extra")
     from quire.backends.torch.elementwise import EXPRESSIONS
 
-    monkeypatch.setitem(EXPRESSIONS, "cube", lambda by, gate, up: by * gate * gate * gate * up)
-    made = list(cases.elementwise_cases(CUBE, np.random.default_rng(1)))
-    assert [case.name for case in made] == ["cube-1x72", "cube-5x208"] and made[1].steps[0].inputs["gate"][0, 2] == 1e10
+    monkeypatch.setitem(EXPRESSIONS, "cube", lambda gate, up: gate * gate * gate * up)
+    monkeypatch.setitem(EXPRESSIONS, "scaled", lambda by, a, b: by * a * b)
+    made = [case for op in (CUBE, SCALED) for case in cases.elementwise_cases(op, np.random.default_rng(1))]
+    assert [case.name for case in made] == ["cube-1x72", "cube-5x208", "scaled-1x72", "scaled-5x208"]
+    assert made[1].steps[0].inputs["gate"][0, 2] == 1e10
     for case in made:
         step, limits = case.steps[0], {**LIMITS, "inputs": case.widths}
         want, got = (
@@ -139,9 +144,10 @@ def test_with_an_expression_torch_passes_the_cases_that_follow_from_it(monkeypat
             for name in ("reference", "torch")
         )
         assert (np.abs(got - want) <= step.bound(want)).all()
-    monkeypatch.setitem(EXPRESSIONS, "cube", lambda by, gate, up: by * gate * gate * up)
-    wrong = open_backend("torch").compile(made[1].forward, **LIMITS, inputs=made[1].widths)
-    want = open_backend("reference").compile(made[1].forward, **LIMITS, inputs=made[1].widths)
-    step = made[1].steps[0]
-    expected = want.run(step.batch, step.inputs)
-    assert (np.abs(wrong.run(step.batch, step.inputs) - expected) > step.bound(expected)).any()
+    monkeypatch.setitem(EXPRESSIONS, "cube", lambda gate, up: gate * gate * up)
+    step, limits = made[1].steps[0], {**LIMITS, "inputs": made[1].widths}
+    want, got = (
+        open_backend(name).compile(made[1].forward, **limits).run(step.batch, step.inputs)
+        for name in ("reference", "torch")
+    )
+    assert (np.abs(got - want) > step.bound(want)).any()

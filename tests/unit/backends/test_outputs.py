@@ -118,7 +118,9 @@ def test_rows_are_those_of_transformers(made: Any, variant: str, taken: bool):
 def test_every_family_marks_what_transformers_tells(made: Any, name: str):
     model, folder = made[name]
     family = families.FAMILIES.get(name)
-    tokens = (2 * TOKENS)[: 40 if family is None else max(40, family.lengths[0][0])]  # of long ones other factors are right
+    tokens = (2 * TOKENS)[
+        : 40 if family is None else max(40, family.lengths[0][0])
+    ]  # of long ones other factors are right
     want = exact_states(model, tokens)
     layers = [*range(len(want) - 1), FINAL]
     program, kv = compiled(folder, BEST, [Hidden(layer) for layer in layers], family and family.context)

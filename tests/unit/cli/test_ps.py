@@ -131,3 +131,24 @@ def test_notes_of_the_dead_are_removed_and_nonsense_is_left_alone(home: Path) ->
     (home / "other.json").write_text('{"pid": "x"}')
     assert json.loads(ps("--json").stdout) == []
     assert sorted(p.name for p in home.iterdir()) == ["nonsense.json", "other.json"]
+
+
+def test_a_server_of_several_models_has_a_line_for_each(home: Path, server: tuple[int, Any]) -> None:
+    port, answers = server
+    write(home, "a.json", pid=os.getpid(), port=port, models=["m", 'q"x'])
+    told = {
+        "status": "degraded",
+        "models": [{"model": "m", "status": "ready"}, {"model": 'q"x', "status": "restarting"}],
+    }
+    answers["/ready"] = (200, json.dumps(told))
+    metrics = [
+        f'vllm:num_requests_running{{engine="0",model_name="{name}"}} {n}' for n, name in ((1.0, "m"), (2.0, 'q\\"x'))
+    ]
+    answers["/metrics"] = (200, "\n".join(metrics))
+    listed = json.loads(ps("--json").stdout)
+    assert [(one["model"], one["state"], one["running"]) for one in listed] == [
+        ("m", "ready", 1),
+        ('q"x', "restarting", 2),
+    ]
+    answers["/ready"] = (200, '{"models": [{"model": 1}, 7]}')  # nonsense is no news
+    assert [one["state"] for one in json.loads(ps("--json").stdout)] == ["ready", "ready"]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from quire.cli import serve
 from quire.cli.app import app
 from quire.cli.engine_options import HIDDEN
+from quire.cli.served_models import Wanted
 from quire.config import EngineConfig, ServerConfig
 
 
@@ -20,8 +21,11 @@ from quire.config import EngineConfig, ServerConfig
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
-    def start(store: Any, model: str, server: ServerConfig, engine: EngineConfig) -> int:
-        found.extend((model, server, engine))
+    def start(store: Any, models: list[Wanted], server: ServerConfig, engines: list[EngineConfig]) -> int:
+        if len(models) == 1:
+            found.extend((models[0].model, server, engines[0]))
+        else:
+            found.extend((models, server, engines))
         return 0
 
     monkeypatch.setattr(serve, "_serve", start)
@@ -106,3 +110,48 @@ def test_an_empty_template_is_refused(started: list[Any], tmp_path: Path):
     (tmp_path / "t.jinja").touch()
     done = run("--chat-template", str(tmp_path / "t.jinja"))
     assert done.exit_code == 2 and "is empty" in done.output and not started
+
+
+def test_several_models_and_their_names(started: list[Any], tmp_path: Path):
+    (tmp_path / "a=b.gguf").write_bytes(b"GGUF")  # a path, not an alias
+    done = run("chat,default=smollm2:135m", str(tmp_path / "a=b.gguf"), "qwen2.5-coder:1.5b")
+    assert done.exit_code == 0, done.output
+    models, server, engines = started
+    assert [one.names for one in models] == [("chat", "default"), ("a=b",), ("qwen2.5-coder:1.5b",)]
+    assert models[0].model == "smollm2:135m"
+    assert [e.name for e in engines] == ["chat", "a=b", "qwen2.5-coder:1.5b"]
+    assert [e.memory_share for e in engines] == [1 / 3] * 3
+    assert server.state_dir is not None and server.state_dir.name == "chat"
+
+
+def test_names_in_order(started: list[Any]):
+    assert run("smollm2:135m", "qwen2.5-coder:1.5b", "--name", "one,uno").exit_code == 0
+    assert [one.names for one in started[0]] == [("one", "uno"), ("qwen2.5-coder:1.5b",)]
+    assert run("smollm2:135m", "--name", "only").exit_code == 0
+    assert started[5].name == "only" and started[5].memory_share == 1.0
+
+
+def test_adapters_of_several_models(started: list[Any], tmp_path: Path):
+    (tmp_path / "x.gguf").touch()
+    path = str(tmp_path / "x.gguf")
+    done = run("a=smollm2:135m", "b,c=smollm2:135m", "--lora", f"sql@c={path}", "--lora", f"poems@a={path}")
+    assert done.exit_code == 0, done.output
+    assert [e.loras for e in started[2]] == [(("poems", path),), (("sql", path),)]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["smollm2:135m", "smollm2:135m"], "two models would be called"),
+        (["x=smollm2:135m", "x=qwen2.5-coder:1.5b"], "OTHER=qwen2.5-coder:1.5b"),
+        (["smollm2:135m", "--name", "a", "--name", "b"], "2 names for 1 models"),
+        (["x=smollm2:135m", "--name", "a"], "says already what it is called"),
+        (["a,,b=smollm2:135m"], "cannot be sent"),
+        (["a=smollm2:135m", "b=smollm2:135m", "--lora", f"sql={os.devnull}"], "write sql@MODEL=PATH"),
+        (["a=smollm2:135m", "b=smollm2:135m", "--lora", f"sql@z={os.devnull}"], "one of a, b"),
+        (["a=smollm2:135m", "b=smollm2:135m", "--lora", f"b@a={os.devnull}"], "is taken"),
+    ],
+)
+def test_several_models_that_cannot_be(started: list[Any], args: list[str], says: str):
+    done = run(*args)
+    assert done.exit_code == 2 and says in " ".join(done.output.replace("│", " ").split()) and not started

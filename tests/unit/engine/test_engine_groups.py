@@ -16,7 +16,7 @@ from quire.runner.params import SamplingParams
 pytest.importorskip("transformers", reason="needs transformers, which makes the model")
 pytest.importorskip("gguf", reason="needs gguf, which writes the model")
 
-from quire.models.places import Places
+from quire.models.kv_layout import KVLayout
 from tests.unit.models import families, folders, mixtures
 
 WINDOW = 24
@@ -77,7 +77,7 @@ def test_several_pools_give_what_one_gives(path: Path, backend: str, monkeypatch
     if backend == "torch":
         pytest.importorskip("torch", reason="needs torch: the torch extra")
     with monkeypatch.context() as patch:
-        patch.setattr(Places, "split", lambda places: None)
+        patch.setattr(KVLayout, "split", lambda layout: None)
         want, engine, _ = serve(path, backend)
         assert len(engine._scheduler.tree.pools) == 1
     kinds: list[dict[str, Any]] = [{}, {"depth": 1}, {"kv_memory": 1 << 18, "context": 256}, {"prefix_cache": False}]

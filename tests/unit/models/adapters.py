@@ -14,7 +14,7 @@ from quire.backends.adapting import adaptable
 from quire.backends.cases import ragged
 from quire.backends.choose import open_backend
 from quire.layouts import Floats
-from quire.models.sites import Sites
+from quire.models.adapter_targets import AdapterTargets
 from quire.weights.adapters.read import open_adapter
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.gguf.file import GGUF
@@ -82,14 +82,14 @@ class Adapted:
         self.model = models.load(checkpoint)
         self.pages = -(-most // 16)
         kv = self.model.kv(self.pages, 16)
-        self.sites = Sites(
+        self.targets = AdapterTargets(
             self.model, checkpoint.architecture, isinstance(checkpoint, GGUF), kv, slots=max(1, len(adapters)), rank=64
         )
         opened = open_backend(backend, threads=threads, **where)
-        forward = adaptable(self.model.forward, self.sites.by_weight)
+        forward = adaptable(self.model.forward, self.targets.by_weight)
         self.program: Any = opened.compile(forward, kv=kv, max_tokens=most, max_rows=most)
         for slot, adapter in enumerate(adapters):
-            self.program.place(slot, self.sites.fit(open_adapter(adapter)))
+            self.program.place(slot, self.targets.fit(open_adapter(adapter)))
 
     def logits(self, tokens: list[int], slot: int, chunk: int = 1 << 30) -> Floats:
         """[len(tokens), vocabulary] of one sequence that uses that slot; -1: none."""

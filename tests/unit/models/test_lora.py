@@ -135,7 +135,7 @@ def test_slots_are_filled_cleared_and_filled_again(backend: str, tmp_path: Path)
     second = adapters.save(model, tmp_path / "b", ("q_proj", "up_proj"), r=24, seed=1)
     loaded = Adapted(path, [tmp_path / "a"], backend)
     before = loaded.logits(TOKENS, -1)
-    fit = loaded.sites.fit
+    fit = loaded.targets.fit
     from quire.weights.adapters.read import open_adapter
 
     loaded.program.place(0, fit(open_adapter(tmp_path / "b")))  # other sites than before: what is left out is gone

@@ -16,7 +16,7 @@ from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import mix_seed
 from quire.engine.types import Request
-from quire.models.places import Places
+from quire.models.kv_layout import KVLayout
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
 from tests.unit.runner.tiny_llama import CONTEXT, PAGE, TinyLlama, V, generate, known, kv, make_runner, opening
@@ -27,7 +27,7 @@ KINDS = {"window and all": (6, None), "all and window": (None, 9), "two windows"
 
 def _whole(windows: tuple[int | None, ...]) -> TinyLlama:
     model = TinyLlama(windows=windows)
-    model.places = Places(windows, CONTEXT)
+    model.kv_layout = KVLayout(windows, CONTEXT)
     return model
 
 

@@ -63,7 +63,7 @@ class Pair:
     def __init__(self, model: TinyLlama | None = None, threads: int = 2, seqs: int = SEQS):
         model = model or TinyLlama(head_dim=8)
         self._vocab = len(model.table.data)
-        kv = model.places.kv(1, PAGE, KV_HEADS, model.head_dim).sized((2 * seqs,))
+        kv = model.kv_layout.kv(1, PAGE, KV_HEADS, model.head_dim).sized((2 * seqs,))
         most = {"max_tokens": 64 + 8 * seqs, "max_rows": 32 + seqs}
         made = [NativeBackend(threads).compile(model.forward, kv=kv, **most) for _ in range(2)]
         sizes = {"vocab_size": self._vocab, "max_seqs": seqs, "max_context": CONTEXT, **most}

@@ -14,7 +14,7 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV, Ops, Tensor
 from quire.backends.reference.backend import ReferenceBackend, ReferenceOps, ReferenceProgram
 from quire.layouts import Dense, Floats, Layout, Rope
-from quire.models.places import Places
+from quire.models.kv_layout import KVLayout
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Open, Work
 from quire.runner.runner import Runner
@@ -64,8 +64,8 @@ class TinyLlama:
     ):
         """`head_dim`: another one for backends that have no heads as small as RowExact's."""
         self.head_dim = head_dim
-        self.places = Places(windows, CONTEXT)
-        self.places.split()
+        self.kv_layout = KVLayout(windows, CONTEXT)
+        self.kv_layout.split()
         rng = np.random.default_rng(seed)
 
         def weight(*shape: int) -> Dense:
@@ -94,7 +94,7 @@ class TinyLlama:
             h = ops.rms_norm(x, self.norm, 1e-5)
             q = ops.rope(ops.linear(h, wq), batch.pos, self.rope, HEADS)
             k = ops.rope(ops.linear(h, wk), batch.pos, self.rope, KV_HEADS)
-            (group, layer), window = self.places[i], self.places.windows[i]
+            (group, layer), window = self.kv_layout[i], self.kv_layout.windows[i]
             own = {"layer": layer, "group": group, "window": window}
             a = ops.attention(q, k, ops.linear(h, wv), batch, heads=HEADS, scale=self.head_dim**-0.5, **own)
             x = ops.add(x, ops.linear(a, wo))
@@ -111,7 +111,7 @@ MODEL = TinyLlama()
 
 
 def kv(pages: int | tuple[int, ...], model: TinyLlama = MODEL) -> KV:
-    made = model.places.kv(1, PAGE, KV_HEADS, HEAD_DIM)
+    made = model.kv_layout.kv(1, PAGE, KV_HEADS, HEAD_DIM)
     return made.sized(pages if isinstance(pages, tuple) else (pages,) * len(made.groups))
 
 

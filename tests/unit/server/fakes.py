@@ -18,7 +18,8 @@ from quire.config import ServerConfig
 from quire.engine.types import Constraint, EngineInfo, Receipt, Stats
 from quire.observe.errors import QuireError
 from quire.server.app import create_app
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 
 MODEL = "fake:1b"
 VOCAB = 300  # 256 bytes, then specials
@@ -221,16 +222,16 @@ class FakeCompleter:
 CALLER = SimpleNamespace(name="fake", reasons=True, calls=True, markers=())  # a Format that finds everything
 
 
-def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -> Service:
+def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -> Server:
     """A ready service."""
-    service = Service(config or ServerConfig(), MODEL)
-    service.attach(completer.client, completer)
+    service = Server(config or ServerConfig(), [Model(MODEL)])
+    service.attach(service.models.first, completer.client, completer)
     return service
 
 
 @asynccontextmanager
 async def client_for(
-    completer: FakeCompleter | None = None, config: ServerConfig | None = None, service: Service | None = None
+    completer: FakeCompleter | None = None, config: ServerConfig | None = None, service: Server | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client wired straight into the app."""
     config = config or ServerConfig()

@@ -13,7 +13,8 @@ from typing import Any
 
 from quire.config import ServerConfig
 from quire.server import lifecycle
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from tests.unit.server.fakes import MODEL, FakeCompleter
 
 
@@ -25,14 +26,14 @@ def main() -> int:
     completer = FakeCompleter(answer="x" * 100)
     completer.delay = delay
 
-    async def opener(service: Service) -> Any:
-        service.note = "pretending"
+    async def opener(server: Server, model: Model) -> Any:
+        model.note = "pretending"
         await asyncio.sleep(load)
         return completer.client, completer
 
     async def run() -> int:
-        service = Service(config, MODEL)
-        code = await lifecycle.serve(config, sock, service, opener, on_ready=lambda: print("ready", flush=True))
+        service = Server(config, [Model(MODEL)])
+        code = await lifecycle.serve(config, sock, service, opener, on_ready=lambda model: print("ready", flush=True))
         print(f"aborted={completer.aborted} running={completer.running} closed={completer.client.closed}", flush=True)
         return code
 

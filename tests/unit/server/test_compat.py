@@ -12,7 +12,7 @@ import pytest
 from quire.config import ServerConfig
 from quire.server import compat
 from quire.server.app import create_app
-from quire.server.dialects._compat import HONOURED, NEUTRAL, NO_EFFECT, REFUSED, Endpoint, Row
+from quire.server.shared.compat import HONOURED, NEUTRAL, NO_EFFECT, REFUSED, Endpoint, Row
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
 
 ENDPOINTS = compat.endpoints()

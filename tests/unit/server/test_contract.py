@@ -19,7 +19,7 @@ from quire.config import Environment, ServerConfig
 from quire.observe.errors import DownloadFailed
 from quire.server import compat
 from quire.server.app import create_app
-from quire.server.dialects._compat import Endpoint
+from quire.server.shared.compat import Endpoint
 from quire.weights.store.store import Store
 from tests.unit.server.fakes import MODEL, URL, FakeCompleter, service_over
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from quire.config import ServerConfig
-from quire.server import guard
+from quire.server import middleware
 from quire.server.app import create_app
 from tests.unit.server.fakes import MODEL, URL, FakeCompleter, client_for, service_over
 
@@ -120,7 +120,7 @@ async def test_anthropics_header_holds_the_key_too():
 
 
 def test_the_key_is_compared_in_constant_time():
-    source = inspect.getsource(guard.KeyCheck)
+    source = inspect.getsource(middleware.KeyCheck)
     assert "hmac.compare_digest(key.strip(), known)" in source
     assert "== known" not in source and "break" not in source  # nor does it stop at the right one
 
@@ -209,4 +209,4 @@ async def test_cors_for_configured_origins_only():
     ],
 )
 def test_what_is_loopback(host: str, loopback: bool):
-    assert guard.is_loopback(host) is loopback
+    assert middleware.is_loopback(host) is loopback

@@ -14,7 +14,7 @@ import uvicorn
 
 from quire.config import ServerConfig
 from quire.observe.errors import BadRequest
-from quire.server import lifecycle, limits
+from quire.server import bodies, lifecycle, middleware
 from quire.server.app import create_app
 from tests.effort import at_most
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for, service_over
@@ -143,8 +143,8 @@ async def test_every_bad_body_is_refused_while_a_stream_flows():
     ],
 )
 async def test_a_body_that_drips_is_not_waited_for(path: str, shape: set[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "LINGER_SECONDS", 0.1)
     async with serving(FakeCompleter()) as port:
         status, answer, _ = await exchange(port, head(path, 1000), *[b"x"] * 4, pause=0.02)
         assert status == 408 and set(answer) >= shape, answer
@@ -154,8 +154,8 @@ async def test_a_body_that_drips_is_not_waited_for(path: str, shape: set[str], m
 
 async def test_a_slow_body_that_comes_is_taken(monkeypatch: pytest.MonkeyPatch):
     """A second more for each so many bytes: what is slow and large is not what drips."""
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "BODY_RATE", 1)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "BODY_RATE", 1)
     body = chat("a" * 60)
     async with serving(FakeCompleter()) as port:
         first, *pieces = [body[i : i + 12] for i in range(0, len(body), 12)]
@@ -257,12 +257,12 @@ async def test_keys_of_large_bodies_are_looked_at_off_the_loop():
             ticks += 1
 
     body = b'{"a": [' + b'{"b": 1},' * 80_000 + b'{"c": 1, "c": 2}]}'
-    assert len(body) < limits.KEYS_MOST
+    assert len(body) < bodies.KEYS_MOST
     ticking = asyncio.create_task(tick())
     with pytest.raises(BadRequest, match="'c' comes twice"):
-        await limits.checked_keys(body)
+        await bodies.checked_keys(body)
     ticking.cancel()
     assert ticks  # none, had the loop waited
-    assert await limits.checked_keys(b'{"a": 1, "a": 2' + b" " * limits.KEYS_MOST + b"}")
+    assert await bodies.checked_keys(b'{"a": 1, "a": 2' + b" " * bodies.KEYS_MOST + b"}")
     for odd in (b"", b"[" * 100_000, b"\xff", b'{"a": 1' + b"9" * 10_000 + b', "b": 2}', b'{"a": NaN}'):
-        assert await limits.checked_keys(odd) == odd
+        assert await bodies.checked_keys(odd) == odd

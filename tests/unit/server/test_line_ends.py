@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quire.chat.types import Chunk
-from quire.server.batches.journal import Line
-from quire.server.batches.lines import answered, not_run
+from quire.server.openai.batches.journal import Line
+from quire.server.openai.batches.lines import answered, not_run
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for
 from tests.unit.server.scripts import script
 

@@ -78,7 +78,7 @@ async def test_the_engines_own_numbers():
         running=3, waiting=4, pages_total=200, pages_used=50, prompt_tokens=11, output_tokens=12, prefix_queries=13,
         prefix_hits=5, preemptions=2, steps=99,
     )  # fmt: skip
-    service.restarted = 6
+    service.models.first.restarted = 6
     completer.client.hangs = 2
     async with client_for(service=service) as http:
         scrape = Scrape((await http.get("/metrics")).text)

@@ -13,10 +13,13 @@ from quire.chat.completer import Completer
 from quire.chat.templates.template import ChatTemplate
 from quire.config import ServerConfig
 from quire.engine.types import EngineInfo, Event
-from quire.server.service import Service
+from quire.server.served import Model
+from quire.server.server import Server
 from tests.unit.chat.test_completer import END, INFO, TOKENIZER, ScriptedEngine, finish, ids
-from tests.unit.server import test_anthropic, test_ollama, test_tools
+from tests.unit.server.anthropic import test_anthropic
 from tests.unit.server.fakes import MODEL, client_for, events
+from tests.unit.server.ollama import test_ollama
+from tests.unit.server.openai import test_tools
 from tests.unit.server.scripts import FUNCTION
 
 THOUGHT = "<think>\nI look it up.\n</think>\n\n"
@@ -38,15 +41,15 @@ def template(shared_data: Path) -> ChatTemplate:
     return ChatTemplate((shared_data / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text(), "", "<|im_end|>")
 
 
-def service(template: ChatTemplate, answer: str = ANSWER, ends: str = "stop") -> Service:
+def service(template: ChatTemplate, answer: str = ANSWER, ends: str = "stop") -> Server:
     info = EngineInfo(**{f: getattr(INFO, f) for f in INFO.__struct_fields__} | {"context": 8192, "model": MODEL})
     engine: Any = Engine(answer, ends)
-    made = Service(ServerConfig(), MODEL)
-    made.attach(engine, Completer(engine, TOKENIZER, template, info))
+    made = Server(ServerConfig(), [Model(MODEL)])
+    made.attach(made.models.first, engine, Completer(engine, TOKENIZER, template, info))
     return made
 
 
-async def post(made: Service, path: str, **body: Any) -> httpx.Response:
+async def post(made: Server, path: str, **body: Any) -> httpx.Response:
     async with client_for(service=made) as http:
         r = await http.post(path, json={"model": MODEL, **body})
     assert r.status_code == 200, r.text
@@ -129,7 +132,7 @@ async def test_switches_reach_the_prompt(template: ChatTemplate):
     ):
         made = service(template, "ok")
         await post(made, path, **body)
-        engine: Any = made.client
+        engine: Any = made.models.first.client
         prompt = TOKENIZER.decode(engine.requests[0].tokens, skip_special=False)
         assert ("</think>" in prompt) != thinks, (path, body, prompt)
 

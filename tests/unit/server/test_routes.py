@@ -11,7 +11,8 @@ from quire import __version__
 from quire.config import ServerConfig
 from quire.engine.types import EngineInfo
 from quire.server.app import create_app
-from quire.server.service import Service, fingerprint
+from quire.server.served import Model, fingerprint
+from quire.server.server import Server
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -27,7 +28,7 @@ async def test_probes_and_version():
 
 async def test_stages():
     completer = FakeCompleter()
-    service = Service(ServerConfig(), MODEL)
+    service = Server(ServerConfig(), [Model(MODEL)])
     async with client_for(service=service) as http:
 
         async def stage() -> tuple[int, str]:
@@ -37,7 +38,7 @@ async def test_stages():
         assert await stage() == (503, "loading")
         r = await http.post("/tokenize", json={"prompt": "x"})
         assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
-        service.attach(completer.client, completer)
+        service.attach(service.models.first, completer.client, completer)
         assert await stage() == (200, "ready")
         completer.client.alive = False
         assert await stage() == (503, "restarting")
@@ -59,8 +60,8 @@ async def test_stages():
 async def test_an_engine_that_stays_down_is_told_with_the_reason():
     completer = FakeCompleter()
     client: Any = completer.client
-    service = Service(ServerConfig(), MODEL)
-    service.attach(client, completer)
+    service = Server(ServerConfig(), [Model(MODEL)])
+    service.attach(service.models.first, client, completer)
     async with client_for(service=service) as http:
         client.alive, client.why = False, "the engine process was killed by SIGKILL; it is being restarted"
         r = await http.get("/ready")
@@ -128,8 +129,8 @@ async def test_log_lines_cannot_be_forged(caplog: pytest.LogCaptureFixture):
 async def test_an_app_over_a_ready_completer():
     completer = FakeCompleter()
     app = create_app(ServerConfig(), completer)
-    assert app.state.service.stage == "ready"
-    assert app.state.service.name == MODEL
+    assert app.state.server.stage == "ready"
+    assert app.state.server.models.first.name == MODEL
 
 
 async def test_drain_waits_for_those_in_flight():

@@ -18,9 +18,9 @@ import pytest
 
 from quire.chat.completer import Completer
 from quire.config import ServerConfig
-from tests.unit.server import test_batches as batches
 from tests.unit.server.fakes import MODEL, client_for, events
 from tests.unit.server.noise_kit import TOKENIZER, noisy
+from tests.unit.server.openai import test_batches as batches
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

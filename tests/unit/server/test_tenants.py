@@ -14,14 +14,18 @@ import typer
 from quire.cli import serve
 from quire.config import Environment, ServerConfig
 from quire.observe.errors import BadRequest, NotFound
-from quire.server import files, kept, tenants
+from quire.server import callers
+from quire.server.callers import NOBODY, Caller
 from quire.server.database import Database
-from quire.server.dialects import ollama_store
 from quire.server.errors import Forbidden
-from quire.server.service import Service
+from quire.server.ollama import store as ollama_store
+from quire.server.openai.batches import files
+from quire.server.openai.responses import stored
+from quire.server.served import Model
+from quire.server.server import Server
 from quire.weights.store.store import Store
 from tests.unit.server.fakes import MODEL, FakeCompleter
-from tests.unit.server.test_batches import line, server, until
+from tests.unit.server.openai.test_batches import line, server, until
 
 KEYS = {"": "the-server's-own", "ann": "key-of-ann", "bob": "key-of-bob"}
 
@@ -139,17 +143,17 @@ async def test_only_the_server_s_own_key_changes_it(desk: Desk):
 
 
 def test_nor_the_models_of_its_machine(tmp_path: Path):
-    service = Service(ServerConfig(), MODEL)
+    service = Server(ServerConfig(), [Model(MODEL)])
     service.store = Store(Environment(home=tmp_path))
-    assert ollama_store.writable(service) is service.store
-    with tenants.acting_for("ann"), pytest.raises(Forbidden, match="own key"):
-        ollama_store.writable(service)
+    assert ollama_store.writable(service, NOBODY) is service.store
+    with pytest.raises(Forbidden, match="own key"):
+        ollama_store.writable(service, Caller("ann"))
 
 
 def test_a_file_of_keys(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text("# ours\nann  key-of-ann\n\nbob@x.org key-of-bob # until June\n")
-    assert tenants.read_keys(path) == (("ann", "key-of-ann"), ("bob@x.org", "key-of-bob"))
+    assert callers.read_keys(path) == (("ann", "key-of-ann"), ("bob@x.org", "key-of-bob"))
     for text in (
         "",
         "ann",
@@ -161,9 +165,9 @@ def test_a_file_of_keys(tmp_path: Path):
     ):
         path.write_text(text)
         with pytest.raises(BadRequest):
-            tenants.read_keys(path)
+            callers.read_keys(path)
     with pytest.raises(NotFound):
-        tenants.read_keys(tmp_path / "none")
+        callers.read_keys(tmp_path / "none")
     path.write_text("ann key-of-ann\n")
     assert serve._read_keys(path, "another-key") == (("ann", "key-of-ann"),)
     with pytest.raises(typer.BadParameter, match="own key"):
@@ -184,4 +188,4 @@ def test_what_was_kept_before_there_were_owners(tmp_path: Path):
         assert files.find(database._link, "file-1", "") is not None
         assert files.find(database._link, "file-1", "ann") is None
         database.close()
-    assert kept.LATER
+    assert stored.LATER

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.backends.cuda.kernels.unpack import INT_TIMES, int_tile
 from quire.backends.torch.quantized import Int4, Scaled
+from quire.backends.torch.words import IntWords
 
 _HEIGHT = 32  # rows of four-bit codes that a program writes
 
@@ -42,7 +44,21 @@ def _from_scaled(codes, scale, out, k, stride_w, stride_o, BLOCK: tl.constexpr):
     tl.store(out + row * stride_o + col, value.to(out.dtype.element_ty), mask=col < k)
 
 
-def expand(weight: Scaled | Int4, out: torch.Tensor) -> None:
+@triton.jit
+def _from_words(words, scale, out, tiles, stride_o, GROUP: tl.constexpr, LIKE: tl.constexpr):
+    high = tl.arange(0, 64)
+    tile = tl.program_id(1)
+    first = (tl.program_id(0).to(tl.int64) * tiles + tile) * 64 + high
+    four = tl.load(words + first[:, None] * 16 + tl.arange(0, 16)[None, :])
+    groups: tl.constexpr = 128 // GROUP
+    s_row = scale + (tl.program_id(0).to(tl.int64) * tiles + tile) * 64 * groups + high
+    numbers = int_tile(four, s_row, GROUP, 64, LIKE).to(tl.float32) * INT_TIMES
+    row = tl.program_id(0).to(tl.int64) * 64 + high
+    where = out + row[:, None] * stride_o + tile * 128 + tl.arange(0, 128)[None, :]
+    tl.store(where, numbers.to(out.dtype.element_ty))
+
+
+def expand(weight: Scaled | Int4 | IntWords, out: torch.Tensor) -> None:
     """out [n, k] = the matrix, rounded to out's type."""
     n, k = weight.shape
     if out.shape != (n, k):
@@ -50,6 +66,12 @@ def expand(weight: Scaled | Int4, out: torch.Tensor) -> None:
     if isinstance(weight, Scaled):
         _from_scaled[(n, triton.cdiv(k, 1024))](
             weight.codes, weight.scale, out, k, weight.codes.stride(0), out.stride(0), BLOCK=1024, num_warps=4
+        )
+        return
+    if isinstance(weight, IntWords):
+        like = tl.float16 if out.dtype == torch.float16 else tl.bfloat16
+        _from_words[(n // 64, k // 128)](
+            weight.words, weight.scale, out, k // 128, out.stride(0), GROUP=weight.group, LIKE=like, num_warps=4
         )
         return
     _from_int4[(triton.cdiv(n, _HEIGHT), k // (2 * weight.group))](

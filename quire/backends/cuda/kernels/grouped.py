@@ -44,6 +44,22 @@ TILES = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 WIDE = Tile(16, 64, 4, 2)
 # Weights with scales for tiles: the last one is for rows of fp8, and keeps three sums at a time.
 TILED = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3))
+# fp8 with a scale for each row, by how many rows an expert has on average: gate and up, then down. Few rows stay as they are, in
+# blocks whose instructions take what was converted from registers; more are fp8 too, and nothing is converted.
+FP8_FEW = (Tile(8, 64, 4, 4), Tile(8, 128, 4, 3))
+FP8 = (
+    (4, FP8_FEW),
+    (24, (Tile(32, 128, 4, 5), Tile(32, 256, 8, 3))),
+    (64, (Tile(64, 128, 8, 4), Tile(64, 256, 8, 3))),
+)
+_FEW_PAIRS = 64  # of however few experts: rounding rows would cost more than it gains
+FP8_MANY = (Tile(128, 128, 8, 4), Tile(128, 256, 8, 3))
+
+
+def fp8_tile(pairs: int, count: int, gated: bool) -> Tile:
+    if pairs <= _FEW_PAIRS:
+        return FP8_FEW[0 if gated else 1]
+    return next((own for most, own in FP8 if pairs <= most * count), FP8_MANY)[0 if gated else 1]
 
 
 def tile_of(dtype: torch.dtype, pairs: int, count: int, tiled: bool = False) -> Tile:
@@ -178,6 +194,11 @@ def _grouped(
         acc *= tl.load(scale + row + inside)[None, :]
         if GATED:
             up *= tl.load(scale + row + n + inside)[None, :]
+        if EIGHT:
+            factor = tl.load(own + source)[:, None]
+            acc *= factor
+            if GATED:
+                up *= factor
     if BIAS:
         acc += tl.load(bias + row + inside)[None, :]
         if GATED:
@@ -213,7 +234,7 @@ def grouped(
     With `top`, pair p reads row p // top of x, and row i of y is that of pair order[i]; without, the other way round: row
     i of x is that of pair order[i], and row p of y that of pair p. `gated`: an expert has 2n rows, gates first, and y
     is their swiglu, or with `limit` the clamped one. bias float32 [E, rows of an expert]. With `x_scale` [k / 128, rows of x]
-    float32, x is fp8, and w has scales for tiles.
+    float32, x is fp8, and w has scales for tiles; with [rows of x], w has one for each of its rows.
     """
     count, pairs, (_, n), k = starts.shape[0] - 1, order.shape[0], y.shape, x.shape[1]
     if tuple(w.shape) != (count * (2 * n if gated else n), k) or y.shape[0] != pairs or x.stride(1) != 1:
@@ -222,14 +243,16 @@ def grouped(
         raise ValueError(f"{x.shape[0]} rows, {top} choices each, are not {pairs} pairs")
     if not isinstance(w, torch.Tensor) and x.dtype == torch.float32:
         raise ValueError("quantized experts are multiplied with half floats")
-    if (x_scale is not None or x.dtype == E4M3) and not (x_scale is not None and isinstance(w, Tiled)):
-        raise ValueError("rows of fp8 have scales, and are multiplied with tiles")
-    tile = tile_of(x.dtype, pairs, count, isinstance(w, Tiled)) if tile is None else tile
+    by_row = isinstance(w, Scaled) and w.codes.dtype == E4M3
+    if (x_scale is not None or x.dtype == E4M3) and not (x_scale is not None and (by_row or isinstance(w, Tiled))):
+        raise ValueError("rows of fp8 have scales, and are multiplied with fp8")
+    if tile is None:
+        tile = fp8_tile(pairs, count, gated) if by_row else tile_of(x.dtype, pairs, count, isinstance(w, Tiled))
     codes, scale, zero, group, height, step = w, x, x, 0, 0, BLOCK_K
     if isinstance(w, Tiled):
         codes, scale, height, step = w.codes, w.scale, w.height, WIDTH
     elif isinstance(w, Scaled):
-        codes, scale = w.codes, w.scale
+        codes, scale, step = w.codes, w.scale, BLOCK_K * (2 if by_row else 1)
     elif isinstance(w, Int4):
         codes, scale, zero, group = w.packed, w.scale, w.zero, w.group
     assert isinstance(codes, torch.Tensor)
@@ -239,7 +262,7 @@ def grouped(
         x, codes, y, x if bias is None else bias, scale, zero, x if x_scale is None else x_scale, order, starts, pairs,
         count, n, k, limit or 0.0, x.stride(0), codes.stride(0), y.stride(0), scale.stride(0),
         0 if x_scale is None else x_scale.stride(0), E_PAD=triton.next_power_of_2(count), TOP=top,
-        BLOCK_M=tile.rows, BLOCK_N=tile.channels, BLOCK_K=BLOCK_K, GATED=gated, LIMIT=limit is not None,
+        BLOCK_M=tile.rows, BLOCK_N=tile.channels, BLOCK_K=step, GATED=gated, LIMIT=limit is not None,
         BIAS=bias is not None, SCALED=isinstance(w, Scaled), GROUP=group, HEIGHT=height,
         UNIFORM=isinstance(w, Tiled) and uniform(w, tile.channels, n), EIGHT=x_scale is not None, EVEN=k % step == 0,
         IEEE=x.dtype == torch.float32, HALF=x.dtype == torch.bfloat16 and codes.dtype == E4M3, PDL=pdl,
@@ -249,7 +272,10 @@ def grouped(
 
 @Launcher
 @triton.jit
-def _add_shares(y, shares, out, width, stride_y, stride_o, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_shares(
+    y, shares, out, width, stride_p, stride_y, stride_o, TOP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -258,17 +284,23 @@ def _add_shares(y, shares, out, width, stride_y, stride_o, TOP: tl.constexpr, BL
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP):
         value = tl.load(y + (row * TOP + i) * stride_y + col, mask=col < width, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            value += tl.load(y + part * stride_p + (row * TOP + i) * stride_y + col, mask=col < width, other=0.0)
         total += tl.load(shares + row * TOP + i) * value
     tl.store(out + row * stride_o + col, total.to(out.dtype.element_ty), mask=col < width)
 
 
 def add_shares(y: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
-    """out [T, d] = the sum of shares [T, top] * y [T * top, d], in the order of choices, in float32."""
+    """out [T, d] = the sum of shares [T, top] * y [T * top, d], in the order of choices, in float32.
+
+    y may be [parts, T * top, d] float32, the parts of a product split over k: they are added first, in their order.
+    """
     (rows, top), width = shares.shape, out.shape[1]
-    if y.shape != (rows * top, width) or out.shape[0] != rows:
+    if y.shape[-2:] != (rows * top, width) or out.shape[0] != rows:
         raise ValueError(f"shares {list(shares.shape)} of {list(y.shape)} into {list(out.shape)}")
     block = min(1024, triton.next_power_of_2(width))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _add_shares[(triton.cdiv(width, block), rows)](
-        y, shares, out, width, y.stride(0), out.stride(0), TOP=top, BLOCK=block, PDL=pdl, num_warps=4, **launch
-    )
+        y, shares, out, width, y.stride(0), y.stride(-2), out.stride(0), TOP=top, PARTS=y.shape[0] if y.ndim == 3 else 1,
+        BLOCK=block, PDL=pdl, num_warps=4, **launch,
+    )  # fmt: skip

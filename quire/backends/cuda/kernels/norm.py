@@ -24,7 +24,7 @@ FP8_MAX = tl.constexpr(448.0)  # e4m3
 @Launcher
 @triton.jit(do_not_specialize=["stride_g"])
 def _rms_norm(
-    x, residual, weight, out, scales, width, eps, stride_p, stride_x, stride_r, stride_o, stride_g, BLOCK: tl.constexpr,
+    x, residual, total, weight, out, scales, width, eps, stride_p, stride_x, stride_r, stride_o, stride_g, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, ADD: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -40,7 +40,7 @@ def _rms_norm(
     if ADD:
         value += tl.load(residual + row * stride_r + lane, mask=keep, other=0.0).to(tl.float32)
         rounded = value.to(residual.dtype.element_ty)
-        tl.store(residual + row * stride_r + lane, rounded, mask=keep)
+        tl.store(total + row * stride_r + lane, rounded, mask=keep)
         value = rounded.to(tl.float32)
     value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)) * gain
     if QUANT == 2:
@@ -59,10 +59,12 @@ def rms_norm(
     out: torch.Tensor,
     *,
     residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """out = RMSNorm(x) * weight, per row of [T, d]; with `residual`, first residual += x, and that is normalized.
+    """out = RMSNorm(x) * weight, per row of [T, d]; with `residual`, first residual += x, and that is normalized;
+    with `total` beside it the sum goes there, and the residual stays.
 
     x may be [parts, T, d], the parts of a split product: they are added first, in their order. With `scales` [T]
     float32, out is fp8 e4m3 and out * scales the value; with scales [d / 128, T] there is one for each 128 columns.
@@ -72,7 +74,7 @@ def rms_norm(
     block = triton.next_power_of_2(max(width, 128) if grouped else width)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     _rms_norm[(tokens,)](
-        x, x if residual is None else residual, weight, out, x if scales is None else scales, width, eps,
+        x, x if residual is None else residual, x if residual is None else residual if total is None else total, weight, out, x if scales is None else scales, width, eps,
         x.stride(0), x.stride(-2), 0 if residual is None else residual.stride(0), out.stride(0),
         scales.stride(0) if scales is not None and grouped else 0, BLOCK=block,
         PARTS=x.shape[0] if x.ndim == 3 else 1, ADD=residual is not None, QUANT=2 if grouped else int(scales is not None), PDL=pdl,

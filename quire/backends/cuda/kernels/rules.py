@@ -26,10 +26,10 @@ _CHUNK = tl.constexpr(4096)
 @Launcher
 @triton.jit(
     do_not_specialize=["words", "first", "pick", "penalty", "masked"],
-    do_not_specialize_on_alignment=["source", "rows", "params", "history", "seen", "counts", "masks", "allowed"],
+    do_not_specialize_on_alignment=["source", "rows", "told", "history", "seen", "counts", "masks", "allowed"],
 )
 def _adjust(
-    source, scores, alive, rows, params, history, seen, counts, masks, allowed, vocab, words, chunks, stride_in,
+    source, scores, alive, rows, told, history, seen, counts, masks, allowed, vocab, words, chunks, stride_in,
     stride_out, first, pick, penalty, masked, COLS: tl.constexpr,
 ):  # fmt: skip
     """first: the source is the logits, of which `pick` takes some rows; else it is the scores."""
@@ -44,7 +44,7 @@ def _adjust(
     if first != 0:
         tl.store(alive + row * chunks + tl.program_id(1), tl.max((value > float("-inf")).to(tl.int32), 0))
     if penalty != 0:
-        own = params + row * COLS
+        own = told + row * COLS
         repetition = tl.load(own + 5).to(tl.float32)
         frequency = tl.load(own + 6).to(tl.float32)
         presence = tl.load(own + 7).to(tl.float32)

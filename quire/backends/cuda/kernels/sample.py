@@ -155,13 +155,13 @@ def _draw(source, size, threshold, ties, peak, temperature, minimum, draw):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "params", "wanted", "tokens"])
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["scores", "told", "wanted", "tokens"])
 def _choose(
-    scores, params, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
+    scores, told, wanted, alive, peaks, places, masses, sizes, cand_ids, cand_scores, tokens, vocab, chunks, pieces,
     stride, CHUNKS_PAD: tl.constexpr, PIECES_PAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    own = params + row * COLS
+    own = told + row * COLS
     lane = tl.arange(0, CHUNKS_PAD)
     peak = row_peak(peaks, row, chunks, CHUNKS_PAD)
     if peak == float("inf"):

@@ -6,6 +6,8 @@ themselves, so that a row's sums do not depend on how many others its class has.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.backends.cuda.kernels.skinny import Shape
@@ -13,6 +15,7 @@ from quire.backends.cuda.kernels.skinny import Shape
 ROWS = 64  # a skinny product has at most this many; more go to cuBLAS
 FEW = 16  # rows that fit the smallest tile of the tensor cores
 TILED_ROWS = FEW  # rows up to which those for fp8 weights with scales for tiles stay half floats
+WORDS_ROWS = 640  # from here on four-bit matrices in words are better written out in half floats, for cuBLAS
 WIDE = 16384  # channels of one-byte weights from which one row, too, is better off on the tensor cores
 
 
@@ -104,6 +107,26 @@ def int4_shape(n: int, k: int, *, gated: bool = False) -> Shape:
     if gated or n > 32768:
         return Shape(64, 0, 4, 3, swap=True, pdl=True)
     return Shape(64, 0, 4, 4, 8, swap=True, pdl=True) if n <= 4096 else Shape(64, 0, 4, 3, 4, swap=True, pdl=True)
+
+
+def words_shape(n: int, k: int, rows: int, *, gated: bool = False, processors: int = 132) -> tuple[Shape, int]:
+    """For four-bit weights in words: a launch configuration, and rows of a program."""
+    if rows <= 8:
+        shape, high = Shape(64, 0, 4, 5, pdl=True, lines=2), 8
+    elif rows <= FEW:
+        shape, high = Shape(64, 0, 4, 5, pdl=True, lines=2), 16
+    elif rows <= ROWS:
+        shape, high = Shape(128, 0, 8, 3, pdl=True), 64
+    elif rows <= 256:
+        shape, high = Shape(128, 0, 8, 3, pdl=True), 128
+    else:
+        shape, high = Shape(128, 0, 4, 3, pdl=True), 128
+    if gated:
+        return shape, high
+    programs, tiles = -(-n // shape.block_n) * -(-rows // high), k // 128
+    most = 8 if rows <= ROWS else 2  # parts are written and read again
+    splits = next((s for s in (1, 2, 4) if programs * s >= 4 * processors), most)
+    return replace(shape, splits=min(splits, most, max(1, tiles // 4))), high
 
 
 def tiled_shape(n: int, *, gated: bool = False) -> Shape:

@@ -120,6 +120,24 @@ def test_fused_layers(pairs: bool, dim: int, kept: str):
         assert np.linalg.norm(got - want) / np.linalg.norm(want) < (3e-3 if kept == "f16" else 1e-2)
 
 
+@pytest.mark.parametrize("pairs", [True, False])
+def test_fused_layers_with_several_axes(pairs: bool):
+    """A step without coordinates takes the fused way, one with some another: both write keys that the next step reads."""
+    rng = np.random.default_rng(3)
+    frequencies = (1.0 / 100.0 ** (np.arange(8) / 8)).astype(np.float32)
+    kv = cases.KV(layers=2, pages=12, page_size=16, kv_heads=2, head_dim=16)
+    forward = block(Rope(frequencies, 16, pairs, axes=(0, 1, 1, 2, 2, 2, 0, 1)), rng)
+    limits = {"kv": kv, "max_tokens": 64, "max_rows": 64, "inputs": {"x": 64}}
+    oracle, program = (opened.compile(forward, **limits) for opened in (open_backend("reference"), open_cuda()))
+    for i, rows in enumerate(([(0, 9, [5])], [(9, 3, [5]), (0, 2, [3])], [(12, 1, [5]), (2, 1, [3])])):
+        batch = cases.ragged(rows)
+        if i:
+            batch.coords = rng.integers(0, 40, (3, batch.tokens)).astype(np.int32)
+        x = cases.floats(rng, batch.tokens, 64)
+        want, got = oracle.run(batch, {"x": x}), program.run(batch, {"x": x})
+        assert np.linalg.norm(got - want) / np.linalg.norm(want) < 3e-3
+
+
 def test_a_whole_model(tmp_path: Path):
     """Logits of a tiny Llama in chunks, float16 like the keys and values, against float32 on the CPU."""
     pytest.importorskip("gguf", reason="needs the test extra: it writes the model file")
@@ -180,7 +198,7 @@ def few_splits(choose):
 
     def chosen(n, k, rows, dtype, **options):
         shape = choose(n, k, rows, dtype, **options)
-        alone = options.get("swiglu") or options.get("fused")
+        alone = options.get("gated") or options.get("fused")
         return shape if alone else replace(shape, block_n=16, block_k=32, splits=2, swap=False)
 
     return chosen

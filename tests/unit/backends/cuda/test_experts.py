@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from quire.backends.cuda.kernels.route import place, route
 from quire.backends.reference.backend import route as plain_route
 from quire.backends.torch import experts as plain
 from quire.backends.torch.quantized import E4M3, Int4, Scaled
+from quire.backends.torch.words import MxWords
 from quire.layouts import Routing
 from tests.unit.backends.cuda.paged import error
 
@@ -79,6 +80,8 @@ def mixture(d: int, f: int, count: int, routing: Routing, dtype: torch.dtype, de
     kind = options.pop("kind", None)
     if kind in (E4M3, torch.int8):
         weights = [Scaled.empty(*w.shape, kind, torch.device("cpu")) for w in (both, down)]
+    elif kind is MxWords:
+        weights = [MxWords.empty(*w.shape, torch.device("cpu")) for w in (both, down)]
     elif kind is not None:
         weights = [Int4.empty(*w.shape, kind, torch.device("cpu")) for w in (both, down)]
     else:
@@ -91,12 +94,9 @@ def mixture(d: int, f: int, count: int, routing: Routing, dtype: torch.dtype, de
     return plain.Mixture(*held, *biases, count, options.pop("limit", None), routing, None)
 
 
-def _on(w: Scaled | Int4, device: str) -> Scaled | Int4:
-    fields = {
-        name: getattr(w, name).to(device)
-        for name in (("codes", "scale") if isinstance(w, Scaled) else ("packed", "scale", "zero"))
-    }
-    return replace(w, **fields)
+def _on(w: Scaled | Int4 | MxWords, device: str) -> Scaled | Int4 | MxWords:
+    held = {f.name: getattr(w, f.name) for f in fields(w)}
+    return replace(w, **{name: t.to(device) for name, t in held.items() if isinstance(t, torch.Tensor)})
 
 
 def by_hand(x: torch.Tensor, logits: torch.Tensor, m: plain.Mixture) -> torch.Tensor:
@@ -126,8 +126,11 @@ def test_a_mixture_in_float32(rows: int, options: dict, device: str):
         assert error(plain.mix(x, logits, m, blocks=blocks), want) < 2e-3
 
 
-@pytest.mark.parametrize("kind", [None, torch.int8, E4M3, 32, 64], ids=["half", "int8", "fp8", "int4", "int4-64"])
-def test_a_mixture_of_every_kind_of_weight(kind: torch.dtype | int | None, device: str, half: torch.dtype):
+KINDS = {"half": None, "int8": torch.int8, "fp8": E4M3, "int4": 32, "int4-64": 64, "mxfp4": MxWords}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_mixture_of_every_kind_of_weight(kind: torch.dtype | int | type | None, device: str, half: torch.dtype):
     m = mixture(128, 128, 4, Routing(2), half, device, kind=kind, biased=kind is not None)
     x, logits = torch.randn(9, 128).to(device).to(half), torch.randn(9, 4).to(device)
     assert module.fits(m, half) and module.fits(m, torch.float32) == (kind is None)
@@ -136,6 +139,26 @@ def test_a_mixture_of_every_kind_of_weight(kind: torch.dtype | int | None, devic
     assert error(module.mix(x, logits, m), want) < bound
     for blocks in (False, True):
         assert error(plain.mix(x, logits, m, blocks=blocks), want) < bound
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+def test_a_mixture_of_four_bits(rows: int, device: str, half: torch.dtype):
+    """One row, whose products leave parts, and more; with what gpt-oss has, and a last tile that is cut off."""
+    m = mixture(192, 192, 5, Routing(3, renormalize=True), half, device, kind=MxWords, biased=True, limit=1.5)
+    x, logits = torch.randn(rows, 192).to(device).to(half), torch.randn(rows, 5).to(device)
+    want = by_hand(x, logits, m)
+    bound = 2e-2 if half == torch.bfloat16 else 3e-3
+    assert error(module.mix(x, logits, m), want) < bound
+    assert error(plain.mix(x, logits, m, blocks=True), want) < bound
+
+
+def test_many_rows_of_fp8(device: str, half: torch.dtype):
+    """So many that they become fp8 too, which rounds them; and not where exactness was asked for."""
+    m = mixture(128, 64, 4, Routing(2), half, device, kind=E4M3)
+    x, logits = torch.randn(40, 128).to(device).to(half), torch.randn(40, 4).to(device)
+    want = by_hand(x, logits, m)
+    rounded, exact = (module.mix(x, logits, m, exact=exact) for exact in (False, True))
+    assert 1e-2 < error(rounded, want) < 6e-2 and error(exact, want) < (2e-2 if half == torch.bfloat16 else 3e-3)
 
 
 @pytest.mark.parametrize("tile", [WIDE, Tile(64, 64, 4, 2)], ids=lambda t: str(t.rows))

@@ -51,6 +51,20 @@ def test_unasked_it_is_the_models_context_four_times() -> None:
     assert sizes(max_seqs=64, context=160).pages == 64 * 10
 
 
+def test_models_that_are_served_together_share_what_their_weights_leave() -> None:
+    def pages(share: float, weights: int = 0) -> int:
+        budget = Budget(Memory(400 * PAGE + weights + OVERHEAD, "this test"), Needs(weights, 0), share=share)
+        return resolve_sizes(EngineConfig(path="", max_seqs=8), ENV, model(), budget).pages
+
+    assert (pages(1.0), pages(0.5), pages(0.25)) == (200, 100, 50)  # of half of the room, as for one model
+    assert pages(0.5, weights=1 << 20) == pages(0.5)  # its own weights are its own
+    alone, shared = (Budget(Memory(OVERHEAD + 10 * PAGE, "this test"), Needs(0, 0), share=s) for s in (1.0, 0.5))
+    alone.check(8 * PAGE, PAGE)
+    with pytest.raises(NotEnoughMemory, match="1/2 of what its weights leave is for this model") as refused:
+        shared.check(8 * PAGE, PAGE)
+    assert "serve fewer models together" in refused.value.cure
+
+
 def test_asked_is_honoured_exactly() -> None:
     got = sizes(context=100, kv_memory=10 * PAGE)
     assert (got.context, got.pages) == (100, 10)

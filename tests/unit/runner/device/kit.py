@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.backends.batch import Batch, Table
+from quire.backends.batch import Batch, Given, Table
 from quire.backends.torch.batch import DeviceBatch
 from quire.backends.torch.sampler import DeviceSampler, TorchSampler
 from quire.runner.device.runner import DeviceRunner
@@ -46,7 +46,12 @@ class OnDevice:
         self.shared += check_shared(batch, self.kv.page_size)
         own = {name: np.ascontiguousarray(getattr(batch, name).numpy()) for name in NAMES}
         more = tuple(Table(t.pages.numpy(), t.write.numpy()) for t in batch.more)
-        logits = self.inner.run(Batch(**own, more=more))
+        beside = {}
+        if batch.given is not None:
+            beside["given"] = Given(batch.given.at.numpy().astype(np.int32), batch.given.rows.numpy())
+        if batch.coords is not None:
+            beside["coords"] = batch.coords.numpy()
+        logits = self.inner.run(Batch(**own, more=more, **beside))
         logits[self.nan, 5] = np.nan
         found = torch.from_numpy(logits.copy())
         return found if batch.into is None else batch.into[: len(found)].copy_(found)

@@ -1,8 +1,10 @@
 """The device runner does what the host's does: the same tests, the same tokens; and what only it can get wrong."""
 
+import dataclasses
 import functools
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,7 +13,9 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from quire.engine.types import Request  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.runner.plan import Plan  # noqa: E402
+from quire.runner.spans import Span  # noqa: E402
 from tests.unit.runner import test_runner_overlap as overlapped  # noqa: E402
+from tests.unit.runner import tiny_llama  # noqa: E402
 from tests.unit.runner.device.kit import OnDevice, make_device_runner  # noqa: E402
 from tests.unit.runner.naive_sampling import logprobs  # noqa: E402
 from tests.unit.runner.test_runner import (  # noqa: E402, F401
@@ -186,6 +190,52 @@ def test_short_prompts_are_padded_and_long_ones_are_not(monkeypatch):
         known(0, long, 0, sample=True, pages=[40, 41, 42, 43, 44]), opened=[opening(0, long, GREEDY)]
     )
     assert row.tokens == generate(long, GREEDY, 7, 1) and seen.sizes == [1]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_steps_with_spans_are_launched_as_they_come(padded, shifted):
+    """Chunks of every size that cut a span, with text beside it: what the host's runner says. Steps of text alone are padded;
+    so is decoding after a span, unless that moved positions.
+    """
+    model = tiny_llama.TinyLlama()
+    model.rope = dataclasses.replace(model.rope, axes=(0, 0))  # it turns by the positions that spans say
+    rows = model.table.data[[7, 8, 9, 60, 61, 62]] * 0.5
+    own = {"positions": np.zeros(6, "<i4").tobytes(), "advance": 2} if shifted else {}
+    span = Span(start=3, length=6, kind="image", digest=b"d" * 16, rows=rows.astype("<f4").tobytes(), **own)
+    tokens = [*PROMPT[:3], *[(1 << 62) + i for i in range(6)], *PROMPT[9:]]
+    for cut in (1, 2, 5, 10):
+        said = []
+        seen = OnDevice(64, model)
+        for made in (make_runner(model=model), make_device_runner(run=seen, padded=padded, model=model)):
+            go, out = Steps(made), []
+            new = [msgspec.structs.replace(opening(0, tokens, MIXED), spans=(span,)), opening(1, PROMPT, GREEDY)]
+            first = go(
+                known(0, tokens[:cut], 0, pages=[3, 9, 2, 8, 11]),
+                known(1, PROMPT, 0, sample=True, pages=[20, 21, 22, 23]),
+                opened=new,
+            )
+            out.append(_fine(first[1]).tokens)
+            seen.sizes.clear()
+            out += [row.tokens for row in go(known(0, tokens[cut:], cut, sample=True), decode(1))]
+            for _ in range(3):
+                out += [_fine(row).tokens for row in go(decode(0), decode(1))]
+            # The slot is used again by text: nothing of the span is left.
+            pages = [3, 9, 2, 8, 11]
+            out.append(
+                _fine(
+                    go(known(0, PROMPT, 0, sample=True, pages=pages), opened=[opening(0, PROMPT, GREEDY)], closed=[0])[
+                        0
+                    ]
+                ).tokens
+            )
+            out += [_fine(row).tokens for _ in range(2) for row in go(decode(0))]
+            assert out[-3:] == [[token] for token in generate(PROMPT, GREEDY, 7, 3)]
+            assert not made._slots.spans and not made._slots.shifted
+            said.append(out)
+            made.close()
+        assert said[0] == said[1]
+        assert seen.sizes[:4] == ([2] * 4)
+        assert said[0][1] != generate(PROMPT, MIXED, 7, 1)
 
 
 def test_many_page_changes_in_one_decode_step():

@@ -1,0 +1,13 @@
+"""Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from quire.server.anthropic import routes
+from quire.server.server import Server
+
+
+def register(app: FastAPI, server: Server) -> None:
+    """Add the routes."""
+    routes.register(app, server)

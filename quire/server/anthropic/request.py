@@ -1,0 +1,251 @@
+"""What an Anthropic request may say, and the conversation, sampling and tools it means.
+
+Owns the request structs and the table of fields that are taken without effect. Messages and the words of refusals are
+`turns.py`. Knows nothing of answers or streams: those are `answers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.chat.tools.types import Tool, Tools
+from quire.engine.constraints.grammar import JSON_SCHEMA
+from quire.engine.types import Constraint
+from quire.observe.errors import BadRequest
+from quire.runner.params import SamplingParams
+from quire.server.anthropic.turns import Turn, reworded, turns
+from quire.server.served import Served
+from quire.server.shared import conversation
+from quire.server.shared import fields as request_fields
+from quire.server.shared import tools as request_tools
+from quire.server.shared.conversation import Conversation
+from quire.server.shared.sampling import sampling
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+IGNORED = frozenset({"cache_control"})  # prefixes are shared without being told
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "service_tier": (None, "auto", "standard_only"),
+    "speed": (None, "standard"),
+    "container": (None,),
+    "context_management": (None,),
+    "diagnostics": (None,),
+    "inference_geo": (None,),
+    "mcp_servers": (None, []),
+}
+_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_NULL = msgspec.Raw(b"null")
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice`."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool of the client's own; those that Anthropic runs are refused by their type."""
+
+    name: str
+    input_schema: msgspec.Raw
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: msgspec.Raw = _NULL
+    eager_input_streaming: bool | None = None  # arguments always come as they are made
+    input_examples: list[Any] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """`thinking`."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class Format(msgspec.Struct, forbid_unknown_fields=True):
+    """`output_config.format`, and `output_format` of its beta."""
+
+    type: str
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """`output_config`."""
+
+    effort: str | None = None
+    format: Format | None = None
+
+
+class Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    """`metadata`: taken, without effect."""
+
+    user_id: str | None = None
+
+
+class Prompt(msgspec.Struct, kw_only=True):
+    """What is counted: the fields of /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[msgspec.Raw] | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer's text must be."""
+        asked, name = self.output_format, "output_format"
+        if self.output_config is not None and self.output_config.format is not None:
+            if asked is not None:
+                raise BadRequest("output_format and output_config.format are the same: send one", param=name)
+            asked, name = self.output_config.format, "output_config.format"
+        if asked is None:
+            return None
+        if asked.type != "json_schema":
+            raise BadRequest(f"{name}.type must be json_schema", param=f"{name}.type")
+        return Constraint(kind=JSON_SCHEMA, text=bytes(asked.schema).decode(errors="replace"), param=name)
+
+
+class MessagesRequest(Prompt, kw_only=True):
+    """The fields of /v1/messages that are honoured."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+    def params(self, vocab_size: int) -> SamplingParams:
+        """SamplingParams, range-checked."""
+        given = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": tuple(self.stop_sequences or ()),
+        }
+        return sampling(given, vocab_size, names={"stop": "stop_sequences"})
+
+
+def parse(body: bytes, shape: type[T]) -> T:
+    """The request as `shape`, every field of it accounted for."""
+    try:
+        return request_fields.parse(body, shape, IGNORED, NEUTRAL)
+    except BadRequest as error:
+        raise reworded(error) from None
+
+
+def conversation_of(served: Served, asked: Prompt) -> Conversation:
+    """The conversation that a request asks for."""
+    try:
+        tools = _chosen(asked)
+        said = turns(asked.messages, asked.system)
+    except BadRequest as error:
+        raise reworded(error) from None
+    if not said:
+        raise BadRequest("messages: at least one message is required", param="messages")
+    last = said[-1]
+    continues = last["role"] == "assistant"
+    if continues and last.get("tool_calls"):
+        raise BadRequest(
+            "messages: the last message calls tools, and nothing answers it",
+            cure="add tool_result blocks",
+            param="messages",
+        )
+    if continues and asked.thinking is not None and asked.thinking.type == "enabled":
+        raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+    return Conversation(said, tools, _thinking(served, asked), continues=continues)
+
+
+async def encode(served: Served, asked: Conversation) -> list[int]:
+    """Tokens of the conversation, through the model's own template."""
+    try:
+        return await conversation.encode(served, asked)
+    except BadRequest as error:
+        if error.code == "context_length_exceeded":  # the words that clients look for
+            error.message = f"prompt is too long: {error.message}"
+            error.param = None
+        raise
+
+
+def room(served: Served, prompt: list[int]) -> int:
+    """How many tokens the context leaves for the answer: at least one, or the prompt is refused."""
+    most = served.info.context - 1
+    if len(prompt) > most:
+        raise BadRequest(f"prompt is too long: {len(prompt)} tokens > {most} maximum", code="context_length_exceeded")
+    return most + 1 - len(prompt)
+
+
+def _chosen(asked: Prompt) -> Tools:
+    items = asked.tools or []
+    request_tools.check_count(items)
+    made = [_tool(f"tools[{i}]", raw) for i, raw in enumerate(items)]
+    request_tools.check_distinct(made)
+    choice = asked.tool_choice
+    if choice is None:
+        return request_tools.choose(made, None)
+    if choice.type not in _CHOICES:
+        raise BadRequest(f"tool_choice.type: must be one of {', '.join(_CHOICES)}", param="tool_choice.type")
+    if (choice.name is not None) != (choice.type == "tool"):
+        raise BadRequest("tool_choice.name: belongs to the type tool, which needs it", param="tool_choice.name")
+    return request_tools.choose(made, _CHOICES[choice.type], choice.name, not choice.disable_parallel_tool_use)
+
+
+def _tool(where: str, raw: msgspec.Raw) -> Tool:
+    kind = request_tools.at(where, raw, request_tools.Kind).type
+    if kind not in (None, "custom"):
+        raise BadRequest(
+            f"{where}.type: {kind[:64]} is a tool that a server runs, and there are none here",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    given: CustomTool = request_tools.at(where, raw, CustomTool)
+    for name, value in (
+        ("input_examples", given.input_examples),
+        ("defer_loading", given.defer_loading),
+        ("allowed_callers", given.allowed_callers not in (None, [], ["direct"])),
+    ):
+        if value:
+            place = f"{where}.{name}"
+            raise BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter")
+    return request_tools.tool(where, given.name, given.description, given.input_schema, given.strict, "input_schema")
+
+
+def _thinking(served: Served, asked: Prompt) -> dict[str, Any]:
+    """Keywords for the template. No word means no thinking, as it does for Anthropic, where that can be said."""
+    effort = None if asked.output_config is None else asked.output_config.effort
+    made = {} if effort is None else conversation.thinking(served, None, effort, "output_config.effort")
+    wanted = asked.thinking
+    if wanted is None:
+        return made or (
+            conversation.thinking(served, False, None, "thinking") if conversation.can_switch(served) else {}
+        )
+    if wanted.display not in (None, "summarized"):
+        raise BadRequest(
+            "thinking.display: not supported: thinking is shown", param="thinking.display", code="unsupported_parameter"
+        )
+    if wanted.type == "disabled":
+        return made | conversation.thinking(served, False, None, "thinking")
+    if wanted.type == "adaptive":  # as much as the model will, which may be nothing
+        return made | (conversation.thinking(served, True, None, "thinking") if conversation.can_switch(served) else {})
+    if wanted.type != "enabled":
+        raise BadRequest("thinking.type: must be enabled, disabled or adaptive", param="thinking.type")
+    if wanted.budget_tokens is None:
+        raise BadRequest("thinking.budget_tokens: Field required", param="thinking.budget_tokens")
+    if wanted.budget_tokens < 1:
+        raise BadRequest("thinking.budget_tokens: must be at least 1", param="thinking.budget_tokens")
+    if "thinking_budget" in conversation.template_reads(served):
+        made["thinking_budget"] = wanted.budget_tokens
+    return made | conversation.thinking(served, True, None, "thinking")

@@ -1,0 +1,144 @@
+"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's shape.
+
+Owns the two routes, the framing of streams and the shape of every error at these paths. What a request may say is
+`request.py`, what is answered `answers.py`. See docs/server.md for what each field does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.chat.types import Generation
+from quire.observe.errors import QuireError
+from quire.server import errors
+from quire.server.anthropic.answers import PING, Answer, Stream
+from quire.server.anthropic.request import (
+    IGNORED,
+    NEUTRAL,
+    MessagesRequest,
+    Prompt,
+    conversation_of,
+    encode,
+    parse,
+    room,
+)
+from quire.server.anthropic.turns import dotted
+from quire.server.bodies import read_json
+from quire.server.feed import Feed
+from quire.server.replies import EventStream, named_event, reply
+from quire.server.server import Server
+from quire.server.shared import conversation
+from quire.server.shared.compat import Endpoint, Fields
+
+PATH = "/v1/messages"
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def register(app: FastAPI, server: Server) -> None:
+    """Add the routes."""
+    errors.SHAPES[PATH] = shape
+
+    async def messages(request: Request) -> Response:
+        arrived = time.monotonic()
+        asked = parse(await read_json(request), MessagesRequest)
+        served = await server.resolve(request, asked.model)
+        served.generates()
+        sampling = asked.params(served.info.vocab_size)
+        said = conversation_of(served, asked)
+        wanted = asked.constraint()
+        prompt = await encode(served, said)
+        left = room(served, prompt)
+        # max_tokens must be sent here, and clients send large ones: the context may end the answer first, and says so.
+        sampling = msgspec.structs.replace(sampling, max_tokens=min(asked.max_tokens, left))
+        reading, constraint = await conversation.answering(served, prompt, said.tools, wanted)
+        made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+        feed = Feed(served, [made], request.receive, arrived)
+        stream = Stream(Answer(served.name, len(prompt), asked.max_tokens > left))
+        if asked.stream:
+            return _NamedEvents(feed, stream)
+        async with feed:
+            async for items in feed.batches():
+                for _ in stream.news(items):
+                    pass
+        return reply(stream.whole())
+
+    async def count_tokens(request: Request) -> Response:
+        asked = parse(await read_json(request), Prompt)
+        served = await server.resolve(request, asked.model)
+        served.generates()
+        return reply({"input_tokens": len(await encode(served, conversation_of(served, asked)))})
+
+    app.add_api_route(PATH, messages, methods=["POST"], response_model=None)
+    app.add_api_route(f"{PATH}/count_tokens", count_tokens, methods=["POST"], response_model=None)
+
+
+def shape(error: QuireError) -> tuple[int, object]:
+    """An error as Anthropic's clients read it: the message names the field, `details` has Quire's stable code."""
+    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    said = errors.text(error)
+    if error.param is not None:
+        where = dotted(error.param)
+        said = said.replace(error.param, where, 1) if error.param in said else f"{where}: {said}"
+    what = {"type": kind, "message": said, "details": {"error_code": error.code}}
+    return error.status, {"type": "error", "error": what}
+
+
+class _NamedEvents(EventStream):
+    """Anthropic's framing: every event has a name, and the last one has said that it is the last."""
+
+    frame = staticmethod(named_event)
+    waiting = named_event(PING)
+    done = b""
+
+
+_USER = [{"role": "user", "content": "hi"}]
+COMPAT = (
+    Endpoint(
+        dialect="Anthropic",
+        method="POST",
+        path="/v1/messages",
+        fields=(
+            Fields(
+                shape=MessagesRequest,
+                ignored=IGNORED,
+                neutral=NEUTRAL,
+                notes={
+                    "max_tokens": "a bound: the context may end the answer first, and `stop_reason` says so",
+                    "temperature": "may go beyond Anthropic's 1",
+                    "metadata": "`user_id`; without effect",
+                    "system": "text or text blocks",
+                    "messages": "text, tool_use, tool_result and thinking blocks; an assistant's last message is continued",
+                    "tools": "the client's own; of a model whose template has tools",
+                    "tool_choice": "`any` and `tool` are enforced",
+                    "thinking": "`enabled` of a model that reasons; the budget is a target",
+                    "output_config": "`format` is enforced; `effort` as the template can be told it",
+                    "output_format": "the older place of `output_config.format`",
+                },
+            ),
+        ),
+        example={"model": "", "max_tokens": 4, "messages": _USER},
+        surface="model max_tokens messages system stop_sequences temperature top_p top_k tools tool_choice thinking metadata stream",
+    ),
+    Endpoint(
+        dialect="Anthropic",
+        method="POST",
+        path="/v1/messages/count_tokens",
+        what="Renders and counts the same prompt, and runs nothing.",
+        fields=(Fields(shape=Prompt, ignored=IGNORED, neutral=NEUTRAL),),
+        example={"model": "", "messages": _USER},
+        surface="model messages system tools tool_choice thinking",
+    ),
+)

@@ -1,0 +1,247 @@
+"""Messages in Anthropic's shape as turns for a template, and every refusal in Anthropic's words.
+
+A block is looked at one at a time and undecoded until its type is known. Results of tools, which come inside of user
+messages, become turns of their own; turns of one role that follow each other are one, as they are for Anthropic. Places
+are dotted (`messages.0.content.1.type`). Knows nothing of requests' other fields, answers or streams.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from quire.observe.errors import BadRequest
+from quire.server import bodies
+from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
+
+ROLES = frozenset({"user", "assistant", "system"})
+LATER = frozenset(
+    {
+        "redacted_thinking",
+        "search_result",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "tool_reference",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+    }
+)
+OWNERS = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user"}  # whose messages have such blocks
+# Claude Code writes a line about itself at the head of its system prompt. It differs in every request, so leaving it in
+# would compute the whole prompt anew each time.
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+_INDEX = re.compile(r"\[(\d+)\]")
+_NULL = msgspec.Raw(b"null")
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
+    """One message."""
+
+    role: str
+    content: str | list[msgspec.Raw]
+
+
+class Block(msgspec.Struct):
+    """Any content block."""
+
+    type: str
+
+
+class TextBlock(msgspec.Struct, forbid_unknown_fields=True):
+    """A text block, with what clients echo back from an answer."""
+
+    type: str
+    text: str
+    cache_control: msgspec.Raw = _NULL  # any: it cannot change the tokens
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True):
+    """Reasoning, sent back. Whatever its signature: there is nothing secret in it."""
+
+    type: str
+    thinking: str
+    signature: str | None = None
+    cache_control: msgspec.Raw = _NULL
+
+
+class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True):
+    """A call, sent back."""
+
+    type: str
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: msgspec.Raw = _NULL
+    caller: msgspec.Raw = _NULL
+    toolset_name: str | None = None
+    partial_json: str | None = None  # ours: the arguments of a call that was cut
+
+
+class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True):
+    """What a tool answered."""
+
+    type: str
+    tool_use_id: str
+    content: str | list[msgspec.Raw] | None = None
+    is_error: bool | None = None
+    cache_control: msgspec.Raw = _NULL
+    toolset_name: str | None = None
+
+
+def turns(messages: list[Turn], system: str | list[msgspec.Raw] | None) -> list[dict[str, Any]]:
+    """The conversation for the template; empty where there are no messages."""
+    check_count(messages)
+    made: list[dict[str, Any]] = []
+    history = History()
+    if system is not None and messages:
+        _add(made, {"role": "system", "content": _plain("system", system)})
+    for i, turn in enumerate(messages):
+        if turn.role not in ROLES:
+            where = f"messages.{i}.role"
+            raise BadRequest(f"{where}: must be one of {', '.join(sorted(ROLES))}", param=where)
+        where = f"messages.{i}.content"
+        if turn.role == "system":
+            _add(made, {"role": "system", "content": _plain(where, turn.content)})
+        elif isinstance(turn.content, str):
+            _add(made, {"role": turn.role, "content": turn.content})
+        elif turn.role == "user":
+            _add_user(made, where, turn.content, history)
+        else:
+            _add(made, _assistant(where, turn.content, history))
+    return made
+
+
+def _add(made: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Put a turn at the end, or into the last one where both are the same side's."""
+    role = turn["role"]
+    if role == "system" and not turn["content"]:
+        return  # nothing was said, or only what was left out
+    last = made[-1] if made else None
+    if last is None or last["role"] != role or role == "tool":
+        made.append(turn)
+        return
+    last["content"] = "\n".join(text for text in (last["content"], turn["content"]) if text)
+    if "reasoning_content" in turn:
+        last["reasoning_content"] = "\n".join(
+            text for text in (last.get("reasoning_content"), turn["reasoning_content"]) if text
+        )
+    if "tool_calls" in turn:
+        last["tool_calls"] = [*last.get("tool_calls", []), *turn["tool_calls"]]
+
+
+def _add_user(made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw], history: History) -> None:
+    """Results of tools and texts in their order; texts that follow each other are one turn."""
+    if not blocks:
+        _add(made, {"role": "user", "content": ""})
+    for j, raw in enumerate(blocks):
+        place = f"{where}.{j}"
+        block = _block(place, raw, "user")
+        if isinstance(block, ToolResultBlock):
+            text = _result(f"{place}.content", block)
+            _add(made, history.answered(f"{place}.tool_use_id", block.tool_use_id, text))
+        elif isinstance(block, TextBlock):
+            _add(made, {"role": "user", "content": block.text})
+
+
+def _result(where: str, block: ToolResultBlock) -> str:
+    """What a tool said. No template knows of errors, so a failure says so itself."""
+    content = block.content or ""
+    text = (
+        content if isinstance(content, str) else "\n".join(_text(f"{where}.{k}", raw) for k, raw in enumerate(content))
+    )
+    if block.is_error and not text.lower().startswith("error"):
+        return f"Error: {text}" if text else "Error"
+    return text
+
+
+def _assistant(where: str, blocks: list[msgspec.Raw], history: History) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for j, raw in enumerate(blocks):
+        place = f"{where}.{j}"
+        block = _block(place, raw, "assistant")
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            if len(calls) == MAX_CALLS:
+                raise BadRequest(f"{where}: at most {MAX_CALLS} calls are taken", param=where)
+            arguments = block.partial_json or arguments_text(f"{place}.input", block.input)
+            calls.append(history.called(place, block.id, block.name, arguments))
+    made: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        made["reasoning_content"] = "\n".join(thoughts)
+    return made | {"tool_calls": calls} if calls else made
+
+
+def _plain(where: str, content: str | list[msgspec.Raw]) -> str:
+    """The text of a system prompt, without Claude Code's own line."""
+    texts = [content] if isinstance(content, str) else [_text(f"{where}.{j}", raw) for j, raw in enumerate(content)]
+    stripped = [_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts]
+    return "\n".join(text for text in stripped if text)
+
+
+def _text(where: str, raw: msgspec.Raw) -> str:
+    block = _block(where, raw, None)
+    return block.text if isinstance(block, TextBlock) else ""
+
+
+def _block(
+    where: str, raw: msgspec.Raw, role: str | None
+) -> TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock:
+    """A block, or a refusal that names it. `role` is whose message it is in; none: only text may be here."""
+    shapes: dict[str, Any] = {"tool_use": ToolUseBlock, "tool_result": ToolResultBlock, "thinking": ThinkingBlock}
+    try:
+        kind = bodies.parse(raw, Block).type
+        if kind == "text":
+            block = bodies.parse(raw, TextBlock)
+            if not block.citations:
+                return block
+            raise BadRequest("citations: not supported yet", param="citations")
+        if kind in shapes and role is not None and OWNERS[kind] == role:
+            return bodies.parse(raw, shapes[kind])
+    except BadRequest as error:
+        raise reworded(error, where) from None
+    if kind in LATER:
+        what = f"{kind} blocks are not supported yet"
+    elif kind in OWNERS:
+        what = f"{kind} blocks belong in messages of the role {OWNERS[kind]}"
+    else:
+        what = "this model takes text only, so type must be text"
+    raise BadRequest(f"{where}.type: {what}", param=f"{where}.type", code="unsupported_content")
+
+
+# Words
+
+
+def dotted(path: str) -> str:
+    """A field's place as Anthropic writes it: `messages.0.content`."""
+    return _INDEX.sub(r".\1", path)
+
+
+def reworded(error: BadRequest, under: str = "") -> BadRequest:
+    """The same refusal with Anthropic's words and the whole place; `under` is where the value that was parsed lies."""
+    if error.code == "invalid_json" or not (error.param or under):
+        return error
+    param = error.param or ""
+    where = ".".join(part for part in (under, dotted(param)) if part)
+    if error.code == "unknown_parameter" or "contains unknown field" in error.message:
+        what, code = "Extra inputs are not permitted", "unknown_parameter"
+    elif "missing required field" in error.message:
+        what, code = "Field required", error.code
+    else:
+        what, code = error.message.removeprefix(f"{param}: "), error.code
+        what = what.replace(param, where, 1) if param else what
+    said = what if what.startswith(where) else f"{where}: {what}"
+    return BadRequest(said, cure=error.cure, param=where, code=code)

@@ -1,0 +1,13 @@
+"""llama.cpp's own routes."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from quire.server.llama_cpp import routes
+from quire.server.server import Server
+
+
+def register(app: FastAPI, server: Server) -> None:
+    """Add the routes."""
+    routes.register(app, server)

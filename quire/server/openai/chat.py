@@ -1,0 +1,219 @@
+"""POST /v1/chat/completions, in OpenAI's shape with vLLM's and llama.cpp's extra fields.
+
+Owns the request struct and the rules between its fields. Messages, tools and the way to the model are shared with other dialects
+(`shared/messages.py`, `tools.py`, `conversation.py`); answers are `chat_answers.py`. See docs/server.md for what each field does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.observe.errors import BadRequest
+from quire.runner.params import MAX_LOGPROBS
+from quire.server import bodies
+from quire.server.bodies import read_json
+from quire.server.feed import Feed
+from quire.server.openai.chat_answers import AnswerFields, Stream, whole
+from quire.server.replies import EventStream
+from quire.server.served import Served
+from quire.server.server import Server
+from quire.server.shared import conversation
+from quire.server.shared import fields as request_fields
+from quire.server.shared.answers import envelope
+from quire.server.shared.compat import SAMPLING, Endpoint, Fields
+from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
+from quire.server.shared.fields import parse
+from quire.server.shared.messages import ChatMessage, turns
+from quire.server.shared.sampling import generation
+from quire.server.shared.tools import NOTHING, Raw, at, openai_choice, openai_tools
+
+TIERS = (None, "auto", "default")
+MAX_DOCUMENTS = 1024
+
+
+class ChatRequest(AnswerFields, kw_only=True):
+    """The fields of a chat request that are honoured."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    tools: list[Raw] | None = None
+    tool_choice: Raw = NOTHING
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Raw] | None = None
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """`prediction`: taken, and not used."""
+
+    type: str
+    content: str | list[dict[str, str]]
+
+
+def register(app: FastAPI, server: Server) -> None:
+    """Add the route."""
+
+    async def chat_completions(request: Request) -> Response:
+        arrived = time.monotonic()
+        asked = parse(await read_json(request), ChatRequest)
+        served = await server.resolve(request, asked.model)
+        served.generates()
+        _check(asked)
+        sampling = asked.params(
+            served.info.vocab_size,
+            max_tokens=_max_tokens(asked),
+            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        )
+        said = _conversation(served, asked)
+        prompt = await conversation.encode(served, said)
+        max_param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+        check_prompt(served, prompt, sampling.max_tokens, "messages", max_param)
+        made = generation(asked, prompt, sampling)
+        reading, constraint = await conversation.answering(served, prompt, said.tools, made.constraint)
+        made = replace(made, reading=reading, constraint=constraint)
+        feed = Feed(served, [made], request.receive, arrived)
+        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        head = envelope(served, asked, "chatcmpl", kind)
+        if asked.stream:
+            return EventStream(feed, Stream(asked, head, prompt, sampling.n))
+        return Response(await whole(feed, asked, head, prompt), media_type="application/json")
+
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
+
+
+def _check(asked: ChatRequest) -> None:
+    asked.check()
+    if asked.top_logprobs is not None:
+        if not asked.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if not 0 <= asked.top_logprobs <= MAX_LOGPROBS:
+            raise BadRequest(
+                f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
+            )
+    if asked.service_tier not in TIERS:
+        raise BadRequest(
+            "service_tier is not supported: the only accepted value is auto or default",
+            param="service_tier",
+            code="unsupported_parameter",
+        )
+    if (
+        bytes(asked.prediction) not in (b"", b"null")
+        and at("prediction", asked.prediction, Prediction).type != "content"
+    ):
+        raise BadRequest("prediction.type must be content", param="prediction.type")
+    if asked.echo:
+        raise BadRequest("echo is for /v1/completions", param="echo")
+    if asked.add_special_tokens:
+        raise BadRequest(
+            "add_special_tokens is not supported here: the template writes them", param="add_special_tokens"
+        )
+
+
+def _max_tokens(asked: ChatRequest) -> int | None:
+    old, new = asked.max_tokens, asked.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise BadRequest(f"max_tokens is {old} but max_completion_tokens is {new}: send one", param="max_tokens")
+    value = old if new is None else new
+    if value is not None and value < 1:
+        name = "max_tokens" if new is None else "max_completion_tokens"
+        raise BadRequest(f"{name} is {value}: it must be at least 1", param=name)
+    return value
+
+
+def _conversation(served: Served, asked: ChatRequest) -> Conversation:
+    """The conversation that a request asks for."""
+    continues = bool(asked.continue_final_message)
+    if continues and asked.messages and asked.messages[-1].role != "assistant":
+        raise BadRequest(
+            "continue_final_message needs the last message to be the assistant's", param="continue_final_message"
+        )
+    if continues and asked.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
+        )
+    kwargs = template_kwargs(asked.chat_template_kwargs)
+    effort = asked.reasoning_effort
+    if effort is not None:
+        kwargs = conversation.thinking(served, None, effort, "reasoning_effort") | kwargs
+    return Conversation(
+        turns(served, asked.messages),
+        openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls),
+        kwargs,
+        asked.add_generation_prompt is not False,
+        continues,
+        _documents(asked.documents),
+    )
+
+
+def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:
+    if not items:
+        return None
+    if len(items) > MAX_DOCUMENTS:
+        raise BadRequest(f"documents has {len(items)} items: at most {MAX_DOCUMENTS} are taken", param="documents")
+    made: list[dict[str, Any]] = []
+    for i, raw in enumerate(items):
+        made.append(at(f"documents[{i}]", raw, dict[str, Any]))
+        bodies.bounded(f"documents[{i}]", made[-1])
+    return made
+
+
+_USER = [{"role": "user", "content": "hi"}]
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path="/v1/chat/completions",
+        what="OpenAI's fields, and vLLM's and llama.cpp's beside them.",
+        fields=(
+            Fields(
+                shape=ChatRequest,
+                ignored=request_fields.IGNORED,
+                neutral=request_fields.NEUTRAL,
+                refused={
+                    "echo": (True, "for `/v1/completions`"),
+                    "add_special_tokens": (True, "the template writes them; false and null are fine"),
+                },
+                notes=SAMPLING
+                | {
+                    "max_completion_tokens": "the newer name of `max_tokens`; if both are sent they must agree",
+                    "logprobs": "",
+                    "top_logprobs": "0 to 20; needs `logprobs`",
+                    "add_generation_prompt": "true by default",
+                    "chat_template_kwargs": "words for the template; not the names that the server itself sets",
+                    "tools": "functions, up to 1024; of a model whose template has tools",
+                    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
+                    "parallel_tool_calls": "false: at most one call, enforced",
+                    "reasoning_effort": "what the template can be told: an effort, or on and off; else refused",
+                    "include_reasoning": "false leaves it out of the answer",
+                    "continue_final_message": "the answer goes on with the last message, the assistant's",
+                    "documents": "of a model whose template has a place for them",
+                    "timings_per_token": "llama.cpp's `timings`",
+                    "service_tier": "`auto` or `default`",
+                    "prediction": "checked and not used; the usage says so",
+                },
+            ),
+        ),
+        example={"messages": _USER},
+        surface="timings_per_token functions function_call modalities audio web_search_options moderation "
+        "messages model max_completion_tokens max_tokens n stream stream_options temperature top_p stop seed logprobs top_logprobs "
+        "logit_bias frequency_penalty presence_penalty tools tool_choice parallel_tool_calls response_format reasoning_effort "
+        "verbosity prediction service_tier user safety_identifier prompt_cache_key store metadata "
+        "top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens "
+        "skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens prompt_logprobs allowed_token_ids bad_words echo "
+        "add_generation_prompt continue_final_message add_special_tokens documents chat_template chat_template_kwargs "
+        "structured_outputs priority request_id session_id return_token_ids return_tokens_as_token_ids cache_salt "
+        "kv_transfer_params thinking_token_budget include_reasoning use_beam_search",
+    ),
+)
