@@ -49,32 +49,16 @@ class Listener(Protocol):
     def removed(self, event: Removed) -> None: ...
 
 
-class Listeners:
-    """All who listen to one tree."""
-
-    __slots__ = ("_all",)
-
-    def __init__(self) -> None:
-        self._all: list[Listener] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    def add(self, listener: Listener) -> None:
-        self._all.append(listener)
-
-    def drop(self, listener: Listener) -> None:
-        """It is told nothing more. Harmless for one that does not listen."""
-        self._all = [other for other in self._all if other is not listener]
-
-    def tell(self, event: Stored | Removed, only: Listener | None = None) -> None:
-        """Tell everybody, or only that one."""
-        for listener in self._all if only is None else [one for one in self._all if one is only]:
-            try:
-                if isinstance(event, Stored):
-                    listener.stored(event)
-                else:
-                    listener.removed(event)
-            except Exception:
-                log.exception("a listener to cache events failed, and is told nothing more: %r", listener)
-                self.drop(listener)
+def tell(listeners: list[Listener], event: Stored | Removed, only: Listener | None = None) -> None:
+    """Tell all of them, or only that one. One that raises is taken off the list."""
+    for listener in list(listeners):
+        if only is not None and listener is not only:
+            continue
+        try:
+            if isinstance(event, Stored):
+                listener.stored(event)
+            else:
+                listener.removed(event)
+        except Exception:
+            log.exception("a listener to cache events failed, and is told nothing more: %r", listener)
+            listeners.remove(listener)

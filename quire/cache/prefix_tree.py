@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from quire.cache.events import DEVICE, Listener, Listeners, Removed, Stored
+from quire.cache.events import DEVICE, Listener, Removed, Stored, tell
 from quire.cache.groups import Full, Group
 from quire.cache.invariants import Books
 from quire.cache.keys import Keys
@@ -55,7 +55,7 @@ class PrefixTree:
         self._idle: list[OrderedDict[Node, None]] = [OrderedDict() for _ in self._all]  # the first goes first
         self._owned = [0] * len(self.pools)  # pages in the tree
         self.keys: Keys | None = None  # of its pages, see name_pages
-        self._listeners = Listeners()
+        self._listeners: list[Listener] = []
         self.evictions = 0
         self.queries = 0
         self.hits = 0
@@ -264,13 +264,13 @@ class PrefixTree:
 
     def listen(self, listener: Listener) -> None:
         """Tell it of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
-        self._listeners.add(listener)
+        self._listeners.append(listener)
         if self.keys is not None:
             self._tell_all(listener)
 
     def unlisten(self, listener: Listener) -> None:
         """Tell it nothing more."""
-        self._listeners.drop(listener)
+        self._listeners = [other for other in self._listeners if other is not listener]
 
     def address(self, node: Node) -> bytes | None:
         """The key of a node's page; of a root, where its chain begins. None as long as pages have no keys."""
@@ -299,12 +299,12 @@ class PrefixTree:
         if key is None or parent is None or isinstance(node.key, str):
             return
         before = None if parent.parent is None else parent.address
-        self._listeners.tell(Stored(key, before, node.key, g, DEVICE, node.pages[g]), only)
+        tell(self._listeners, Stored(key, before, node.key, g, DEVICE, node.pages[g]), only)
 
     def _tell_removed(self, node: Node, g: int, page: int) -> None:
         key = self.address(node)
         if key is not None:
-            self._listeners.tell(Removed(key, g, DEVICE, page))
+            tell(self._listeners, Removed(key, g, DEVICE, page))
 
     # ---- inside
 

@@ -236,7 +236,7 @@ class Engine:
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""
         self._expire()
-        if self.pages is not None:
+        if self.pages is not None and self.pages.wanted:
             self.pages.advance()
         if self._gate is not None and self._gate.holding:
             self._prepared(self._gate)

@@ -7,6 +7,7 @@ no feature.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.cache.events import Listener
@@ -25,13 +26,16 @@ class Names(Protocol):
 
 
 class Pages:
-    """The pages of one engine's tree. `loader` is the scheduler's source."""
+    """The pages of one engine's tree. As long as they are not `wanted`, there is nothing to do before a step."""
 
-    def __init__(self, tree: PrefixTree, names: Names, loader: Loader) -> None:
+    def __init__(self, tree: PrefixTree, names: Names, loader: Loader, use: Callable[[Loader], None]) -> None:
+        """`use` makes the loader the scheduler's source."""
+        self.wanted = False
         self._tree = tree
         self._names = names
         self._loader = loader
-        self._wanted = self._named = False
+        self._use = use
+        self._named = False
 
     def listen(self, listener: Listener) -> None:
         """From now on tell it what is cached, beginning with what is cached already: at once, or from the first step on in
@@ -46,17 +50,17 @@ class Pages:
     def load_from(self, tier: Tier | None) -> None:
         """From now on look there for what the tree does not have. Loads that have begun go on."""
         self._loader.tier = tier
+        self._use(self._loader)
         self._name()
 
     def advance(self) -> None:
         """What is to be done before a step; it takes no waiting."""
-        if self._wanted:
-            self._name()
-            self._loader.advance()
+        self._name()
+        self._loader.advance()
 
     def wait(self, seconds: float) -> bool:
         """Return when pages on their way may have come, or after so long. False: there are none to be waited for."""
-        return self._wanted and self._loader.wait(seconds)
+        return self._loader.wait(seconds)
 
     def close(self) -> None:
         """Stop what runs in the background, and see to it that nobody writes a page any more."""
@@ -64,8 +68,8 @@ class Pages:
         self._names.close()
 
     def _name(self) -> None:
-        if not self._wanted:
-            self._wanted = True
+        if not self.wanted:
+            self.wanted = True
             self._names.start()
         if not self._named and (keys := self._names.keys()) is not None:
             self._named = True

@@ -52,7 +52,6 @@ class Scheduler:
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
     `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
-    `source`  where pages come from that the tree does not have
     `vectors` requests may want a vector of their tokens in place of an answer
     """
 
@@ -69,7 +68,6 @@ class Scheduler:
         prefix_cache: bool = True,
         vectors: bool = False,
         policy: Policy | None = None,
-        source: Source | None = None,
     ) -> None:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least one sequence must be able to run")
@@ -89,7 +87,7 @@ class Scheduler:
         self._vectors = vectors
         self._policy = FairShare() if policy is None else policy
         self._queue = Queue()
-        self._loads = None if source is None else Loads(tree, source, slots)
+        self._loads: Loads | None = None
         self._running: list[Sequence] = []  # sorted by order
         self._cuts: dict[str, int] = {}  # in this plan: sequences that got less than they asked for, by the reason
         self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
@@ -139,6 +137,11 @@ class Scheduler:
             drafted_tokens=self._drafted,
             accepted_tokens=self._guessed,
         )
+
+    def load_from(self, source: Source) -> None:
+        """From now on a waiting sequence may wait for pages that the source has and the tree has not."""
+        if self._loads is None:
+            self._loads = Loads(self.tree, source, len(self._slots) + len(self._running))
 
     # ---- requests come and go
 

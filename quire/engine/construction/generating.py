@@ -110,8 +110,8 @@ def build_writing(
     )
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
-    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides, loader)
-    pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides)
+    pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
     return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle, pages=pages), info
 
 
@@ -152,7 +152,6 @@ def _scheduler(
     drafts: int,
     step_drafts: int,
     guides: Guides,
-    loader: Loader,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(
@@ -164,7 +163,6 @@ def _scheduler(
         limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
-        source=loader,
     )
 
 
