@@ -520,7 +520,7 @@ class Run:
     def finish(self, steps: int) -> None:
         """Everything is over: compare with the naive answers, and look for leaks."""
         report = self.report
-        while self.scheduler._loads:  # some go on when nobody waits any more
+        while self.loader is not None and self.scheduler._loads:  # some go on when nobody waits any more
             self.time.tick()
             self.loader.advance()
             self.scheduler.plan()

@@ -47,7 +47,7 @@ MODULES = {
 }
 
 
-UNCHANGED = ('"""\n\nfrom __future__',) * 2  # what is replaced, and by what, in a copy without a fault
+UNCHANGED = '"""\n\nfrom __future__'  # what is replaced by itself, in a copy without a fault
 
 
 @dataclass
@@ -559,7 +559,7 @@ def made_of(lease: ModuleType) -> ModuleType:
     kept = sys.modules["quire.cache.lease"]
     sys.modules["quire.cache.lease"] = lease
     try:
-        return replaced(Fault("none", "tree", *UNCHANGED))
+        return replaced(Fault("none", "tree", UNCHANGED, UNCHANGED))
     finally:
         sys.modules["quire.cache.lease"] = kept
 
@@ -601,6 +601,6 @@ def test_the_device_alone_notices(fault: Fault) -> None:
 
 def test_unbroken_copies_pass() -> None:
     """The way a fault is planted is not itself a fault."""
-    copies = {part: planted(Fault("none", part, *UNCHANGED)) for part in MODULES}
+    copies = {part: planted(Fault("none", part, UNCHANGED, UNCHANGED)) for part in MODULES}
     copies["tree"] = copies.pop("lease")
     assert fuzz(0, 30, parts=replace(Parts(), **copies)).runs == 90

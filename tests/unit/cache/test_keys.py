@@ -73,7 +73,7 @@ def test_two_processes_give_the_same_keys() -> None:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_of_the_fingerprint_changes_every_key(name: str) -> None:
-    one, other = keys(), keys(**{name: PARTS[name] + "x"})
+    one, other = keys(), keys(4, **{name: PARTS[name] + "x"})
     for namespace in ("", "tenant"):
         ours = one.chain(one.root(namespace), range(8))
         theirs = other.chain(other.root(namespace), range(8))
