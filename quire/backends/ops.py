@@ -309,6 +309,15 @@ class Tells(Protocol):
         ...
 
 
+@runtime_checkable
+class Computes(Protocol):
+    """A backend that can say which others compute the same bits."""
+
+    def computes(self) -> str:
+        """The same text wherever the same model gives the same keys and values, to the bit, and another one where it may not."""
+        ...
+
+
 def check_kv(kv: KV, backend: Backend) -> None:
     """Raises Unsupported where the backend does not keep K and V that way."""
     if any(own.state for own in kv.groups) and not backend.kv_states:

@@ -21,68 +21,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
+from quire.cache.events import DEVICE, Listener, Removed, Stored, tell
 from quire.cache.groups import Full, Group
+from quire.cache.invariants import Books
+from quire.cache.keys import Keys
+from quire.cache.lease import Lease, Node
 from quire.cache.pool import Pool
-
-
-class Node:
-    """One full page of tokens of one prefix. `pages[g]` is its page in group g, or -1; a root has its namespace for a key."""
-
-    __slots__ = ("key", "kids", "pages", "parent", "pins", "refs")
-
-    def __init__(self, key: tuple[int, ...] | str, pages: list[int], parent: Node | None) -> None:
-        self.key = key
-        self.pages = pages
-        self.parent = parent  # None: the root of a namespace
-        self.kids: dict[tuple[int, ...] | str, Node] = {}
-        self.pins = 0  # leases that end here
-        self.refs = [0] * len(pages)
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """The right to one row of pages in each group. The rows are equally long; -1 stands where a page is gone."""
-
-    namespace: str
-    root: Node
-    path: list[Node]  # a node for each shared page
-    rows: list[list[int]]  # rows[g][: len(path)] are the tree's, the rest is this lease's alone
-    low: list[int]  # rows[g][: low[g]] are gone
-    matched: int  # pages that were found, not computed
-    room: int  # tokens that the rows have pages for
-    due: int  # with that many tokens verified there is a page to publish, and perhaps one to forget
-    dirty: int = 0  # rows[g][dirty:] may differ from what the runner was last told
-    worth: frozenset[int] = frozenset()  # places in the rows of sparse groups where a page is worth having ...
-    likely: frozenset[int] = frozenset()  # ... and those among them that somebody will likely ask for
-
-    @property
-    def shared(self) -> int:
-        """Pages that belong to the tree."""
-        return len(self.path)
-
-    @property
-    def pages(self) -> list[int]:
-        """The row of the first group."""
-        return self.rows[0]
-
-    @property
-    def node(self) -> Node:
-        """The deepest node it has."""
-        return self.path[-1] if self.path else self.root
-
-    def changes(self) -> tuple[int, list[int], list[list[int]]]:
-        """What to tell the runner now: where the rows change, the first group's new end, and those of further groups.
-
-        Empty when nothing changed.
-        """
-        dirty, first = self.dirty, self.rows[0]
-        if dirty >= len(first):
-            return 0, [], []
-        self.dirty = len(first)
-        return dirty, first[dirty:], [row[dirty:] for row in self.rows[1:]]
 
 
 class PrefixTree:
@@ -109,6 +54,8 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
         self._idle: list[OrderedDict[Node, None]] = [OrderedDict() for _ in self._all]  # the first goes first
         self._owned = [0] * len(self.pools)  # pages in the tree
+        self.keys: Keys | None = None  # of its pages, see name_pages
+        self._listeners: list[Listener] = []
         self.evictions = 0
         self.queries = 0
         self.hits = 0
@@ -168,12 +115,7 @@ class PrefixTree:
             node = kid
             at += size
         rows = [[n.pages[g] for n in path] for g in self._all]
-        found = count = len(path)
-        before = -1
-        while count != before:  # until every group agrees
-            before = count
-            for row, group in zip(rows, self.groups, strict=True):
-                count = group.resumable(row, count, size)
+        found, count = len(path), self._agreed(rows, len(path))
         del path[count:]
         low = [group.resident(count * size)[0] // size for group in self.groups]
         for g, (row, first) in enumerate(zip(rows, low, strict=True)):
@@ -187,6 +129,36 @@ class PrefixTree:
         if self._sparse and last >= 0:
             self._wish(lease, len(tokens), found)
         return lease
+
+    def _agreed(self, rows: Sequence[Sequence[int]], count: int) -> int:
+        """The longest prefix of at most `count` pages that every group can resume from, when these rows are cached."""
+        before = -1
+        while count != before:
+            before = count
+            for row, group in zip(rows, self.groups, strict=True):
+                count = group.resumable(row, count, self.page_size)
+        return count
+
+    def resumable(self, more: Sequence[Sequence[int]], lease: Lease) -> int:
+        """Pages that could be resumed, if behind the lease's there were these as well in each group: -1 for one missing."""
+        rows = [[*row[: lease.shared], *new] for row, new in zip(lease.rows, more, strict=True)]
+        whole = [row.index(-1) for row, group in zip(rows, self.groups, strict=True) if group.whole and -1 in row]
+        return self._agreed(rows, min([*whole, *map(len, rows)]))
+
+    def stage(self, lease: Lease, upto: int) -> bool:
+        """Private pages for what must be there to go on at `upto`, which a whole number of pages ends at: somebody fills and
+        then publishes them. False: there is no room, and nothing changed. Nothing else can be done with the lease then."""
+        size, held = self.page_size, len(lease.rows[0])
+        need = upto // size - held
+        lows = [max(low, group.resident(upto)[0] // size) for low, group in zip(lease.low, self.groups, strict=True)]
+        wants = [min(need, upto // size - low) for low in lows]
+        if any(want > self.available(g) for g, want in enumerate(wants)):
+            return False
+        for g, want in enumerate(wants):
+            lease.rows[g] += [-1] * (need - want) + self._take(g, want)
+        self.forget(lease, upto)
+        lease.dirty, lease.room = min(lease.dirty, held), upto
+        return True
 
     def _wish(self, lease: Lease, tokens: int, found: int) -> None:
         """Note where pages of sparse groups are worth having. Where others have parted from this prefix is such a place."""
@@ -280,6 +252,62 @@ class PrefixTree:
             pool.free([page])
             self.returned += 1
 
+    # ---- who else knows of it
+
+    def name_pages(self, keys: Keys) -> None:
+        """From now on pages have keys. Listeners are told of those that are cached already."""
+        if self.keys is not None:
+            raise RuntimeError("the pages of this tree have keys already")
+        self.keys = keys
+        if self._listeners:
+            self._tell_all(None)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
+        self._listeners.append(listener)
+        if self.keys is not None:
+            self._tell_all(listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Tell it nothing more."""
+        self._listeners = [other for other in self._listeners if other is not listener]
+
+    def address(self, node: Node) -> bytes | None:
+        """The key of a node's page; of a root, where its chain begins. None as long as pages have no keys."""
+        if node.address is None and self.keys is not None:
+            above = [node]
+            while above[-1].address is None and above[-1].parent is not None:
+                above.append(above[-1].parent)
+            for each in reversed(above):
+                if each.address is None and each.parent is None:
+                    each.address = self.keys.root(str(each.key))
+                elif each.address is None:
+                    before = each.parent.address if each.parent else None
+                    assert before is not None and isinstance(each.key, tuple)
+                    each.address = self.keys.key(before, each.key)
+        return node.address
+
+    def _tell_all(self, only: Listener | None) -> None:
+        """Of all pages that are cached, those in front first."""
+        for node in self._walk():
+            for g in self._all:
+                if node.parent is not None and node.pages[g] >= 0:
+                    self._tell_stored(node, g, only)
+
+    def _tell_stored(self, node: Node, g: int, only: Listener | None = None) -> None:
+        key, parent = self.address(node), node.parent
+        if key is None or parent is None or isinstance(node.key, str):
+            return
+        before = None if parent.parent is None else parent.address
+        tell(self._listeners, Stored(key, before, node.key, g, DEVICE, node.pages[g]), only)
+
+    def _tell_removed(self, node: Node, g: int, page: int) -> None:
+        key = self.address(node)
+        if key is not None:
+            tell(self._listeners, Removed(key, g, DEVICE, page))
+
+    # ---- inside
+
     def _give(self, lease: Lease, i: int, node: Node, duplicates: list[tuple[Pool, int]]) -> None:
         """The lease's i-th pages become the node's, or the other way round where it has them."""
         for g, row in enumerate(lease.rows):
@@ -290,6 +318,8 @@ class PrefixTree:
                 node.pages[g] = page
                 node.refs[g] = 1
                 self._owned[g] += 1
+                if self._listeners:
+                    self._tell_stored(node, g)
                 continue
             duplicates.append((self.pools[g], page))
             row[i] = node.pages[g]
@@ -358,10 +388,12 @@ class PrefixTree:
         if node.refs[g]:
             raise RuntimeError("a page that is in a row was about to be freed")
         self._idle[g].pop(node, None)
-        self.pools[g].free([node.pages[g]])
-        node.pages[g] = -1
+        page, node.pages[g] = node.pages[g], -1
+        self.pools[g].free([page])
         self._owned[g] -= 1
         self.evictions += 1
+        if self._listeners:
+            self._tell_removed(node, g, page)
 
     def _hold(self, node: Node, g: int) -> None:
         if not node.refs[g]:
@@ -397,56 +429,6 @@ class PrefixTree:
 
     def check(self, leases: Iterable[Lease]) -> None:
         """Raise RuntimeError unless every invariant of this file holds. `leases` are all that are out."""
-        leases = list(leases)
-        nodes = list(self._walk())
-        for g in self._all:
-            self._check_group(g, [n for n in nodes if n.parent is not None], leases)
-        ends: dict[Node, int] = {}
-        for lease in leases:
-            ends[lease.node] = ends.get(lease.node, 0) + 1
-            above = [lease.root, *lease.path]
-            if lease.root is not self._roots.get(lease.namespace) or any(
-                kid.parent is not parent for parent, kid in pairwise(above)
-            ):
-                raise RuntimeError("a lease's shared pages are not the path to its node")
-            if len({len(row) for row in lease.rows}) > 1 or lease.room != len(lease.rows[0]) * self.page_size:
-                raise RuntimeError("a lease's rows are not equally long")
-        if self._out != len(leases):
-            raise RuntimeError(f"{self._out} leases are counted, and {len(leases)} are out")
-        for node in nodes:
-            if node.pins != ends.get(node, 0):
-                raise RuntimeError(f"a node has {node.pins} pins, and {ends.get(node, 0)} leases end there")
-            if not node.kids and not node.pins and max(node.pages, default=-1) < 0:
-                raise RuntimeError("an empty namespace was kept" if node.parent is None else "an empty node was kept")
-
-    def _check_group(self, g: int, nodes: list[Node], leases: list[Lease]) -> None:
-        pool, group = self.pools[g], self.groups[g]
-        have = [n for n in nodes if n.pages[g] >= 0]
-        pages = [*pool.free_pages]
-        pages += [n.pages[g] for n in have]
-        refs: dict[Node, int] = {}
-        for lease in leases:
-            row, shared, low = lease.rows[g], lease.shared, lease.low[g]
-            pages += [page for page in row[shared:] if page >= 0]
-            needed = row[-1:] if group.sparse else row[low:]
-            if max(row[:low], default=-1) >= 0 or min(needed, default=0) < 0:
-                raise RuntimeError(f"group {g}: a lease's row does not begin where it says")
-            for node, page in zip(lease.path[low:], row[low:shared], strict=True):
-                if page < 0:
-                    continue
-                refs[node] = refs.get(node, 0) + 1
-                if node.pages[g] != page:
-                    raise RuntimeError(f"group {g}: a lease's shared pages are not those of its nodes")
-        if sorted(pages) != list(range(pool.size)):
-            twice = sorted({p for p in pages if pages.count(p) > 1})
-            lost = sorted(set(range(pool.size)) - set(pages))
-            raise RuntimeError(f"group {g}: page partition broken: held twice {twice}, lost {lost}")
-        if any(n.refs[g] != refs.get(n, 0) for n in nodes):
-            raise RuntimeError(f"group {g}: a page is in more or fewer rows than it says")
-        if {n for n in have if not n.refs[g]} != set(self._idle[g]) or len(have) != self._owned[g]:
-            raise RuntimeError(f"group {g}: the idle pages or the count do not agree with the tree")
-        place = {node: i for i, node in enumerate(self._idle[g])}
-        if group.whole and (
-            len(have) != len(nodes) or any(place.get(k, -1) > at for n, at in place.items() for k in n.kids.values())
-        ):
-            raise RuntimeError(f"group {g}: a page would go before one that continues it")
+        Books(self.groups, self.pools, self._roots, self._idle, self._owned, self._out, self.page_size).check(
+            list(self._walk()), list(leases)
+        )

@@ -4,7 +4,8 @@
     unload ──► the name is gone at once; its slot when the last request that uses it has left
 
 A key is one content under one name: an adapter that is loaded again has another key, so nothing cached under the old one is ever
-found. Namespaces are keyed hashes, so no tenant can name one. Loading happens between two steps: what runs waits for it.
+found. Namespaces are keyed hashes, so no tenant can name one; the key is kept, so that a
+restart finds their pages again wherever these were kept. Loading happens between two steps: what runs waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from quire.backends.adapters import Adapts
+from quire.cache.secret import Secret
 from quire.engine.types import AdapterInfo, Request
 from quire.models.adapter_targets import AdapterTargets
 from quire.observe.errors import BadRequest, NotEnoughMemory, NotFound
@@ -55,8 +57,10 @@ class Adapters:
         runner: Ordered,
         slots: int,
         memory: Callable[[], int] | None = None,
+        secret: Secret | None = None,
     ):
-        """`memory` says what is free where pairs are kept; None: nobody knows."""
+        """`memory` says what is free where pairs are kept; None: nobody knows. `secret` is what namespaces are made with;
+        None: one that ends with this process."""
         self._targets = targets
         self._runner = runner
         self._slots = slots
@@ -67,7 +71,7 @@ class Adapters:
         self._residents: dict[str, _Resident] = {}  # by key; also those that are leaving
         self._used: dict[str, str] = {}  # request id -> key
         self._loads = 0
-        self._salt = os.urandom(16)
+        self._secret = secret or Secret(None)
 
     def listed(self) -> list[AdapterInfo]:
         """What requests may name."""
@@ -137,7 +141,7 @@ class Adapters:
         self._used[request.id] = resident.key
         # What it computes depends on the content alone, but two names never share: one of them may be unloaded for a reason.
         parts = f"{len(request.namespace)} {request.namespace} {resident.info.name} {resident.info.digest}"
-        own = hashlib.blake2b(parts.encode(), key=self._salt, digest_size=16).hexdigest()
+        own = hashlib.blake2b(parts.encode(), key=self._secret.key("adapters"), digest_size=16).hexdigest()
         return msgspec.structs.replace(request, adapter=resident.key, namespace=own)
 
     def left(self, request_id: str) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from quire.engine.door import Closed, Door
+from quire.engine.pages import Pages
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
 from quire.observe.steps import KEPT, StepInfo, StepRing
@@ -32,6 +33,7 @@ from quire.runner.plan import Plan, Result, Row
 from quire.runner.sampler import Masks
 
 WAIT = 0.02  # seconds to wait for a request that is being prepared, when there is nothing else to do
+PAGES_WAIT = 0.005  # seconds to wait for pages on their way, when there is nothing else to do
 STALL = 8  # steps in a row without a plan, a result or an event: no scheduler needs that many to sort itself out
 
 CLOSED = Closed()  # the door where nobody asked for another
@@ -131,6 +133,7 @@ class Engine:
         gate: Gate | None = None,
         door: Door = CLOSED,
         idle: Callable[[], bool] | None = None,
+        pages: Pages | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.depth = depth or 0
@@ -139,6 +142,7 @@ class Engine:
         self._gate = gate
         self.door = door
         self._idle = idle
+        self.pages = pages  # what others may know of the cache; None: there is none
         self._clock = clock
         self._flight: deque[tuple[Plan, Ticket, _Told]] = deque()
         self._completed = clock()  # when the newest step was that has come back
@@ -216,6 +220,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the runner. Whatever was still running is dropped."""
+        if self.pages is not None:
+            self.pages.close()
         self._runner.close()
         gc.unfreeze()
 
@@ -230,6 +236,8 @@ class Engine:
     def step(self) -> list[Event]:
         """One iteration: start a step if one can be planned, finish one if it is time to."""
         self._expire()
+        if self.pages is not None and self.pages.wanted:
+            self.pages.advance()
         if self._gate is not None and self._gate.holding:
             self._prepared(self._gate)
         events, self._owed = self._owed, []
@@ -239,6 +247,8 @@ class Engine:
         if self._flight and (plan is None or len(self._flight) > self.depth):
             events += self._collect()
         elif plan is None and not events and self._scheduler.has_work:
+            if self.pages is not None and self.pages.wait(PAGES_WAIT):
+                return events
             self._idle_steps += 1
             if self._idle_steps >= STALL:
                 return self._stalled()

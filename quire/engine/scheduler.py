@@ -25,11 +25,13 @@ from typing import Any
 
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import Limit, TokenBudget, standard
+from quire.engine.loads import Loads, Source
 from quire.engine.policy import FairShare, Policy
 from quire.engine.queue import Queue
-from quire.engine.sequence import FINISHED, RUNNING, WAITING, NoRoom, Sequence, mix_seed
+from quire.engine.sequence import FINISHED, LOADING, RUNNING, WAITING, NoRoom, Sequence, mix_seed
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
+from quire.observe.steps import LOADING as PAGES_COMING
 from quire.observe.steps import PAGES, SLOTS, TOKENS
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
 
@@ -37,12 +39,8 @@ PASSED = 32  # waiting sequences that limits may hold back in one plan, before i
 LOOKED_UP = 64  # pages of a prefix that may be looked up for each plan in which there was no room
 FEW = 4  # steps: a prompt that its share takes longer to compute does not take the last slot while an earlier one is computed
 
-TAKEN, HELD, HELD_BACK, FULL = (
-    "taken",
-    "held",
-    "held back",
-    "full",
-)  # what became of a waiting sequence; held: see queue.py
+# What became of a waiting sequence. Held: it is out of the queue, because of another one (queue.py) or of a load (loads.py).
+TAKEN, HELD, HELD_BACK, FULL = "taken", "held", "held back", "full"
 
 _order, _left = attrgetter("order"), attrgetter("left")
 
@@ -89,6 +87,7 @@ class Scheduler:
         self._vectors = vectors
         self._policy = FairShare() if policy is None else policy
         self._queue = Queue()
+        self._loads: Loads | None = None
         self._running: list[Sequence] = []  # sorted by order
         self._cuts: dict[str, int] = {}  # in this plan: sequences that got less than they asked for, by the reason
         self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
@@ -118,10 +117,11 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        tree = self.tree
+        tree, loading = self.tree, len(self._loads or ())
         return Stats(
             running=len(self._running),
-            waiting=len(self._queue),
+            waiting=len(self._queue) + loading,
+            loading=loading,
             pages_total=tree.pool.size,
             pages_used=tree.pool.size - tree.available(),
             page_size=tree.page_size,
@@ -131,11 +131,17 @@ class Scheduler:
             output_tokens=self._output_tokens,
             prefix_queries=tree.queries,
             prefix_hits=tree.hits,
+            loaded_tokens=0 if self._loads is None else self._loads.loaded,
             preemptions=self._preemptions,
             evictions=tree.evictions,
             drafted_tokens=self._drafted,
             accepted_tokens=self._guessed,
         )
+
+    def load_from(self, source: Source) -> None:
+        """From now on a waiting sequence may wait for pages that the source has and the tree has not."""
+        if self._loads is None:
+            self._loads = Loads(self.tree, source, len(self._slots) + len(self._running))
 
     # ---- requests come and go
 
@@ -174,6 +180,8 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: str, **news: Any) -> Event:
         if seq.status == RUNNING:
             self._leave(seq)
+        elif seq.status == LOADING and self._loads is not None:
+            self._loads.leave(seq)
         else:
             self._queue.remove(seq)
         seq.status = FINISHED
@@ -201,6 +209,7 @@ class Scheduler:
         """Back to waiting, in its place. What it has published is still cached: resuming is a hit."""
         self._leave(seq)
         seq.epoch += 1
+        seq.loads = 0
         seq.preemptions += 1
         self._preemptions += 1
         self._cut(PAGES)
@@ -215,6 +224,8 @@ class Scheduler:
         self.admitted = []
         self._promised = None
         self._cuts = {}
+        if self._loads:
+            self._loaded(self._loads)
         for limit in self._limits:
             limit.begin(self._ids, len(self._running))
         work: list[Work] = []
@@ -239,6 +250,12 @@ class Scheduler:
         self._planned += 1
         self._closed = []
         return plan
+
+    def _loaded(self, loads: Loads) -> None:
+        """Sequences whose pages have come, or will not come in time, are in their places again."""
+        for seq in loads.settle():
+            seq.status = WAITING
+            self._queue.add(seq)
 
     def _single(self, work: list[Work]) -> list[Sequence]:
         """Plan the running sequences that have one token to compute. Returns those that have more.
@@ -454,8 +471,12 @@ class Scheduler:
             if memo is not None:
                 self._not_soon(seq)
             return FULL
+        if self._loads is not None and self._loads.begin(seq, self._reusable(seq)):
+            self._queue.remove(seq)
+            seq.status, seq.no_room = LOADING, None
+            return HELD
         self._queue.remove(seq)
-        seq.computed, seq.slot, seq.no_room = lease.shared * tree.page_size, self._slots.pop(), None
+        seq.computed, seq.slot, seq.no_room = seq.held.shared * tree.page_size, self._slots.pop(), None
         insort(self._running, seq, key=_order)
         self._promise(seq, promised)
         seq.status = RUNNING
@@ -533,7 +554,9 @@ class Scheduler:
         """Of the newest plan: who rides in it and for how many tokens, how many have no slot, and what holds others back."""
         keys, queue, held = self._keys, self._queue, self._cuts
         rows = [(keys[work.key].request.id, work.n) for work in plan.work]
-        waiting = len(queue)
+        waiting, loading = len(queue), len(self._loads or ())
+        if loading:
+            held[PAGES_COMING] = loading
         if waiting:
             held |= queue.held
             if queue.asking and not self._slots:
@@ -542,7 +565,7 @@ class Scheduler:
                 held[TOKENS] = held.get(TOKENS, 0) + queue.asking
             elif queue and (head := queue.first()) is not None and head.no_room is not None:
                 held[PAGES] = held.get(PAGES, 0) + queue.asking
-        return rows, waiting, held
+        return rows, waiting + loading, held
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """That step took so long. Limits that want to know are told."""

@@ -7,6 +7,7 @@
 * the lease covers [0, computed + in_flight), an upper bound of what the device has written
 * epoch += 1 on preemption, so that results of work planned before it can be told and dropped
 * waiting -> running -> finished; running -> waiting is a preemption
+* waiting -> loading -> waiting: pages of it are on their way (loads.py), and it has neither lease nor slot
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from quire.engine.types import Receipt, Request
 from quire.runner.plan import Logprob, Work
 
 WAITING = "waiting"
+LOADING = "loading"
 RUNNING = "running"
 FINISHED = "finished"
 
@@ -67,6 +69,8 @@ class Sequence:
     no_room: NoRoom | None = None  # when it was last tried
     not_before: int = 0  # the plan in which it may be tried again
     epoch: int = 0
+    loads: int = 0  # in this epoch, loads that it waited for; loads.TRIES: it waits for no more
+    loaded: int = 0  # tokens that were brought for it
     prompt_rows: int = 0  # leading positions whose logits are wanted
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     admitted: bool = False  # has held a slot at least once
@@ -136,6 +140,7 @@ class Sequence:
             prompt_tokens=self.prompt_len,
             output_tokens=len(self.tokens) - self.prompt_len,
             cached_tokens=self.cached,
+            loaded_tokens=self.loaded,
             chunks=self.chunks,
             steps=self.steps,
             preemptions=self.preemptions,

@@ -101,6 +101,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix tree at the first admission
+    loaded_tokens: int = 0  # tokens whose pages were brought from somewhere else while it waited
     chunks: int = 0  # steps that computed prompt tokens
     steps: int = 0  # all steps
     preemptions: int = 0
@@ -134,6 +135,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     running: int = 0
     waiting: int = 0
+    loading: int = 0  # of these, the ones whose cached pages are on their way from somewhere else
     pages_total: int = 0
     pages_used: int = 0  # leased or locked; cached but unlocked pages count as free
     page_size: int = 16
@@ -143,6 +145,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # prompt tokens found
+    loaded_tokens: int = 0  # tokens whose pages were brought from somewhere else
     preemptions: int = 0
     evictions: int = 0
     drafted_tokens: int = 0  # draft tokens that were verified

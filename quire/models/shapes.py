@@ -142,7 +142,7 @@ def load_shape(source: str) -> tuple[Model, int]:
     """A model of that shape, and the bytes of its weights."""
     from quire.weights.folder import architecture_of  # who loads a GGUF needs none of this
 
-    values = _read(source)
+    values = read_shape(source)
     named = "architectures" in values or "model_type" in values
     architecture = architecture_of(values) if named else "LlamaForCausalLM"
     family: Any = next(
@@ -157,7 +157,8 @@ def load_shape(source: str) -> tuple[Model, int]:
     return family.Model.of(values, architecture, cast("Tensors", tensors)), tensors.nbytes
 
 
-def _read(source: str) -> Values:
+def read_shape(source: str) -> Values:
+    """The configuration that a source names."""
     from quire.weights.values import Values
 
     if source.startswith(SCHEME):

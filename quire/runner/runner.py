@@ -22,6 +22,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from quire.backends.ops import KV, HostSteps, Program, Samples, Steps
+from quire.backends.pages import PageBytes, PageCopy, PageIds
 from quire.layouts import Floats
 from quire.runner.host_state import HostState, Pending, reason
 from quire.runner.lora import Loras
@@ -60,6 +61,41 @@ class Ticket:
         self._result, self._failure = result, failure
         if self._done is not None:
             self._done.set()
+
+
+class QueuedCopy:
+    """A copy of pages that the worker makes when its turn comes."""
+
+    __slots__ = ("_copy", "_error", "_ran", "_task")
+
+    def __init__(self, task: Callable[[], PageCopy]) -> None:
+        self._task = task
+        self._ran = threading.Event()
+        self._copy: PageCopy | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """On the worker."""
+        try:
+            self._copy = self._task()
+        except Exception as error:
+            self._error = error
+        self._ran.set()
+
+    def done(self) -> bool:
+        return self._ran.is_set() and self._made().done()
+
+    def wait(self) -> PageBytes:
+        self._ran.wait()
+        return self._made().wait()
+
+    def fence(self) -> None:
+        """Steps that are given after this are behind it anyway."""
+
+    def _made(self) -> PageCopy:
+        if self._copy is None:
+            raise RuntimeError("pages could not be copied") from self._error
+        return self._copy
 
 
 class Runner:
@@ -156,6 +192,22 @@ class Runner:
 
         self._submit(run)
         done.result()
+
+    def page_buffer(self, group: int, count: int) -> PageBytes:
+        """See Program."""
+        return self._program.page_buffer(group, count)
+
+    def read_pages(self, group: int, pages: PageIds, out: PageBytes | None = None) -> PageCopy:
+        """Copy pages that no step writes any more, as those in the prefix tree, at once: steps in flight do not mind."""
+        return self._program.read_pages(group, pages, out)
+
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes) -> PageCopy:
+        """Fill pages after every step that was given, which may still write what was in them before. Does not wait for it."""
+        if self._worker is None:
+            return self._program.write_pages(group, pages, buffer)
+        copy = QueuedCopy(lambda: self._program.write_pages(group, pages, buffer))
+        self._submit(copy.run)
+        return copy
 
     def close(self) -> None:
         """Finish what was given, then stop the worker. Harmless when called again."""

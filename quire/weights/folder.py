@@ -165,6 +165,12 @@ class Folder:
         except FileNotFoundError:
             return None
 
+    def files(self) -> list[tuple[Path, os.stat_result]]:
+        """The files that decide what the model computes, and which they were when they were opened (of configurations: now)."""
+        beside = [Path(self.path) / name for name in (CONFIG, GPTQ, INDEX)]
+        found = [(path, path.stat()) for path in beside if path.is_file()]
+        return found + [(Path(self.path) / name, self._shards[name].found) for name in sorted(self._shards)]
+
     def close(self) -> None:
         """Give up the maps. Layouts that are in use keep theirs."""
         for shard in self._shards.values():

@@ -26,6 +26,7 @@ class MappedFile:
 
     path: str
     size: int  # bytes
+    found: os.stat_result  # which file it was when it was opened
     wanted = "name a model file"  # what to do when the path is none
 
     def __init__(self, path: str, file: mmap.mmap):
@@ -45,14 +46,17 @@ class MappedFile:
                 kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
                 raise BadModelFile(f"{path} is {kind}", cure=cls.wanted)
             with open(path, "rb") as file:
-                if os.fstat(file.fileno()).st_size == 0:
+                found = os.fstat(file.fileno())
+                if found.st_size == 0:
                     raise BadModelFile(f"{path} is empty: 0 bytes", cure="fetch it again")
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise NotFound(f"there is no file {path}") from None
         except (OSError, ValueError) as e:
             raise BadModelFile(f"{path} cannot be opened: {e}") from None
-        return cls(path, mapped)
+        made = cls(path, mapped)
+        made.found = found
+        return made
 
     def release_range(self, start: int, nbytes: int) -> None:
         """Let go of the pages that hold these bytes. Does nothing where the system has no such call."""

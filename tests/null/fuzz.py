@@ -17,9 +17,14 @@ from types import ModuleType
 from typing import Any
 
 import quire.cache.groups
+import quire.cache.keys
+import quire.cache.loading
 import quire.cache.pool
 import quire.cache.prefix_tree
+import quire.cache.sealed
+import quire.cache.tiers
 import quire.engine.limits
+import quire.engine.loads
 import quire.engine.policy
 import quire.engine.queue
 import quire.engine.scheduler
@@ -34,6 +39,7 @@ from quire.runner.plan import Logprob, Plan, Result
 from quire.runner.speculate import open_proposer
 from tests.null.device import STATE, VOCAB, Caught, Device, choose, expect, grow, logprob, start_of
 from tests.null.spans import seen, with_pictures
+from tests.null.tier import DevicePages, FakeTier, Follower, Manners, Time
 
 PAGE = 4
 DRAWN = 1234567  # the seed of requests without one
@@ -47,11 +53,17 @@ class Parts:
     tree: ModuleType | Any = quire.cache.prefix_tree
     groups: ModuleType | Any = quire.cache.groups
     scheduler: ModuleType | Any = quire.engine.scheduler
+    keys: ModuleType | Any = quire.cache.keys
+    sealed: ModuleType | Any = quire.cache.sealed
+    loading: ModuleType | Any = quire.cache.loading
+    loads: ModuleType | Any = quire.engine.loads
+    tiers: bool = False  # every run has a tier and a listener, and not one in four
+    seals: bool = True  # False: the tier's bytes are taken as they come
+    ids: ModuleType | Any = quire.engine.spans  # what stands for a span in the tree
+    spans: ModuleType | Any = quire.runner.spans
     queue: ModuleType | Any = quire.engine.queue
     policy: ModuleType | Any = quire.engine.policy
     limits: ModuleType | Any = quire.engine.limits
-    ids: ModuleType | Any = quire.engine.spans  # what stands for a span in the tree
-    spans: ModuleType | Any = quire.runner.spans
     check: bool = True  # False: leave out the checks of the books, so that the device has to notice
 
 
@@ -86,12 +98,20 @@ class Report:
     restored: int = 0  # sequences that began from a state that was kept
     drafted: int = 0  # draft tokens that were verified
     right: int = 0  # ... and kept
+    tiers: int = 0  # runs with a tier and a listener
+    told: int = 0  # events that a listener heard
+    loads: int = 0  # begun
+    loaded: int = 0  # ... tokens of those that ended well
+    late: int = 0  # times that a sequence waited for a load in vain, because it was late ...
+    orphans: int = 0  # steps in which a load went on that nobody waited for
+    joined: int = 0  # steps in which several sequences waited for one load
+    spoiled: int = 0  # pages that came with other bytes than they were stored with, or were never stored
+    pictures: int = 0  # spans of requests that were added
+    cut: int = 0  # chunks that end inside of one
     looked_up: int = 0  # prefixes of waiting sequences
     full: int = 0  # ... that had no room
     shared: int = 0  # plans in which a long prompt left tokens to later ones
     held: int = 0  # times that a sequence was seen to wait for another
-    pictures: int = 0  # spans of requests that were added
-    cut: int = 0  # chunks that end inside of one
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
 
@@ -226,6 +246,8 @@ class Order:
         self.lookups.clear()
         self.preemptions = scheduler.stats().preemptions
         self.running = bool(scheduler._running)
+        loads = scheduler._loads._flights if scheduler._loads else []
+        self.settles = any(flight.load.ended or flight.load.late for flight in loads)  # which may give pages back
         self.returned = scheduler.tree.returned
         self.left = {s.key: s.left for s in scheduler._running if not s.sampling and s.left > 1}
         self.first = next((s for s in scheduler._running if s.key in self.left), None)
@@ -239,7 +261,7 @@ class Order:
         report.looked_up += len(self.lookups)
         report.full += sum(self.waiting[i].no_room is not None for i in self.lookups if i in self.waiting)
         for seq in (self.waiting[i] for i in self.lookups if i in self.waiting):
-            again = self.failed.get(seq.key) == self.returned and self.running
+            again = self.failed.get(seq.key) == self.returned and self.running and not self.settles
             expect(not again, "looked up again, though no page has come back", seq.key)
         self.failed = {
             s.key: scheduler.tree.returned for s in self.waiting.values() if s.no_room and id(s.tokens) in self.lookups
@@ -330,6 +352,9 @@ class Run:
         if self.drafts and seed % 2:
             self.device.proposer = open_proposer("ngram", max_seqs=self.slots, max_context=self.context)
         expect(self.context <= min((n * PAGE for n, w in pools if not w), default=400), "a context that cannot fit")
+        self.time, self.loader, self.follower = Time(), None, Follower()
+        if parts.tiers or seed % 4 == 2:
+            self.attach(parts, rng_of(seed))
         self.turns: dict[str, str] = {}
         made = crowd(rng_of(seed), self.context) if crowded else workload(rng, self.context, self.turns)
         self.requests = {r.id: r for r in with_pictures(seed, made)}
@@ -337,6 +362,47 @@ class Run:
         self.device.spans = parts.spans
         self.answers: dict[str, Answer] = {}
         self.keys: dict[int, str] = {}
+
+    def attach(self, parts: Parts, rng: random.Random) -> None:
+        """Give it a tier, which is told of pages by a listener that begins at some time."""
+        self.report.tiers += 1
+        self.patience = rng
+        pages = DevicePages(self.device, self.time, rng, rng.choice([0.0, 0.0, 0.1]))
+        self.tier = FakeTier(self.time, rng, Manners.of(rng))
+        sealed = parts.sealed.Sealed(self.tier) if parts.seals else self.tier
+
+        def keep(event: Any) -> None:
+            bytes_of = pages.read_pages(event.group, [event.page])
+            sealed.store([quire.cache.tiers.Part(event.group, [event.key], bytes_of)])
+
+        self.follower.keep = keep
+        self.begins = rng.choice([0, 0, 10])  # to listen
+        fingerprint = parts.keys.fingerprint({"weights": "null"})
+        self.keys_of = parts.keys.Keys(fingerprint, PAGE, lambda namespace: f"salt of {namespace}".encode())
+        loader = parts.loading.Loader(self.tree, pages, lambda: self.time.now, rng.choice([2, 8, 30]))
+        loader.tier = sealed
+        self.loader = loader
+        self.scheduler._loads = parts.loads.Loads(self.tree, loader, rng.choice([1, self.slots]))
+
+    def pass_time(self, steps: int) -> None:
+        """What goes on beside the steps."""
+        self.time.tick()
+        if self.loader is None:
+            return
+        if steps == self.begins:
+            self.tree.listen(self.follower)
+        if steps == 1:
+            self.tree.name_pages(self.keys_of)
+        self.loader.advance()
+        expect(self.tier.asked_well, "a tier was asked for what it had said it has not")
+        flights = self.flights()
+        self.report.orphans += sum(not f.waiting for f in flights)
+        self.report.joined += sum(len(f.waiting) > 1 for f in flights)
+        self.report.late += sum(f.load.late and not f.load.ended for f in flights if f.waiting)
+
+    def flights(self) -> list[Any]:
+        """The loads under way."""
+        return [] if self.loader is None else self.scheduler._loads._flights
 
     def go(self) -> None:
         """Run it to the end, checking as it goes."""
@@ -351,6 +417,10 @@ class Run:
                     self.add(arriving.popleft())
             if rng.random() < aborts and (live := [i for i, a in self.answers.items() if a.finish is None]):
                 self.take(scheduler.abort(rng.choice(live)))
+            self.pass_time(steps)
+            if self.flights() and self.patience.random() < 0.1:  # they can go, too
+                waiting = [seq.request.id for flight in self.flights() for seq in flight.waiting.values()]
+                self.take([event for name in waiting[:1] for event in scheduler.abort(name)])
             self.order.before()
             plan = scheduler.plan()
             self.order.after(plan, self.report)
@@ -358,7 +428,9 @@ class Run:
                 self.look(plan)
                 flight.append((plan, self.device.launch(plan, self.namespaces(plan))))
             elif not flight:
-                expect(not scheduler.has_work, "work, but nothing planned and nothing in flight")
+                expect(
+                    not scheduler.has_work or bool(scheduler._loads), "work, but nothing planned and nothing in flight"
+                )
             if flight and (plan is None or len(flight) > self.depth):
                 plan, result = flight.popleft()
                 self.report.stale += sum(1 for w in plan.work if self.stale(w.key, w.epoch))
@@ -366,8 +438,10 @@ class Run:
             self.report.held += self.order.held()
             leases = [seq.lease for seq in scheduler._keys.values() if seq.lease is not None]
             if self.check:
-                self.tree.check(leases)
+                self.tree.check([*leases, *(f.lease for f in self.flights())])
                 self.bounded(leases)
+                if self.loader is not None and steps >= max(1, self.begins):
+                    self.follower.compare(self.tree)
             steps += 1
             expect(steps < 5000, "livelock")
         self.finish(steps)
@@ -448,6 +522,12 @@ class Run:
     def finish(self, steps: int) -> None:
         """Everything is over: compare with the naive answers, and look for leaks."""
         report = self.report
+        while self.loader is not None and self.scheduler._loads:  # some go on when nobody waits any more
+            self.time.tick()
+            self.loader.advance()
+            self.scheduler.plan()
+            steps += 1
+            expect(steps < 5000, "a load that never ends")
         for name, request in self.requests.items():
             got, want = self.answers[name], naive(request, self.context)
             cut = got.finish in ("abort", "error")
@@ -469,6 +549,11 @@ class Run:
         if self.check:
             self.tree.check([])
             expect(stats.pages_used == stats.running == stats.waiting == 0, "something was left behind", stats)
+        if self.loader is not None:
+            report.told += self.follower.heard
+            report.loads += self.tier.loads
+            report.loaded += stats.loaded_tokens
+            report.spoiled += self.tier.lied + self.tier.spoiled
         report.runs += 1
         report.steps += steps
         report.reads += self.device.reads

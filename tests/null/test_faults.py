@@ -13,9 +13,14 @@ from types import ModuleType
 import pytest
 
 import quire.cache.groups
+import quire.cache.keys
+import quire.cache.lease
+import quire.cache.loading
 import quire.cache.pool
 import quire.cache.prefix_tree
+import quire.cache.sealed
 import quire.engine.limits
+import quire.engine.loads
 import quire.engine.policy
 import quire.engine.queue
 import quire.engine.scheduler
@@ -25,6 +30,11 @@ from tests.null.device import Caught
 from tests.null.fuzz import Parts, fuzz
 
 MODULES = {
+    "keys": quire.cache.keys,
+    "lease": quire.cache.lease,  # the tree is made of a broken one, too
+    "loading": quire.cache.loading,
+    "loads": quire.engine.loads,
+    "sealed": quire.cache.sealed,
     "pool": quire.cache.pool,
     "groups": quire.cache.groups,
     "tree": quire.cache.prefix_tree,
@@ -37,6 +47,9 @@ MODULES = {
 }
 
 
+UNCHANGED = '"""\n\nfrom __future__'  # what is replaced by itself, in a copy without a fault
+
+
 @dataclass
 class Fault:
     """What is broken, where, and how."""
@@ -47,6 +60,7 @@ class Fault:
     new: str
     seeds: int = 150
     depths: tuple[int, ...] = (0, 1, 2)
+    tiers: bool = False  # every run has a tier and a listener
     also: tuple[tuple[str, str], ...] = ()  # guards to take away, so that the fault is not stopped before it does harm
 
 
@@ -111,7 +125,12 @@ FAULTS = [
         "self.pools[g].free([page for page in row[len(path) :] if page >= 0])",
         "pass",
     ),
-    Fault("a duplicate never freed", "tree", "pool.free([page])\n\n    def _give", "pass\n\n    def _give"),
+    Fault(
+        "a duplicate never freed",
+        "tree",
+        "            pool.free([page])\n            self.returned += 1",
+        "            self.returned += 1",
+    ),
     Fault(
         "evicting a page that is in use",
         "tree",
@@ -198,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "a row that is only in the first group",
-        "tree",
+        "lease",
         "[row[dirty:] for row in self.rows[1:]]",
         "[row[dirty:][:-1] + [0] for row in self.rows[1:]]",
     ),
@@ -355,6 +374,116 @@ FAULTS = [
     ),
     Fault("a page handed out twice", "pool", "del free[-count:]", "del free[-count:-1]"),
     Fault(
+        "a key of a page's own tokens alone",
+        "keys",
+        "blake2b(parent + self._pack(*tokens)",
+        "blake2b(self._pack(*tokens)",
+    ),
+    Fault("namespaces with one chain of keys", "keys", "if namespace:", "if False:"),
+    Fault(
+        "a removal that no listener is told of",
+        "tree",
+        "            self._tell_removed(node, g, page)",
+        "            pass",
+    ),
+    Fault(
+        "pages of further groups that no listener is told of",
+        "tree",
+        "                if self._listeners:\n                    self._tell_stored(node, g)",
+        "                if self._listeners and not g:\n                    self._tell_stored(node, g)",
+    ),
+    Fault(
+        "a listener that is not told what was there before",
+        "tree",
+        "            self._tell_all(listener)",
+        "            pass",
+        tiers=True,
+    ),
+    Fault(
+        "a duplicate that a listener is told of",
+        "tree",
+        "            duplicates.append((self.pools[g], page))\n",
+        "            duplicates.append((self.pools[g], page))\n            self._tell_stored(node, g)\n",
+    ),
+    Fault(
+        "the pages of a late load given away while they are written",
+        "loads",
+        "            if load.ended:\n                self._end",
+        "            if True:\n                self._end",
+        tiers=True,
+        also=(("if not flight.load.ended]", "if not (flight.load.ended or flight.load.late)]"),),
+    ),
+    Fault(
+        "the pages of a load given away when who waits for it goes",
+        "loads",
+        "        del self._by_sequence.pop(seq.key).waiting[seq.key]",
+        "        flight = self._by_sequence.pop(seq.key)\n        del flight.waiting[seq.key]\n"
+        "        if not flight.waiting:\n            self._flights.remove(flight)\n            self._end(flight, flight.lease, False)",
+        tiers=True,
+    ),
+    Fault(
+        "a load that failed taken for one that did not",
+        "loads",
+        "well = load.ended and load.well",
+        "well = load.ended",
+        tiers=True,
+    ),
+    Fault(
+        "a load that has ended before its copies have",
+        "loading",
+        "self.ended = not self._copies",
+        "self.ended = True",
+        tiers=True,
+    ),
+    Fault(
+        "a copy that failed taken for one that did not",
+        "loading",
+        "            self.well = False\n            return True",
+        "            return True",
+        tiers=True,
+    ),
+    Fault(
+        "pages loaded into each other's places",
+        "loading",
+        "zip(found.keys, row[lease.shared :], strict=True)",
+        "zip(found.keys, row[lease.shared :][::-1], strict=True)",
+        tiers=True,
+    ),
+    Fault(
+        "what one group has taken for what all have",
+        "loading",
+        "[[0 if there else -1 for there in each] for each in has]",
+        "[[0 if there else -1 for there in has[0]] for _ in has]",
+        tiers=True,
+    ),
+    Fault(
+        "a prefix with a hole taken for a whole one", "tree", "if group.whole and -1 in row]", "if False]", tiers=True
+    ),
+    Fault(
+        "a seal that nobody looks at", "sealed", "self._fits = well and all(", "self._fits = well and bool(", tiers=True
+    ),
+    Fault(
+        "a seal that is the same for every key",
+        "sealed",
+        'made.update(group.to_bytes(4, "little") + key)',
+        "pass",
+        tiers=True,
+    ),
+    Fault(
+        "sequences that are forgotten when another's load ends",
+        "loads",
+        "            flight.waiting = {}",
+        "            flight.waiting = {}\n            del back[1:]",
+        tiers=True,
+    ),
+    Fault(
+        "a window staged with its first page missing",
+        "tree",
+        "group.resident(upto)[0] // size) for low, group in zip(lease.low",
+        "group.resident(upto)[0] // size + (not group.whole)) for low, group in zip(lease.low",
+        tiers=True,
+    ),
+    Fault(
         "a waiting sequence that is looked up in every plan",
         "scheduler",
         "if self._running and memo is not None and memo.returned == tree.returned:",
@@ -420,6 +549,23 @@ FAULTS = [
 
 def planted(fault: Fault) -> ModuleType:
     """A copy of the module with the fault in it."""
+    if fault.part == "lease":
+        return made_of(replaced(fault))
+    return replaced(fault)
+
+
+def made_of(lease: ModuleType) -> ModuleType:
+    """A tree whose nodes and leases are those of that module."""
+    kept = sys.modules["quire.cache.lease"]
+    sys.modules["quire.cache.lease"] = lease
+    try:
+        return replaced(Fault("none", "tree", UNCHANGED, UNCHANGED))
+    finally:
+        sys.modules["quire.cache.lease"] = kept
+
+
+def replaced(fault: Fault) -> ModuleType:
+    """The module of a fault, made from the source with the fault in it."""
     module = MODULES[fault.part]
     source = inspect.getsource(module)
     for old, new in [(fault.old, fault.new), *fault.also]:
@@ -436,7 +582,8 @@ def planted(fault: Fault) -> ModuleType:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_caught(fault: Fault) -> None:
-    parts = replace(Parts(), **{fault.part: planted(fault)})
+    part = "tree" if fault.part == "lease" else fault.part
+    parts = replace(Parts(tiers=fault.tiers), **{part: planted(fault)})
     with pytest.raises(Exception) as caught:
         fuzz(0, fault.seeds, fault.depths, parts)
     assert any("seed" in note for note in caught.value.__notes__)
@@ -454,7 +601,6 @@ def test_the_device_alone_notices(fault: Fault) -> None:
 
 def test_unbroken_copies_pass() -> None:
     """The way a fault is planted is not itself a fault."""
-    copies = {
-        part: planted(Fault("none", part, '"""\n\nfrom __future__', '"""\n\nfrom __future__')) for part in MODULES
-    }
+    copies = {part: planted(Fault("none", part, UNCHANGED, UNCHANGED)) for part in MODULES}
+    copies["tree"] = copies.pop("lease")
     assert fuzz(0, 30, parts=replace(Parts(), **copies)).runs == 90

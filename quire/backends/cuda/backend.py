@@ -7,6 +7,7 @@ Where there is no GPU the same code runs in Triton's interpreter, for tests.
 from __future__ import annotations
 
 import torch
+import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.adapters import FixedStacks
@@ -63,6 +64,10 @@ class CudaBackend(TorchBackend):
         program.adapts = program.has_sites
         program.compile_only = compile_only
         return program
+
+    def computes(self) -> str:
+        """Triton compiles the kernels."""
+        return f"{super().computes()}, triton {triton.__version__}"
 
     def implementations(self) -> dict[str, str]:
         own = ("rms_norm", "layer_norm", "attention", "latent_attention", "encode", "moe")

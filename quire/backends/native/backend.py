@@ -16,6 +16,7 @@ from quire.backends.adapters import Site, by_slot
 from quire.backends.early import take_early
 from quire.backends.elementwise import ELEMENTWISE
 from quire.backends.native import arena, extension, fuse
+from quire.backends.native.numerics import NUMERICS, sines
 from quire.backends.native.program import NativeProgram, Sites
 from quire.backends.ops import KV, TABLE, Forward, HostSampler, Needs, check_kv
 from quire.backends.outputs import Hidden
@@ -158,6 +159,10 @@ class NativeBackend:
     def describe(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"native ({self.isa}, {threads})"
+
+    def computes(self) -> str:
+        """No kernel set and no number of threads: those agree. The angles of rotations come from the system's library."""
+        return f"native {NUMERICS}, sines {sines()}"
 
     def implementations(self) -> dict[str, str]:
         mine = self._native.elementwise()

@@ -23,6 +23,7 @@ from quire.backends.recorder import record
 from quire.backends.reference.cache import Cache, Part, layout_of, read, write
 from quire.backends.states import walks
 from quire.layouts import Dense, Experts, Floats, Layout, Rope, Routing
+from quire.machine import cpu_model
 
 
 class ReferenceOps(ElementwiseOps):
@@ -393,6 +394,10 @@ class ReferenceBackend:
 
     def describe(self) -> str:
         return "reference (numpy)"
+
+    def computes(self) -> str:
+        """The libraries under numpy choose their kernels by the processor."""
+        return f"reference, numpy {np.__version__}, {cpu_model()}"
 
     def implementations(self) -> dict[str, str]:
         return {op.name: "numpy" for op in TABLE}

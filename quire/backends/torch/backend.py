@@ -35,6 +35,7 @@ from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.weights import Packed, Weights
 from quire.config import available_memory, within_openmp
 from quire.layouts import Floats
+from quire.machine import cpu_model
 from quire.observe.errors import Unsupported
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -60,6 +61,12 @@ class DeviceProgram(Protocol):
     def hidden_buffers(self, rows: int) -> dict[Hidden, torch.Tensor] | None:
         """Memory for so many rows of each kind that it keeps, for batch.hidden_into; None, where it keeps none."""
         ...
+
+    def page_buffer(self, group: int, count: int) -> PageBytes: ...
+
+    def read_pages(self, group: int, pages: PageIds, out: PageBytes | None = None) -> PageCopy: ...
+
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes) -> PageCopy: ...
 
     def compile_only(self) -> AbstractContextManager[None]:
         """Launches in here mean nothing: they are for what must be compiled, which may then be done faster."""
@@ -285,6 +292,11 @@ class TorchBackend:
         if self.device.type == "cuda":
             return f"{self.name} ({torch.cuda.get_device_name(self.device)}, {kind})"
         return f"{self.name} ({self.device}, {kind})"
+
+    def computes(self) -> str:
+        """Another device or another release may sum in another order."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_model()
+        return f"{self.name}, torch {torch.__version__}, {device}, {self.dtype}"
 
     def implementations(self) -> dict[str, str]:
         return {

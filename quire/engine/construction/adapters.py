@@ -14,6 +14,7 @@ from quire.weights.gguf.file import GGUF
 
 if TYPE_CHECKING:
     from quire.backends.ops import Forward, Program
+    from quire.cache.secret import Secret
     from quire.engine.adapters import Adapters, Ordered
     from quire.engine.types import AdapterInfo
     from quire.models import Model
@@ -50,7 +51,7 @@ class Adapted:
         sizes = [site.n + site.k for site in self.targets.by_weight.values() if whole or site.name != HEAD]
         return (4 if c.dtype == "float32" else 2) * c.max_loras * -(-c.max_lora_rank // 16) * 16 * sum(sizes)
 
-    def door(self, program: Program, runner: Ordered) -> Adapters:
+    def door(self, program: Program, runner: Ordered, secret: Secret) -> Adapters:
         """The adapters of the configuration, loaded."""
         from quire.backends.adapters import Adapts
         from quire.engine.adapters import Adapters
@@ -60,7 +61,7 @@ class Adapted:
                 f"the {self.config.backend} backend has no adapters", cure="leave --lora and --runtime-lora out"
             )
         memory = None if self.config.backend == "cuda" else available_memory
-        made = Adapters(self.targets, program, runner, self.config.max_loras, memory)
+        made = Adapters(self.targets, program, runner, self.config.max_loras, memory, secret)
         for name, path in self.config.loras:
             made.load(name, path)
         return made

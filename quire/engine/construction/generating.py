@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 
 from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
+from quire.cache.loading import Loader
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
+from quire.cache.secret import Secret
 from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine.constraints.enforce import Guides
 from quire.engine.construction.adapters import open_adapted
+from quire.engine.construction.fingerprint import naming
 from quire.engine.construction.memory import Budget, group_of
 from quire.engine.construction.parts import Parts
 from quire.engine.construction.sizes import pool_of, resolve_sizes
 from quire.engine.engine import CLOSED, Engine
 from quire.engine.limits import standard
+from quire.engine.pages import Pages
 from quire.engine.scheduler import Scheduler
 from quire.engine.spans import SpanDoor
 from quire.engine.types import EngineInfo
@@ -56,7 +61,8 @@ def build_writing(
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
     guides = Guides(model.config.vocab_size)
-    scheduler = _scheduler(config, kv, sizes.context, max_rows, drafts, step_drafts, guides)
+    secret = Secret(env.home)
+    tree = _tree(kv)
     runner = open_runner(
         program,
         kv=kv,
@@ -71,7 +77,7 @@ def build_writing(
     )
     try:
         door = SpanDoor(
-            CLOSED if adapted is None else adapted.door(program, runner),
+            CLOSED if adapted is None else adapted.door(program, runner, secret),
             width=model.config.width,
             axes=model.axes if isinstance(model, SeveralAxes) else 1,
         )
@@ -103,7 +109,10 @@ def build_writing(
         max_adapters=0 if adapted is None else config.max_loras,
     )
     idle = program.idle if isinstance(program, Idles) else None
-    return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle), info
+    loader = Loader(tree, runner, time.monotonic)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides)
+    pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
+    return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle, pages=pages), info
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
@@ -130,13 +139,23 @@ def _program(config: EngineConfig, parts: Parts, forward: Forward, kv: KV, max_r
         ) from None
 
 
-def _scheduler(
-    config: EngineConfig, kv: KV, context: int, max_rows: int, drafts: int, step_drafts: int, guides: Guides
-) -> Scheduler:
+def _tree(kv: KV) -> PrefixTree:
     first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
+    return PrefixTree(first[1], PAGE_SIZE, first[0], more)
+
+
+def _scheduler(
+    config: EngineConfig,
+    tree: PrefixTree,
+    context: int,
+    max_rows: int,
+    drafts: int,
+    step_drafts: int,
+    guides: Guides,
+) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(
-        PrefixTree(first[1], PAGE_SIZE, first[0], more),
+        tree,
         slots=config.max_seqs,
         budget=config.max_batch_tokens,
         context=context,

@@ -29,6 +29,7 @@ import torch
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
+from quire.backends.pages import PageBytes, PageCopy, PageIds
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, beside
 from quire.runner.decode_only import Index
@@ -200,6 +201,20 @@ class DeviceRunner:
     def between(self, task: Callable[[], None]) -> None:
         """Do something after every step that was given, and before the next: they are in one stream."""
         task()
+
+    def page_buffer(self, group: int, count: int) -> PageBytes:
+        """See Program."""
+        return self._program.page_buffer(group, count)
+
+    @torch.inference_mode()
+    def read_pages(self, group: int, pages: PageIds, out: PageBytes | None = None) -> PageCopy:
+        """Copy pages, after every step that was launched. Does not wait for it."""
+        return self._program.read_pages(group, pages, out)
+
+    @torch.inference_mode()
+    def write_pages(self, group: int, pages: PageIds, buffer: PageBytes) -> PageCopy:
+        """Fill pages, after every step that was launched: one may still write what was in them before. Does not wait."""
+        return self._program.write_pages(group, pages, buffer)
 
     def close(self) -> None:
         """Read what was launched. Harmless when called again."""
