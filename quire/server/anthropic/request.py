@@ -1,6 +1,6 @@
-"""What an Anthropic request may say, and the conversation, sampling and tools it means.
+"""Requests of Anthropic's Messages API: their fields, and the conversation, sampling parameters and tools made of them.
 
-Owns the request structs and the table of fields that are taken without effect. Messages and the words of refusals are
+Owns the request structs and the table of fields that are taken without effect. Messages and the texts of errors are
 `turns.py`. Knows nothing of answers or streams: those are `answers.py`.
 """
 

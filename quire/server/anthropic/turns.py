@@ -1,4 +1,4 @@
-"""Messages in Anthropic's shape as turns for a template, and every refusal in Anthropic's words.
+"""Messages in Anthropic's shape as turns for a template, and errors in the texts that Anthropic's clients look for.
 
 A block is looked at one at a time and undecoded until its type is known. Results of tools, which come inside of user
 messages, become turns of their own; turns of one role that follow each other are one, as they are for Anthropic. Places

@@ -1,4 +1,4 @@
-"""What Ollama's routes share: how a body is read, `options`, `keep_alive`, and errors as `{"error": text}`. How models are named is `names.py`.
+"""Shared by Ollama's routes: how a body is read, `options`, `keep_alive`, and errors as `{"error": text}`. How models are named is `names.py`.
 
 Ollama itself drops what it does not know; here a field is honoured, without effect on the tokens, or refused by name, as on every
 other route. Where an option is not sent, Ollama's default holds (DEFAULTS), but for its repeat penalty. Knows nothing of answers.

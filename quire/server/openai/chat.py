@@ -191,7 +191,7 @@ COMPAT = (
                     "logprobs": "",
                     "top_logprobs": "0 to 20; needs `logprobs`",
                     "add_generation_prompt": "true by default",
-                    "chat_template_kwargs": "words for the template; not the names that the server itself sets",
+                    "chat_template_kwargs": "variables for the template; not those that the server itself sets",
                     "tools": "functions, up to 1024; of a model whose template has tools",
                     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
                     "parallel_tool_calls": "false: at most one call, enforced",

@@ -1,4 +1,4 @@
-"""From what a client says to the tokens of a prompt, whatever the dialect: a text, or a conversation through the model's template.
+"""Prompts of every dialect: a text, or a conversation through the model's chat template, becomes tokens.
 
 A dialect makes turns (plain dicts in the shape that chat templates expect: role, content, tool_calls, tool_call_id, name,
 reasoning_content), tools and keywords into a `Conversation`; `encode` makes its tokens, and `answering` what the answer must be and

@@ -1,4 +1,4 @@
-"""What becomes of every request field that OpenAI, vLLM or llama.cpp know and Quire does not act on. One table.
+"""Request fields that OpenAI, vLLM or llama.cpp know and Quire does not act on: one table of what becomes of each.
 
 honoured   a field of the route's struct; not listed here
 IGNORED    cannot change the tokens: accepted with any value

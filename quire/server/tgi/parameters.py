@@ -1,4 +1,4 @@
-"""What a request in Text Generation Inference's dialect may say, and the generation it means.
+"""Requests in Text Generation Inference's dialect: their fields, and the `Generation` made of them.
 
 Owns the request structs, their defaults and TGI's rules: greedy unless `do_sample` or something that only matters when sampling is
 set, 100 new tokens unless told, the stop sequence stays in the text. Knows nothing of answers or streams: those are `routes.py`.

@@ -1,4 +1,4 @@
-"""POST /v1/score, in vLLM's shape: a score for each pair of texts, in their order. What a score is, rerank.py says."""
+"""POST /v1/score, in vLLM's shape: a score for each pair of texts, in their order. rerank.py says what a score is."""
 
 from __future__ import annotations
 

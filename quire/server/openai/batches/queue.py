@@ -1,4 +1,4 @@
-"""Runs the journal: validates batches, calls their lines behind everybody else's requests, writes their files.
+"""The worker of the batch queue: it validates batches, runs their lines at a lower priority than other requests, and writes their files.
 
 One task for all batches; each line is a task of its own, a bounded number at a time, and goes through the same routes as a
 request over HTTP. Everything it knows is in the journal, so it may die at any point and be started again: `_advance` looks at

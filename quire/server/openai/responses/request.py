@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses: its fields, the rules between them, and what they are for the engine.
+"""The request of POST /v1/responses: its fields, the rules between them, and the `Generation` made of them.
 
 Sampling fields and constraints are those of chat completions (`shared/sampling.py`); `text.format` is the Responses API's own name for
 one of them. A request becomes a `Prepared`: items, prompt and Generation, whether it is answered, streamed, counted or kept.
