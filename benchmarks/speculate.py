@@ -1,4 +1,4 @@
-"""What guessing ahead is worth: tokens per second with and without, on text that repeats and on text that does not, in turns.
+"""What speculative decoding is worth: tokens per second with and without, on text that repeats and on text that does not, in turns.
 
     python -m benchmarks.speculate [MODEL] [--sequences 1] [--rounds 5] [--tokens 128] [--draft-tokens 4] [--backend auto]
 
@@ -50,25 +50,25 @@ def main() -> None:
     }  # fmt: skip
     with (
         LLM(asked.model, **settings) as plain,
-        LLM(asked.model, **settings, speculate="ngram", draft_tokens=asked.draft_tokens) as guessing,
+        LLM(asked.model, **settings, speculate="ngram", draft_tokens=asked.draft_tokens) as speculating,
     ):
         print(f"{asked.model}, {plain.info.backend}: {asked.sequences} x {asked.tokens} tokens, {asked.rounds} rounds")
         for name, text in TEXTS.items():
-            rates: dict[str, list[float]] = {"plain": [], "guessing": []}
+            rates: dict[str, list[float]] = {"plain": [], "speculating": []}
             ratios: list[float] = []
             same, receipts = True, []
             for turn in range(asked.rounds + 1):
                 without, want = ask(plain, text, asked.sequences, asked.tokens)
-                ahead, have = ask(guessing, text, asked.sequences, asked.tokens)
+                ahead, have = ask(speculating, text, asked.sequences, asked.tokens)
                 same &= [o.outputs[0].tokens for o in want] == [o.outputs[0].tokens for o in have]
                 receipts = [o.receipt for o in have]
                 if turn:
                     rates["plain"].append(without)
-                    rates["guessing"].append(ahead)
+                    rates["speculating"].append(ahead)
                     ratios.append(ahead / without)
             drafted, right = (sum(getattr(r, f) for r in receipts) for f in ("drafted_tokens", "accepted_tokens"))
             print(
-                f"{name}: {statistics.median(rates['plain']):.1f} -> {statistics.median(rates['guessing']):.1f} tok/s, "
+                f"{name}: {statistics.median(rates['plain']):.1f} -> {statistics.median(rates['speculating']):.1f} tok/s, "
                 f"x{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); "
                 f"{right} of {drafted} drafts right, {receipts[0].steps} steps; tokens {'the same' if same else 'DIFFER'}"
             )

@@ -98,10 +98,8 @@ class EngineConfig:
     max_waiting: int = 1024  # requests in the queue
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
-    speculate: str = (
-        "none"  # who guesses tokens ahead, for one step to verify several: "ngram" (what the text said before)
-    )
-    draft_tokens: int = 4  # guesses for a sequence in a step at most
+    speculate: str = "none"  # speculative decoding: the proposer whose draft tokens a step verifies: "ngram" (what the text said before)
+    draft_tokens: int = 4  # draft tokens for a sequence in a step at most
     memory_share: float = 1.0  # of what the weights leave, where several models are served together
     loras: tuple[tuple[str, str], ...] = ()  # adapters to load at start: names and paths
     runtime_lora: bool = False  # adapters may be loaded later too

@@ -31,7 +31,7 @@ class Group(Protocol):
 
     @property
     def rewinds(self) -> bool:
-        """Whether tokens that were computed can be computed again otherwise, as guesses that turn out wrong are."""
+        """Whether tokens that were computed can be computed again otherwise, as draft tokens that are rejected are."""
         ...
 
     def resumable(self, row: Sequence[int], pages: int, size: int) -> int:

@@ -70,9 +70,12 @@ def command(
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
     ] = False,
     speculate: Annotated[
-        str, Option(help="Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.")
+        str,
+        Option(
+            help="Speculative decoding: ngram (draft tokens from what the text said before). The answer stays the same."
+        ),
     ] = "none",
-    draft_tokens: Annotated[int, Option(help="With --speculate: guesses in a step at most.")] = 4,
+    draft_tokens: Annotated[int, Option(help="With --speculate: draft tokens in a step at most.")] = 4,
 ) -> None:
     """Chat with a model, or ask it one thing.
 

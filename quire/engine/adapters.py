@@ -49,7 +49,12 @@ class Adapters:
     """The adapters of one engine. Used from its thread."""
 
     def __init__(
-        self, targets: AdapterTargets, program: Adapts, runner: Ordered, slots: int, memory: Callable[[], int] | None = None
+        self,
+        targets: AdapterTargets,
+        program: Adapts,
+        runner: Ordered,
+        slots: int,
+        memory: Callable[[], int] | None = None,
     ):
         """`memory` says what is free where pairs are kept; None: nobody knows."""
         self._targets = targets

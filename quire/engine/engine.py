@@ -20,13 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from quire.engine.door import Closed, Door
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
+from quire.observe.steps import KEPT, StepInfo, StepRing
 from quire.runner.plan import Plan, Result, Row
 from quire.runner.sampler import Masks
 
@@ -66,6 +67,8 @@ class Schedules(Protocol):
     def plan(self) -> Plan | None: ...
     def commit(self, plan: Plan, result: Result) -> list[Event]: ...
     def stats(self) -> Stats: ...
+    def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]: ...
+    def learn(self, plan: Plan, seconds: float) -> None: ...
 
 
 class Gate(Protocol):
@@ -107,6 +110,15 @@ class _Times:
     first: float = -1.0
 
 
+class _Told(NamedTuple):
+    """What is known of a step when it is planned."""
+
+    began: float
+    rows: list[tuple[str, int]]
+    waiting: int
+    held: dict[str, int]
+
+
 class Engine:
     """Scheduler and runner, turned by `step`. Used from one thread."""
 
@@ -128,7 +140,9 @@ class Engine:
         self.door = door
         self._idle = idle
         self._clock = clock
-        self._flight: deque[tuple[Plan, Ticket]] = deque()
+        self._flight: deque[tuple[Plan, Ticket, _Told]] = deque()
+        self._completed = clock()  # when the newest step was that has come back
+        self._steps = StepRing()
         self._times: dict[str, _Times] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._idle_steps = 0
@@ -146,6 +160,10 @@ class Engine:
     def stats(self) -> Stats:
         """A snapshot."""
         return self._scheduler.stats()
+
+    def steps(self, most: int = KEPT) -> list[StepInfo]:
+        """The newest steps that have come back, in their order."""
+        return self._steps.newest(most)
 
     def teach(self, vocabulary: Vocabulary) -> None:
         """The bytes of the tokens."""
@@ -230,8 +248,9 @@ class Engine:
 
     def _start(self, plan: Plan, events: list[Event]) -> None:
         """Send a step on its way; one that cannot start ends its requests in errors."""
+        now = self._clock()
+        told = _Told(now, *self._scheduler.told(plan))
         if self._scheduler.admitted:
-            now = self._clock()
             for request_id in self._scheduler.admitted:
                 self._times[request_id].admitted = now
         lost: list[tuple[str, str, str | None]] = []
@@ -246,18 +265,28 @@ class Engine:
                 events += self._collect()
             events += self._stamp(self._scheduler.commit(plan, _failed(plan, e)))
             return
-        self._flight.append((plan, ticket))
+        self._flight.append((plan, ticket, told))
         for request_id, why, param in lost:  # their rows were computed with the others; nobody will see them
             events += self._fail(request_id, why, param)
 
     def _collect(self) -> list[Event]:
         """Finish the oldest step in flight."""
-        plan, ticket = self._flight.popleft()
+        plan, ticket, told = self._flight.popleft()
         try:
             result = ticket.result()
         except Exception as e:
             result = _failed(plan, e)
+        self._took(plan, told)
         return self._stamp(self._scheduler.commit(plan, result))
+
+    def _took(self, plan: Plan, told: _Told) -> None:
+        """Note how long a step took. With others in flight beside it, its time begins where the one before it was complete, so that
+        the times of steps add up to the time that the engine was busy."""
+        now = self._clock()
+        seconds = now - max(told.began, self._completed)
+        self._completed = now
+        self._scheduler.learn(plan, seconds)
+        self._steps.add(StepInfo(plan.step, seconds, now, told.rows, told.waiting, told.held))
 
     def _stalled(self) -> list[Event]:
         """Work, but no plan and nothing in flight: a fault. Better an error for each request than a spinning loop."""

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from quire.engine.sequence import RUNNING, Sequence
+from quire.observe.steps import TOKENS
+from quire.runner.plan import Plan
 
 
 class Limit(Protocol):
     """Asked in the order of planning. A class that names this one as its base gets what is below: no bound at all."""
 
     admission_only: bool  # asked only whether a waiting sequence may start; never charged
+    reason: str = "limit"  # a word for why it cuts a grant, told with the step; may change from one grant to the next
 
     def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         """A new plan starts; `live` are all unfinished sequences by request id, and so many of them run. What a plan costs must
@@ -49,12 +52,16 @@ class Limit(Protocol):
     def ended(self, seq: Sequence) -> None:
         """It is finished."""
 
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """That step took so long: from the completion of the step before it, or from its own start if that was later."""
+
 
 class TokenBudget(Limit):
     """At most `most` tokens in a step."""
 
     __slots__ = ("left", "most")
     admission_only = False
+    reason = TOKENS
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -85,6 +92,7 @@ class LogitRows(Limit):
 
     __slots__ = ("left", "most")
     admission_only = False
+    reason = "logit_rows"
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -120,13 +128,14 @@ class LogitRows(Limit):
 
 
 class Drafts(Limit):
-    """At most `most` guessed tokens in a step, as many for each running sequence, and never what others need of the budget.
+    """At most `most` draft tokens in a step, as many for each running sequence, and never what others need of the budget.
 
-    Guesses pay while rows are cheap; in a large batch they are not, and each of them is a row that may be in vain.
+    Draft tokens pay while rows are cheap; in a large batch they are not, and each of them is a row that may be in vain.
     """
 
     __slots__ = ("_budget", "_each", "_most")
     admission_only = False
+    reason = "draft_tokens"
 
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget, self._each = most, budget, 0
@@ -140,6 +149,35 @@ class Drafts(Limit):
         return n if n <= sure else min(n, sure + self._each)
 
 
+class WholePrompts(Limit):
+    """A prompt is computed in one step or not at all: for models in which every row sees every other, and nothing is cached.
+
+    The token budget must hold the longest prompt. What a step computes goes by the budget that is left, which is counted here,
+    too: a waiting sequence is asked about before it is known how many tokens it would get.
+    """
+
+    __slots__ = ("_left", "_most")
+    admission_only = False
+
+    def __init__(self, budget: int, longest: int) -> None:
+        if budget < longest:
+            raise ValueError(f"a step of {budget} tokens cannot hold a text of {longest}")
+        self._most = self._left = budget
+
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
+        self._left = self._most
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        whole = len(seq.tokens) - start
+        return n if whole <= (self._left if seq.lease is None else n) else 0
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        self._left -= n
+
+    def passed(self, count: int) -> None:
+        self._left -= count
+
+
 class Follows(Limit):
     """A sequence that asked to share another's prompt waits until that prompt is computed, or its owner is gone.
 
@@ -148,6 +186,7 @@ class Follows(Limit):
 
     __slots__ = ("_live",)
     admission_only = True
+    reason = "follows"
 
     def __init__(self) -> None:
         self._live: Mapping[str, Sequence] = {}
@@ -176,6 +215,7 @@ class SamePrompt(Limit):
 
     __slots__ = ("_awaited", "_leaders", "_size")
     admission_only = True
+    reason = "same_prompt"
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size
@@ -231,7 +271,7 @@ def standard(
 ) -> tuple[Limit, ...]:
     """The limits of an engine, besides its token budget.
 
-    `prefix_pages` is the page size of its prefix cache, if it has one; `drafts` the guesses and all tokens of a step.
+    `prefix_pages` is the page size of its prefix cache, if it has one; `drafts` the draft tokens and all tokens of a step.
     """
     limits: list[Limit] = [Follows()]
     if prefix_pages is not None:

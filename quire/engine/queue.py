@@ -19,7 +19,7 @@ SPARE = 64  # entries of sequences that wait no more, before the heap is made an
 class Queue:
     """The waiting sequences of one scheduler."""
 
-    __slots__ = ("_aside", "_heap", "_held", "_holds", "_listed", "_sizes", "_waiting")
+    __slots__ = ("_aside", "_heap", "_held", "_holds", "_listed", "_reasons", "_sizes", "_waiting", "held")
 
     def __init__(self) -> None:
         self._waiting: dict[int, Sequence] = {}  # by key, all but those that are held
@@ -32,6 +32,8 @@ class Queue:
         ] = {}  # by the key of who is waited for:
         # (how far that one must come, key) as a heap, and by key those that still wait for it
         self._holds = 0
+        self._reasons: dict[int, str] = {}  # of those that are held, by key
+        self.held: dict[str, int] = {}  # how many are held, by the reason
 
     def __len__(self) -> int:
         return len(self._waiting) + self._holds
@@ -39,6 +41,11 @@ class Queue:
     def __bool__(self) -> bool:
         """Whether somebody could be taken: who is held could not."""
         return bool(self._waiting)
+
+    @property
+    def asking(self) -> int:
+        """How many wait and are not held."""
+        return len(self._waiting)
 
     def add(self, seq: Sequence) -> None:
         """It waits from now on."""
@@ -55,6 +62,7 @@ class Queue:
             if not held:
                 del self._held[seq.waits_for]
             self._holds -= 1
+            self._count(self._reasons.pop(seq.key), -1)
             seq.waits_for = None
             return
         if self._waiting.pop(seq.key, None) is not seq:
@@ -107,7 +115,7 @@ class Queue:
 
     # ---- waiting for another sequence
 
-    def hold(self, seq: Sequence, other: Sequence, upto: int) -> None:
+    def hold(self, seq: Sequence, other: Sequence, upto: int, reason: str = "") -> None:
         """Until so many tokens of `other` are computed, or it has left its slot, nobody need look at this one."""
         self.remove(seq)
         seq.waits_for = other.key
@@ -115,6 +123,8 @@ class Queue:
         heapq.heappush(until, (upto, seq.key))
         held[seq.key] = seq
         self._holds += 1
+        self._reasons[seq.key] = reason
+        self._count(reason, 1)
 
     def come(self, other: Sequence, computed: int | None = None) -> None:
         """So many tokens of `other` are computed; None: it has left its slot."""
@@ -126,3 +136,8 @@ class Queue:
             if seq is not None:
                 self.remove(seq)
                 self.add(seq)
+
+    def _count(self, reason: str, change: int) -> None:
+        self.held[reason] = self.held.get(reason, 0) + change
+        if not self.held[reason]:
+            del self.held[reason]

@@ -30,6 +30,7 @@ from quire.engine.queue import Queue
 from quire.engine.sequence import FINISHED, RUNNING, WAITING, NoRoom, Sequence, mix_seed
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
+from quire.observe.steps import PAGES, SLOTS, TOKENS
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
 
 PASSED = 32  # waiting sequences that limits may hold back in one plan, before it stops asking
@@ -53,6 +54,7 @@ class Scheduler:
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
     `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
+    `vectors` requests may want a vector of their tokens in place of an answer
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Scheduler:
         limits: Iterable[Limit] | None = None,
         drafts: int = 0,
         prefix_cache: bool = True,
+        vectors: bool = False,
         policy: Policy | None = None,
     ) -> None:
         if slots < 1:
@@ -79,12 +82,15 @@ class Scheduler:
         self._budget = TokenBudget(budget)
         self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
         self._step_limits = tuple(limit for limit in self._limits if not limit.admission_only)
+        self._learning = [limit for limit in self._limits if type(limit).learn is not Limit.learn]
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
+        self._vectors = vectors
         self._policy = FairShare() if policy is None else policy
         self._queue = Queue()
         self._running: list[Sequence] = []  # sorted by order
+        self._cuts: dict[str, int] = {}  # in this plan: sequences that got less than they asked for, by the reason
         self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
         self._ids: dict[str, Sequence] = {}
         self._keys: dict[int, Sequence] = {}
@@ -140,7 +146,9 @@ class Scheduler:
             raise BadRequest(f"request id {request.id!r} is in use", param="id", cure="wait for it, or choose another")
         if not prompt:
             raise BadRequest("the prompt has no tokens: there is nothing to continue", param="tokens")
-        if prompt + 1 > self.context:
+        if request.vector and not self._vectors:
+            raise BadRequest("this model generates: it makes no embeddings and no scores", cure="load it with --task")
+        if prompt + (not request.vector) > self.context:
             held = -(-self.context // self.tree.page_size)
             why = f", which is all that the KV pool holds ({held} pages)" if self._fits == self.context else ""
             raise BadRequest(
@@ -186,12 +194,16 @@ class Scheduler:
         seq.computed = seq.in_flight = seq.sampling = 0
         seq.sampled_here = False
 
+    def _cut(self, reason: str) -> None:
+        self._cuts[reason] = self._cuts.get(reason, 0) + 1
+
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its place. What it has published is still cached: resuming is a hit."""
         self._leave(seq)
         seq.epoch += 1
         seq.preemptions += 1
         self._preemptions += 1
+        self._cut(PAGES)
         seq.status = WAITING
         self._queue.come(seq)
         self._queue.add(seq)
@@ -202,6 +214,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute before the next commit."""
         self.admitted = []
         self._promised = None
+        self._cuts = {}
         for limit in self._limits:
             limit.begin(self._ids, len(self._running))
         work: list[Work] = []
@@ -214,6 +227,12 @@ class Scheduler:
             self._prompts(chunks, work, opened, self._preemptions == preemptions)
         if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one
             work = [w for w in work if self._keys[w.key].epoch == w.epoch]
+            slots = {w.slot for w in work}
+            for new in [
+                new for new in opened if new.slot not in slots
+            ]:  # they came and went, and no device heard of them
+                opened.remove(new)
+                self._closed.remove(new.slot)
         if not work:
             return None
         plan = Plan(step=self._planned, work=work, opened=opened, closed=self._closed)
@@ -340,9 +359,12 @@ class Scheduler:
         else:
             n = len(seq.tokens) - start
         for limit in self._step_limits:
-            n = limit.grant(seq, start, n)
-            if n <= 0:
-                return
+            granted = limit.grant(seq, start, n)
+            if granted < n:
+                n = granted
+                self._cut(limit.reason)
+                if n <= 0:
+                    return
         lease = seq.held
         upto = start + n
         if on_device and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
@@ -350,6 +372,8 @@ class Scheduler:
         if upto > lease.room:
             self._promised = None
             while not self.tree.extend(lease, upto):
+                if self._drafts and on_device and seq.in_flight > seq.sampling:
+                    return  # `start` counts drafts in flight: nobody gives way to these, either
                 victim = self._running[-1]
                 if victim is seq and seq.in_flight:
                     return  # what it has in flight may let pages go when it comes back; if not, the next plan decides
@@ -376,6 +400,8 @@ class Scheduler:
             page_from=page_from,
             pages=pages,
             more=more,
+            vector=seq.request.vector,
+            second=seq.request.second,
         )
         if on_device and n == 1 and not pages:
             seq.again = made
@@ -409,8 +435,9 @@ class Scheduler:
             if not limit.grant(seq, 0, 1):
                 awaited = limit.waits_for(seq)
                 if awaited is None:
+                    self._cut(limit.reason)
                     return HELD_BACK
-                self._queue.hold(seq, *awaited)
+                self._queue.hold(seq, *awaited, limit.reason)
                 return HELD
         promised = self._promises()
         need = [1] * len(tree.pools) if memo is None else memo.need
@@ -502,6 +529,26 @@ class Scheduler:
             )
         )
 
+    def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]:
+        """Of the newest plan: who rides in it and for how many tokens, how many have no slot, and what holds others back."""
+        keys, queue, held = self._keys, self._queue, self._cuts
+        rows = [(keys[work.key].request.id, work.n) for work in plan.work]
+        waiting = len(queue)
+        if waiting:
+            held |= queue.held
+            if queue.asking and not self._slots:
+                held[SLOTS] = queue.asking
+            elif queue.asking and not self._budget.left:
+                held[TOKENS] = held.get(TOKENS, 0) + queue.asking
+            elif queue and (head := queue.first()) is not None and head.no_room is not None:
+                held[PAGES] = held.get(PAGES, 0) + queue.asking
+        return rows, waiting, held
+
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """That step took so long. Limits that want to know are told."""
+        for limit in self._learning:
+            limit.learn(plan, seconds)
+
     # ---- its results
 
     def commit(self, plan: Plan, result: Result) -> list[Event]:
@@ -525,6 +572,9 @@ class Scheduler:
             seq.computed += row.accepted
             if work.start >= 0:
                 self._count_prompt(seq, work)
+            if work.vector and work.sample:
+                events.append(self._finish(seq, FINISH_STOP, vector=row.vector))
+                continue
             finish, taken, sampled = None, 0, row.tokens
             if work.sample:
                 seq.sampling -= 1

@@ -84,13 +84,14 @@ class Sequence:
         prompt = len(request.tokens)
         stops = [*(() if sampling.ignore_eos else request.eos_ids), *sampling.stop_token_ids]
         room = context - prompt
+        most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         return cls(
             key=key,
             request=request,
             order=(rank, key),
             seed=seed,
             stop_ids=dict.fromkeys(stops).keys(),
-            max_len=prompt + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
+            max_len=prompt + (1 if request.vector else most),  # a vector stands in the place of a token
             tokens=list(request.tokens),
             prompt_len=prompt,
             min_len=prompt + sampling.min_tokens,
@@ -111,7 +112,10 @@ class Sequence:
 
     @property
     def reusable(self) -> int:
-        """Tokens that may come from the tree: not the last, whose logits are needed, and no row still wanted."""
+        """Tokens that may come from the tree: not the last, whose logits are needed, and no row still wanted: none for a vector,
+        which may be made of every row."""
+        if self.request.vector:
+            return 0
         if len(self.prompt_logprobs) < self.prompt_rows:
             return len(self.prompt_logprobs)
         return len(self.tokens) - 1

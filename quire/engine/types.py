@@ -91,6 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
     constraint: Constraint | None = None
     adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
+    vector: bool = False  # its embedding or score is wanted, and no token
     spans: tuple[Span, ...] = ()  # stretches of the prompt that are no text, in order
 
 
@@ -103,7 +104,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: int = 0  # steps that computed prompt tokens
     steps: int = 0  # all steps
     preemptions: int = 0
-    drafted_tokens: int = 0  # guessed ahead, and verified
+    drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # of these, the ones that are in the answer: so many steps fewer
     seed: int = 0
     enforced: str = ""  # the kind of constraint that every token was held to
@@ -144,7 +145,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_hits: int = 0  # prompt tokens found
     preemptions: int = 0
     evictions: int = 0
-    drafted_tokens: int = 0  # guessed ahead
+    drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # ... and right
 
 

@@ -43,8 +43,8 @@ class Options(TypedDict, total=False):
     max_waiting: int  # requests in the queue
     depth: int  # steps in flight beyond the one being planned
     prefix_cache: bool
-    speculate: str  # "none", or "ngram": guess tokens ahead from what the text said before; the tokens stay the same
-    draft_tokens: int  # guesses for a sequence in a step at most
+    speculate: str  # "none", or "ngram": speculative decoding with draft tokens from what the text said before; the answer stays the same
+    draft_tokens: int  # for a sequence in a step at most
     loras: Mapping[str, str]  # LoRA adapters, by name: PEFT folders or GGUF files
     lora: str  # the adapter for calls that name none
     max_lora_rank: int

@@ -282,7 +282,11 @@ class _EngineGauges(Collector):
             ("vllm:generation_tokens", "Tokens generated.", s.output_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix tree.", s.prefix_hits),
-            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead and verified.", s.drafted_tokens),
+            (
+                "vllm:spec_decode_num_draft_tokens",
+                "Draft tokens of speculative decoding that were verified.",
+                s.drafted_tokens,
+            ),
             ("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that were right.", s.accepted_tokens),
             ("quire_engine_steps", "Steps run.", s.steps),
             ("quire_cache_evictions", "Cached pages given up for room.", s.evictions),

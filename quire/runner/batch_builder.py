@@ -21,7 +21,7 @@ from quire.runner.spans import SlotSpans
 
 Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]
-Guesses: TypeAlias = Sequence[Sequence[int]]
+Drafts: TypeAlias = Sequence[Sequence[int]]
 
 
 FEW = 8  # rows that are placed sooner one by one than all at once
@@ -64,24 +64,24 @@ class BatchBuilder:
         width = -(-max_context // page_size)
         self._pages: list[I32] = [np.zeros(max_seqs * width, np.int32) for _ in range(groups)]
 
-    def build(self, work: Sequence[Work], slots: Slots, guesses: Guesses = ()) -> Batch:
+    def build(self, work: Sequence[Work], slots: Slots, drafts: Drafts = ()) -> Batch:
         """One Batch of all the work, whose slots must be open. logit_rows has the sampled rows first, then the prompt_logits rows, work by work.
 
-        `guesses`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
+        `drafts`, if there are any, are tokens for each work that follow the one only the slot knows; all of those rows are
         sampled. Raises BadWork for the first Work that is at fault, ValueError when the whole is too large.
         """
-        if not guesses and all(w.n == 1 for w in work):
+        if not drafts and all(w.n == 1 for w in work):
             made = self._few(work, slots) if len(work) <= FEW else self._decode(work, slots)
             if made is not None:
                 return made
-        tokens = self._flatten(work, guesses, slots.spans)
+        tokens = self._flatten(work, drafts, slots.spans)
         count, total = len(work), len(tokens)
         if total > self._ids.size:
             raise ValueError(f"{total} tokens in a step of at most {self._ids.size}")
         slot = np.array([w.slot for w in work], np.intp)
         n = np.array([w.n if w.tokens is not None else 1 for w in work], np.int32)
-        if guesses:
-            n += np.array([len(own) for own in guesses], np.int32)
+        if drafts:
+            n += np.array([len(own) for own in drafts], np.int32)
         start = np.array([w.start for w in work], np.int32)
         ids, pos = self._ids[:total], self._pos[:total]
         q_start, kv_len = self._q_start[: count + 1], self._kv_len[:count]
@@ -123,7 +123,7 @@ class BatchBuilder:
         first, more = tables[0], tuple(tables[1:])
         used = slots.adapter[slot]
         adapters = used[owner] if (used >= 0).any() else None
-        rows = self._logit_rows(work, q_start, guesses)
+        rows = self._logit_rows(work, q_start, drafts)
         given, coords = self._beside(work, slots, start, n, pos) if slots.spans else (None, None)
         return Batch(ids, pos, q_start, kv_len, first.pages, first.write, rows, more, adapters, given, coords)
 
@@ -251,7 +251,7 @@ class BatchBuilder:
         rows[:] = self._count[: ids.size]
         return Batch(ids, pos, q_start, kv_len, tables[0].pages, tables[0].write, rows, tuple(tables[1:]))
 
-    def _flatten(self, work: Sequence[Work], guesses: Guesses, spans: Mapping[int, SlotSpans]) -> list[int]:
+    def _flatten(self, work: Sequence[Work], drafts: Drafts, spans: Mapping[int, SlotSpans]) -> list[int]:
         """All token ids in order, 0 where the device knows better or they are no text. Checks what can be checked row by row."""
         tokens: list[int] = []
         seen: set[int] = set()
@@ -259,9 +259,9 @@ class BatchBuilder:
             if w.slot in seen:
                 raise BadWork(i, f"slot {w.slot} has two rows in one step")
             seen.add(w.slot)
-            own = guesses[i] if guesses else ()
+            own = drafts[i] if drafts else ()
             if len(own) > w.drafts or (w.drafts and (w.tokens is not None or not w.sample)):
-                raise BadWork(i, f"slot {w.slot}: {len(own)} guesses in {w.n} rows with {w.drafts} drafts")
+                raise BadWork(i, f"slot {w.slot}: {len(own)} draft tokens in {w.n} rows with {w.drafts} drafts")
             if w.tokens is None:
                 if w.n != 1 + w.drafts or w.start != -1 or w.prompt_logits:
                     raise BadWork(
@@ -322,11 +322,11 @@ class BatchBuilder:
             i = int(back.argmax())
             raise BadWork(i, f"slot {slot[i]}: position {start[i]} after {length[i]} tokens: a state cannot go back")
 
-    def _logit_rows(self, work: Sequence[Work], q_start: I32, guesses: Guesses) -> I32:
+    def _logit_rows(self, work: Sequence[Work], q_start: I32, drafts: Drafts) -> I32:
         sampled = np.array([w.sample for w in work], np.bool_)
         last = q_start[1:][sampled] - 1
-        if guesses:  # of a work that guesses, all rows
-            more = np.array([len(own) for own in guesses], np.int32)[sampled]
+        if drafts:  # of a work with draft tokens, all rows
+            more = np.array([len(own) for own in drafts], np.int32)[sampled]
             ends = np.cumsum(more + 1, dtype=np.int32)
             last = np.repeat(last + 1 - ends, more + 1) + self._count[: int(ends[-1])] if ends.size else last
         rows = [last]

@@ -22,7 +22,7 @@ from quire.runner.decode_only import DecodeOnly, Index
 from quire.runner.lora import Loras
 from quire.runner.plan import Open, Plan, Row, Work
 from quire.runner.slots import Slots
-from quire.runner.speculate import Proposer
+from quire.runner.speculate import DraftRows, Proposer
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Works: TypeAlias = dict[int, Work]  # by their place in the plan, in the order o
 class Pending:
     """A forward that was given to the device: logits wait in it for `sample`."""
 
-    __slots__ = ("_rows", "decode_only", "drafts", "guesses", "logits", "plan", "sampled", "works")
+    __slots__ = ("_rows", "decode_only", "drafts", "logits", "plan", "sampled", "works")
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -40,9 +40,9 @@ class Pending:
         self.decode_only = False  # every work goes on by a token, and nothing below is filled in but the logits
         self.works: Works = {}  # what is computed, by its place in plan.work
         self.sampled: list[int] = []  # places in plan.work, in the order of the rows of `logits`
-        self.drafts: dict[int, list[int]] = {}  # by place in plan.work: what is guessed to come next
-        self.guesses: dict[int, list[int]] = {}  # ... as it is computed: a runner may add to it, for a shape of its own
-        self.logits: Any = None  # 1 + guesses rows for each of `sampled`, [L, V]; valid until the next forward runs
+        # By place in plan.work, the draft tokens that are computed with it. Zeros stand for those that only a device knows.
+        self.drafts: dict[int, list[int]] = {}
+        self.logits: Any = None  # 1 + drafts rows for each of `sampled`, [L, V]; valid until the next forward runs
 
     @property
     def rows(self) -> list[Row]:
@@ -66,7 +66,7 @@ class Pending:
 
     def rows_of(self, index: int) -> int:
         """Rows of logits of a sampled work."""
-        return 1 + len(self.guesses.get(index, ()))
+        return 1 + len(self.drafts.get(index, ()))
 
 
 class HostState:
@@ -82,9 +82,8 @@ class HostState:
         max_context: int,
         max_rows: int,
         proposer: Proposer | None = None,
-        histories: bool = True,
     ) -> None:
-        """`histories`: whether a row's choice can look at those that the step makes before it, as penalties do."""
+        """`proposer` gives draft tokens where every token before them is known; a device's runner asks its own."""
         self.loras: Loras | None = None  # the adapters that sequences may name
         if max_rows < max_seqs:
             raise ValueError(f"max_rows ({max_rows}) is under max_seqs ({max_seqs}): every sequence may sample")
@@ -98,7 +97,6 @@ class HostState:
             states=[bool(own.state) for own in kv.groups],
         )
         self.proposer = proposer
-        self._histories = histories
         self._builder = BatchBuilder(
             page_size=kv.page_size,
             vocab_size=vocab_size,
@@ -123,7 +121,7 @@ class HostState:
                 if new.adapter:
                     slots.adapter[new.slot] = self._adapter(new.adapter)
                 if self.proposer is not None:
-                    self.proposer.open(new.slot, self._text(new))
+                    self.proposer.open(new.slot, self.text_of(new))
             except (ValueError, OverflowError) as error:
                 slots.fail([new.slot], str(error))
         placed = [work for work in plan.work if work.pages]
@@ -136,7 +134,7 @@ class HostState:
                 except ValueError as error:
                     slots.fail([work.slot], str(error))
 
-    def _text(self, new: Open) -> list[int]:
+    def text_of(self, new: Open) -> list[int]:
         """Its tokens, -1 for those that are no text."""
         return self.slots.spans[new.slot].blanked(new.tokens, -1) if new.spans else new.tokens
 
@@ -148,7 +146,7 @@ class HostState:
     def build(self, pending: Pending, arrange: Callable[[Pending, Works], Works] | None = None) -> Batch | None:
         """The batch of all the work that can be done; the rest is answered with its error. None when nothing is left.
 
-        `arrange` may put the rows in another order, and add guesses.
+        `arrange` may put the rows in another order, and add draft tokens.
         """
         if arrange is None and len(pending.plan.work) > FEW and (slot := self.decode_only(pending.plan)) is not None:
             made = self._builder.decode_only(slot, self.slots)
@@ -161,9 +159,9 @@ class HostState:
             self._propose(pending, works, self.proposer)
         works = pending.works = works if arrange is None else arrange(pending, works)
         while works:
-            guesses = [pending.guesses.get(i, ()) for i in works] if pending.guesses else ()
+            drafts = [pending.drafts.get(i, ()) for i in works] if pending.drafts else ()
             try:
-                return self._builder.build(list(works.values()), self.slots, guesses)
+                return self._builder.build(list(works.values()), self.slots, drafts)
             except BadWork as error:
                 index = list(works)[error.index]
                 self.fail(pending, [index], str(error))
@@ -200,17 +198,15 @@ class HostState:
         return {places[at]: works[places[at]] for at in np.argsort(used, kind="stable").tolist()}
 
     def _propose(self, pending: Pending, works: Works, proposer: Proposer) -> None:
-        """Ask for drafts, where the plan has room for them and they can be verified."""
-        for i, w in works.items():
-            if w.drafts and (self._histories or self.slots.stream(w.slot).history is None):
-                found = proposer.propose(w.slot, w.drafts)
-                if w.slot in self.slots.spans and -1 in found:  # it would go on with what is no text
-                    found = found[: found.index(-1)]
-                if found:
-                    pending.drafts[i] = pending.guesses[i] = found
+        """Ask for draft tokens, where the plan has room for them. All tokens before them are known here."""
+        asked = [(i, w) for i, w in works.items() if w.drafts]
+        if asked:
+            rows = DraftRows([w.slot for _, w in asked], [w.drafts for _, w in asked], [0] * len(asked))
+            found = zip(asked, map(said, proposer.propose(rows)), strict=True)
+            pending.drafts = {i: drafts for (i, _), drafts in found if drafts}
 
     def verified(self, pending: Pending, index: int, tokens: list[int]) -> None:
-        """These are the tokens of a sampled row: the drafts that were right, and one more. The slot has computed so much."""
+        """These are the tokens of a sampled row: the draft tokens that were right, and one more. The slot has computed so much."""
         work, row, slots = pending.plan.work[index], pending.rows[index], self.slots
         drafted = len(pending.drafts.get(index, ()))
         if work.tokens is None:
@@ -233,7 +229,7 @@ class HostState:
         log.exception("step %d failed", pending.plan.step)
         self.fail(pending, range(len(pending.plan.work)), reason(error))
         pending.works, pending.sampled, pending.logits = {}, [], None
-        pending.drafts, pending.guesses = {}, {}
+        pending.drafts = {}
 
     def _refused(self, pending: Pending, index: int) -> bool:
         """Whether this row's sequence has failed already."""
@@ -241,6 +237,11 @@ class HostState:
         if why is not None:
             pending.rows[index] = Row(accepted=0, error=why)
         return why is not None
+
+
+def said(draft: list[int]) -> list[int]:
+    """A prediction up to what is no text, as a picture is: nobody can say that again."""
+    return draft[: draft.index(-1)] if -1 in draft else draft
 
 
 def reason(error: Exception) -> str:

@@ -35,8 +35,8 @@ class Work(msgspec.Struct, kw_only=True, gc=False):
     """Compute `n` tokens of the sequence in `slot`.
 
     With `tokens` the host knows the ids, and they start at absolute position `start`. Without, the device knows the
-    id (the last one it sampled) and the position: n is 1 + drafts. Drafts are guessed where the tokens are known, so n is
-    then the most that may be computed.
+    id (the last one it sampled) and the position: n is 1 + drafts. A proposer gives the draft tokens where the runner is, so n
+    is then the most that may be computed.
 
     A Work is never changed: a sequence that goes on by a token a step has the same object in every plan.
     """
@@ -53,6 +53,7 @@ class Work(msgspec.Struct, kw_only=True, gc=False):
     page_from: int = 0  # the page-table row changes from this index on ...
     pages: list[int] = []  # ... to these pages; -1: one that is not there, and will not be read
     more: list[list[int]] = []  # and so do the rows of further groups, if there are any
+    vector: bool = False  # where `sample` is set, the whole sequence's vector is wanted in place of a token
     second: int = 0  # where the second of two texts begins, for models that tell them apart; 0: there is one
 
 
@@ -90,7 +91,7 @@ class Row(msgspec.Struct, gc=False):
     logprobs: Sequence[Logprob] = ()  # one per token, when the request asked
     prompt_logprobs: Sequence[Logprob] = ()  # one per prompt_logits row
     vector: bytes = b""  # float32: the embedding or score of a whole sequence, where that is what a runner makes
-    drafted: int = 0  # guesses that were computed; all of them but the right ones were in vain
+    drafted: int = 0  # draft tokens that were computed; those that were rejected were in vain
     error: str | None = None  # this row alone failed (for instance, logits that are not numbers)
 
 

@@ -1,14 +1,14 @@
 """The runner of an engine that embeds or scores: whole texts become one vector each, without a sampler.
 
-A Plan's work is tokens of sequences, each with pages of its own where the model keeps keys and values. A decoder's text may
-come in several steps, at most one text being open between two; an encoder's comes whole. Rows are pooled here in the order of
-their positions, in float64, so a text's vector does not depend on what else is in the step.
+Slots, page tables, checks and the batch are those of every runner (host_state.py). What differs is what a program gives and what
+becomes of it: hidden rows, pooled here in the order of their positions, in float64. So a text's vector depends neither on what else
+is in the step nor on how it was cut into steps. An encoder's text comes whole, and has no KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from quire.backends.ops import KV, Program
 from quire.layouts import Floats
 from quire.models import Encoder
 from quire.models.pooling import Pooling
+from quire.runner.host_state import HostState, Pending
 from quire.runner.plan import Plan, Result, Row, Work
 from quire.runner.sampler import Masks
 
@@ -42,30 +43,42 @@ class PooledRunner:
         program: Program,
         *,
         kv: KV,
+        vocab_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_context: int,
         pooling: Pooling,
         encoder: Encoder | None,
         head: Callable[[Floats], Floats] | None,
     ):
+        """`kv` says which pages a plan names. An encoder's program has no use for them."""
         self._program = program
-        self._kv = kv
         self._pooling = pooling
         self._encoder = encoder
         self._head = head
-        self._open: tuple[int, Wide] | None = None  # the text that is not whole yet, and what its rows come to so far
+        self._host = HostState(
+            kv,
+            vocab_size=vocab_size,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            max_context=max_context,
+            max_rows=max_seqs,
+        )
+        self._sums: dict[int, Wide] = {}  # by slot, of texts that are not whole yet: what their rows come to so far
 
     def forward(self, plan: Plan) -> Done:
         """Compute the step's tokens and pool what is whole."""
-        batch, wanted = self._batch(plan.work)
-        given = {}
-        if self._encoder is not None:
-            second = [np.arange(w.start, w.start + w.n) >= w.second if w.second else np.zeros(w.n) for w in plan.work]
-            given = self._encoder.given(batch.pos, np.concatenate(second).astype(np.int32))
-        out = self._program.run(batch, given)
-        rows, at = [], 0
-        for work, count in zip(plan.work, wanted, strict=True):
-            rows.append(self._row(work, out[at : at + count]))
-            at += count
-        return Done(rows)
+        pending = Pending(plan)
+        try:
+            self._host.apply(plan)
+            for slot in (*plan.closed, *(new.slot for new in plan.opened)):
+                self._sums.pop(slot, None)
+            batch = self._host.build(pending)
+            if batch is not None:
+                self._run(pending, batch)
+        except Exception as error:
+            self._host.fail_step(pending, error)
+        return Done(pending.rows)
 
     def sample(self, pending: Done, masks: Masks | None = None) -> Done:
         """There is nothing to choose."""
@@ -74,33 +87,22 @@ class PooledRunner:
     def close(self) -> None:
         """There is nothing to stop."""
 
-    def _batch(self, work: Sequence[Work]) -> tuple[Batch, list[int]]:
-        """The ragged batch, and how many of its rows are wanted for each work."""
-        size = self._kv.page_size
-        n = np.array([w.n for w in work], np.int32)
-        q_start: I32 = np.concatenate([[0], np.cumsum(n)]).astype(np.int32)
-        pos = np.concatenate([np.arange(w.start, w.start + w.n, dtype=np.int32) for w in work])
-        pages = np.full((len(work), max(1, *(len(w.pages) for w in work))), -1, np.int32)
-        write = np.zeros(pos.size, np.int32)
-        wanted: list[I32] = []
-        for b, w in enumerate(work):
-            first, end = int(q_start[b]), int(q_start[b + 1])
-            pages[b, : len(w.pages)] = w.pages
-            if w.pages:
-                write[first:end] = pages[b, pos[first:end] // size] * size + pos[first:end] % size
-            wanted.append(self._wanted(w, first, end))
-        return (
-            Batch(
-                ids=np.concatenate([np.array(w.tokens, np.int32) for w in work]),
-                pos=pos,
-                q_start=q_start,
-                kv_len=np.array([w.start + w.n for w in work], np.int32),
-                pages=pages,
-                write=write,
-                logit_rows=np.concatenate(wanted),
-            ),
-            [len(rows) for rows in wanted],
-        )
+    def _run(self, pending: Pending, batch: Batch) -> None:
+        works = list(pending.works.values())
+        ends = zip(works, batch.q_start[:-1].tolist(), batch.q_start[1:].tolist(), strict=True)
+        wanted = [self._wanted(work, first, end) for work, first, end in ends]
+        batch = replace(batch, logit_rows=np.concatenate(wanted))
+        given = {}
+        if self._encoder is not None:
+            second = [np.arange(w.start, w.start + w.n) >= w.second if w.second else np.zeros(w.n) for w in works]
+            given = self._encoder.given(batch.pos, np.concatenate(second).astype(np.int32))
+            batch = replace(batch, pages=np.full((len(works), 1), -1, np.int32), write=np.zeros_like(batch.write))
+        out = self._program.run(batch, given)
+        self._host.slots.length[[w.slot for w in works]] = batch.kv_len
+        at = 0
+        for (i, work), rows in zip(pending.works.items(), wanted, strict=True):
+            pending.rows[i] = self._row(work, out[at : at + rows.size])
+            at += rows.size
 
     def _wanted(self, work: Work, first: int, end: int) -> I32:
         """The rows of a work that its vector is made of."""
@@ -113,10 +115,10 @@ class PooledRunner:
     def _row(self, work: Work, rows: Floats) -> Row:
         """What has come of a text so far, and its vector where it is whole."""
         total = np.add.reduce(rows, axis=0, dtype=np.float64)
-        if self._open is not None and self._open[0] == work.key and work.start:
-            total = self._open[1] + total
+        if work.slot in self._sums:
+            total = self._sums.pop(work.slot) + total
         if not work.sample:
-            self._open = (work.key, total)
+            self._sums[work.slot] = total
             return Row(accepted=work.n)
         whole = total / (work.start + work.n) if self._pooling.kind == "mean" else total
         if self._head is not None:

@@ -186,8 +186,8 @@ class Runner:
                 return
             logits = self._run(pending)
             pending.sampled = [i for i, w in pending.works.items() if w.sample]
-            guessed = sum(map(len, pending.guesses.values())) if pending.guesses else 0
-            pending.logits = logits[: len(pending.sampled) + guessed]
+            drafted = sum(map(len, pending.drafts.values())) if pending.drafts else 0
+            pending.logits = logits[: len(pending.sampled) + drafted]
         except Exception as error:
             self._host.fail_step(pending, error)
 
@@ -278,7 +278,7 @@ class Runner:
             slots.position[s] += len(choice.tokens)
 
     def _take(self, pending: Pending, indices: list[int], slot: list[int], chosen: list[Chosen]) -> None:
-        """Note the one token that each of these got: what the end of `_choose` does row by row, where nothing was guessed."""
+        """Note the one token that each of these got: what the end of `_choose` does row by row, where there were no draft tokens."""
         rows = pending.rows
         for i, choice in zip(indices, chosen, strict=True):
             rows[i].tokens = choice.tokens

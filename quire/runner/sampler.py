@@ -102,10 +102,10 @@ class Sampler:
             return self._argmax(logits)
         chosen, first = [], 0
         for i, stream in enumerate(streams):
-            guesses = drafts[i] if drafts else ()
-            own = logits[first : first + 1 + len(guesses)]
+            ahead = drafts[i] if drafts else ()
+            own = logits[first : first + 1 + len(ahead)]
             mask = np.atleast_2d(masks[i]) if masks and i in masks else None
-            chosen.append(self._sequence(own, stream, int(positions[i]), guesses, mask))
+            chosen.append(self._sequence(own, stream, int(positions[i]), ahead, mask))
             first += own.shape[0]
         return chosen
 
@@ -181,7 +181,7 @@ class Sampler:
             if stream.history is not None:
                 stream.history.add(token)
             if j < len(drafts) and drafts[j] != token:
-                break  # what follows was computed after a wrong guess
+                break  # what follows was computed after a draft token that was rejected
         return out
 
     def _choose(self, row: Floats, stream: Stream, position: int, mask: npt.NDArray[np.bool_] | None) -> int:

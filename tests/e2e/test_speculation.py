@@ -1,4 +1,4 @@
-"""Guessing ahead with a real model on the native backend: bitwise what it says without, in fewer steps where text repeats."""
+"""Speculative decoding with a real model on the native backend: bitwise what it says without, in fewer steps where text repeats."""
 
 from __future__ import annotations
 

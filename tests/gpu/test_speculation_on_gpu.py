@@ -1,6 +1,6 @@
-"""Guessing ahead on a GPU: verification graphs against eager steps and against no guesses at all.
+"""Speculative decoding on a GPU: verification graphs against eager steps and against none at all.
 
-Needs an NVIDIA GPU; skipped elsewhere. The model is random: one that repeats itself after few tokens, so that guesses are right.
+Needs an NVIDIA GPU; skipped elsewhere. The model is random: one that repeats itself after few tokens, so that draft tokens are right.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import quire.runner.spans
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
-from quire.runner.speculate import Proposer
+from quire.runner.speculate import DraftRows, Proposer
 from tests.null.spans import NO_TEXT, seen
 
 VOCAB = 11
@@ -137,7 +137,7 @@ class Device:
             start = slot.length = max(slot.length, work.start)
             self._write(slot, start, min(work.n, len(slot.tokens) - start), failed=True)
             return Row(0, error="this row failed")
-        return self._known(slot, work) if work.tokens is not None else self._guess(slot, work)
+        return self._known(slot, work) if work.tokens is not None else self._verify(slot, work)
 
     def _known(self, slot: Slot, work: Work) -> Row:
         """The host gave the tokens and where they start."""
@@ -168,7 +168,7 @@ class Device:
             made[at : at + len(rows)] = [-int(x) for x in rows.ravel()]
         return made
 
-    def _guess(self, slot: Slot, work: Work) -> Row:
+    def _verify(self, slot: Slot, work: Work) -> Row:
         """The device knows the last token. Draft more, compute all, keep what sampling would have chosen."""
         expect(slot.length == len(slot.tokens) - 1, "the device does not know the last token")
         expect(work.n == 1 + work.drafts and work.sample, "n is not one and the drafts")
@@ -177,7 +177,7 @@ class Device:
             for _ in range(work.drafts):
                 slot.push(slot.sample() if self.rng.random() < self.hit else WRONG)
         else:
-            for token in self.proposer.propose(work.slot, work.drafts):
+            for token in self.proposer.propose(DraftRows([work.slot], [work.drafts], [0]))[0] if work.drafts else []:
                 if token < 0:  # what is no text cannot be said again
                     break
                 slot.push(token)

@@ -20,6 +20,8 @@ import quire.cache.groups
 import quire.cache.pool
 import quire.cache.prefix_tree
 import quire.engine.limits
+import quire.engine.policy
+import quire.engine.queue
 import quire.engine.scheduler
 import quire.engine.sequence
 import quire.engine.spans
@@ -47,6 +49,9 @@ class Parts:
     scheduler: ModuleType | Any = quire.engine.scheduler
     ids: ModuleType | Any = quire.engine.spans  # what stands for a span in the tree
     spans: ModuleType | Any = quire.runner.spans
+    queue: ModuleType | Any = quire.engine.queue
+    policy: ModuleType | Any = quire.engine.policy
+    limits: ModuleType | Any = quire.engine.limits
     check: bool = True  # False: leave out the checks of the books, so that the device has to notice
 
 
@@ -79,10 +84,14 @@ class Report:
     carried: int = 0  # times that a running sequence was seen to carry a state ...
     kept: int = 0  # ... and to have one to keep besides
     restored: int = 0  # sequences that began from a state that was kept
-    drafted: int = 0  # tokens guessed ahead
+    drafted: int = 0  # draft tokens that were verified
     right: int = 0  # ... and kept
     pictures: int = 0  # spans of requests that were added
     cut: int = 0  # chunks that end inside of one
+    looked_up: int = 0  # prefixes of waiting sequences
+    full: int = 0  # ... that had no room
+    shared: int = 0  # plans in which a long prompt left tokens to later ones
+    held: int = 0  # times that a sequence was seen to wait for another
     grouped: int = 0  # runs with more than one kind of layer, or none that sees everything
     finishes: dict[str, int] = field(default_factory=dict)
 
@@ -163,6 +172,17 @@ def workload(rng: random.Random, context: int, turns: dict[str, str]) -> list[Re
     return requests
 
 
+def crowd(rng: random.Random, context: int) -> list[Request]:
+    """Long prompts and short ones that have nothing in common: they meet in a step."""
+    requests: list[Request] = []
+    for i in range(rng.randint(6, 14)):
+        length = min(context - 2, rng.choice([2, 3, 5, 9, 30, 60, 90]))
+        params = SamplingParams(max_tokens=rng.choice([1, 2, 6, 12]), seed=i)
+        tokens = [rng.randrange(VOCAB) for _ in range(length)]
+        requests.append(Request(id=f"r{i}", tokens=tokens, sampling=params, priority=rng.choice([0, 0, 0, 1])))
+    return requests
+
+
 def groups(seed: int, pages: int, budget: int) -> list[tuple[int, int]]:
     """Kinds of layers, as pages of the pool and tokens seen; of most seeds, two in five have the one kind that sees everything.
     Every eighth has layers that carry a state.
@@ -185,6 +205,84 @@ def groups(seed: int, pages: int, budget: int) -> list[tuple[int, int]]:
     return [window() if kind else (pages + rng.choice([0, 0, 3]) if i else pages, 0) for i, kind in enumerate(kinds)]
 
 
+class Order:
+    """Watches who is planned: nobody starves, nobody is overtaken who waits for pages, and nothing is looked up for nothing."""
+
+    def __init__(self, scheduler: Any, free: bool, fair: bool) -> None:
+        """`free`: no limit but the budget holds anybody back; `fair`: prompts share steps."""
+        self.scheduler, self.free, self.fair = scheduler, free, free and fair
+        self.lookups: list[int] = []  # in this plan: ids of the tokens
+        self.failed: dict[int, int] = {}  # by key: pages given back when there was no room for it
+        match = scheduler.tree.match
+
+        def counted(namespace: str, tokens: list[int], upto: int | None = None) -> Any:
+            self.lookups.append(id(tokens))
+            return match(namespace, tokens, upto)
+
+        scheduler.tree.match = counted
+
+    def before(self) -> None:
+        scheduler = self.scheduler
+        self.lookups.clear()
+        self.preemptions = scheduler.stats().preemptions
+        self.running = bool(scheduler._running)
+        self.returned = scheduler.tree.returned
+        self.left = {s.key: s.left for s in scheduler._running if not s.sampling and s.left > 1}
+        self.first = next((s for s in scheduler._running if s.key in self.left), None)
+        waiting = [s for s in scheduler._keys.values() if s.status == "waiting" and s.waits_for is None]
+        self.waiting = {id(s.tokens): s for s in waiting}
+        self.head = min(waiting, key=lambda s: s.order, default=None)
+        self.blocked = self.head is not None and self.head.no_room is not None
+
+    def after(self, plan: Plan | None, report: Report) -> None:
+        scheduler = self.scheduler
+        report.looked_up += len(self.lookups)
+        report.full += sum(self.waiting[i].no_room is not None for i in self.lookups if i in self.waiting)
+        for seq in (self.waiting[i] for i in self.lookups if i in self.waiting):
+            again = self.failed.get(seq.key) == self.returned and self.running
+            expect(not again, "looked up again, though no page has come back", seq.key)
+        self.failed = {
+            s.key: scheduler.tree.returned for s in self.waiting.values() if s.no_room and id(s.tokens) in self.lookups
+        } | {key: n for key, n in self.failed.items() if n == scheduler.tree.returned}
+        if plan is None or scheduler.stats().preemptions != self.preemptions:
+            return
+        if self.blocked and self.free and self.head.status == "waiting" and self.head.waits_for is None:
+            taken = [scheduler._keys[w.key] for w in plan.work if w.slot in {new.slot for new in plan.opened}]
+            expect(all(s.order < self.head.order for s in taken), "who waits for pages was overtaken", self.head.key)
+        if self.first is not None and self.fair:
+            self.shares(plan, report)
+
+    def shares(self, plan: Plan, report: Report) -> None:
+        """The first of the running prompts, and the others of its rank."""
+        first, keys = self.first, self.scheduler._keys
+        given = {w.key: w.n for w in plan.work if w.start >= 0}
+        if any(keys[key].prompt_rows for key in given):
+            return  # these are bounded otherwise
+        total, own = sum(given.values()), given.get(first.key, 0)
+        others = [left for key, left in self.left.items() if key != first.key and keys[key].order[0] == first.order[0]]
+        urgent = any(keys[key].order < first.order for key in given)
+        enough = min(self.left[first.key], total - -(-(total + 4) // 5))
+        expect(own >= enough, "the first of the prompts has less than four fifths", own, total)
+        left = [s for s in self.waiting.values() if s.status == "waiting" and s.waits_for is None]
+        if len(self.scheduler._slots) > 1 and not any(s.no_room for s in left):
+            others += [s.left for s in left if s.order[0] == first.order[0]]
+        if others and not urgent:
+            expect(total - own >= min(total // 5, sum(others)), "later prompts have less than a fifth", own, total)
+            report.shared += 1
+
+    def held(self) -> int:
+        """Nobody waits for a sequence that is gone, or whose prompt is computed. How many wait for one."""
+        keys, count = self.scheduler._keys, 0
+        for seq in keys.values():
+            if seq.waits_for is not None:
+                leader = keys.get(seq.waits_for)
+                expect(leader is not None and not leader.prompt_done, "waits for a sequence that has come", seq.key)
+                ahead = leader.status == "running" or seq.request.follows == leader.request.id
+                expect(ahead, "waits for a sequence that has no slot", seq.key)
+                count += 1
+        return count
+
+
 class Run:
     """One seed at one depth."""
 
@@ -194,6 +292,9 @@ class Run:
         pages = rng.randint(6, 14) if rng.random() < 0.6 else rng.randint(12, 40)
         self.budget, self.slots, self.drafts = rng.randint(3, 24), rng.randint(1, 6), rng.choice([0, 0, 2, 3])
         self.rows = rng.choice([1, 3, 8, 64])
+        crowded = seed % 9 == 4
+        if crowded:
+            self.rows, self.budget, self.slots = 64, rng_of(seed).randint(5, 14), max(3, self.slots)
         pools = groups(seed, pages, self.budget)
         if any(w == STATE for _, w in pools):
             self.drafts = 0  # what is folded into a state cannot be taken back
@@ -201,8 +302,8 @@ class Run:
             parts.groups.State(3 * PAGE) if w == STATE else parts.groups.Window(w) if w else parts.groups.Full()
             for _, w in pools
         ]
-        made = [(kind, parts.pool.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
-        self.tree = parts.tree.PrefixTree(made[0][1], PAGE, made[0][0], made[1:])
+        lent = [(kind, parts.pool.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
+        self.tree = parts.tree.PrefixTree(lent[0][1], PAGE, lent[0][0], lent[1:])
         self.pools, self.report.grouped = pools, report.grouped + (pools != [(pages, 0)])
         self.scheduler = parts.scheduler.Scheduler(
             self.tree,
@@ -210,14 +311,17 @@ class Run:
             budget=self.budget,
             context=rng.choice([24, 40, 400]),
             draw=lambda: DRAWN,
-            limits=quire.engine.limits.standard(
+            limits=parts.limits.standard(
                 self.rows,
                 PAGE,
                 (rng_of(seed).choice([1, 4, 64]), self.budget) if self.drafts and seed % 4 == 1 else None,
             ),
             drafts=self.drafts,
             prefix_cache=rng.random() < 0.9,
+            policy=parts.policy.FairShare() if seed % 5 else parts.policy.FirstCome(),
         )
+        self.scheduler._queue = parts.queue.Queue()
+        self.order = Order(self.scheduler, free=self.rows == 64, fair=seed % 5 > 0)
         fail = 0.02 if rng.random() < 0.15 else 0.0
         self.device = Device(pools, PAGE, self.slots, rng, fail, rng.choice([0.3, 0.6, 0.95]))
         self.context = self.scheduler.context
@@ -225,7 +329,8 @@ class Run:
             self.device.proposer = open_proposer("ngram", max_seqs=self.slots, max_context=self.context)
         expect(self.context <= min((n * PAGE for n, w in pools if not w), default=400), "a context that cannot fit")
         self.turns: dict[str, str] = {}
-        self.requests = {r.id: r for r in with_pictures(seed, workload(rng, self.context, self.turns))}
+        made = crowd(rng_of(seed), self.context) if crowded else workload(rng, self.context, self.turns)
+        self.requests = {r.id: r for r in with_pictures(seed, made)}
         self.door = parts.ids.SpanDoor(Closed(), width=1)
         self.device.spans = parts.spans
         self.answers: dict[str, Answer] = {}
@@ -244,7 +349,9 @@ class Run:
                     self.add(arriving.popleft())
             if rng.random() < aborts and (live := [i for i, a in self.answers.items() if a.finish is None]):
                 self.take(scheduler.abort(rng.choice(live)))
+            self.order.before()
             plan = scheduler.plan()
+            self.order.after(plan, self.report)
             if plan is not None:
                 self.look(plan)
                 flight.append((plan, self.device.launch(plan, self.namespaces(plan))))
@@ -254,6 +361,7 @@ class Run:
                 plan, result = flight.popleft()
                 self.report.stale += sum(1 for w in plan.work if self.stale(w.key, w.epoch))
                 self.take(scheduler.commit(plan, result))
+            self.report.held += self.order.held()
             leases = [seq.lease for seq in scheduler._keys.values() if seq.lease is not None]
             if self.check:
                 self.tree.check(leases)

@@ -15,6 +15,9 @@ import pytest
 import quire.cache.groups
 import quire.cache.pool
 import quire.cache.prefix_tree
+import quire.engine.limits
+import quire.engine.policy
+import quire.engine.queue
 import quire.engine.scheduler
 import quire.engine.spans
 import quire.runner.spans
@@ -28,6 +31,9 @@ MODULES = {
     "scheduler": quire.engine.scheduler,
     "ids": quire.engine.spans,
     "spans": quire.runner.spans,
+    "queue": quire.engine.queue,
+    "policy": quire.engine.policy,
+    "limits": quire.engine.limits,
 }
 
 
@@ -348,6 +354,67 @@ FAULTS = [
         "range(bisect_right(self._ends, start), len(self._starts))[:1]",
     ),
     Fault("a page handed out twice", "pool", "del free[-count:]", "del free[-count:-1]"),
+    Fault(
+        "a waiting sequence that is looked up in every plan",
+        "scheduler",
+        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "if False:",
+    ),
+    Fault(
+        "a waiting sequence that is never tried again",
+        "scheduler",
+        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "if memo is not None:",
+    ),
+    Fault(
+        "a long prompt that takes all tokens",
+        "scheduler",
+        "done = self._later(first, running, work, opened, admits) if share else set[int]()",
+        "done = set[int]()",
+    ),
+    Fault("a long prompt that gets what is left of a share alone", "scheduler", "budget.left += left - share", "pass"),
+    Fault("a share of a half", "policy", "return (tokens + self._owed) // PARTS", "return tokens // 2"),
+    Fault(
+        "a share that is rounded to nothing", "policy", "return (tokens + self._owed) // PARTS", "return tokens // 50"
+    ),
+    Fault(
+        "a slot that was never opened is closed",
+        "scheduler",
+        "                self._closed.remove(new.slot)\n",
+        "",
+        seeds=400,
+        depths=(1, 2),
+    ),
+    Fault(
+        "overtaking who waits for pages",
+        "scheduler",
+        "if head is None or head.no_room is not None or head.order < first.order:",
+        "if head is None or head.order < first.order:",
+        seeds=600,
+    ),
+    Fault("a prompt that is computed, and nobody is told", "scheduler", "self._queue.come(seq, seq.computed)", "pass"),
+    Fault(
+        "waiting for a sequence that is gone",
+        "scheduler",
+        "        self._queue.come(seq)\n        for limit",
+        "        for limit",
+    ),
+    Fault(
+        "waiting for a sequence that was preempted",
+        "scheduler",
+        "        self._queue.come(seq)\n        self._queue.add(seq)\n\n    # ---- the next",
+        "        self._queue.add(seq)\n\n    # ---- the next",
+        seeds=600,
+    ),
+    Fault("a sequence that is lost in the queue", "queue", "self._list(seq)\n        of_rank", "of_rank"),
+    Fault("a sequence that steps aside for good", "queue", "while self._aside and most:", "while False:", seeds=600),
+    Fault("a follower that does not wait", "limits", "leader.prompt_done or leader.key >= seq.key", "leader.computed"),
+    Fault(
+        "drafts beyond what is left of a step",
+        "limits",
+        "if start < seq.prompt_rows or start >= len(seq.tokens) - 1:",
+        "if start < seq.prompt_rows:",
+    ),
 ]
 
 

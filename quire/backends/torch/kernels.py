@@ -311,7 +311,8 @@ class TorchKernels:
                 ones.append(b)
             elif end > first:
                 seen = max(0, int(host.pos[first]) - sight.window + 1) if sight.window else 0, int(host.kv_len[b])
-                args = table[b : b + 1], batch.pos[first:end], seen, cache, scale, sight
+                sure = int(host.pos[end - 1]) + 1 == seen[1]  # otherwise only the device knows where the rows are
+                args = table[b : b + 1], batch.pos[first:end], seen, sure, cache, scale, sight
                 out[first:end] = self._attend_sequence(q[first:end], *args)
         if ones:
             own, rows = batch.once("ones", lambda: self._places(ones, [int(host.q_start[b]) for b in ones]))
@@ -378,16 +379,22 @@ class TorchKernels:
         pages: torch.Tensor,
         pos: torch.Tensor,
         seen: tuple[int, int],
+        sure: bool,
         cache: Cache,
         scale: float,
         sight: Sight,
     ) -> torch.Tensor:
-        """Rows of one sequence: q [n, H, D], pages [1, P]; none of them sees what is not in `seen`."""
+        """Rows of one sequence: q [n, H, D], pages [1, P]; none of them sees what is not in `seen`.
+
+        `sure`: all of it is there. Otherwise what follows the last row's own position may be anything.
+        """
         size = cache.kv.page_size
         first = seen[0] // size * size
         own = slice(seen[0] - first, seen[1] - first)
         keys, values = (x[:, :, own] for x in self._past(pages[:, first // size : -(-seen[1] // size)], cache))
         where = torch.arange(*seen, device=self.device)[None]
+        if not sure:  # 0 * NaN is NaN
+            values = values.masked_fill((where > pos.max())[..., None], 0.0)
 
         def hidden(rows: slice) -> torch.Tensor:
             at = pos[rows, None]

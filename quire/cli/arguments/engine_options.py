@@ -45,8 +45,8 @@ HELP: dict[str, str] = {
     "max_seqs": "Sequences computed together; 0: 64, on a GPU 256.",
     "max_batch_tokens": "Tokens in a step; 0: 512, on a GPU 8192.",
     "prefix_cache": "Keep computed prefixes for the next request.",
-    "speculate": "Guess tokens ahead: ngram (from what the text said before). The tokens stay the same.",
-    "draft_tokens": "With --speculate: guesses for a sequence in a step at most.",
+    "speculate": "Speculative decoding: ngram (draft tokens from what the text said before). The answer stays the same.",
+    "draft_tokens": "With --speculate: draft tokens for a sequence in a step at most.",
 }
 SIZES = frozenset({"kv_memory"})  # bytes, written with a unit
 LEAST = {"threads": 1, "context": 1, "max_seqs": 0, "max_batch_tokens": 0, "draft_tokens": 1}

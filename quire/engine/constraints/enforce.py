@@ -74,6 +74,7 @@ class Guides(Limit):
     """Holds requests until their constraint is compiled, and masks their tokens. Used from the engine's thread."""
 
     admission_only = False
+    reason = "constraint"  # its last token must be known before the next one is
 
     def __init__(self, width: int, clock: Callable[[], float] = time.monotonic):
         self._width = width  # of the logits

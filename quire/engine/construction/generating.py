@@ -24,7 +24,7 @@ from quire.models import Grouped, SeveralAxes
 from quire.observe.errors import NotEnoughMemory, Unsupported
 from quire.runner.choose import open_runner
 
-GUESSES = 16, 256  # tokens guessed ahead in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
+STEP_DRAFTS = 16, 256  # draft tokens in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
 
 
@@ -36,8 +36,8 @@ def build_writing(
     if isinstance(model, Grouped):
         model.kv_layout.split()  # a pool for each kind of layer
     _check(config, parts)
-    drafts, guesses = _drafts(config)
-    max_rows = config.max_seqs + EXTRA_ROWS + guesses
+    drafts, step_drafts = _drafts(config)
+    max_rows = config.max_seqs + EXTRA_ROWS + step_drafts
     adapted = open_adapted(config, model, parts.checkpoint)
     forward = model.forward if adapted is None else adapted.forward
     budget = parts.budget(
@@ -56,7 +56,7 @@ def build_writing(
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
     guides = Guides(model.config.vocab_size)
-    scheduler = _scheduler(config, kv, sizes.context, max_rows, drafts, guesses, guides)
+    scheduler = _scheduler(config, kv, sizes.context, max_rows, drafts, step_drafts, guides)
     runner = open_runner(
         program,
         kv=kv,
@@ -97,7 +97,7 @@ def build_writing(
             *([] if adapted is None else adapted.lines(door.listed())),
             f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
             f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
-            *_drafts_line(config, drafts, guesses),
+            *_drafts_line(config, drafts, step_drafts),
         ],
         adapters=door.listed(),
         max_adapters=0 if adapted is None else config.max_loras,
@@ -113,7 +113,7 @@ def _check(config: EngineConfig, parts: Parts) -> None:
     if config.speculate != "none" and any(own.state for own in pool.groups):
         raise Unsupported(
             f"--speculate {config.speculate}: a {parts.model.config.architecture} has layers that carry a state, and what is "
-            "folded into one cannot be taken back when a guess is wrong",
+            "folded into one cannot be taken back when a draft token is rejected",
             cure="leave --speculate out",
         )
 
@@ -131,10 +131,10 @@ def _program(config: EngineConfig, parts: Parts, forward: Forward, kv: KV, max_r
 
 
 def _scheduler(
-    config: EngineConfig, kv: KV, context: int, max_rows: int, drafts: int, guesses: int, guides: Guides
+    config: EngineConfig, kv: KV, context: int, max_rows: int, drafts: int, step_drafts: int, guides: Guides
 ) -> Scheduler:
     first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
-    ahead = (guesses, config.max_batch_tokens) if drafts else None
+    ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(
         PrefixTree(first[1], PAGE_SIZE, first[0], more),
         slots=config.max_seqs,
@@ -160,17 +160,17 @@ def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
 
 
 def _drafts(config: EngineConfig) -> tuple[int, int]:
-    """Guesses for a sequence in a step, and for all of them together."""
+    """Draft tokens for a sequence in a step, and for all of them together."""
     if config.speculate == "none":
         return 0, 0
-    most = min(GUESSES[config.backend == "cuda"], config.max_seqs * config.draft_tokens)
+    most = min(STEP_DRAFTS[config.backend == "cuda"], config.max_seqs * config.draft_tokens)
     return config.draft_tokens, max(config.draft_tokens, most)
 
 
-def _drafts_line(config: EngineConfig, drafts: int, guesses: int) -> list[str]:
+def _drafts_line(config: EngineConfig, drafts: int, step_drafts: int) -> list[str]:
     if not drafts:
         return []
     return [
-        f"speculation: {config.speculate}, up to {drafts} tokens ahead of a sequence and {guesses} in a step; "
+        f"speculation: {config.speculate}, up to {drafts} tokens ahead of a sequence and {step_drafts} in a step; "
         "tokens stay the same, and so do their odds"
     ]

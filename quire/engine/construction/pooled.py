@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from quire.backends.ops import KV, Estimator, Program
 from quire.cache.pool import Pool
+from quire.cache.prefix_tree import PrefixTree
 from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine.construction.memory import Budget
 from quire.engine.construction.parts import Parts
 from quire.engine.construction.sizes import pool_of, resolve_sizes
 from quire.engine.engine import Engine
-from quire.engine.pooled import PooledScheduler
+from quire.engine.limits import WholePrompts, standard
+from quire.engine.policy import FirstCome
+from quire.engine.pooled import Texts
+from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.machine import look_at_memory
 from quire.models import Encoder, Model
@@ -51,16 +55,30 @@ def build_pooled(
     lap("sizes")
     program = _program(parts, encoder, kv, budget, rows)
     lap("weights")
-    scheduler = PooledScheduler(
+    # An encoder keeps no KV. Its texts are counted all the same: a page that is as long as any of them.
+    pages = kv if encoder is None else dataclasses.replace(kv, pages=config.max_seqs, page_size=context)
+    scheduler = Scheduler(
+        PrefixTree(Pool(pages.pages), pages.page_size),
+        slots=config.max_seqs,
         budget=budget,
-        max_seqs=config.max_seqs,
         context=context,
-        vocab_size=model.config.vocab_size,
-        whole=encoder is not None,
-        pool=None if encoder else Pool(kv.pages),
-        page_size=PAGE_SIZE,
+        draw=lambda: 0,  # nothing is drawn
+        limits=(*standard(), *([] if encoder is None else [WholePrompts(budget, context)])),
+        prefix_cache=False,
+        vectors=True,
+        policy=None if encoder is None else FirstCome(),
     )
-    runner = PooledRunner(program, kv=kv, pooling=pooling, encoder=encoder, head=head)
+    runner = PooledRunner(
+        program,
+        kv=pages,
+        vocab_size=model.config.vocab_size,
+        max_seqs=config.max_seqs,
+        max_tokens=budget,
+        max_context=context,
+        pooling=pooling,
+        encoder=encoder,
+        head=head,
+    )
     step = f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole"
     info = EngineInfo(
         model=parts.name,
@@ -82,7 +100,8 @@ def build_pooled(
         separators=encoder.separators if encoder else 1,
         pair=pair,
     )
-    return Engine(scheduler, runner, 0), info
+    door = Texts(context=context, vocab_size=model.config.vocab_size)
+    return Engine(scheduler, runner, 0, door=door), info
 
 
 def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, runtime_checkable
 
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
+from quire.observe.steps import KEPT, StepInfo
 
 
 class EngineClient(Protocol):
@@ -39,6 +40,10 @@ class EngineClient(Protocol):
 
     def stats(self) -> Stats:
         """The newest snapshot."""
+        ...
+
+    async def steps(self, most: int = KEPT) -> list[StepInfo]:
+        """The newest steps of the engine, in their order; no more than it keeps. Raises Unavailable where there is none."""
         ...
 
     async def start(self) -> EngineInfo:

@@ -16,6 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine.transport.pending import Pending
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import EngineDead, QuireError, Unavailable
+from quire.observe.steps import KEPT, StepInfo
 
 if TYPE_CHECKING:
     from concurrent.futures import Future  # at run time where it is used: `quire run` needs none
@@ -69,6 +70,9 @@ class InProcessClient:
 
     def stats(self) -> Stats:
         return self._stats
+
+    async def steps(self, most: int = KEPT) -> list[StepInfo]:
+        return await self._errand(lambda engine: engine.steps(most))
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         return self._pending.events(request, self._submit, self.abort)

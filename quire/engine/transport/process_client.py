@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ from quire.engine.transport.remote_adapters import RemoteAdapters
 from quire.engine.transport.span_rows import SentRows
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe.errors import BadRequest, EngineDead, QuireError, Unavailable
+from quire.observe.steps import KEPT, StepInfo
 
 RESTART_WINDOW = 60.0
 BACKOFF = (0.1, 0.5, 2.0, 5.0, 10.0)  # seconds before the first, second, ... restart within the window
@@ -84,6 +86,8 @@ class ProcessClient:
         self._vocabulary: Vocabulary | None = None  # what an engine that is started again must be told again
         self._adapters = RemoteAdapters(self._send, on_line)
         self._rows = SentRows(self._send)
+        self._tickets = itertools.count()
+        self._asked: dict[int, asyncio.Future[list[StepInfo]]] = {}  # for the newest steps
         self._stats = Stats()
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False
@@ -125,6 +129,16 @@ class ProcessClient:
     def stats(self) -> Stats:
         total = {name: getattr(self._stats, name) + getattr(self._past, name) for name in COUNTERS}
         return msgspec.structs.replace(self._stats, **total)
+
+    async def steps(self, most: int = KEPT) -> list[StepInfo]:
+        self._check_alive()
+        ticket = next(self._tickets)
+        self._send(wire.AskSteps(ticket=ticket, most=most))
+        answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            self._asked.pop(ticket, None)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         if not request.spans:
@@ -206,6 +220,7 @@ class ProcessClient:
         await self._stop_process()
         self._pending.fail(lambda: Unavailable("the engine was shut down"))
         self._adapters.failed(lambda: Unavailable("the engine was shut down"))
+        self._unanswered("the engine was shut down")
         if self._context is not None:
             self._context.term()
             self._context = None
@@ -303,6 +318,12 @@ class ProcessClient:
             self._child.hang_up()
         self._pending.fail(lambda: EngineDead(f"{reason} while it held this request", cure="send it again"))
         self._adapters.failed(lambda: EngineDead(f"{reason} while it changed its adapters", cure="try again"))
+        self._unanswered(self._why)
+
+    def _unanswered(self, why: str) -> None:
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(Unavailable(why))
 
     async def _restart(self, reason: str) -> bool:
         """Spawn until it is ready, or too many deaths have come together."""
@@ -367,6 +388,10 @@ class ProcessClient:
                 self._stats = stats
             case wire.Answer():
                 self._adapters.answered(message)
+            case wire.Steps(ticket, steps):
+                asked = self._asked.get(ticket)
+                if asked is not None and not asked.done():
+                    asked.set_result(steps)
             case wire.Pong():
                 pass  # that it came is all it says
             case wire.Progress(done, total):

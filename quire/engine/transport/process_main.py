@@ -133,6 +133,8 @@ def _receive(
                 send(_answer(ticket, lambda name=name, path=path: engine.door.load(name, path)))
             case wire.Unload(ticket, name):
                 send(_answer(ticket, lambda name=name: engine.door.unload(name)))
+            case wire.AskSteps(ticket, most):
+                send(wire.Steps(ticket=ticket, steps=engine.steps(most)))
             case wire.Ping():
                 send(wire.Pong())
             case wire.Shutdown():

@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.engine.types import AdapterInfo, EngineInfo, Event, Request, Stats, Vocabulary
 from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
+from quire.observe.steps import StepInfo
 
 VERSION = 5
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
@@ -86,6 +87,13 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
     name: str
 
 
+class AskSteps(msgspec.Struct, frozen=True, tag="ask_steps"):
+    """The newest steps, so many at most. Answered with Steps."""
+
+    ticket: int
+    most: int
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Are you there? Answered between steps."""
 
@@ -153,8 +161,15 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     error: Fatal | None = None
 
 
-ToEngine: TypeAlias = Add | Rows | Forget | Teach | Abort | Load | Unload | Ping | Shutdown
-FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Answer | Pong | Fatal
+class Steps(msgspec.Struct, frozen=True, tag="steps"):
+    """What AskSteps asked for: no more than the engine keeps."""
+
+    ticket: int
+    steps: list[StepInfo]
+
+
+ToEngine: TypeAlias = Add | Rows | Forget | Teach | Abort | Load | Unload | AskSteps | Ping | Shutdown
+FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Answer | Steps | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

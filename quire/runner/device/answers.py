@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.backends.torch.sampler import RULED_OUT as NO_TOKEN
+from quire.runner.device.drafting import Drafting
 from quire.runner.device.launched import Launched, logprob_of
 from quire.runner.host_state import HostState, reason
 from quire.runner.plan import Row
@@ -21,16 +22,18 @@ _BROKEN = "the model produced NaN or infinite logits"
 class Answers:
     """Reads steps in the order they were launched."""
 
-    def __init__(self, host: HostState, max_seqs: int):
+    def __init__(self, host: HostState, max_seqs: int, drafting: Drafting | None = None):
+        self._drafting = drafting
         self.openings = np.zeros(max_seqs, np.int64)  # how often each slot was opened
         self._lost: dict[int, tuple[int, str]] = {}  # slot -> the opening that failed, and why
-        self._host = host
         self._slots = host.slots
 
     def read(self, pending: Launched, numbers: np.ndarray | None) -> list[Row]:
         """The rows of a step, from the numbers that came back; None: nothing was sampled."""
         plain = pending.decode_only and pending.blank and not self._lost and not pending.shape.wanted
-        if plain and numbers is not None and numbers.min() >= 0:  # nobody has failed: a token each, and that is all
+        if (
+            plain and self._drafting is None and numbers is not None and numbers.min() >= 0
+        ):  # nobody has failed: a token each, and that is all
             tokens = np.empty_like(numbers)
             tokens[pending.sampled] = numbers
             return [Row(1, [token]) for token in tokens.tolist()]
@@ -61,19 +64,23 @@ class Answers:
 
     def _tell(self, pending: Launched, numbers: np.ndarray) -> None:
         """Note tokens and log probabilities in the rows."""
-        count, shape = pending.slots.size, pending.shape
+        count, shape, made = pending.slots.size, pending.shape, pending.verification
+        right = drafted = [0] * len(pending.sampled)
+        if made is not None:
+            right, drafted = numbers[count:][: 2 * len(right)].astype(np.int64).reshape(2, -1).tolist()
+            count += 2 * len(right)
         details = numbers[count:].reshape(-1, 2 + 2 * shape.top)
         told = {j: (details[at], top) for at, (j, top) in enumerate(shape.wanted)}
-        for i, first in pending.firsts().items():
-            tokens = self._right(pending, i, numbers[first:])
+        for (i, first), accepted, drafts in zip(pending.firsts().items(), right, drafted, strict=True):
+            tokens = self._tokens(pending, i, numbers[first : first + 1 + accepted])
             if tokens and pending.rows[i].error is None:
                 pending.rows[i].tokens = tokens
                 if first in told:
                     rows = (told[first + j] for j in range(len(tokens)))
                     pairs = zip(tokens, rows, strict=True)
                     pending.rows[i].logprobs = [logprob_of(token, row, top, shape.top) for token, (row, top) in pairs]
-                if self._host.proposer is not None:
-                    self._note(pending, i, tokens)
+                if self._drafting is not None:
+                    self._note(self._drafting, pending, i, tokens, drafts)
         at = len(shape.wanted)
         for i, tokens, top in shape.prompt:
             rows, at = details[at : at + len(tokens)], at + len(tokens)
@@ -83,25 +90,22 @@ class Answers:
                 told = zip(tokens, rows, strict=True)
                 pending.rows[i].prompt_logprobs = [logprob_of(token, row, top, shape.top) for token, row in told]
 
-    def _right(self, pending: Launched, index: int, chosen: np.ndarray) -> list[int]:
-        """The tokens of a sequence: what was chosen after its drafts, up to the first that was not guessed."""
-        drafts = pending.drafts.get(index, [])
-        tokens: list[int] = []
-        for j, token in enumerate(chosen[: 1 + len(drafts)].astype(np.int64).tolist()):
-            if token < 0:
-                self._fail(pending, index, _CODES.get(token, _BROKEN))
-                return []
-            tokens.append(token)
-            if j < len(drafts) and drafts[j] != token:
-                break
+    def _tokens(self, pending: Launched, index: int, chosen: np.ndarray) -> list[int]:
+        """The tokens of a sequence: the draft tokens that were right, and one more. None if one is a code, which fails it."""
+        tokens = chosen.astype(np.int64).tolist()
+        code = next((token for token in tokens if token < 0), None)
+        if code is not None:
+            self._fail(pending, index, _CODES.get(code, _BROKEN))
+            return []
         return tokens
 
-    def _note(self, pending: Launched, index: int, tokens: list[int]) -> None:
+    def _note(self, drafting: Drafting, pending: Launched, index: int, tokens: list[int], drafted: int) -> None:
         """What the host knows of a slot, once its tokens are known."""
-        slot = pending.plan.work[index].slot
-        if self.openings[slot] == pending.openings[index]:
-            self._host.verified(pending, index, tokens)
-            self._slots.position[slot] += len(tokens) - 1
+        work, row = pending.plan.work[index], pending.rows[index]
+        if work.tokens is None:
+            row.accepted, row.drafted = len(tokens), drafted
+        if self.openings[work.slot] == pending.openings[index]:
+            drafting.read(pending, index, tokens, drafted)
 
     def _fail(self, pending: Launched, index: int, why: str) -> None:
         """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,10 +26,48 @@ class Shape:
     prompt: list[tuple[int, list[int], int]]  # places in plan.work, the tokens after their prompt rows, alternatives
 
 
+@dataclass(slots=True)
+class Verification:
+    """What a step has to verify. `places` are those of its decode rows in plan.work, in the order of all arrays."""
+
+    places: list[int]
+    most: list[int]  # draft tokens of each
+    predicted: list[list[int]] = field(default_factory=list)  # by the host; empty where the proposer is on the device
+    told: list[int] = field(default_factory=list)  # tokens that the host knew of each sequence
+    sure: list[bool] = field(default_factory=list)  # whether its length was known, too
+    rows: int = 0  # of every sequence, where all get as many; 0: each has 1 + most
+    span: int = 0  # tokens by which some length is not known
+    shift: torch.Tensor | None = (
+        None  # int64: how far each length lies above the least that it can be; 0 behind the last one
+    )
+
+    def owners(self, places: list[int]) -> list[int]:
+        """Where each of these places of plan.work stands among `places`; behind the last one for rows of prompts."""
+        known = {i: j for j, i in enumerate(self.places)}
+        return [known.get(i, len(known)) for i in places]
+
+    @property
+    def widest(self) -> int:
+        """Rows of the sequence that has most."""
+        return self.rows or 1 + max(self.most)
+
+
 class Launched(Pending):
     """A forward on its way, with what its sampling needs."""
 
-    __slots__ = ("ahead", "best", "decode_only", "hidden", "openings", "sampling", "sent", "shape", "slots")
+    __slots__ = (
+        "ahead",
+        "best",
+        "decode_only",
+        "hidden",
+        "openings",
+        "positions",
+        "sampling",
+        "sent",
+        "shape",
+        "slots",
+        "verification",
+    )
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
@@ -37,7 +75,9 @@ class Launched(Pending):
         self.openings = np.full(len(plan.work), -1, np.int64)
         self.decode_only = False  # all work was computed, a row each
         self.slots = np.zeros(0, np.intp)  # of the sampled rows: as often as a sequence has rows
-        self.ahead = np.zeros(0, np.int64)  # of each, the guesses before it
+        self.ahead = np.zeros(0, np.int64)  # of each, the draft tokens before it
+        self.positions = np.zeros(0, np.int64)  # of each, the tokens generated before it, at least
+        self.verification: Verification | None = None  # what it verifies, with a proposer
         self.shape = Shape(0, [], [])
         self.sampling: RowSampling | None = None
         self.sent: list[torch.Tensor] = []  # slots, prompt tokens, rows with logprobs, then what sampling needs
@@ -52,13 +92,18 @@ class Launched(Pending):
 
     def firsts(self) -> dict[int, int]:
         """The first sampled row of each sampled place in plan.work."""
-        if not self.guesses:
+        if not self.drafts and self.verification is None:
             return {i: j for j, i in enumerate(self.sampled)}
         found, at = {}, 0
         for i in self.sampled:
             found[i] = at
             at += self.rows_of(i)
         return found
+
+    def rows_of(self, index: int) -> int:
+        """Rows of logits of a sampled work."""
+        made = self.verification
+        return made.rows if made is not None and made.rows else Pending.rows_of(self, index)
 
 
 def logprob_of(token: int, row: np.ndarray, top: int, width: int) -> Logprob:

@@ -5,12 +5,13 @@
 
 A step is one copy to the device (tokens, positions, page-table changes, what sampling needs), kernels, and one copy back.
 The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
-so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through capture.DecodeSteps, short ones
-with prompts through prompts.PrefillSteps, those that verify drafts through verify.VerifySteps, all others are launched as they
-come. Everything is put on one stream in the order of the plans, from one thread.
+so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through decode.DecodeSteps, short ones
+with prompts through prefill.PrefillSteps, those that verify draft tokens through verify.VerifySteps, all others are launched as
+they come. Everything is put on one stream in the order of the plans, from one thread.
 
-With a proposer the host must know a sequence's tokens before it can guess more of them, and how many were right before it
-knows where the next one goes: then a forward reads the steps before it first, and its tokens all come from the host.
+With a proposer a step may verify draft tokens, and then only the device knows a sequence's length and position until the step
+is read: drafting.py keeps both sides' books, and no step waits for the one before it. The one exception is a rule that asks for
+the position while it is not known (`Drafting.must_wait`).
 
 The seam: `HostState` is shared with runner.py (slots, failures, the batch); a `DeviceProgram` gives logits as a tensor, and
 the sampler that chooses from them. A sequence whose logits turn out not to be numbers is found when its result is read:
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,10 +34,12 @@ from quire.backends.torch.batch import DeviceBatch, beside
 from quire.runner.decode_only import Index
 from quire.runner.device.answers import Answers
 from quire.runner.device.decode import DecodeSteps
+from quire.runner.device.drafting import Drafting
 from quire.runner.device.launched import Launched, Shape
 from quire.runner.device.prefill import PrefillSteps
+from quire.runner.device.proposer import DeviceProposer, Followed
 from quire.runner.device.sharing import LEAST, Sharing, find
-from quire.runner.device.slot_sampling import SlotSampling
+from quire.runner.device.slot_sampling import RowSampling, SlotSampling
 from quire.runner.device.staging import Arrival, Staging
 from quire.runner.device.state import DeviceState
 from quire.runner.device.verify import VerifySteps
@@ -46,7 +50,6 @@ from quire.runner.plan import Plan, Result, Work
 from quire.runner.sampler import Masks
 from quire.runner.speculate import Proposer
 
-LEVEL = 16  # rows that may be computed in vain, so that every sequence has as many
 WORTH = 16384  # tokens of keys and values that need not be read again: what reading them once costs in launches
 
 
@@ -85,13 +88,18 @@ class DeviceRunner:
         max_context: int,
         max_rows: int,
         padded: bool | None = None,
-        proposer: Proposer | None = None,
+        proposer: Proposer | DeviceProposer | None = None,
         drafts: int = 0,
     ):
         """`padded` sends steps through the captured sizes even without graphs; None: only where there are graphs.
 
-        `proposer` guesses up to `drafts` tokens of a sequence in a step.
+        `proposer` gives up to `drafts` draft tokens of a sequence in a step. Its own groups are the last ones of `kv`.
         """
+        groups = list(getattr(proposer, "groups", ()))
+        if groups:
+            program = cast(
+                DeviceProgram, Followed(program, cast(DeviceProposer, proposer), len(kv.groups) - len(groups))
+            )
         self._program = program
         self._sampler = program.sampler
         self._device = program.device
@@ -104,8 +112,6 @@ class DeviceRunner:
             max_tokens=max_tokens,
             max_context=max_context,
             max_rows=max_rows,
-            proposer=proposer,
-            histories=False,
         )
         self._slots = self._host.slots
         max_pages = self._slots.table.shape[1]
@@ -114,6 +120,12 @@ class DeviceRunner:
         self._sampling = SlotSampling(max_seqs, vocab_size, self._device)
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._late = Staging(self._device)
+        self._drafting: Drafting | None = None
+        if proposer is not None and drafts:
+            self._drafting = Drafting(
+                proposer, self._host, self._state, drafts=drafts, model_groups=len(kv.groups) - len(groups),
+                max_context=max_context, page_size=kv.page_size
+            )  # fmt: skip
         self._decode: DecodeSteps | None = None
         self._prefill: PrefillSteps | None = None
         self._verify: VerifySteps | None = None
@@ -122,16 +134,15 @@ class DeviceRunner:
             self._prefill = PrefillSteps(
                 program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
             )  # fmt: skip
-            if proposer is not None and drafts:
+            if self._drafting is not None:
                 self._verify = VerifySteps(
                     program, self._state, drafts=drafts, max_seqs=max_seqs, max_tokens=max_tokens,
                     max_context=max_context, vocab=vocab_size
                 )  # fmt: skip
             if program.graphs:
                 self._warm_up(max_seqs, max_tokens, max_context)
-        self._answers = Answers(self._host, max_seqs)
+        self._answers = Answers(self._host, max_seqs, self._drafting)
         self._sharing: Sharing | None = None  # of the step that is being launched
-        self._rows = 0  # ... and its rows a sequence, where it verifies as many for each
         # Slots that were looked at last, and what they share.
         self._known: tuple[Index | None, Sharing | None] = (None, None)
         self._unread: deque[DeviceTicket] = deque()
@@ -145,7 +156,7 @@ class DeviceRunner:
             raise RuntimeError("the runner is closed")
         if self._unsampled is not None:
             raise RuntimeError("forward was called twice without sample between: the first logits would be lost")
-        if self._host.proposer is not None and self._unread:
+        if self._drafting is not None and self._unread and self._drafting.must_wait(plan):
             self.read(self._unread[-1])
         pending = Launched(plan)
         try:
@@ -207,14 +218,19 @@ class DeviceRunner:
             if self._slots.failure(new.slot) is None:
                 self._answers.openings[new.slot] += 1
                 self._sampling.open(new.slot, self._slots.stream(new.slot))
+        if self._drafting is not None:
+            self._drafting.follow(plan)
 
     def _arrange(self, pending: Pending, works: Works) -> Works:
-        """Decode rows that share a beginning, one after another."""
-        self._sharing, self._rows = None, 0
+        """Draft tokens to verify; or decode rows that share a beginning, one after another."""
+        self._sharing = None
         self._notice(works.values())
-        if pending.drafts:
-            self._level(pending, works)
-            return works
+        if self._drafting is not None:
+            assert isinstance(pending, Launched)
+            fits = self._verify if (self._slots.adapter[[w.slot for w in works.values()]] < 0).all() else None
+            self._drafting.propose(pending, works, None if fits is None else fits.rows_for)
+            if pending.verification is not None:
+                return works
         if self._decode is None or any(w.tokens is not None for w in works.values()):
             return works
         self._sharing = self._shared(np.array([w.slot for w in works.values()], np.intp))
@@ -241,21 +257,6 @@ class DeviceRunner:
             self._known = own, found if worth else None
         return self._known[1]
 
-    def _level(self, pending: Pending, works: Works) -> None:
-        """As many rows for every sequence, where that is not many more than there are, and the plan has room for them."""
-        streams = [self._slots.stream(w.slot) for w in works.values()]
-        known = any(w.tokens is not None for w in works.values())
-        if self._verify is None or known or any(stream.history is not None for stream in streams):
-            return
-        rows = self._verify.rows_for(1 + max(map(len, pending.drafts.values())), len(works))
-        needed = sum(map(pending.rows_of, works))
-        if rows is None or any(w.n < rows for w in works.values()) or rows * len(works) > 2 * needed + LEVEL:
-            return
-        self._rows = rows
-        for i in works:
-            guess = pending.drafts.get(i, [])
-            pending.guesses[i] = guess + [0] * (rows - 1 - len(guess))  # nobody looks at what follows the drafts
-
     def _launch_decode_only(self, pending: Launched) -> bool:
         """Launch a step in which every sequence goes on by a token, without a look at each. False: it must be looked at.
 
@@ -264,6 +265,8 @@ class DeviceRunner:
         slot = None if self._decode is None else self._host.decode_only(pending.plan)
         if self._decode is None or slot is None or (found := self._host.places(slot)) is None:
             return False
+        if self._drafting is not None and self._drafting.loose[slot].any():
+            return False  # where they go on, the device alone knows
         slots, (pos, writes) = self._slots, found
         changed = [w for w in pending.plan.work if w.pages]
         self._notice(changed)
@@ -275,9 +278,10 @@ class DeviceRunner:
             order = sharing.order
             pending.sampled = order.tolist()
             slot, pos, writes = slot[order], pos[order], [write[order] for write in writes]
-        pending.decode_only, pending.slots, pending.ahead = True, slot, np.zeros(slot.size, np.int64)
+        pending.decode_only, pending.slots = True, slot
         pending.shape = self._shape(pending)
-        pending.sampling = self._sampling.gather(slot, slots.position[slot])
+        pending.positions = slots.position[slot]
+        pending.sampling = self._gather(pending)
         more = self._more(pending) if pending.sampling or pending.shape.wanted else []
         own = slot.astype(np.int32)
         pending.logits, pending.best, pending.sent = self._decode.run(
@@ -291,29 +295,38 @@ class DeviceRunner:
     def _launch(self, pending: Launched, batch: Batch) -> None:
         works = pending.works
         own = np.array([w.slot for w in works.values()], np.int32)
-        if self._host.proposer is None:
-            known = np.array([w.tokens is not None for w in works.values()], np.bool_)
-            batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
+        known = np.array([w.tokens is not None for w in works.values()], np.bool_)
+        batch.ids[batch.q_start[:-1][~known]] = -1 - own[~known]
         pending.openings[list(works)] = self._answers.openings[own]
         pending.sampled = [i for i, w in works.items() if w.sample]
         slots = pending.slots = np.array([works[i].slot for i in pending.sampled], np.intp)
-        pending.ahead = np.zeros(slots.size, np.int64)
-        if pending.guesses:
-            rows = [pending.rows_of(i) for i in pending.sampled]
-            pending.slots = np.repeat(slots, rows)
-            pending.ahead = np.concatenate([np.arange(n) for n in rows])
-        pending.shape = self._shape(pending)
-        pending.sampling = self._sampling.gather(pending.slots, self._slots.position[pending.slots] + pending.ahead)
         where, pages = _changes(works.values(), self._state)
-        decoding = batch.logit_rows.size == batch.tokens == own.size == slots.size
-        plain = batch.adapters is None
+        if self._drafting is not None:
+            self._drafting.settle(pending)
+        if pending.verification is not None and self._drafting is not None:
+            self._launch_verification(self._drafting, pending, batch, own, where, pages)
+        else:
+            pending.positions = self._slots.position[slots]
+            pending.shape = self._shape(pending)
+            pending.sampling = self._gather(pending)
+            self._launch_plain(pending, batch, own, where, pages)
+        self._slots.length[own] = batch.kv_len
+        for i, w in works.items():
+            if pending.rows[i].error is None:
+                pending.rows[i].accepted = 1 if w.tokens is None else w.n  # and draft tokens that turn out to be right
+        self._slots.last[slots] = 0  # some token; which one is the device's business
+        self._slots.position[slots] += 1
+        if self._drafting is not None:
+            self._drafting.launched(pending)
+
+    def _launch_plain(
+        self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: list[np.ndarray]
+    ) -> None:
+        """A step whose lengths the host knows."""
+        decoding = batch.logit_rows.size == batch.tokens == own.size == pending.slots.size
         text = batch.given is None and batch.coords is None  # captured steps are made for nothing else
-        captured = text and (plain or self._program.adapts)
-        if plain and text and self._rows and self._verify is not None:
-            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
-            pending.logits, pending.best, pending.sent = self._verify.run(batch, own, where, pages, more)
-            pending.keep(self._verify.hidden, batch.tokens, batch.tokens)
-        elif captured and decoding and self._decode is not None:
+        captured = text and (batch.adapters is None or self._program.adapts)
+        if captured and decoding and self._decode is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
             more = self._more(pending) if pending.sampling or pending.shape.wanted else []
@@ -330,12 +343,44 @@ class DeviceRunner:
             pending.keep(self._prefill.hidden, batch.tokens, batch.logit_rows.size)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
-        self._slots.length[own] = batch.kv_len
-        for i, w in works.items():
-            if pending.rows[i].error is None:
-                pending.rows[i].accepted = w.n if w.tokens is not None else 1  # and drafts that turn out to be right
-        self._slots.last[slots] = 0  # some token; which one is the device's business
-        self._slots.position[slots] += 1
+
+    def _launch_verification(
+        self,
+        drafting: Drafting,
+        pending: Launched,
+        batch: Batch,
+        own: np.ndarray,
+        where: np.ndarray,
+        pages: list[np.ndarray],
+    ) -> None:
+        """A step with draft tokens, or with lengths that the device alone knows."""
+        drafting.prepare(pending, where, pages)
+        made, slots = pending.verification, pending.slots
+        assert made is not None
+        counts = [pending.rows_of(i) for i in pending.sampled]
+        pending.slots, pending.ahead = np.repeat(slots, counts), np.concatenate([np.arange(n) for n in counts])
+        pending.positions = (self._slots.position - drafting.loose)[pending.slots] + pending.ahead
+        pending.shape = self._shape(pending)
+        pending.sampling = self._gather(pending)
+        if made.rows and self._verify is not None:
+            most = self._slots.length[own]
+            least = (most - drafting.loose[own]).astype(np.int32)
+            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+            pending.logits, pending.best, pending.sent = self._verify.run(
+                made.rows, own, (least, most), where, pages, more
+            )
+            pending.keep(self._verify.hidden, made.rows * own.size, made.rows * own.size)
+        else:
+            pending.logits = self._eager(pending, batch, own, where, pages)
+
+    def _gather(self, pending: Launched, masks: Masks | None = None) -> RowSampling | None:
+        """How the sampled rows of a step choose their tokens."""
+        made = pending.verification
+        if made is None:
+            return self._sampling.gather(pending.slots, pending.positions, masks)
+        owner = np.repeat(made.owners(pending.sampled), [pending.rows_of(i) for i in pending.sampled])
+        meant = pending.ahead <= np.array([*made.most, 0])[owner]
+        return self._sampling.gather(pending.slots, pending.positions, masks, meant=meant, owner=owner, span=made.span)
 
     def _shape(self, pending: Launched) -> Shape:
         """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""
@@ -376,6 +421,8 @@ class DeviceRunner:
         pending.sent = sent[len(arrays) :]
         if where.size:
             self._state.set_pages(places, *sent[7 : 7 + kinds])
+        if pending.verification is not None and self._drafting is not None:
+            self._drafting.correct(pending, batch, ids, pos, kv_len, sent[7 + kinds : len(arrays)])
         tables = self._state.page_tables(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
         launched = DeviceBatch(
             ids=self._state.tokens(ids),
@@ -414,17 +461,25 @@ class DeviceRunner:
         count, logits, tokens, shape = pending.slots.size, pending.logits, pending.best, pending.shape
         own = {j: masks[i] for i, j in pending.firsts().items() if i in masks} if masks else None
         if own:  # only now is it known what they want: this costs copies of its own
-            positions = self._slots.position[pending.slots] - 1 + pending.ahead
-            pending.sampling = self._sampling.gather(pending.slots, positions, own)
+            pending.sampling = self._gather(pending, own)
             pending.sent = self._late.send(self._more(pending))
-        if not pending.sent:  # decoded, and nobody wants more than the best token
+        drafting = self._drafting
+        noted = drafting is not None and (pending.verification is not None or drafting.remembers)
+        if not pending.sent and not noted:  # decoded, and nobody wants more than the best token
             assert tokens is not None
             return Arrival(tokens)
-        slots, follow, wanted = (x.long() for x in pending.sent[:3])
+        sent = pending.sent or self._late.send(self._more(pending))
+        slots, follow, wanted = (x.long() for x in sent[:3])
         tokens = self._choose(pending, logits[:count])
-        if self._host.proposer is None:  # who has one tells the device every token
+        parts = [tokens]
+        if pending.verification is not None and drafting is not None:
+            parts += drafting.accept(pending, tokens, [pending.works[i] for i in pending.sampled])
+        else:
             self._state.set_last(slots, tokens)
-        parts = [tokens.double()]
+            if drafting is not None:
+                drafting.remember(pending, slots, torch.arange(count, device=self._device))
+        if shape.wanted or shape.prompt:
+            parts = [part.double() for part in parts]
         if shape.wanted:
             every = len(shape.wanted) == count
             of, to = (logits[:count], tokens) if every else (logits[wanted], tokens[wanted])
@@ -441,7 +496,8 @@ class DeviceRunner:
         if pending.sampling is None:
             assert best is not None
             return best
-        metadata = self._sampling.metadata(pending.sampling, pending.sent[3:])
+        made = pending.verification
+        metadata = self._sampling.metadata(pending.sampling, pending.sent[3:], None if made is None else made.shift)
         chosen = self._sampler.choose(logits, metadata)
         self._sampling.add(metadata, chosen)
         return chosen if best is None or metadata.rows is None else best.index_copy(0, metadata.rows.long(), chosen)

@@ -36,13 +36,17 @@ class RowSampling:
     stops: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     masks: list[int] = field(default_factory=list)  # which of `allowed` each row has, -1: none; empty: nobody has any
     allowed: list[np.ndarray] = field(default_factory=list)  # int32 [words] each
+    # Where the device alone knows a row's position: the draws at the least that it can be and the `span` after it, and whose
+    # length says which.
+    draws: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [n, 1 + span], or empty
+    owner: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # [n]
 
     def arrays(self) -> list[np.ndarray]:
         """Everything, as Staging takes it; `SlotSampling.metadata` reads it back."""
         lists = (self.narrow, self.rows, self.histories, self.typical, *self.bias[:2], *self.stops, self.masks)
         bits = np.concatenate(self.allowed) if self.allowed else np.zeros(0, np.int32)
         ints = (*(np.asarray(x, np.int32) for x in lists), bits)
-        return [*ints, self.params.ravel(), np.array(self.bias[2], np.float64)]
+        return [*ints, self.owner, self.params.ravel(), np.array(self.bias[2], np.float64), self.draws.ravel()]
 
 
 class SlotSampling:
@@ -80,9 +84,24 @@ class SlotSampling:
         self._streams[slot] = None
         self._histories.close(slot)
 
-    def gather(self, slots: np.ndarray, positions: np.ndarray, masked: Masks | None = None) -> RowSampling | None:
-        """How these rows sample; None when each takes its best logit. `masked` are by index among the rows."""
+    def gather(
+        self,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        masked: Masks | None = None,
+        *,
+        meant: np.ndarray | None = None,
+        owner: np.ndarray | None = None,
+        span: int = 0,
+    ) -> RowSampling | None:
+        """How these rows sample; None when each takes its best logit. `masked` are by index among the rows.
+
+        Only rows that are `meant` are looked at. `positions` are the least that they can be, and the truth lies at most
+        `span` above; the device knows how far that of each row's `owner` does.
+        """
         special = ~self.plain[slots]
+        if meant is not None:
+            special &= meant
         for i in masked or ():
             special[i] = True
         if not special.any():
@@ -96,6 +115,10 @@ class SlotSampling:
         typical = np.flatnonzero((params[:, _AT["typical_p"]] < 1.0) & drawing)
         every, histories = rows.size == slots.size, self._histories.places(own)
         found = RowSampling(rows, every, params, narrow & drawing, histories, typical)
+        if span and owner is not None and drawing.any():
+            every_place = at[:, None] + np.arange(1 + span)
+            found.draws = self._draws.at(np.repeat(own, 1 + span), every_place.ravel()).reshape(-1, 1 + span)
+            found.owner = owner[rows].astype(np.int32)
         for i in np.flatnonzero(at < self._lists[own]).tolist():
             position, stream = at[i], self._streams[own[i]]
             assert stream is not None  # only open slots are sampled
@@ -113,9 +136,17 @@ class SlotSampling:
                     found.allowed.append(_bits(np.atleast_2d(masked[row])[0]))
         return found
 
-    def metadata(self, sampling: RowSampling, sent: list[torch.Tensor]) -> SamplingMetadata:
-        """The same rows on the device. `sent` is what became of `sampling.arrays()`."""
-        narrow, rows, history, typical, *pairs, mask, bits, params, values = sent
+    def metadata(
+        self, sampling: RowSampling, sent: list[torch.Tensor], shift: torch.Tensor | None = None
+    ) -> SamplingMetadata:
+        """The same rows on the device. `sent` is what became of `sampling.arrays()`; `shift` says of each owner how far its
+        position lies above the least that it can be."""
+        narrow, rows, history, typical, *pairs, mask, bits, owner, params, values, draws = sent
+        if shift is not None and sampling.draws.size:
+            place = shift[owner.long()].clamp(0, sampling.draws.shape[1] - 1)
+            params.view(-1, len(COLUMNS))[:, _AT["draw"]] = draws.view(sampling.draws.shape).gather(1, place[:, None])[
+                :, 0
+            ]
         bias_rows, bias_tokens, stop_rows, stop_tokens = pairs
         p = sampling.params
         k, drawing = p[:, _AT["top_k"]], p[:, _AT["temperature"]] > 0.0

@@ -1,4 +1,5 @@
-"""What the device holds of every slot: the token sampled last and its page tables, which change as steps say.
+"""What the device holds of every slot: the token sampled last and its page tables, which change as steps say. With speculative
+decoding also how many tokens are computed and the draft tokens, which the host learns of only when it reads a step.
 
 The host never reads it back. One slot and one page of each pool are spare: rows that pad a captured step read and write them.
 """
@@ -25,6 +26,41 @@ class DeviceState:
         self.tables = [torch.zeros(max_seqs + 1, max_pages, dtype=torch.int32, device=device) for _ in pages]
         for table, n in zip(self.tables, pages, strict=True):
             table[self.spare].fill_(n)
+        # With a proposer, see hold_drafts. The spare slot has no tokens and no draft tokens.
+        self.length = self.last.new_zeros(0)
+        self.counts = self.last.new_zeros(0)
+        self.drafts = self.last.new_zeros(0, 0)
+
+    def hold_drafts(self, most: int) -> None:
+        """Make room for true lengths, and for up to `most` draft tokens of each slot."""
+        slots = self.last.shape[0]
+        self.length, self.counts = self.last.new_zeros(slots), self.last.new_zeros(slots)
+        self.drafts = self.last.new_zeros(slots, most)
+
+    def set_drafts(self, slots: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor) -> None:
+        """Note draft tokens (int32 [B, k], k at most what there is room for) and how many of each row's are meant."""
+        self.counts.index_copy_(0, slots, counts.clamp(0, drafts.shape[1]).to(torch.int32))
+        self.drafts[:, : drafts.shape[1]].index_copy_(0, slots, drafts.to(torch.int32))
+
+    def verifying(
+        self, slots: torch.Tensor, rows: int, page_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """The rows of sequences that verify: ids and pos [B, rows], kv_len [B], and the places to write in each group [B, rows].
+
+        A sequence with fewer draft tokens repeats its last position in the rows that are too many; they write on the spare page.
+        """
+        own, column = slots.long(), torch.arange(rows, dtype=torch.int32, device=slots.device)
+        length, count = self.length[own], self.counts[own].clamp(max=rows - 1)
+        meant = column <= count[:, None]
+        ids = torch.cat((self.last[own][:, None], self.drafts[own, : rows - 1]), dim=1)
+        ids = torch.where(meant, ids, 0)
+        pos = length[:, None] + torch.minimum(column[None], count[:, None])
+        page, offset = (pos // page_size).long(), pos % page_size
+        writes = [
+            torch.where(meant, table.index_select(0, own).gather(1, page) * page_size + offset, spare)
+            for table, spare in zip(self.tables, self.spare_writes, strict=True)
+        ]
+        return ids, pos, length + 1 + count, writes
 
     def set_pages(self, where: torch.Tensor, *pages: torch.Tensor) -> None:
         """Write pages of each group at flat places of its table."""

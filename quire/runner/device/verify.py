@@ -1,7 +1,9 @@
 """Steps that verify draft tokens, every sequence with as many rows, at a few row counts and a ladder of sizes.
 
-A sequence's rows are its last token and the drafts after it. All tokens come from the host, which has read the step before: it
-must, to propose drafts. The body notes the best token of every row; which drafts were right is told where the results are read.
+A sequence's rows are its last token and its draft tokens. They, and where they go, are read from the device's own state: the
+host need not know how many draft tokens of the step before were right. A sequence with fewer draft tokens has rows in vain,
+on the spare page. The body notes the best token of every row; which draft tokens were right is found behind it
+(drafting.Drafting.accept).
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.backends.batch import I32, Batch
+from quire.backends.batch import I32
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, DeviceTable
-from quire.runner.device.ladder import CHANGES, Inputs, Ladder, Room, at_least, up_to
+from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room, at_least, up_to
 from quire.runner.device.state import DeviceState
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -30,7 +32,7 @@ class Kind(NamedTuple):
 
 
 def row_counts(drafts: int) -> list[int]:
-    """Rows of a sequence, for up to so many drafts."""
+    """Rows of a sequence, for up to so many draft tokens."""
     return sorted({2, 1 + -(-drafts // 2), 1 + drafts} - {1}) if drafts else []
 
 
@@ -48,7 +50,7 @@ class VerifySteps:
         max_context: int,
         vocab: int,
     ):
-        self._program, self._reach = program, max_context
+        self._program, self._state, self._reach = program, state, max_context
         most = min(TOKENS, max_tokens)
         self._sizes = {rows: [n for n in up_to(SEQUENCES, max_seqs) if n * rows <= most] for rows in row_counts(drafts)}
         kinds = [Kind(rows, n) for rows, sizes in self._sizes.items() for n in sizes]
@@ -59,7 +61,9 @@ class VerifySteps:
             for kind in kinds
         }
         self.hidden = program.hidden_buffers(whole)
-        self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab)
+        self.ladder = Ladder(
+            program, state, rooms, self._body, vocab=vocab, extra=lambda kind: [Field(kind.sequences, 0)]
+        )
 
     def rows_for(self, needed: int, sequences: int) -> int | None:
         """The least rows a sequence that hold what is needed, where so many sequences fit."""
@@ -67,14 +71,27 @@ class VerifySteps:
         return min(fits, default=None)
 
     def run(
-        self, batch: Batch, slots: I32, where: I32, pages: Sequence[I32], more: Sequence[np.ndarray]
+        self,
+        rows: int,
+        slots: I32,
+        bounds: tuple[I32, I32],
+        where: I32,
+        pages: Sequence[I32],
+        more: Sequence[np.ndarray],
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """One step: logits of every row, the best token of each (int64), and `more`, sent along for later."""
-        rows = batch.tokens // batch.sequences
-        kind = Kind(rows, at_least(batch.sequences, self._sizes[rows]))
-        writes = [batch.table(g).write for g in range(len(pages))]
-        sent = self.ladder.run(kind, Inputs(batch.ids, batch.pos, slots, where, writes, list(pages)), more)
-        return self.ladder.logits[: batch.tokens], self.ladder.tokens[: batch.tokens], sent
+        """One step: logits of every row, the best token of each (int64), and `more`, sent along for later.
+
+        `bounds` are the least and the most tokens that each sequence can have computed before the step.
+        """
+        least, most = bounds
+        kind, whole = Kind(rows, at_least(slots.size, self._sizes[rows])), rows * slots.size
+        none = np.zeros(
+            0, np.int32
+        )  # the device fills in tokens and places; positions are for kernels that ask the host
+        pos = (least[:, None] + np.arange(rows, dtype=np.int32)).ravel()
+        given = Inputs(none, pos, slots, where, [none] * len(pages), list(pages), [most + np.int32(rows)])
+        sent = self.ladder.run(kind, given, more)
+        return self.ladder.logits[:whole], self.ladder.tokens[:whole], sent
 
     def _body(
         self, kind: Kind, inputs: Inputs[torch.Tensor], tables: list[DeviceTable], host: Inputs[I32] | None
@@ -83,13 +100,15 @@ class VerifySteps:
         told = None
         if host is not None:
             q_start = np.arange(sequences + 1, dtype=np.int32) * rows
-            told = host.batch(q_start, host.pos[rows - 1 :: rows] + 1, np.arange(whole, dtype=np.int32))
+            told = host.batch(q_start, host.extra[0], np.arange(whole, dtype=np.int32))
+        ids, pos, kv_len, writes = self._state.verifying(inputs.slots, rows, self._program.kv.page_size)
+        tables = [DeviceTable(table.pages, write.flatten()) for table, write in zip(tables, writes, strict=True)]
         logits = self._program.launch(
             DeviceBatch(
-                ids=inputs.ids,
-                pos=inputs.pos,
+                ids=ids.flatten(),
+                pos=pos.flatten(),
                 q_start=self._count[: sequences + 1] * rows,
-                kv_len=inputs.pos[rows - 1 :: rows] + 1,
+                kv_len=kv_len,
                 pages=tables[0].pages,
                 write=tables[0].write,
                 more=tuple(tables[1:]),

@@ -3,30 +3,36 @@
     .. the cat sat on the mat . the cat ?        the longest match ends here; of several, the latest
        ~~~~~~~ sat on the                        what followed is the draft
 
-No model and no state but the tokens: it costs a look through them. A draft that runs past the end goes on with itself, as
-text that repeats does. A sequence is trusted with more drafts while they are right; wrong ones make it wait for longer
-matches, so text that never repeats costs next to nothing. Tokens alone decide, never the batch or the clock.
+No model and no state but the tokens: it costs a look through them, on the host, while the device computes. A continuation
+that runs past the end goes on with itself, as text that repeats does. A sequence is trusted with more draft tokens while they are right;
+wrong ones make it wait for longer matches, so text that never repeats costs next to nothing. Tokens alone decide, never the
+batch or the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.runner.speculate import DraftRows
+
 LEAST, MOST = 2, 8  # tokens that must be the same, and beyond which more of them tell nothing
-START = 2  # drafts that a new sequence is trusted with
+START = 2  # draft tokens that a new sequence is trusted with
 
 
 class NGram:
     """Tokens by slot."""
 
+    on_device: ClassVar[bool] = False
+
     def __init__(self, max_seqs: int, max_context: int):
         # Rows of untouched memory: what no sequence has reached takes none.
         self._tokens: npt.NDArray[np.int32] = np.zeros((max_seqs, max_context + 1), np.int32)
         self._length = [0] * max_seqs
-        self._trust = [START] * max_seqs  # drafts at a time
+        self._trust = [START] * max_seqs  # draft tokens at a time
         self._need = [LEAST] * max_seqs  # tokens that must be the same
 
     def open(self, slot: int, tokens: Sequence[int]) -> None:
@@ -36,12 +42,18 @@ class NGram:
     def close(self, slot: int) -> None:
         self._length[slot] = 0
 
-    def propose(self, slot: int, most: int) -> list[int]:
+    def propose(self, batch: DraftRows, hidden: Any = None) -> list[list[int]]:
+        rows = zip(batch.slots, batch.most, batch.ahead, strict=True)
+        return [
+            self._continue(slot, ahead + min(most, self._trust[slot])) if most else [] for slot, most, ahead in rows
+        ]
+
+    def _continue(self, slot: int, count: int) -> list[int]:
+        """So many tokens that may follow what the sequence has said; none where it has not said the like."""
         said = self._tokens[slot, : self._length[slot]]
         end, same = _match(said)
         if same < self._need[slot]:
             return []
-        count = min(most, self._trust[slot])
         found = said[end : end + count].tolist()
         while len(found) < count:  # what repeats goes on repeating
             found.append(found[len(found) - (said.size - end)])

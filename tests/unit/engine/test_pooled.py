@@ -1,4 +1,4 @@
-"""Embeddings of decoders against transformers, and the scheduler of texts: chunks, pages, order, aborts, failures."""
+"""Embeddings of decoders against transformers, and texts in the scheduler: chunks, pages, order, aborts, failures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from quire.cache.pool import Pool
+from quire.cache.prefix_tree import PrefixTree
 from quire.config import EngineConfig, Environment
 from quire.engine.construction.build import build_engine
 from quire.engine.engine import Engine
-from quire.engine.pooled import PooledScheduler
+from quire.engine.limits import WholePrompts, standard
+from quire.engine.policy import FairShare, FirstCome, Policy
+from quire.engine.pooled import Texts
+from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo, Event, Request
 from quire.layouts import Floats
 from quire.observe.errors import BadRequest, Unsupported
+from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan, Result, Row
 from tests.unit.models import folders
 from tests.unit.models.encoders import save
@@ -120,23 +125,28 @@ def test_pages_are_taken_for_a_text_and_given_back(tmp_path: Path):
 
 
 class Device:
-    """A runner that checks what it is given: every text in order, in its own pages, at most one open between steps."""
+    """A runner that checks what it is given: every text in order, in its own pages, at most `most` open between steps."""
 
-    def __init__(self, fail: int | None = None):
-        self.open: dict[int, tuple[int, list[int]]] = {}
+    def __init__(self, fail: int | None = None, most: int = 1):
+        self.open: dict[int, tuple[int, int, list[int]]] = {}  # by slot: whose it is, how far it has come, its pages
         self.fail = fail
+        self.most = most
+        self.cut = 0
 
     def forward(self, plan: Plan) -> Plan:
-        taken: set[int] = set()
+        for slot in (*plan.closed, *(new.slot for new in plan.opened)):
+            self.open.pop(slot, None)
         for w in plan.work:
-            assert w.tokens is not None and len(w.tokens) == w.n > 0
-            done, pages = self.open.pop(w.key, (0, w.pages))
-            assert w.start == done and w.pages == pages
-            assert not taken & set(w.pages) and w.start + w.n <= 4 * len(w.pages)
-            taken |= set(w.pages)
-            if not w.sample:
-                self.open[w.key] = (w.start + w.n, w.pages)
-        assert len(self.open) <= 1
+            assert w.vector and w.tokens is not None and len(w.tokens) == w.n > 0
+            key, done, pages = self.open.pop(w.slot, (w.key, 0, []))
+            assert w.start == done and w.key == key and (not w.pages or w.page_from == len(pages))
+            pages = pages + w.pages
+            assert not set(pages) & {page for _, _, own in self.open.values() for page in own}
+            assert w.start + w.n <= 4 * len(pages)
+            self.open[w.slot] = (w.key, w.start + w.n, pages)
+        unfinished = [w for w in plan.work if not w.sample]
+        self.cut = max(self.cut, len(unfinished))
+        assert len(unfinished) <= self.most
         if plan.step == self.fail:
             raise RuntimeError("a step that fails")
         return plan
@@ -148,16 +158,29 @@ class Device:
     def close(self) -> None: ...
 
 
-def scheduler(**changes: Any) -> PooledScheduler:
-    settings = {"budget": 16, "max_seqs": 4, "context": 40, "vocab_size": 100, "whole": False, "pool": Pool(12)}
-    return PooledScheduler(**{**settings, "page_size": 4, **changes})
+def scheduler(*, whole: bool = False, budget: int = 16, max_seqs: int = 4, policy: Policy | None = None) -> Scheduler:
+    tree = PrefixTree(Pool(max_seqs), 40) if whole else PrefixTree(Pool(12), 4)
+    limits = (*standard(), *([WholePrompts(budget, 40)] if whole else []))
+    return Scheduler(
+        tree, slots=max_seqs, budget=budget, context=40, draw=lambda: 0, limits=limits, prefix_cache=False, vectors=True,
+        policy=policy or FirstCome(),
+    )  # fmt: skip
 
 
-def test_random_texts_all_end_and_leave_nothing_behind():
+def text(name: str, tokens: list[int], priority: int = 0) -> Request:
+    return DOOR.enter(Request(id=name, tokens=tokens, priority=priority))
+
+
+DOOR = Texts(context=40, vocab_size=100)
+
+
+@pytest.mark.parametrize("policy", [FirstCome, FairShare])
+def test_random_texts_all_end_and_leave_nothing_behind(policy: type[FirstCome | FairShare]):
     rng = random.Random(1)
+    cut = 0
     for _ in range(60):
-        s, device = scheduler(), Device()
-        engine = Engine(s, device, 0)
+        s, device = scheduler(policy=policy()), Device(most=1 if policy is FirstCome else 2)
+        engine = Engine(s, device, 0, door=DOOR)
         ids = [str(i) for i in range(30)]
         ended: dict[str, str] = {}
         for name in ids:
@@ -165,19 +188,20 @@ def test_random_texts_all_end_and_leave_nothing_behind():
             engine.add(Request(id=name, tokens=[1] * n, priority=rng.choice((0, 0, 1))))
             if rng.random() < 0.2:
                 engine.abort(rng.choice(ids))
-                device.open = {k: v for k, v in device.open.items() if k in s._running}  # what was aborted is gone
             if rng.random() < 0.5:
                 ended |= {e.id: e.finish or "" for e in engine.step()}
         while engine.busy:
             ended |= {e.id: e.finish or "" for e in engine.step()}
         assert set(ended) == set(ids) and set(ended.values()) <= {"stop", "abort"}
         assert s.stats().pages_used == 0 and not s.has_work
+        cut = max(cut, device.cut)
+    assert cut == (1 if policy is FirstCome else 2)  # a short text is computed beside a long one
 
 
 def test_priority_comes_before_arrival():
     s = scheduler(max_seqs=1)
     for i, priority in enumerate((1, 0, 0)):
-        s.add(Request(id=str(i), tokens=[1], priority=priority))
+        s.add(text(str(i), [1], priority))
     order = []
     while (plan := s.plan()) is not None:
         order += [e.id for e in s.commit(plan, Result(rows=[Row(accepted=1) for _ in plan.work]))]
@@ -186,7 +210,7 @@ def test_priority_comes_before_arrival():
 
 def test_a_step_that_fails_ends_its_texts_and_no_others():
     s = scheduler(max_seqs=2)
-    engine = Engine(s, Device(fail=1), 0)
+    engine = Engine(s, Device(fail=0), 0, door=DOOR)
     for name in "abc":
         engine.add(Request(id=name, tokens=[1, 2, 3]))
     events: dict[str, Event] = {}
@@ -197,23 +221,67 @@ def test_a_step_that_fails_ends_its_texts_and_no_others():
 
 
 def test_an_encoders_text_is_never_cut():
-    s = scheduler(whole=True, pool=None, budget=40)
+    s = scheduler(whole=True, budget=40)
     for name, n in (("a", 30), ("b", 20), ("c", 20)):
-        s.add(Request(id=name, tokens=[1] * n))
+        s.add(text(name, [1] * n))
     steps = []
     while (plan := s.plan()) is not None:
         steps.append([w.n for w in plan.work])
-        assert all(w.sample and not w.pages for w in plan.work)
+        assert all(w.sample for w in plan.work)
         s.commit(plan, Result(rows=[Row(accepted=w.n) for w in plan.work]))
     assert steps == [[30], [20, 20]]
     with pytest.raises(ValueError, match="cannot hold"):
         scheduler(whole=True)
 
 
+@pytest.mark.parametrize("policy", [FirstCome, FairShare])
+def test_random_encoders_texts_are_never_cut_and_none_is_left(policy: type[FirstCome | FairShare]):
+    rng = random.Random(2)
+    for _ in range(40):
+        s, budget = scheduler(whole=True, budget=rng.randint(40, 90), policy=policy()), 0
+        names = {str(i): rng.randint(1, 40) for i in range(25)}
+        todo = list(names.items())
+        ended: list[str] = []
+        while todo or s.has_work:
+            for name, n in [todo.pop() for _ in range(min(len(todo), rng.randint(0, 4)))]:
+                s.add(text(name, [1] * n, rng.choice((0, 0, 1))))
+            plan = s.plan()
+            if plan is not None:
+                assert all(w.sample and w.start == 0 for w in plan.work)
+                budget = max(budget, plan.tokens)
+                ended += [e.id for e in s.commit(plan, Result(rows=[Row(accepted=w.n) for w in plan.work]))]
+            else:
+                assert not s.has_work
+        assert sorted(ended) == sorted(names) and budget > 30
+
+
+def test_texts_and_answers_ride_in_one_batch():
+    """A scheduler of both: a text ends in the step that computes its last token, beside sequences that go on."""
+    s = scheduler(budget=16)
+    s.add(Request(id="answer", tokens=[1, 2, 3], sampling=SamplingParams(max_tokens=3)))
+    s.add(text("long", [4] * 20))
+    s.add(text("short", [5, 6]))
+    heard: dict[str, Event] = {}
+    shapes = []
+    while (plan := s.plan()) is not None:
+        shapes.append([(w.n, w.vector) for w in plan.work])
+        rows = [
+            Row(accepted=w.n, vector=b"v") if w.vector else Row(accepted=w.n, tokens=[9] * w.sample) for w in plan.work
+        ]
+        heard |= {e.id: e for e in s.commit(plan, Result(rows=rows)) if e.finish}
+    assert shapes == [[(3, False), (13, True)], [(1, False), (7, True), (2, True)], [(1, False)]]
+    assert heard["answer"].finish == "length" and not heard["answer"].vector
+    assert all(heard[name].finish == "stop" and heard[name].vector == b"v" for name in ("long", "short"))
+    receipt = heard["long"].receipt
+    assert receipt is not None and (receipt.chunks, receipt.output_tokens) == (2, 0)
+
+
 def test_what_cannot_be_computed_is_refused_with_both_numbers():
-    s = scheduler()
     with pytest.raises(BadRequest, match=r"41 tokens.* is 40"):
-        s.add(Request(id="x", tokens=[1] * 41))
+        DOOR.enter(Request(id="x", tokens=[1] * 41))
     for tokens in ([], [100], [-1]):
         with pytest.raises(BadRequest):
-            s.add(Request(id="x", tokens=tokens))
+            DOOR.enter(Request(id="x", tokens=tokens))
+    generating = Scheduler(PrefixTree(Pool(12), 4), slots=1, budget=8, context=40, draw=lambda: 0)
+    with pytest.raises(BadRequest, match="no embeddings"):
+        generating.add(Request(id="x", tokens=[1], vector=True))

@@ -1,10 +1,10 @@
-"""Guessing ahead: the proposer against a plain search, and runners that verify its drafts against runners that have none."""
+"""Speculative decoding: the n-gram proposer against a plain search, and runners that verify its drafts against runners that have none."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from quire.engine.sequence import mix_seed
 from quire.engine.types import Request
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan
-from quire.runner.speculate import names, open_proposer
+from quire.runner.speculate import DraftRows, names, open_proposer
 from quire.runner.speculate.ngram import LEAST, MOST, START, NGram
 from tests.unit.runner.tiny_llama import CONTEXT, PAGE, TinyLlama, V, decode, generate, known, kv, make_runner, opening
 
@@ -43,6 +43,10 @@ def plainly(said: list[int], most: int) -> list[int]:
     return []
 
 
+def draft_of(proposer: NGram, slot: int, most: int, ahead: int = 0) -> list[int]:
+    return proposer.propose(DraftRows([slot], [most], [ahead]))[0]
+
+
 def test_a_draft_is_what_followed_the_longest_match() -> None:
     rng = random.Random(1)
     found = 0
@@ -51,7 +55,7 @@ def test_a_draft_is_what_followed_the_longest_match() -> None:
         proposer = NGram(3, 64)
         proposer.open(1, said[: len(said) // 2])
         proposer.learn(1, said[len(said) // 2 :], 0)
-        draft = proposer.propose(1, START)
+        draft = draft_of(proposer, 1, START)
         assert draft == plainly(said, START)
         found += bool(draft)
     assert 200 < found < 400  # both kinds were there
@@ -60,35 +64,35 @@ def test_a_draft_is_what_followed_the_longest_match() -> None:
 def test_what_repeats_goes_on_repeating() -> None:
     proposer = NGram(1, 64)
     proposer.open(0, [7, 8, 9, 7, 8])
-    assert proposer.propose(0, 9) == [9, 7]  # as far as a new sequence is trusted
+    assert draft_of(proposer, 0, 9) == [9, 7]  # as far as a new sequence is trusted
     proposer.learn(0, [9, 7, 8], 2)
-    assert proposer.propose(0, 9) == [9, 7, 8, 9]
-    assert proposer.propose(0, 3) == [9, 7, 8]
+    assert draft_of(proposer, 0, 9) == [9, 7, 8, 9]
+    assert draft_of(proposer, 0, 3) == [9, 7, 8]
     proposer.learn(0, [9, 7, 8, 9, 7], 4)
-    assert proposer.propose(0, 32) == [8, 9, 7, 8, 9, 7, 8, 9]
+    assert draft_of(proposer, 0, 32) == [8, 9, 7, 8, 9, 7, 8, 9]
 
 
 def test_wrong_drafts_ask_for_longer_matches() -> None:
     proposer = NGram(1, 64)
     proposer.open(0, [1, 2, 3, 1, 2])
-    assert proposer.propose(0, 4) == [3, 1]
+    assert draft_of(proposer, 0, 4) == [3, 1]
     proposer.learn(0, [5], 2)
     proposer.learn(0, [1, 2], 0)
-    assert proposer.propose(0, 4) == []  # two tokens are the same, and two were not enough before
+    assert draft_of(proposer, 0, 4) == []  # two tokens are the same, and two were not enough before
     proposer.learn(0, [3, 1, 2], 0)
-    assert proposer.propose(0, 4) == [5] == plainly([1, 2, 3, 1, 2, 5, 1, 2, 3, 1, 2], 1)  # one at a time again
+    assert draft_of(proposer, 0, 4) == [5] == plainly([1, 2, 3, 1, 2, 5, 1, 2, 3, 1, 2], 1)  # one at a time again
 
 
 def test_a_slot_is_a_sequence_of_its_own() -> None:
     proposer = NGram(2, 16)
     proposer.open(0, [1, 2, 1, 2])
     proposer.open(1, [5, 6, 7])
-    assert proposer.propose(0, 2) == [1, 2] and proposer.propose(1, 2) == []
+    assert draft_of(proposer, 0, 2) == [1, 2] and draft_of(proposer, 1, 2) == []
     proposer.close(0)
-    assert proposer.propose(0, 2) == []
+    assert draft_of(proposer, 0, 2) == []
     proposer.open(0, list(range(16)))
     proposer.learn(0, [3, 4, 5], 0)  # past what it holds: the end of a context, which nothing follows
-    assert proposer.propose(0, 2) == []
+    assert draft_of(proposer, 0, 2) == []
 
 
 class Told:
@@ -98,10 +102,13 @@ class Told:
         self.drafts = deque(drafts)
         self.heard: list[tuple[list[int], int]] = []
 
+    on_device: ClassVar[bool] = False
+
     def open(self, slot: int, tokens: Any) -> None: ...
     def close(self, slot: int) -> None: ...
-    def propose(self, slot: int, most: int) -> list[int]:
-        return self.drafts.popleft()[:most] if self.drafts else []
+    def propose(self, batch: DraftRows, hidden: Any = None) -> list[list[int]]:
+        assert not any(batch.ahead)
+        return [self.drafts.popleft()[:most] if self.drafts else [] for most in batch.most]
 
     def learn(self, slot: int, tokens: Any, drafted: int) -> None:
         self.heard.append((list(tokens), drafted))
@@ -131,9 +138,9 @@ def test_a_row_is_the_right_drafts_and_one_more(kind: str, right: int) -> None:
     runner = runners(told, kind)
     first = known(0, prompt, 0, sample=True, pages=[3, 1, 2])
     assert runner.step(Plan(step=0, work=[first], opened=[opening(0, prompt, params)])).rows[0].tokens == want[:1]
-    guess = decode(0)
-    guess.n, guess.drafts = 5, 4
-    row = runner.step(Plan(step=1, work=[guess])).rows[0]
+    verify = decode(0)
+    verify.n, verify.drafts = 5, 4
+    row = runner.step(Plan(step=1, work=[verify])).rows[0]
     assert (row.accepted, row.drafted, row.error) == (1 + right, 3, None)
     assert row.tokens == want[1 : 2 + right] and [p.token for p in row.logprobs] == row.tokens
     plain = runners(None, kind)
@@ -147,7 +154,7 @@ def test_a_row_is_the_right_drafts_and_one_more(kind: str, right: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["device", "padded"])
-def test_penalties_are_not_guessed_past_on_a_device(kind: str) -> None:
+def test_penalties_have_no_draft_tokens_on_a_device(kind: str) -> None:
     """What a row may choose there depends on the row before it: no drafts are asked for, and the others have theirs."""
     prompt = [5, 9, 5, 9, 5]
     sampling = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, repetition_penalty=1.3)]
@@ -156,10 +163,10 @@ def test_penalties_are_not_guessed_past_on_a_device(kind: str) -> None:
     opened = [opening(i, prompt, params) for i, params in enumerate(sampling)]
     work = [known(i, prompt, 0, sample=True, pages=[3 + 4 * i, 4 + 4 * i, 5 + 4 * i]) for i in range(2)]
     runner.step(Plan(step=0, work=work, opened=opened))
-    guesses = [decode(0), decode(1)]
-    for guess in guesses:
-        guess.n, guess.drafts = 5, 4
-    rows = runner.step(Plan(step=1, work=guesses)).rows
+    verified = [decode(0), decode(1)]
+    for verify in verified:
+        verify.n, verify.drafts = 5, 4
+    rows = runner.step(Plan(step=1, work=verified)).rows
     assert [row.drafted for row in rows] == [2, 0]
     assert rows[0].tokens == want[0][1:4] and rows[1].tokens == want[1][1:2]
     assert runner.step(Plan(step=2, work=[decode(1)])).rows[0].tokens == want[1][2:3]
@@ -232,7 +239,7 @@ def test_random_traffic_says_the_same_with_and_without(windows: tuple[int | None
         assert have == want, (kind, depth)
         assert logprobs == told or kind != "host"  # a device sums them up in another order
         assert 0 < stats.accepted_tokens <= stats.drafted_tokens
-        assert stats.preemptions <= plain.preemptions + (depth > 0)  # nobody gives way to a guess
+        assert stats.preemptions <= plain.preemptions + (depth > 0)  # nobody gives way to draft tokens
         ends = [r for r in receipts.values() if r is not None]
         assert sum(r.drafted_tokens for r in ends) == stats.drafted_tokens
         assert sum(r.accepted_tokens for r in ends) == stats.accepted_tokens
@@ -257,16 +264,16 @@ def test_shapes_of_verification_are_few(monkeypatch: pytest.MonkeyPatch) -> None
     params = SamplingParams(temperature=0.0)
     work = [known(i, p, 0, sample=True, pages=[4 * i, 4 * i + 1, 4 * i + 2]) for i, p in enumerate(prompts)]
     runner.step(Plan(step=0, work=work, opened=[opening(i, p, params) for i, p in enumerate(prompts)]))
-    guesses = [decode(i) for i in range(3)]
-    for guess in guesses:
-        guess.n, guess.drafts = 5, 4
+    verified = [decode(i) for i in range(3)]
+    for verify in verified:
+        verify.n, verify.drafts = 5, 4
     shapes.clear()
-    rows = runner.step(Plan(step=1, work=guesses)).rows
+    rows = runner.step(Plan(step=1, work=verified)).rows
     assert shapes == [(4, 20, True)]  # three sequences at the size of four; four rows at that of five
     assert [row.drafted for row in rows] == [1, 3, 0]
     shapes.clear()
     runner.step(Plan(step=2, work=[decode(i) for i in range(3)]))
-    assert shapes == [(4, 4, False)]  # nothing was guessed: a decode step like any other
+    assert shapes == [(4, 4, False)]  # no draft tokens: a decode step like any other
     runner.close()
 
 
@@ -281,11 +288,11 @@ def test_a_failed_row_keeps_its_error_to_itself() -> None:
     runner = make_device_runner(run=program, proposer=Told(want[1:3], want[1:3]), drafts=4)
     work = [known(i, prompt, 0, sample=True, pages=[4 * i, 4 * i + 1, 4 * i + 2]) for i in range(2)]
     runner.step(Plan(step=0, work=work, opened=[opening(i, prompt, params) for i in range(2)]))
-    guesses = [decode(0), decode(1)]
-    for guess in guesses:
-        guess.n, guess.drafts = 3, 2
+    verified = [decode(0), decode(1)]
+    for verify in verified:
+        verify.n, verify.drafts = 3, 2
     program.nan = [1]  # the second of the first one's three rows
-    rows = runner.step(Plan(step=1, work=guesses)).rows
+    rows = runner.step(Plan(step=1, work=verified)).rows
     assert rows[0].error is not None and "NaN" in rows[0].error and rows[0].tokens == []
     assert rows[1].tokens == want[1:4] and rows[1].accepted == 3
     runner.close()
@@ -299,8 +306,8 @@ def test_seeds_are_by_position() -> None:
         runner = runners(Told(want[1:5]), kind)
         opened = opening(0, prompt, params, seed=mix_seed(3, 0))
         runner.step(Plan(step=0, work=[known(0, prompt, 0, sample=True, pages=[3, 1, 2])], opened=[opened]))
-        guess = decode(0)
-        guess.n, guess.drafts = 5, 4
-        assert runner.step(Plan(step=1, work=[guess])).rows[0].tokens == want[1:6]
+        verify = decode(0)
+        verify.n, verify.drafts = 5, 4
+        assert runner.step(Plan(step=1, work=[verify])).rows[0].tokens == want[1:6]
         runner.close()
     assert np.unique(want).size > 1

@@ -6,7 +6,7 @@ Each step's program is launched once more as it came, without the runner's buffe
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.ops import KV  # noqa: E402
 from quire.backends.outputs import Hidden  # noqa: E402
 from quire.backends.torch.batch import DeviceBatch  # noqa: E402
+from quire.runner.device.proposer import DeviceRows, HiddenRows  # noqa: E402
 from quire.runner.device.runner import DeviceRunner  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.runner.plan import Plan, Work  # noqa: E402
@@ -107,13 +108,16 @@ def test_prompts_and_decode_rows(padded: bool):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
 def test_verified_drafts(padded: bool):
-    """Several rows of each sequence: its last token and what was guessed to follow."""
+    """Several rows of each sequence: its last token and its draft tokens."""
     made, program = runner(padded=padded, proposer=Told([5, 6, 7, 8], [8, 9, 10, 11]))
     _, plan = prompts(20, 5)
     check(made, program, plan, tokens=25, taken=2)
-    guess = [Work(key=i, epoch=0, slot=i, n=5, start=-1, tokens=None, drafts=4, sample=True) for i in range(2)]
-    check(made, program, Plan(step=1, work=guess), tokens=10, taken=10)
+    check(made, program, Plan(step=1, work=[verify(i, 4) for i in range(2)]), tokens=10, taken=10)
     assert program.batches[0].uniform == padded  # by the ladder of verification, where there is one
+
+
+def verify(slot: int, drafts: int) -> Work:
+    return Work(key=slot, epoch=0, slot=slot, n=1 + drafts, start=-1, tokens=None, drafts=drafts, sample=True)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
@@ -128,3 +132,50 @@ def test_tokens_are_the_same_with_rows_kept_and_without(padded: bool):
             assert made.forward(Plan(step=6, work=[decode(0)])).hidden == {}
             assert program.hidden_buffers(9) is None and not program.keep
     assert tokens[0] == tokens[1]
+
+
+class Head:
+    """A proposer that reads rows of the model: the head over the last layer's is the token that was sampled from it."""
+
+    on_device: ClassVar[bool] = True
+    groups: tuple[KV, ...] = ()
+    keep = (Hidden(LAYERS, taken=True),)
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def follow(self, batch: DeviceBatch, hidden: HiddenRows) -> None:
+        raise AssertionError("there are no layers to compute")
+
+    def propose(self, rows: DeviceRows, hidden: HiddenRows) -> tuple[torch.Tensor, torch.Tensor]:
+        row = hidden[self.keep[0]]
+        normed = row * torch.rsqrt(row.square().mean(dim=1, keepdim=True) + 1e-5)
+        best = (normed @ torch.from_numpy(MODEL.head.data).T).argmax(dim=1)
+        assert torch.equal(best.int(), rows.tokens)
+        self.asked += 1
+        return rows.tokens[:, None].repeat(1, 3) + 1, torch.full_like(rows.most, 3)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
+def test_a_proposer_reads_the_row_that_its_token_was_sampled_from(padded: bool):
+    """In steps with draft tokens, in those without, and where prompts are among them; never waited for."""
+    head = Head()
+    made, _ = runner(head.keep, padded=padded, proposer=head)
+    plain, _ = runner((), padded=padded)
+    _, plan = prompts(20, 5, 9)
+    tickets, told = [made.sample(made.forward(plan))], [[], [], []]
+    for step in range(1, 6):
+        if step == 3:
+            work = [decode(i) for i in range(3)]  # one token each, in between
+        else:
+            work = [verify(i, 3) for i in range(3)]
+        tickets.append(made.sample(made.forward(Plan(step=step, work=work))))
+    for ticket in tickets:
+        for own, row in zip(told, ticket.result().rows, strict=True):
+            assert row.error is None
+            own += row.tokens
+    assert head.asked == 5
+    rows = [plain.step(plan).rows]
+    rows += [plain.step(Plan(step=i, work=[decode(i) for i in range(3)])).rows for i in range(1, 7)]
+    want = [[row[i].tokens[0] for row in rows] for i in range(3)]
+    assert all(w[: len(t)] == t[: len(w)] for w, t in zip(want, told, strict=True))
