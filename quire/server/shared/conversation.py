@@ -19,8 +19,8 @@ import msgspec
 from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
-from quire.server import bodies
 from quire.server.served import Served
+from quire.server.shared import bodies
 from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest, QuireError
-from quire.server import bodies, errors
+from quire.server import errors
 from quire.server.callers import BATCH, Caller
 from quire.server.openai.batches import lines
 from quire.server.openai.batches.call import Call
@@ -25,6 +25,7 @@ from quire.server.openai.batches.files import File, Files
 from quire.server.openai.batches.journal import COMPLETED, FAILED, WAITING, Batch, Journal, Line
 from quire.server.served import Model
 from quire.server.server import Server
+from quire.server.shared import bodies
 
 log = logging.getLogger("quire.batches")
 

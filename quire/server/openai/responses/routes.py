@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
-from quire.server.bodies import read_json
 from quire.server.callers import caller_of
 from quire.server.database import Database
 from quire.server.errors import Unimplemented
@@ -46,6 +45,7 @@ from quire.server.openai.responses.stored import LATER, SCHEMA, Record, StoredRe
 from quire.server.replies import EventStream, named_event, reply
 from quire.server.served import Served
 from quire.server.server import Server
+from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import SAMPLING, Absent, Endpoint, Fields
 
 PATH = "/v1/responses"
