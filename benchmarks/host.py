@@ -223,7 +223,7 @@ async def _streams(news: list[Event], rounds: int) -> list[float]:
 def texts(news: list[Event], rounds: int = 20) -> list[float]:
     """Microseconds to make text of a step's events, with the default model's tokenizer; nothing where it is not in the store."""
     from quire.chat.choice import ChoiceStream
-    from quire.chat.words import tokenizer_of
+    from quire.chat.loading import tokenizer_of
     from quire.config import DEFAULT_MODEL
     from quire.observe.errors import QuireError
     from quire.weights.checkpoint import open_checkpoint

@@ -77,7 +77,7 @@ def serve(builder: str) -> None:
     import uvloop
 
     from quire.chat.completer import Completer
-    from quire.chat.words import words_of
+    from quire.chat.loading import tokenizer_and_template
     from quire.config import EngineConfig, ServerConfig
     from quire.engine.transport.process_client import ProcessClient
     from quire.server import lifecycle
@@ -94,7 +94,7 @@ def serve(builder: str) -> None:
         client = ProcessClient(EngineConfig(path=path), builder=f"benchmarks.null_engine:{builder}")
         info = await client.start()
         with open_checkpoint(path) as checkpoint:
-            tokenizer, template = words_of(checkpoint)
+            tokenizer, template = tokenizer_and_template(checkpoint)
         return client, Completer(client, tokenizer, template, info)
 
     async def run() -> int:
@@ -319,7 +319,7 @@ def measure_stall(route: str, seconds: float) -> dict[str, Any]:
 
 
 def _ids(text: str) -> list[int]:
-    from quire.chat.words import tokenizer_of
+    from quire.chat.loading import tokenizer_of
     from quire.weights.checkpoint import open_checkpoint
 
     with open_checkpoint(str(files.model())) as checkpoint:

@@ -99,7 +99,7 @@ def _build(step_seconds: float, vocab_size: int) -> tuple[NullEngine, EngineInfo
 
 
 def _vocabulary(path: str) -> int:
-    from quire.chat.words import tokenizer_of
+    from quire.chat.loading import tokenizer_of
     from quire.weights.checkpoint import open_checkpoint
 
     with open_checkpoint(path) as checkpoint:

@@ -1,16 +1,16 @@
 """One choice of a generation: engine events in, chunks of text out.
 
-Owns the order of things for a single sequence: detokenize, tell reasoning and calls from the text, look for stop strings
-in what is left, attach log probabilities. Knows no engine and no asyncio: `Completer` brings it events and acts on
-`stopped`.
+Three classes, in the order in which a token passes them. `Detokenizer` turns token ids into text, `StopStrings` finds where a
+stop string ends it, and `ChoiceStream` ties them together for one sequence: it tells reasoning and calls from the text and attaches log
+probabilities. None of them knows an engine or asyncio: `Completer` brings events and acts on `stopped`.
 """
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.chat.stop import StopStrings
-from quire.chat.tokenizers.detokenizer import Detokenizer
 from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.chat.types import CallPart, Chunk, TokenLogprob, TokenText
 from quire.engine.types import FINISH_STOP, Event
@@ -19,6 +19,99 @@ from quire.runner.plan import Logprob
 
 if TYPE_CHECKING:
     from quire.chat.tools.types import Pieces, Reading
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """One stream of token ids to text: exact, with constant work for each token.
+
+    It works on the bytes of tokens and never decodes a window again. What it hands out is final: half a character waits for the
+    rest of it, and U+FFFD appears only where no later token could have completed the bytes. The texts of all `feed` calls and
+    of `finish`, joined, are what `Tokenizer.decode` gives for all ids at once. at_start=False is for a continuation, whose
+    first space belongs to the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        at_start: bool = False,
+        keep: frozenset[int] = frozenset(),
+    ):
+        """`keep` are special tokens that are written out where the others are skipped."""
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._skip_special = skip_special
+        self._strip = at_start and tokenizer.space_prefix
+        self._decoder = _utf8("replace")
+
+    def feed(self, token: int) -> str:
+        """The text that is certain once this token is known; often that of the token, sometimes nothing yet."""
+        if self._skip_special and self._tokenizer.is_special(token) and token not in self._keep:
+            return ""
+        data = self._tokenizer.token_bytes(token)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What was held back: U+FFFD for bytes that never became a character, or nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Stop strings over one stream of text. After a match, `matched` is set and nothing more comes out.
+
+    The match is the one that is complete first; of several that are complete at the same character, the longest. So the answer
+    does not depend on how the text was cut into pieces. Only the longest end of the text that some stop string begins with
+    is held back.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
+        self._stops = tuple(dict.fromkeys(s for s in stops if s))
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that may go out now."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        best: tuple[int, int, str] | None = None  # end, start, stop string
+        for stop in self._stops:
+            at = text.find(stop)
+            if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
+                best = at + len(stop), at, stop
+        if best is not None:
+            end, start, self.matched = best
+            self._held = ""
+            return text[:end] if self._include else text[:start]
+        keep = self._prefix_at_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """The text held back, once no more can come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _prefix_at_end(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = 0
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= at < len(text) - longest:
+                if stop.startswith(text[at:]):
+                    longest = len(text) - at
+                    break
+                at = text.find(stop[0], at + 1)
+        return longest
 
 
 class _News:

@@ -1,6 +1,6 @@
-"""The one middle between text and an engine: every server dialect, the library and the CLI go through it.
+"""Text in, text out, over one engine: every server dialect, the library and the CLI use this one class.
 
-Owns: prompts to ids (with bounds checked before work is done), one generation fanned out to n engine requests, their
+It owns: prompts to ids (with bounds checked before work is done), one generation fanned out to n engine requests, their
 events merged as they come, and stop strings. It does not know HTTP or where the engine runs. Leaving `stream` early, by
 break, cancellation or aclose, lets every engine request go.
 """
@@ -46,9 +46,9 @@ class Completer:
         info: EngineInfo,
         *,
         looked: bool = False,
-        answers: Format | None = None,
+        answer_format: Format | None = None,
     ):
-        """`looked`: `answers` is what `look` found; otherwise it is looked for when it is first needed."""
+        """`looked`: `answer_format` is what `find_format` found; otherwise it is looked for when it is first needed."""
         if info.vocab_size > tokenizer.vocab_size:
             raise BadModelFile(
                 f"{info.model}: the model chooses among {info.vocab_size} tokens, but its tokenizer has "
@@ -64,9 +64,9 @@ class Completer:
         self.template = template
         self.info = info
         self._taught = False
-        self._words: Vocabulary | None = None
+        self._vocabulary: Vocabulary | None = None
         self._reading = threading.Lock()
-        self._answers = answers
+        self._answer_format = answer_format
         self._looked = looked
         self._looking = threading.Lock()
 
@@ -133,23 +133,23 @@ class Completer:
     # Answers
 
     @property
-    def answers(self) -> Format | None:
+    def answer_format(self) -> Format | None:
         """How this model writes reasoning and tool calls, found from its template on first use; None: all it writes is text."""
         if not self._looked:
             with self._looking:
                 if not self._looked:
                     if self.info.task == "generate":
-                        self._answers = look(self.template, self.tokenizer)
+                        self._answer_format = find_format(self.template, self.tokenizer)
                     self._looked = True
-        return self._answers
+        return self._answer_format
 
     def score(self) -> Score | None:
         """How well the format reads what the template writes; takes a good part of a second, and is not needed to answer."""
-        if self.answers is None or self.template is None:
+        if self.answer_format is None or self.template is None:
             return None
         from quire.chat.tools.check import check
 
-        return check(self.template, self.tokenizer, self.answers)
+        return check(self.template, self.tokenizer, self.answer_format)
 
     async def answering(
         self, prompt: list[int], tools: Tools, answer: Constraint | None = None
@@ -158,7 +158,7 @@ class Completer:
 
         Raises BadRequest where the tools cannot be honoured."""
         ready = self._looked or self.template is None or not _shows_more(self.template)
-        form = self.answers if ready else await asyncio.to_thread(lambda: self.answers)
+        form = self.answer_format if ready else await asyncio.to_thread(lambda: self.answer_format)
         if tools.forced and not tools.tools:
             raise BadRequest("tool_choice demands a call, but there are no tools", param="tool_choice")
         if tools.choice == "named" and all(tool.name != tools.name for tool in tools.tools):
@@ -177,9 +177,9 @@ class Completer:
 
     def _kept(self) -> frozenset[int]:
         """Special tokens that a reading must see."""
-        if self.answers is None:
+        if self.answer_format is None:
             return frozenset()
-        ids = (self.tokenizer.token_id(mark) for mark in self.answers.markers)
+        ids = (self.tokenizer.token_id(mark) for mark in self.answer_format.markers)
         return frozenset(i for i in ids if i is not None)
 
     # Generation
@@ -242,14 +242,14 @@ class Completer:
     async def _teach(self) -> None:
         """Before the first constraint the engine is told the bytes of the tokens: it knows ids alone."""
         if not self._taught:
-            self.client.teach(await asyncio.to_thread(self._vocabulary))
+            self.client.teach(await asyncio.to_thread(self._read_vocabulary))
             self._taught = True
 
-    def _vocabulary(self) -> Vocabulary:
+    def _read_vocabulary(self) -> Vocabulary:
         with self._reading:  # several loops may ask at once; telling the engine again changes nothing
-            if self._words is None:
-                self._words = vocabulary_of(self.tokenizer, self.info.vocab_size)
-            return self._words
+            if self._vocabulary is None:
+                self._vocabulary = vocabulary_of(self.tokenizer, self.info.vocab_size)
+            return self._vocabulary
 
     def _requests(self, generation: Generation) -> list[Request]:
         sampling = generation.sampling
@@ -283,13 +283,13 @@ def _size(value: object) -> int:
     return sum(map(_size, inside))
 
 
-def look(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format | None:
+def find_format(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format | None:
     """The format that a template shows; None, and nothing imported, where it cannot show any."""
     if template is None or not _shows_more(template):
         return None
-    from quire.chat.tools.find import find
+    from quire.chat.tools.detect import detect_format
 
-    return find(template, tokenizer)
+    return detect_format(template, tokenizer)
 
 
 def _shows_more(template: ChatTemplate) -> bool:

@@ -1,6 +1,6 @@
-"""The one middle between texts and an engine that embeds or scores: the server, the library and the CLI go through it.
+"""Texts to vectors and scores, over one engine: the server, the library and the CLI use this one class.
 
-Owns: texts to ids (with the prompt that the model wants before them, cut only when asked), pairs to ids, engine requests and
+It owns: texts to ids (with the prompt that the model wants before them, cut only when asked), pairs to ids, engine requests and
 their vectors, shorter embeddings where the model allows them. It does not know HTTP or where the engine runs.
 """
 
@@ -206,11 +206,11 @@ class Embedder:
 
     async def _run(self, encoded: Sequence[_Ids]) -> list[Embedded]:
         """Everything at once, as far as keeps the engine full; the first failure lets the others go."""
-        places = asyncio.Semaphore(max(1, 2 * self.info.max_seqs))
+        slots = asyncio.Semaphore(max(1, 2 * self.info.max_seqs))
         made: list[Embedded | None] = [None] * len(encoded)
 
         async def one(i: int, text: _Ids) -> None:
-            async with places:
+            async with slots:
                 made[i] = await self._one(text)
 
         try:

@@ -1,4 +1,4 @@
-"""The words of a folder as Hugging Face lays it out: which file is its tokenizer, and its chat template.
+"""The tokenizer and the chat template of a folder as Hugging Face lays it out: which files they are in.
 
 tokenizer.json comes first (`tokenizer_json.py`), then Mistral's tekken.json (`tokenizers/tekken.py`), then SentencePiece's tokenizer.model
 (`spm_file.py`). Other kinds of file are refused by name.

@@ -39,7 +39,7 @@ class Infill:
     ends: tuple[int, ...]  # any of them ends the text that fills the gap
 
 
-class Words(Protocol):
+class PromptTokenizer(Protocol):
     """What is needed of a tokenizer."""
 
     bos_id: int | None
@@ -62,7 +62,7 @@ def find(vocab: Vocabulary) -> Infill | None:
     return Infill(*named, tuple(sorted(ends)))
 
 
-def write(tokenizer: Words, tokens: Infill, before: str | list[int], after: str) -> list[int]:
+def write(tokenizer: PromptTokenizer, tokens: Infill, before: str | list[int], after: str) -> list[int]:
     """The ids of a prompt whose answer goes between `before` and `after`."""
     start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     if isinstance(before, str):

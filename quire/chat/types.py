@@ -1,4 +1,7 @@
-"""The middle: what every dialect asks for, and what it gets back. Text here, tokens below, wire formats above."""
+"""What every dialect asks a `Completer` for, and what it gets back: `Generation` in, `Chunk`s and `Choice`s out.
+
+These hold text. The engine below knows tokens alone, and the dialects above have wire formats of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs through typer: help, `--debug`, `--version`, error messages, and every spelling that `options.parse` leaves to it.
+"""The verbs through typer: help, `--debug`, `--version`, error messages, and every spelling that `arguments/options.py` leaves to it.
 
 A verb is imported when it is invoked and not before: `quire --help` reads the table in verbs.py alone.
 """
@@ -34,7 +34,7 @@ class Verbs(TyperGroup):
         if verb and verb not in VERBS and not verb.startswith("-"):
             import difflib
 
-            from quire.cli.neighbours import VERBS as THEIRS
+            from quire.cli.arguments.other_engines import VERBS as THEIRS
 
             near = THEIRS.get(verb) or next(iter(difflib.get_close_matches(verb, VERBS, n=1)), None)
             hint = f" Did you mean {near!r}?" if near else f" There are {', '.join(VERBS)}."
@@ -55,7 +55,7 @@ class Verbs(TyperGroup):
 
 def point_out(error: Any, words: list[str]) -> None:
     """What an option that is not there is called here, where it is one that other engines have."""
-    from quire.cli.neighbours import hint
+    from quire.cli.arguments.other_engines import hint
 
     known = [name for p in error.ctx.command.params for name in (*p.opts, *p.secondary_opts)] if error.ctx else []
     said = hint(error.option_name, words, known)
@@ -65,7 +65,7 @@ def point_out(error: Any, words: list[str]) -> None:
 
 def load(verb: str) -> Any:
     """The command of `verb`, its module imported now."""
-    from quire.cli.options import for_typer
+    from quire.cli.arguments.options import for_typer
 
     module = importlib.import_module(f"quire.cli.{verb}")
     if isinstance(module.command, typer.Typer):  # a verb with verbs of its own

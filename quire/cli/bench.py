@@ -1,8 +1,8 @@
-"""`quire bench latency` and `quire bench throughput`: how fast an engine in this process is, said so that it can be believed.
+"""`quire bench latency` and `quire bench throughput`: how fast an engine in this process is, with everything that a figure depends on beside it.
 
-Everything is greedy and goes on past end tokens; prompts are token ids that follow from the seed; what warms up is not
+Sampling is greedy and goes on past end tokens; prompts are token ids that follow from the seed; what warms up is not
 counted, and the head of the table says how much that was. The measuring is `engine/measure.py`, the wording
-`bench_report.py`. Ctrl-C tells what was measured until then.
+`bench_report.py`. Ctrl-C prints what was measured until then.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import typer
 from typer.core import TyperGroup
 
 from quire.cli import bench_report as report
-from quire.cli import ui
-from quire.cli.engine_options import engine_options
+from quire.cli.arguments.engine_options import engine_options
 from quire.cli.pull import here, supported
+from quire.cli.terminal import ui
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, Terminal
 from quire.engine.engine import Engine
 from quire.engine.measure import Round, Run, Shape, Span, drive, greedy, latency_round, synthetic, token_ids

@@ -81,7 +81,7 @@ def _check(where: str, tokens: list[int], output: int, info: EngineInfo) -> None
 
 
 def _tokenizer(model: Path) -> Tokenizer:
-    from quire.chat.words import tokenizer_of
+    from quire.chat.loading import tokenizer_of
     from quire.weights.checkpoint import open_checkpoint
 
     with open_checkpoint(model) as checkpoint:

@@ -1,4 +1,4 @@
-"""What `quire bench` says: a short table for people, and a record for programs.
+"""The output of `quire bench`: a short table for people, and a JSON record for programs.
 
 Times are seconds in the record and milliseconds in the table. Nothing here measures.
 """
@@ -208,7 +208,7 @@ def write(target: str, body: dict[str, Any]) -> None:
     import msgspec
 
     if target == "-":
-        from quire.cli import ui
+        from quire.cli.terminal import ui
 
         ui.emit(body)
     else:

@@ -1,4 +1,4 @@
-"""`quire doctor`: look at this machine and this installation, and give a cure with everything that is wrong.
+"""`quire doctor`: check this machine and this installation, and print a cure beside everything that is wrong.
 
 A check is a function that returns findings; a finding passes, warns or fails. Nothing is changed (only a measurement
 of thread counts is kept), and nothing is asked of the network unless `--network` says so. Exit code 1 when something fails.
@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from quire.cli import ui
+from quire.cli.terminal import ui
 from quire.cli.version import kernels
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, available_cores
 from quire.machine import look_at_cores, look_at_memory
@@ -46,7 +46,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 def command(
     deep: Annotated[bool, typer.Option("--deep", help="Read every model whole and compare its digest.")] = False,
-    network: Annotated[bool, typer.Option("--network", help="Try to reach the places models come from.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Try to reach the sources of models.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Also print which implementation runs each op.")] = False,
     tune: Annotated[
         bool, typer.Option("--tune", help="Measure again how many threads are fastest, and keep it.")
@@ -221,7 +221,7 @@ def free_port(port: int) -> Iterator[Finding]:
 
 
 def reach(store: Store) -> Iterator[Finding]:
-    """Each source of the default model is asked where its bytes are; the hub is asked for its front door."""
+    """Each source of the default model is asked where its bytes are; the hub is asked for its front page."""
     from dataclasses import replace
 
     from quire.weights import sources

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli import ui
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
 from quire.cli.show import clean
+from quire.cli.terminal import ui
 from quire.observe.errors import BadRequest
 
 if TYPE_CHECKING:

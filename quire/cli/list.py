@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated
 
-from quire.cli import ui
-from quire.cli.options import Option
+from quire.cli.arguments.options import Option
+from quire.cli.terminal import ui
 from quire.config import DEFAULT_MODEL
 from quire.weights.download import hub_cache
 from quire.weights.download.progress import mb

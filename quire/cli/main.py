@@ -1,6 +1,6 @@
 """The command `quire`: the way to the verb that is asked for.
 
-A plain command line goes straight to its verb (`options.parse`); help, `--debug`, mistakes and everything else go through
+A plain command line goes straight to its verb (`arguments/options.py`); help, `--debug`, mistakes and everything else go through
 typer (`app.py`). Imports almost nothing: whatever is imported here, every user of every verb waits for, and a Ctrl-C that comes before
 `main` runs is met by Python's own traceback.
 """
@@ -73,7 +73,8 @@ def have_streams() -> None:
 
 
 class Forgetful(io.FileIO):
-    """What cannot be written is lost. Kept, it would be tried again when Python ends, and the exit code would be of that."""
+    """A stderr that drops what the system does not take. A buffer that kept it would write it again when Python ends, and that failure
+    would decide the exit code."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -86,7 +87,7 @@ def straight(verb: str, words: list[str]) -> Callable[[], None] | None:
     """What `words` ask of a verb, where that is plain; None where typer has to look at them, or say what is wrong."""
     import importlib
 
-    from quire.cli.options import parse
+    from quire.cli.arguments.options import parse
 
     command = importlib.import_module(f"quire.cli.{verb}").command
     given = parse(command, words)

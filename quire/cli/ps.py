@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from quire.cli.options import Option
+from quire.cli.arguments.options import Option
 from quire.config import Environment
 
 TIMEOUT = 0.5
@@ -165,7 +165,7 @@ def _metric(text: str, name: str, label: str = "") -> float | None:
 
 def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) -> None:
     """The servers running on this machine."""
-    from quire.cli import ui
+    from quire.cli.terminal import ui
 
     env = Environment.read()
     found = find(env.home / "run")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli import ui
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
+from quire.cli.terminal import ui
 from quire.observe.errors import NotFound, QuireError
 from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
-    from quire.weights.gguf.peek import Glimpse
+    from quire.weights.gguf.peek import HeaderStart
 
 
 def command(
@@ -50,7 +50,7 @@ def here(store: Store, model: str) -> Path:
     return store.pull(model, ui.progress())
 
 
-def supported(checkpoint: Opened | Glimpse) -> None:
+def supported(checkpoint: Opened | HeaderStart) -> None:
     """Raises Unsupported for a model whose architecture is not known here."""
     from quire.models import family_of
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli import ui
+from quire.cli.terminal import ui
 from quire.observe.errors import NotFound
 from quire.weights.download.progress import mb
 from quire.weights.store.store import Store

@@ -1,7 +1,7 @@
 """`quire run`: one answer to a prompt, or a conversation on a terminal, with the engine in this process.
 
 The answer is all that goes to stdout; spinner, numbers and notes go to stderr. Process start to first token is what a
-user feels, so imports here are few and late. The conversation itself is `talk.py`.
+user feels, so imports here are few and late. The conversation itself is `terminal/conversation.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Unpack
 
-from quire.cli.answer import Spinner, decisions, report, say, show
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
+from quire.cli.terminal.answer import Spinner, decisions, report, say, show
 from quire.config import DEFAULT_MODEL
 from quire.observe.errors import BadRequest, NotFound
 
@@ -57,7 +57,7 @@ def command(
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
     kv_dtype: Annotated[
-        str, Option(help="How K and V are kept: f16, int16, or with half the memory int8 or fp8.")
+        str, Option(help="Type of the KV cache: f16, int16, or with half the memory int8 or fp8.")
     ] = "auto",
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
@@ -117,9 +117,9 @@ def command(
             decisions(llm.info)
         raw = plain_text(llm, raw, system)
         if text is None:
-            from quire.cli.talk import Talk
+            from quire.cli.terminal.conversation import Conversation
 
-            Talk(llm, params, system=system, raw=raw, stats=stats).loop()
+            Conversation(llm, params, system=system, raw=raw, stats=stats).loop()
         else:
             once(llm, text, params, constraint, system=system, raw=raw, stats=stats)
 

@@ -1,7 +1,7 @@
 """`quire serve`: one model or several behind OpenAI's, Anthropic's and Ollama's APIs, until Ctrl-C or SIGTERM.
 
 Takes the port first, then answers /health while the models are fetched and loaded, one after the other, and says the address when each is ready.
-Which models those are, and what clients call them, `served_models.py` reads from the command line.
+`arguments/served_models.py` reads from the command line which models those are and what clients call them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli import ui
-from quire.cli.engine_options import engine_options
+from quire.cli.arguments.engine_options import engine_options
+from quire.cli.arguments.served_models import Wanted, read_loras, read_models
 from quire.cli.pull import here, supported
-from quire.cli.served_models import Wanted, read_loras, read_models
+from quire.cli.terminal import ui
 from quire.config import DEFAULT_MODEL, EngineConfig, Environment, ServerConfig, parse_size
 from quire.observe.errors import NotFound
 from quire.weights.store.store import Store

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli import ui
-from quire.cli.options import Argument, Option
+from quire.cli.arguments.options import Argument, Option
+from quire.cli.terminal import ui
 from quire.weights.download.progress import mb
 from quire.weights.store.store import Store
 
 if TYPE_CHECKING:
-    from quire.chat.words import Opened
+    from quire.weights.checkpoint import Opened
 
 
 MADE_TO = {"generate": "write text", "embed": "embed texts", "score": "score pairs of texts"}
@@ -61,14 +61,14 @@ def gather(store: Store, name: str) -> dict[str, Any]:
 
 def answers(checkpoint: Opened) -> dict[str, Any] | None:
     """How the model writes reasoning and tool calls, and how well that was read back from its own template."""
+    from quire.chat.loading import tokenizer_and_template
     from quire.chat.tools.check import check
-    from quire.chat.tools.find import find
-    from quire.chat.words import words_of
+    from quire.chat.tools.detect import detect_format
     from quire.observe.errors import QuireError
 
     try:
-        tokenizer, template = words_of(checkpoint)
-        form = None if template is None else find(template, tokenizer)
+        tokenizer, template = tokenizer_and_template(checkpoint)
+        form = None if template is None else detect_format(template, tokenizer)
         if template is None or form is None:
             return {"format": None}
         score = check(template, tokenizer, form)

@@ -1,7 +1,7 @@
-"""What a model would take to run here, for `quire show`: from its header alone, by the sums that a load makes before it allocates.
+"""The memory that a model needs to run here, for `quire show`: computed from its header alone, as a load computes it before it allocates.
 
 Nothing of the weights is read. The figures are those of the native backend with what `quire serve` would ask for; of a GPU,
-which is measured with the model on it, a header tells no more than the weights. A model that is not served says why, in the words that a load would use.
+which is measured with the model on it, a header tells no more than the weights. A model that is not served says why, with the error that a load would give.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The verbs, and what they share: exit codes, and the rule that a failure is one line with its cure and never a traceback.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage (typer's), 130 interrupted, 141 nobody reads. A verb is one file of this
-folder with a function called `command`, and one row of VERBS. Imports almost nothing.
+folder with a function called `command`, and one row of VERBS. What verbs share is in `arguments/` (how options are declared and read)
+and `terminal/` (what is printed). This module imports almost nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def outcome(work: Callable[[], Any], debug: bool = False) -> int:
     except Exception as e:
         if debug or hasattr(e, "exit_code"):  # usage errors, Exit and Abort: typer prints them and picks their codes
             raise
-        from quire.cli import ui
+        from quire.cli.terminal import ui
 
         ui.fail(e)
         hush()

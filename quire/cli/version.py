@@ -6,8 +6,8 @@ import importlib
 import platform
 from typing import Annotated
 
-from quire.cli import ui
-from quire.cli.options import Option
+from quire.cli.arguments.options import Option
+from quire.cli.terminal import ui
 from quire.config import VERSION, Environment
 
 

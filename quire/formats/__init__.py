@@ -64,6 +64,6 @@ def by_ggml_type(number: int) -> Format | None:
 
 
 def ggml_name(number: int) -> str:
-    """A type number in words, for messages."""
+    """The name of a type number, for messages."""
     name = GGML_NAMES.get(number)
     return f"{name} ({number})" if name else f"{number}, which is no known GGML type"

@@ -1,9 +1,9 @@
 """The library: a model in this process, asked from Python. `LLM` for scripts and notebooks, `AsyncLLM` for asyncio.
 
-Owns no inference: it finds the model, builds engine, tokenizer and template side by side, and turns the completer's chunks
+It runs no inference itself: it finds the model, builds engine, tokenizer and template side by side, and turns the completer's chunks
 into outputs.
 
-Defaults are said aloud: without parameters an answer is greedy and at most 512 tokens (`DEFAULT_PARAMS`); its
+The defaults: without parameters an answer is greedy and at most 512 tokens (`DEFAULT_PARAMS`); its
 `finish_reason` is "length" when that cut it.
 """
 

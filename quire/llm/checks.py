@@ -1,6 +1,6 @@
 """What callers of the library may hand over, checked before anything runs: what is refused is named, with its place.
 
-Python lets anything through, and a wrong type found deep inside says nothing to whoever passed it. Nothing here knows a model.
+Python passes values of any type on, and an error deep inside would not tell the caller which argument was wrong. Nothing here knows a model.
 """
 
 from __future__ import annotations

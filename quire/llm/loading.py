@@ -112,13 +112,13 @@ def load(model: str, config: EngineConfig, progress: bool) -> Loaded:
     client.begin()
     try:
         # Imported while the engine loads: these are the slow ones.
-        from quire.chat.completer import Completer, look
-        from quire.chat.words import words_of
+        from quire.chat.completer import Completer, find_format
+        from quire.chat.loading import tokenizer_and_template
 
-        tokenizer, template = words_of(checkpoint)
-        answers = look(template, tokenizer)  # it takes its time, and the engine still loads
+        tokenizer, template = tokenizer_and_template(checkpoint)
+        answer_format = find_format(template, tokenizer)  # it takes its time, and the engine still loads
         info = client.wait()
-        completer = Completer(client, tokenizer, template, info, looked=True, answers=answers)
+        completer = Completer(client, tokenizer, template, info, looked=True, answer_format=answer_format)
         return Loaded(client, info, tokenizer, completer)
     except BaseException as failure:
         client.stop()

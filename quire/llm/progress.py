@@ -1,4 +1,4 @@
-"""Progress for whoever watches: one line on stderr that is rewritten. No imports that a script would have to pay for."""
+"""A progress bar: one line on stderr that is rewritten, on a terminal only. Imports nothing heavy, since every script would wait for it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from quire.models.kv_layout import KVLayout
 from quire.observe.errors import Unsupported
 from quire.weights.checkpoint import Opened, naming
 from quire.weights.gguf.file import GGUF
-from quire.weights.gguf.peek import Glimpse
+from quire.weights.gguf.peek import HeaderStart
 
 if TYPE_CHECKING:
     from quire.models.pooling import ScoreHead
@@ -130,10 +130,10 @@ def supported_hf() -> list[str]:
     return sorted(arch for module in families() for arch in module.HF_ARCHS)
 
 
-def family_of(checkpoint: Opened | Glimpse) -> ModuleType:
+def family_of(checkpoint: Opened | HeaderStart) -> ModuleType:
     """The module for a checkpoint's architecture. Raises Unsupported, naming it and what there is instead; reads no
     weights. Of a GGUF that is still on its way, one that may be it."""
-    architecture, file = checkpoint.architecture, isinstance(checkpoint, GGUF | Glimpse)
+    architecture, file = checkpoint.architecture, isinstance(checkpoint, GGUF | HeaderStart)
     found = [m for m in families(architecture) if architecture in (m.ARCHS if file else m.HF_ARCHS)]
     if isinstance(checkpoint, GGUF):
         choosy = [module for module in found if hasattr(module, "owns")]

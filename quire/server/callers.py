@@ -1,6 +1,6 @@
-"""Who asks: the owner of what a request keeps, found by the key that it came with, and how much later than others' its work may run.
+"""Callers: whose request it is, by the API key it came with, and how far behind other requests its work may run.
 
-The server's own key (and nobody's, where no key is needed) owns what has no owner's name; it alone may change the server: its models, its
+The server's own key (or no key, where none is needed) is the owner with an empty name; it alone may change the server: its models, its
 adapters. Every further key has a name, which is the owner: keys may change under it. Stored responses, files and batches are seen by their owner
 alone, and prefixes that one has computed are found by nobody else. A Caller belongs to a request: the layer that checks keys puts it into the request's
 scope, and handlers hand it on.

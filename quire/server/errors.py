@@ -68,13 +68,13 @@ class ClientGone(Exception):
 
 
 def clean(message: str, instead: str = "the engine could not run the request; the server's log has the cause") -> str:
-    """`message` if it is fit for strangers, else a sentence that says where to look."""
+    """`message` if it says nothing about the machine, else a sentence that says where to look."""
     message = message[:MAX_MESSAGE]
     return instead if _PRIVATE.search(message) else message
 
 
 def text(error: QuireError) -> str:
-    """What a client is told: a refusal's own words, and of a failure only what is fit for strangers."""
+    """What a client is told: a refusal's own words, and of a failure only what says nothing about the machine."""
     return str(error)[:MAX_MESSAGE] if error.status < 500 else clean(str(error))
 
 

@@ -1,4 +1,4 @@
-"""One HTTP request's news in one place: chunks of every choice, errors, a client that left, a server that stops.
+"""Everything that happens to one HTTP request while it is answered: chunks of every choice, errors, a client that left, a server that stops.
 
     completer.stream(prompt 0) --\\
     completer.stream(prompt 1) ---+--> items --> whoever answers (a JSON body or an event stream)
@@ -33,7 +33,7 @@ News: TypeAlias = tuple[int, Chunk]  # which prompt, what
 
 
 class Feed:
-    """Runs the generations and hands out their news in batches: all that has arrived since the last look."""
+    """Runs the generations and hands out their chunks in batches: all that have arrived since the last call."""
 
     def __init__(self, served: Served, generations: list[Generation], receive: Receive, arrived: float):
         served.model.ready()  # its engine may have died since the request was resolved

@@ -1,4 +1,4 @@
-"""Opening a model for the server: its engine in a process of its own, its words (tokenizer, template) in this one.
+"""Opening a model for the server: its engine in a process of its own, its tokenizer and chat template in this one.
 
 Both are made at the same time, from the same file. Dialects that must do something when a model is loaded are asked by their hooks. Knows the
 engine's process client and the completer; knows no HTTP and no dialect.
@@ -27,7 +27,7 @@ async def open_model(
 ) -> tuple[EngineClient, Completer]:
     """Load `config.path`; `say` gets the lines that the engine has for people."""
     from quire.chat.completer import Completer
-    from quire.chat.words import words_of
+    from quire.chat.loading import tokenizer_and_template
     from quire.engine.transport.process_client import ProcessClient
     from quire.weights.checkpoint import open_checkpoint
 
@@ -37,9 +37,9 @@ async def open_model(
     def restarted(reason: str) -> None:
         model.restarted += 1
 
-    def words() -> tuple[Tokenizer, ChatTemplate | None]:
+    def read_tokenizer() -> tuple[Tokenizer, ChatTemplate | None]:
         with open_checkpoint(config.path) as checkpoint:
-            return words_of(checkpoint, server.config.chat_template)
+            return tokenizer_and_template(checkpoint, server.config.chat_template)
 
     model.path = config.path
     for hook in server.hooks:
@@ -53,7 +53,7 @@ async def open_model(
         on_restart=restarted,
     )
     model.note = "starting the engine"
-    reading = asyncio.create_task(asyncio.to_thread(words))
+    reading = asyncio.create_task(asyncio.to_thread(read_tokenizer))
     try:
         info = await client.start()
         tokenizer, template = await reading
@@ -65,7 +65,7 @@ async def open_model(
         await client.close()
         raise
     completer = Completer(client, tokenizer, template, info)
-    await asyncio.to_thread(lambda: completer.answers)  # what its template says of reasoning and tools is found now
+    await asyncio.to_thread(lambda: completer.answer_format)  # found from the template now, not at the first request
     threading.Thread(target=_tell, args=(completer, say), name="quire-answers", daemon=True).start()
     return client, completer
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.chat import infill
-from quire.chat.words import tokenizer_of
+from quire.chat.loading import tokenizer_of
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.store.store import Store
 

@@ -42,8 +42,8 @@ OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of file
     "quire.models.pooling",
     "quire.models.reranker",
     "quire.chat.embedder",
-    "quire.chat.tools.find",
-    "quire.chat.tools.machine",
+    "quire.chat.tools.detect",
+    "quire.chat.tools.reader",
     "quire.runner.speculate.ngram",
     "quire.chat.hub",
     "quire.chat.tokenizers.tokenizer_json",
@@ -53,8 +53,8 @@ OTHERWISE = {  # for embeddings, folders, guided answers and other kinds of file
     "quire.weights.safetensors",
     "quire.weights.download.pull",
     "quire.formats.hub",
-    "quire.cli.ui",
-    "quire.cli.talk",
+    "quire.cli.terminal.ui",
+    "quire.cli.terminal.conversation",
     "llguidance",
 }
 MODEL = {

@@ -1,4 +1,4 @@
-"""What one render of a chat template may use, and how big a value is. Knows nothing of jinja2.
+"""The budget of one render of a chat template: steps, seconds, and characters or items made. Knows nothing of jinja2.
 
 The budget in force is a context variable: a render holds for its own thread or task alone, and code that runs outside
 any render (while a template compiles) finds none and stops.

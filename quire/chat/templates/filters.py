@@ -22,7 +22,7 @@ from quire.chat.templates.budget import OverBudget, current, depth, measure
 MAX_WIDTH = 1000  # of a padded or formatted field, an indent, a row
 _WIDE = re.compile(r"\d{4,}")
 
-Words = dict[str, Callable[..., Any]]
+Functions = dict[str, Callable[..., Any]]
 
 
 def result_size(text: str, values: Any) -> int:
@@ -170,7 +170,7 @@ def _length(value: Any) -> int:
     return 0 if isinstance(value, Undefined) else len(value)
 
 
-FILTERS: Words = {
+FILTERS: Functions = {
     **{name: stock.FILTERS[name] for name in ("abs", "default", "d", "first", "last", "items", "reverse")},
     **{name: stock.FILTERS[name] for name in ("map", "select", "reject", "selectattr", "rejectattr")},
     **{name: _on_text(stock.FILTERS[name]) for name in ("upper", "lower", "capitalize", "title", "trim", "wordcount")},
@@ -215,7 +215,7 @@ _WALKING = (
     ">=",
     "in",
 )
-TESTS: Words = {
+TESTS: Functions = {
     **{name: test for name, test in STOCK_TESTS.items() if name not in ("filter", "test", "escaped")},
     **{name: _weighed(STOCK_TESTS[name]) for name in _WALKING},
 }

@@ -1,7 +1,8 @@
 """Byte-level BPE ("gpt2" vocabularies): each byte is written as a printable character, merges are listed in the file.
 
 Owns the byte alphabet and the merges. A merge that names a token the vocabulary lacks is a broken file. Control tokens
-are kept out of the merging vocabulary, so plain text can never become one.
+are kept out of the merging vocabulary, so plain text can never become one. `ids_of` is how every kind of vocabulary calls
+the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -9,12 +10,24 @@ from __future__ import annotations
 import numpy as np
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from quire.chat.tokenizers.library import ids_of
 from quire.chat.tokenizers.pretokenizers import PreTokenizer
 from quire.chat.tokenizers.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile
 
 _KEY = "tokenizer.ggml.merges"
+LONG = 2048  # characters, about a millisecond
+
+
+def ids_of(library: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, without the tokens that a model wants around it.
+
+    The library's `encode` keeps the interpreter lock to the end, so that a prompt of 32K tokens would stop every stream of a server
+    for a tenth of a second; its batch call lets the lock go. Short texts take the plain call, which costs less to make. The
+    ids are the same.
+    """
+    if len(text) < LONG:
+        return library.encode(text, add_special_tokens=False).ids
+    return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _alphabet() -> dict[str, int]:

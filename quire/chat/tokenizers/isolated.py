@@ -1,4 +1,4 @@
-"""A tokenizer with expressions that nobody vouches for, in a process of its own: bounded time, bounded memory.
+"""A tokenizer whose regular expressions are not known to be linear, in a process of its own: bounded time, bounded memory.
 
 A regular expression cannot be stopped from outside the call that runs it, a process can: the kernel ends it when its
 alarm rings or its memory is spent. What remains here is an error for that one request, and a fresh process for the next.

@@ -1,4 +1,4 @@
-"""What of a tokenizer.json may run in this process: its regular expressions and replacements, looked at before use.
+"""Which regular expressions and replacements of a tokenizer.json may run in this process: they are checked before use.
 
 The library's expressions backtrack, so one that somebody made for it can run for hours on a short text, and compiling one
 can take all memory. Expressions that public models use are known to be linear and listed here. A file with any other runs

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
-from quire.chat.tokenizers.library import ids_of
+from quire.chat.tokenizers.bpe import ids_of
 from quire.chat.tokenizers.spm_text import SPACE, Sentences
 from quire.chat.tokenizers.vocab import (
     BYTE,

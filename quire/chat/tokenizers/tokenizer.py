@@ -8,7 +8,8 @@ threads; the heavy part of `encode` runs without the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
@@ -16,7 +17,6 @@ from typing import Any, Protocol
 from quire.chat import infill
 from quire.chat.infill import Infill
 from quire.chat.tokenizers import pretokenizers
-from quire.chat.tokenizers.special_tokens import Splitter
 from quire.chat.tokenizers.vocab import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, raw, where
 from quire.observe.errors import BadModelFile, BadRequest, QuireError, Unsupported
 
@@ -68,6 +68,58 @@ class Encoder(Protocol):
     def unbounded(self) -> bool:
         """Whether one token may stand for any amount of text."""
         ...
+
+
+class Splitter:
+    """Cuts text at the tokens that stand for themselves, before anything is merged.
+
+    Leftmost first, longest first, as the `tokenizers` library matches added tokens. It works for thousands of them without a
+    pattern of thousands of branches: a small expression finds where one may start (its first two characters), and a table lookup for
+    each possible length decides. `swallow` holds the tokens that take the whitespace after them along.
+    """
+
+    def __init__(self, texts: Iterable[tuple[str, int]], swallow: frozenset[int] = frozenset()):
+        self.ids = dict(texts)
+        self._swallow = swallow
+        lengths: dict[str, set[int]] = {}
+        for text in self.ids:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+        starts = sorted(self._lengths, key=len, reverse=True)
+        self._start = re.compile("|".join(map(re.escape, starts))) if starts else None
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """Pieces of text and token ids, in order; no piece is empty."""
+        if self._start is None:
+            if text:
+                yield text
+            return
+        done = at = 0
+        while match := self._start.search(text, at):
+            at = match.start()
+            found = self._longest(text, at)
+            if found is None:
+                at += 1
+                continue
+            token, length = found
+            if at > done:
+                yield text[done:at]
+            yield token
+            at += length
+            if token in self._swallow:
+                while at < len(text) and text[at].isspace():
+                    at += 1
+            done = at
+        if done < len(text):
+            yield text[done:]
+
+    def _longest(self, text: str, at: int) -> tuple[int, int] | None:
+        for start in (text[at : at + 2], text[at : at + 1]):
+            for length in self._lengths.get(start, ()):
+                token = self.ids.get(text[at : at + length])
+                if token is not None:
+                    return token, min(length, len(text) - at)
+        return None
 
 
 class Cut:
@@ -160,7 +212,7 @@ def specials_of(vocab: Vocabulary) -> list[int]:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Build it with `from_gguf`, or `words.tokenizer_of` for any checkpoint."""
+    """The tokenizer of one model. Build it with `from_gguf`, or `loading.tokenizer_of` for any checkpoint."""
 
     def __init__(self, vocab: Vocabulary, encoder: Encoder, *, add_bos: bool, add_eos: bool, space_prefix: bool):
         self._vocab = vocab

@@ -22,13 +22,11 @@ import numpy as np
 import tokenizers
 
 from quire.chat.tokenizers import patterns
-from quire.chat.tokenizers.bpe import ALPHABET
+from quire.chat.tokenizers.bpe import ALPHABET, ids_of
 from quire.chat.tokenizers.hub_names import MAX_BEYOND, Added, added_tokens, end_tokens, named_tokens, vocab_size
 from quire.chat.tokenizers.isolated import IsolatedTokenizer
-from quire.chat.tokenizers.library import ids_of
-from quire.chat.tokenizers.special_tokens import Splitter
 from quire.chat.tokenizers.spm_text import SPACE
-from quire.chat.tokenizers.tokenizer import Tokenizer, control_of
+from quire.chat.tokenizers.tokenizer import Splitter, Tokenizer, control_of
 from quire.chat.tokenizers.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary, end_ids, raw
 from quire.chat.tokenizers.vocab import where as where_is
 from quire.chat.tokenizers.wordpiece import spaced

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from quire.chat.tokenizers.library import ids_of
+from quire.chat.tokenizers.bpe import ids_of
 from quire.chat.tokenizers.spm_text import SPACE
 from quire.chat.tokenizers.vocab import CONTROL, UNKNOWN, Vocabulary, not_text, raw, where
 from quire.observe.errors import BadModelFile

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.chat.tools.machine import Read, Stops, Text
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tools
 
 REASONING, TEXT, CALL = "reasoning", "text", "call"

@@ -1,6 +1,6 @@
-"""A format tried against its template: what the template writes of random turns must be read back, however it is cut.
+"""A check of a detected format against its template: what the template renders for random turns must parse back to those turns.
 
-For each turn the template's own writing is parsed whole, character by character and, for some, cut at every place; the
+For each turn the rendered text is parsed whole, character by character and, for some, cut at every place; the
 same reasoning, text and calls must come out as went in. What a template does not write at all (some drop the text beside
 calls, some the reasoning) is not asked for. The score says how many turns came back; it is told, never hidden.
 """
@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from quire.chat.templates.template import ChatTemplate
-from quire.chat.tools.find import Words
-from quire.chat.tools.probe import Scribe, called, tool
+from quire.chat.tools.detect import SpecialTokens
+from quire.chat.tools.probe import TurnRenderer, called, tool
 from quire.chat.tools.types import Format, Pieces, Reading, Tool, Tools
 from quire.observe.errors import BadRequest
 
@@ -93,17 +93,17 @@ class Sample:
 
 
 def check(
-    template: ChatTemplate, tokenizer: Words, form: Format, *, seed: int = 0, every: int = 1, part: int = 1
+    template: ChatTemplate, tokenizer: SpecialTokens, form: Format, *, seed: int = 0, every: int = 1, part: int = 1
 ) -> Score:
     """Try the format. `every` turns of each kind are cut at every place; `part` 3 is a third of the turns."""
-    scribe = Scribe(template, [tokenizer.token_text(i) for i in tokenizer.eos_ids])
+    renderer = TurnRenderer(template, [tokenizer.token_text(i) for i in tokenizer.eos_ids])
     score = Score(form.name)
     for kind, has in (("tools", form.calls), ("reasoning", form.reasons)):
         if not has:
             continue
         right = asked = 0
         for n, sample in enumerate(islice(samples(kind, random.Random(f"{kind} {seed}")), TURNS[kind] // part)):
-            wrong = trial(scribe, form, sample, split=n < every)
+            wrong = trial(renderer, form, sample, split=n < every)
             if wrong is None:
                 continue
             asked += 1
@@ -131,10 +131,10 @@ def samples(kind: str, rng: random.Random) -> Iterator[Sample]:
         )
 
 
-def trial(scribe: Scribe, form: Format, sample: Sample, *, split: bool) -> str | None:
+def trial(renderer: TurnRenderer, form: Format, sample: Sample, *, split: bool) -> str | None:
     """What went wrong with one turn; "" if nothing did, None where the template does not write it."""
     try:
-        written = scribe.turn(sample.message(), TOOLS if sample.calls else None)
+        written = renderer.turn(sample.message(), TOOLS if sample.calls else None)
     except BadRequest:
         return None
     whole = written.before[-400:] + written.text

@@ -2,8 +2,8 @@
 
     [open reasoning close] text {opener call … closer} text …
 
-A format gives the marks (`Think`) and how its calls are read and written (`Section`); this file owns the order of things,
-which is the same for all of them. Spaces between the parts belong to none of them.
+A format gives the marks (`Think`) and how its calls are read and written (`Section`); this file owns the order of these parts,
+which is the same for all such formats. Spaces between the parts belong to none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.chat.tools.lark import SPACE, Cut, Lark, any_of
-from quire.chat.tools.machine import Machine, Read, Stops, Text
+from quire.chat.tools.reader import Read, Reader, Stops, Text
 from quire.chat.tools.types import Parser, Tool, Tools
 from quire.engine.constraints.closed import closed
 from quire.engine.constraints.schemas import ANNOTATIONS
@@ -153,7 +153,7 @@ class MarkedReading:
     body: Callable[[Text], Read[None]]
 
     def parser(self) -> Parser:
-        return Machine(self.body)
+        return Reader(self.body)
 
 
 def answer(

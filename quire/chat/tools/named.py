@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.chat.tools.lark import Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import arguments
 from quire.chat.tools.objects import rest_as_arguments, short_id
-from quire.chat.tools.probe import IDS, Seen, common_prefix, common_suffix, from_mark
+from quire.chat.tools.probe import IDS, RenderedTurns, common_prefix, common_suffix, from_mark
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 
 NAME = re.compile(r"[\w.\-:/]{1,256}")
@@ -100,7 +100,7 @@ def marks(text: str) -> list[str]:
     return re.findall(r"<[^<>\s]{1,60}>|\[[A-Z_]{2,30}\]", text)
 
 
-def derive(seen: Seen) -> NamedSection | None:
+def derive(seen: RenderedTurns) -> NamedSection | None:
     """The section as the template writes it, if it writes a name and then JSON."""
     text, found = seen.two, []
     for id in IDS:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.chat.tools.lark import Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text, new_id
 from quire.chat.tools.marked import arguments
-from quire.chat.tools.probe import Seen, last_mark
+from quire.chat.tools.probe import RenderedTurns, last_mark
+from quire.chat.tools.reader import Read, Stops, Text, new_id
 from quire.chat.tools.types import Tool, Tools
 
 NOTHING = Stops()
@@ -216,7 +216,7 @@ class ObjectSection:
         return " ".join([g.text(self.first), call, more, g.text(self.last)])
 
 
-def derive(seen: Seen) -> ObjectSection | None:
+def derive(seen: RenderedTurns) -> ObjectSection | None:
     """The section as the template writes it, if it writes calls as objects after a mark."""
     text = seen.two or seen.one
     one = _found(text, seen.names[0], 0)

@@ -1,7 +1,7 @@
-"""What a chat template writes for an assistant's turn, found by having it written. Names no format.
+"""What a chat template writes for an assistant's turn, found by rendering probe conversations. Names no format.
 
-`Scribe.turn` gives the part of a rendered conversation that the assistant would have written, and what stands before it:
-the difference between a conversation with that turn and one that ends before it. `look` is what formats are chosen by.
+`TurnRenderer.turn` gives the part of a rendered conversation that the assistant would have written, and what stands before it:
+the difference between a conversation with that turn and one that ends before it. `render_turns` is what formats are chosen by.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a template was seen to write."""
+class RenderedTurns:
+    """What a template writes for the probe conversations."""
 
     source: str
     header: str  # the generation prompt
@@ -66,8 +66,8 @@ def called(name: str, arguments: dict[str, Any], id: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
-class Scribe:
-    """A template that is asked to write turns."""
+class TurnRenderer:
+    """Renders an assistant's turns with one template."""
 
     def __init__(self, template: ChatTemplate, ends: Iterable[str]):
         """`ends` are texts of tokens that end an answer."""
@@ -118,31 +118,31 @@ class Scribe:
         return self._asked[key]
 
 
-def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
-    """Have the template write what formats are known by."""
-    scribe = Scribe(template, ends)
+def render_turns(template: ChatTemplate, ends: Iterable[str]) -> RenderedTurns:
+    """Render the turns that a format is detected by."""
+    renderer = TurnRenderer(template, ends)
     try:
-        bare, prompt = scribe.asked(None)
+        bare, prompt = renderer.asked(None)
         header = prompt[len(common_prefix(bare, prompt)) :]
     except BadRequest:
         header = ""
     source = template.whole_source
-    think = _marks(scribe, source) if any(word in source for word in ("think", "THINK", "reason")) else None
+    think = _marks(renderer, source) if any(word in source for word in ("think", "THINK", "reason")) else None
     wrap: list[str] = []
     message = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
-    thought = None if think is None else scribe.tried(message, None)
+    thought = None if think is None else renderer.tried(message, None)
     if thought is not None and header.strip()[:1] == "<" and header.strip() in thought.text:
         wrap.append(header.strip())  # reasoning is a turn of its own
     for tools in (None, TOOLS):
-        plain = scribe.tried({"role": "assistant", "content": TEXT}, tools)
+        plain = renderer.tried({"role": "assistant", "content": TEXT}, tools)
         if plain is not None and TEXT in plain.text:
             before, _, after = _unthought(plain.text, think).partition(TEXT)
             wrap += [mark for mark in (before.strip(), after.strip()) if mark[:1] in ("<", "[") and mark not in wrap]
             break
     arguments = {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}
     calls = [called(name, arguments, id) for name, id in zip(NAMES, IDS, strict=True)]
-    two, one = (_called(scribe, calls[:n], think) for n in (2, 1))
-    return Seen(
+    two, one = (_called(renderer, calls[:n], think) for n in (2, 1))
+    return RenderedTurns(
         source=source,
         header=header,
         two=two,
@@ -152,10 +152,10 @@ def look(template: ChatTemplate, ends: Iterable[str]) -> Seen:
     )
 
 
-def _called(scribe: Scribe, calls: list[dict[str, Any]], think: tuple[str, str] | None) -> str:
+def _called(renderer: TurnRenderer, calls: list[dict[str, Any]], think: tuple[str, str] | None) -> str:
     """What is written for these calls; "" where some are not."""
     for tools in (TOOLS, None):
-        seen = scribe.tried({"role": "assistant", "content": "", "tool_calls": calls}, tools)
+        seen = renderer.tried({"role": "assistant", "content": "", "tool_calls": calls}, tools)
         if seen is not None and all(call["function"]["name"] in seen.text for call in calls):
             return _unthought(seen.text, think)
     return ""
@@ -168,7 +168,7 @@ def _unthought(text: str, think: tuple[str, str] | None) -> str:
     return text[start + len(close) :] if start >= 0 else text
 
 
-def _marks(scribe: Scribe, source: str) -> tuple[str, str] | None:
+def _marks(renderer: TurnRenderer, source: str) -> tuple[str, str] | None:
     """The marks that the template puts around reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": TEXT, "reasoning_content": REASON}
     call = called(NAMES[0], {KEYS[0]: VALUES[0], KEYS[1]: int(VALUES[1])}, IDS[0])
@@ -181,7 +181,7 @@ def _marks(scribe: Scribe, source: str) -> tuple[str, str] | None:
     ):
         if any(word not in source for word in kwargs):
             continue  # nobody looks at it
-        seen = scribe.tried(given, TOOLS if given is with_call else None, **kwargs)
+        seen = renderer.tried(given, TOOLS if given is with_call else None, **kwargs)
         if seen is None or REASON not in seen.text:
             continue
         whole = seen.before + seen.text

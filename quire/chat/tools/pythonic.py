@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from quire.chat.tools.machine import Read, Text
+from quire.chat.tools.reader import Read, Text
 
 _NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"[^()\[\]{}'\"\\]+")

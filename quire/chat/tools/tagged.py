@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.chat.tools.lark import Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import DEFINED, listed
 from quire.chat.tools.named import NAME, marks
-from quire.chat.tools.probe import Seen, common_prefix, common_suffix, from_mark
+from quire.chat.tools.probe import RenderedTurns, common_prefix, common_suffix, from_mark
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 from quire.chat.tools.values import MAX_REFS, Schemas, literal, types_of, value_of
 from quire.engine.constraints.schemas import ANNOTATIONS
@@ -252,7 +252,7 @@ def _follow(t: Text, texts: list[str]) -> Read[bool]:
     return True
 
 
-def derive(seen: Seen) -> TaggedSection | None:
+def derive(seen: RenderedTurns) -> TaggedSection | None:
     """The section as the template writes it, if it writes each argument between marks."""
     text, at = seen.two, 0
     cuts: list[str] = []

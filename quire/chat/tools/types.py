@@ -1,6 +1,6 @@
-"""What a model's answers are made of, and how a format of them is described. Names no format.
+"""The parts of an answer (text, reasoning, tool calls), and the interface of a format that tells them apart. Names no format.
 
-A `Format` is how one family of models writes reasoning and tool calls; `find.py` chooses it from the chat template. For
+A `Format` is how one family of models writes reasoning and tool calls; `detect.py` chooses it from the chat template. For
 each request it makes a `Reading`, and a Reading makes one `Parser` for every choice. A parser is pure: text in, pieces
 out, the same pieces however the text was cut.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from quire.engine.types import Constraint
 
-# Words without which a template shows neither reasoning nor calls, so that nothing need be tried.
+# A template with none of these in its source has neither reasoning nor calls, so detection is skipped.
 SIGNS = ("think", "THINK", "reasoning", "tool", "channel", "functions")
 
 

@@ -78,7 +78,7 @@ def register(app: FastAPI, names: Names) -> None:
 
 def _abilities(model: Model | None) -> list[str]:
     """What a served model does besides completing, as far as it is loaded."""
-    answers = None if model is None or model.completer is None else model.completer.answers
+    answers = None if model is None or model.completer is None else model.completer.answer_format
     if answers is None:
         return []
     return ["tools"] * answers.calls + ["thinking"] * answers.reasons

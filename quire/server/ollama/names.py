@@ -112,11 +112,11 @@ class Names:
             from quire.chat.completer import Completer
             from quire.chat.templates.template import ChatTemplate
 
-            words = served.tokenizer
-            bos, eos = ("" if i is None else words.token_text(i) for i in (words.bos_id, words.eos_id))
+            tokenizer = served.tokenizer
+            bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
             while len(self._completers) >= MAX_TEMPLATES:
                 del self._completers[next(iter(self._completers))]
             template = ChatTemplate(made.template, bos, eos, where="template")
-            own = Completer(served.client, words, template, served.info)
+            own = Completer(served.client, tokenizer, template, served.info)
             self._completers[key] = own
         return replace(served, completer=self._completers[key])

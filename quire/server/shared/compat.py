@@ -1,4 +1,4 @@
-"""The conformance table's own words: what becomes of every field of every route. docs/compat.md is written from it.
+"""The vocabulary of the compatibility table: what becomes of every field of every route. docs/compat.md is written from it.
 
 A dialect says it beside its structs, in `COMPAT`: which struct reads the body, which fields are taken without effect and why, which are
 refused unless they ask for nothing. The struct itself is the list of what is honoured, so that table and code cannot part.

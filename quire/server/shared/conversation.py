@@ -125,7 +125,7 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
     A template that only knows on and off takes every effort but none and minimal as on.
     """
     completer, reads = served.completer, template_reads(served)
-    reasons = completer.answers is not None and completer.answers.reasons
+    reasons = completer.answer_format is not None and completer.answer_format.reasons
     level = next((name for name in LEVELS if name in reads), None)
     switches = [name for name in SWITCHES if name in reads]
     made: dict[str, Any] = {}

@@ -180,7 +180,7 @@ def shown(tools: Tools) -> list[dict[str, Any]] | None:
 
 def check_callable(served: Served, tools: Tools, param: str = "tools") -> None:
     """Refuse tools where the model has no way to call them."""
-    answers = served.completer.answers
+    answers = served.completer.answer_format
     if tools.tools and (answers is None or not answers.calls):
         raise BadRequest(
             f"{param}: {served.model.name} cannot call tools: its chat template has no place for them",

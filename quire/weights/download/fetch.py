@@ -268,7 +268,7 @@ class Transfer:
     def _side_by_side(self) -> None:
         """The rest, several ranges at a time."""
         assert self.state.total is not None
-        coming = segments.Ahead(self._range, self.have, self.state.total, lanes=self.lanes, segment=segments.SEGMENT)
+        coming = segments.Prefetch(self._range, self.have, self.state.total, lanes=self.lanes, segment=segments.SEGMENT)
         try:
             with open_raw(self.part, "ab") as out:
                 for got in coming:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quire.config import Environment
     from quire.weights.checkpoint import Opened
     from quire.weights.download.web import Http
-    from quire.weights.gguf.peek import Glimpse
+    from quire.weights.gguf.peek import HeaderStart
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -80,7 +80,7 @@ class RepositoryPull:
         env: Environment,
         http: Http,
         progress: Progress,
-        accepts: Callable[[Opened | Glimpse], object] | None = None,
+        accepts: Callable[[Opened | HeaderStart], object] | None = None,
         sha256: str | None = None,
         force: bool = False,
     ):

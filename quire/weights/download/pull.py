@@ -23,7 +23,7 @@ from quire.weights.download import archive, repository, segments
 from quire.weights.download.fetch import Transfer, check_room, discard, disk_errors, write_whole
 from quire.weights.download.parallel import Shared, run_all
 from quire.weights.download.progress import Progress, mb
-from quire.weights.gguf.peek import MAGIC, Glimpse, glimpse
+from quire.weights.gguf.peek import MAGIC, HeaderStart, peek
 from quire.weights.names import Reference
 from quire.weights.sources import Local, Remote
 from quire.weights.store.home import hash_file, sync_folder
@@ -52,7 +52,7 @@ class Pull:
         wanted: Wanted,
         progress: Progress,
         force: bool,
-        accepts: Callable[[Opened | Glimpse], object] | None = None,
+        accepts: Callable[[Opened | HeaderStart], object] | None = None,
     ):
         self.place, self.env, self.accepts = place, env, accepts
         self.wanted, self.progress, self.force = wanted, progress, force
@@ -119,7 +119,7 @@ class Pull:
 
     def _glimpse(self, reference: Reference, head: bytes) -> None:
         """A file's beginning is enough to refuse it: no GGUF, or an architecture that is not known here."""
-        seen = glimpse(str(reference), head)
+        seen = peek(str(reference), head)
         if self.accepts is not None and seen is not None:
             self.accepts(seen)
 

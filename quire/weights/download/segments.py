@@ -17,10 +17,10 @@ Fetch = Callable[[int, int, Callable[[], None]], bytes]
 
 
 class NotWanted(Exception):
-    """Nobody waits for this range."""
+    """A range that the iteration needs no more: it was stopped."""
 
 
-class Ahead:
+class Prefetch:
     """Iterate over it once; `stop` it in any case. At most `lanes` ranges are held."""
 
     def __init__(self, fetch: Fetch, first: int, end: int, *, lanes: int, segment: int):

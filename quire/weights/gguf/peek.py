@@ -1,7 +1,8 @@
-"""What the first bytes of a GGUF say of the rest, while it is still on its way: that it is one, and its architecture.
+"""The architecture of a GGUF from its first bytes, while the file is still being downloaded.
 
-Reads a beginning, not a file: a key that lies beyond it is simply not known yet. Everything else about a header is
-header.py's, once the file is whole. Never raises but for bytes that no GGUF begins with.
+A model that cannot be served is refused before gigabytes of it have come. `peek` reads whatever part of the header is there: a key
+beyond it is not known yet, and that is no error. The whole header is read by header.py once the file is complete. Only bytes that no
+GGUF begins with raise.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Glimpse:
-    """A GGUF of which only the beginning is here."""
+class HeaderStart:
+    """The beginning of a GGUF."""
 
     path: str  # what it is called, for messages
     architecture: str
 
 
-def glimpse(name: str, head: bytes) -> Glimpse | None:
+def peek(name: str, head: bytes) -> HeaderStart | None:
     """What those first bytes say, or None where they do not say it. Raises BadModelFile for what is no GGUF."""
     if not head.startswith(MAGIC):
         raise BadModelFile(f"{name} is not a GGUF file: it starts with {head[:4]!r}")
@@ -39,7 +40,7 @@ def glimpse(name: str, head: bytes) -> Glimpse | None:
             if value is None:
                 return None
             if key == _KEY:
-                return Glimpse(name, value[0].decode("utf-8", "replace"))
+                return HeaderStart(name, value[0].decode("utf-8", "replace"))
             at = value[1]
         elif kind in _SIZES:
             at += _SIZES[kind]

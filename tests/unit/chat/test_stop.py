@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.chat.stop import StopStrings
+from quire.chat.choice import StopStrings
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

@@ -12,7 +12,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from quire.cli import app, bench, bench_report, engine_options
+from quire.cli import app, bench, bench_report
+from quire.cli.arguments import engine_options
 from quire.cli.pull import supported
 from quire.config import EngineConfig, Environment
 from quire.engine.construction import build

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import __version__
-from quire.cli import app, main, neighbours
+from quire.cli import app, main
+from quire.cli.arguments import other_engines
 from quire.observe.errors import NotFound
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,10 +112,10 @@ def test_what_is_pointed_out_is_there():
 
     known = {verb: options(app.load(verb)) for verb in app.VERBS}
     everywhere = set[str]().union(*known.values())
-    assert set(neighbours.OPTIONS) <= everywhere and set(neighbours.VERBS.values()) <= set(app.VERBS)
-    for theirs in neighbours.OPTIONS.values():
+    assert set(other_engines.OPTIONS) <= everywhere and set(other_engines.VERBS.values()) <= set(app.VERBS)
+    for theirs in other_engines.OPTIONS.values():
         assert all(word.startswith("-") for word in theirs.split())
-    assert not set(neighbours.VERBS) & set(app.VERBS)
+    assert not set(other_engines.VERBS) & set(app.VERBS)
 
 
 def test_an_error_is_one_line_with_its_cure(tmp_path: Path):

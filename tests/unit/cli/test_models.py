@@ -16,7 +16,8 @@ import pytest
 from gguf import GGUFWriter
 from typer.testing import CliRunner, Result
 
-from quire.cli import app, show, ui
+from quire.cli import app, show
+from quire.cli.terminal import ui
 from quire.weights.store.store import Store
 from tests.unit.weights.origin import Body, Fault, Origin
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from quire.cli import app
-from quire.cli.options import Argument, Option, for_typer, parameters, parse
+from quire.cli.arguments.options import Argument, Option, for_typer, parameters, parse
 from quire.cli.verbs import VERBS
 
 PLAIN = ("run", "embed", "pull", "list", "show", "ps", "version")

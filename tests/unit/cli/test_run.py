@@ -17,8 +17,9 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
-from quire.cli import run, talk
+from quire.cli import run
 from quire.cli.app import app
+from quire.cli.terminal import conversation
 from quire.engine.types import EngineInfo, Receipt, Stats
 from quire.llm import Completion, Output
 from quire.observe.errors import BadRequest
@@ -315,8 +316,8 @@ def test_spinner_moves_on_a_terminal_only_and_cleans_up(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def chat() -> talk.Talk:
-    return talk.Talk(Parrot(), SamplingParams(max_tokens=9), system=None, raw=False, stats=False)
+def chat() -> conversation.Conversation:
+    return conversation.Conversation(Parrot(), SamplingParams(max_tokens=9), system=None, raw=False, stats=False)
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, *said: str | type[BaseException]) -> None:
@@ -329,10 +330,10 @@ def lines(monkeypatch: pytest.MonkeyPatch, *said: str | type[BaseException]) -> 
         raise item
 
     monkeypatch.setattr("builtins.input", fake)
-    monkeypatch.setattr(talk, "_history", lambda: lambda: None)
+    monkeypatch.setattr(conversation, "_history", lambda: lambda: None)
 
 
-def test_turns_add_up(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_turns_add_up(chat: conversation.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat.line("hi")
     assert chat.line("   ")
     assert chat.line("and?")
@@ -349,7 +350,9 @@ def test_turns_add_up(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "Hello you\n" * 3
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
+    chat: conversation.Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat.llm.end = KeyboardInterrupt()
     assert chat.line("hi")
     assert chat.turns == [user("hi"), {"role": "assistant", "content": "Hello you"}]
@@ -361,7 +364,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(chat: talk.Talk, capsys
 
 
 def test_a_conversation_that_no_longer_fits_is_refused_not_cut(
-    chat: talk.Talk, capsys: pytest.CaptureFixture[str]
+    chat: conversation.Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat.line("hi")
     chat.llm.pieces = []
@@ -371,7 +374,7 @@ def test_a_conversation_that_no_longer_fits_is_refused_not_cut(
     assert "/reset starts afresh" in capsys.readouterr().err
 
 
-def test_set(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set(chat: conversation.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("/set temperature 0.5", "/set top_k 3", "/set seed 11", "/set max_tokens none"):
         assert chat.line(text)
     p = chat.params
@@ -385,14 +388,16 @@ def test_set(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
     assert "temperature 0.5\n" in capsys.readouterr().out
 
 
-def test_a_cut_answer_says_what_lifts_the_bound(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_answer_says_what_lifts_the_bound(
+    chat: conversation.Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat.llm.finish = "length"
     chat.line("/set max_tokens 7")
     chat.line("hi")
     assert "cut at 7 tokens; /set max_tokens none lets it go on" in capsys.readouterr().err
 
 
-def test_save(chat: talk.Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save(chat: conversation.Conversation, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat.line("/system Be kind.")
     chat.line("hi")
     chat.line(f"/save {tmp_path}/a b.json")
@@ -412,7 +417,7 @@ def test_save(chat: talk.Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "takes the name" in capsys.readouterr().err
 
 
-def test_other_commands(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands(chat: conversation.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     chat.line("/help")
     out = capsys.readouterr().out
     for name in ("/reset", "/system", "/set", "/save", "/stats", "/multi", "/bye", "temperature 1.0"):
@@ -429,7 +434,9 @@ def test_other_commands(chat: talk.Talk, capsys: pytest.CaptureFixture[str]) -> 
     assert not chat.line("/bye")
 
 
-def test_the_loop(chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop(
+    chat: conversation.Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines(monkeypatch, "hi", '"""one', "two", 'three"""', "/multi", "four", 'five"""', "/bye", "never")
     chat.loop()
     assert [asked[-1]["content"] for asked in chat.llm.asked] == ["hi", "one\ntwo\nthree", "four\nfive"]
@@ -437,7 +444,10 @@ def test_the_loop(chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, EOFError])
 def test_lines_that_are_given_up_are_not_sent(
-    chat: talk.Talk, end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat: conversation.Conversation,
+    end: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines(monkeypatch, "/multi", "one", end, "hi", "/bye")
     chat.loop()
@@ -446,7 +456,7 @@ def test_lines_that_are_given_up_are_not_sent(
 
 
 def test_ctrl_c_twice_leaves_and_once_does_not(
-    chat: talk.Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat: conversation.Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines(monkeypatch, KeyboardInterrupt, "hi", KeyboardInterrupt, KeyboardInterrupt, "never")
     chat.loop()
@@ -458,7 +468,7 @@ def test_ctrl_c_twice_leaves_and_once_does_not(
 
 
 def test_raw_conversation_continues_each_line_alone(parrot: Parrot) -> None:
-    t = talk.Talk(parrot, SamplingParams(), system=None, raw=True, stats=False)
+    t = conversation.Conversation(parrot, SamplingParams(), system=None, raw=True, stats=False)
     t.line("Once")
     t.line("Twice")
     assert parrot.asked == ["Once", "Twice"]
@@ -468,5 +478,5 @@ def test_raw_conversation_continues_each_line_alone(parrot: Parrot) -> None:
 def test_history_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("readline", reason="needs readline")
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
-    talk._history()()
+    conversation._history()()
     assert stat.S_IMODE((tmp_path / "home" / "history").stat().st_mode) == 0o600

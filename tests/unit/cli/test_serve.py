@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from quire.cli import serve
 from quire.cli.app import app
-from quire.cli.engine_options import HIDDEN
-from quire.cli.served_models import Wanted
+from quire.cli.arguments.engine_options import HIDDEN
+from quire.cli.arguments.served_models import Wanted
 from quire.config import EngineConfig, ServerConfig
 
 

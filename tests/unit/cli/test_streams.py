@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import answer, ui
+from quire.cli.terminal import answer, ui
 from quire.llm import Thought
 from quire.observe.errors import NotFound
 

@@ -18,6 +18,8 @@ TOKENS = [5, 17, *((1 << 62) + i for i in range(3)), 9]
 class Proposer:
     """Proposes what it was told to, and remembers what it was told."""
 
+    on_device = False
+
     def __init__(self) -> None:
         self.opened: dict[int, list[int]] = {}
         self.drafts: dict[int, list[int]] = {}
@@ -28,8 +30,8 @@ class Proposer:
     def close(self, slot) -> None:
         self.opened.pop(slot, None)
 
-    def propose(self, slot, most) -> list[int]:
-        return self.drafts[slot][:most]
+    def propose(self, batch, hidden=None) -> list[list[int]]:
+        return [self.drafts[slot][:most] for slot, most in zip(batch.slots, batch.most, strict=True)]
 
     def learn(self, slot, tokens, drafted) -> None:
         pass

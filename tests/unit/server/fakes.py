@@ -99,7 +99,7 @@ class FakeCompleter:
         self.client = FakeClient()
         self.tokenizer = FakeTokenizer()
         self.template = FakeTemplate()
-        self.answers: Any = None  # a Format: what the model writes besides text
+        self.answer_format: Any = None  # a Format: what the model writes besides text
         self.script: list[Chunk] | None = None  # news of choice 0, in place of `answer`
         self.asked: list[tuple[Tools, Constraint | None]] = []  # what `answering` was called with
         self.enforces: Constraint | None = None  # what it answers with, if anything
@@ -129,7 +129,7 @@ class FakeCompleter:
         self, prompt_ids: list[int], tools: Tools, answer: Constraint | None
     ) -> tuple[Any, Constraint | None]:
         self.asked.append((tools, answer))
-        return self.answers and "a reading", self.enforces or answer
+        return self.answer_format and "a reading", self.enforces or answer
 
     def check(self, generation: Generation) -> None:
         """Finds no fault."""

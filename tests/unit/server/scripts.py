@@ -101,7 +101,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     """A bench, for as long as it is needed."""
     completer = FakeCompleter(context=400)
-    completer.answers = CALLER
+    completer.answer_format = CALLER
     with asyncio.Runner() as runner:
         client = client_for(completer)
         http = runner.run(client.__aenter__())

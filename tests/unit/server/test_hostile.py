@@ -217,7 +217,7 @@ SMALLEST: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 async def test_every_dialect_refuses_in_its_own_shape(path: str):
     body, tool = SMALLEST[path]
     completer = FakeCompleter()
-    completer.answers, completer.template = CALLER, FakeTemplate("messages tools")
+    completer.answer_format, completer.template = CALLER, FakeTemplate("messages tools")
     plain, json_kind = json.dumps(body).encode(), "application/json"
     bad: list[tuple[str, bytes, str, tuple[int, ...]]] = [
         ("twice", plain[:-1] + b', "top_p": 1, "top_p": 0.5}', json_kind, (400, 422)),

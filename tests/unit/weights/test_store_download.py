@@ -251,21 +251,21 @@ def test_an_architecture_that_is_not_known_is_refused_by_its_first_bytes(store: 
 
 @pytest.mark.parametrize("cut", range(0, 80, 7))
 def test_a_glimpse_of_too_little_says_nothing(cut: int):
-    from quire.weights.gguf.peek import glimpse
+    from quire.weights.gguf.peek import peek
 
     def text(data: bytes) -> bytes:
         return len(data).to_bytes(8, "little") + data
 
     whole = b"GGUF\x03\0\0\0" + bytes(16) + text(b"general.architecture") + b"\x08\0\0\0" + text(b"llama") + bytes(9)
-    seen = glimpse("x", whole)
+    seen = peek("x", whole)
     assert seen is not None and seen.architecture == "llama"
     if cut < 4:
         with pytest.raises(BadModelFile, match="not a GGUF"):
-            glimpse("x", whole[:cut])
+            peek("x", whole[:cut])
     elif cut < len(whole) - 9:
-        assert glimpse("x", whole[:cut]) is None
+        assert peek("x", whole[:cut]) is None
     huge = whole[:24] + (1 << 63).to_bytes(8, "little") + whole[32:]
-    assert glimpse("x", huge) is None
+    assert peek("x", huge) is None
 
 
 def test_a_file_of_a_split_model_is_not_fetched_alone(store: Store, origin: Origin):

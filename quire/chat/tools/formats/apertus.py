@@ -6,17 +6,17 @@ import json
 from dataclasses import dataclass
 
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import Marked, Think, arguments
 from quire.chat.tools.objects import rest_as_arguments
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 
 NAME = "apertus"
 OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if OPEN not in seen.one:
         return None
     return Marked(NAME, Think("<|inner_prefix|>", "<|inner_suffix|>"), ApertusSection(), cut, seen.header)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from quire.chat.tools.lark import Cut
 from quire.chat.tools.marked import Marked
 from quire.chat.tools.objects import Keys, ObjectSection
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
 
 NAME = "command-r"
 OPEN = "Action:\n```json"
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if OPEN not in seen.one:
         return None
     section = ObjectSection(

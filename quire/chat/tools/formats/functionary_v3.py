@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import MarkedReading, arguments
 from quire.chat.tools.objects import rest_as_arguments
-from quire.chat.tools.probe import NAMES, Seen
+from quire.chat.tools.probe import NAMES, RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 
@@ -20,7 +20,7 @@ SIGN = ">>>"
 NEWLINE = '"\\n"'
 
 
-def found(seen: Seen, cut: Cut) -> Functionary | None:
+def found(seen: RenderedTurns, cut: Cut) -> Functionary | None:
     return Functionary(cut) if seen.one.strip().removeprefix(SIGN).startswith(NAMES[0] + "\n{") else None
 
 

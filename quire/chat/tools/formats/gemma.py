@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import Marked, Think, schema_of
 from quire.chat.tools.named import NAME as NAMES
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 from quire.chat.tools.values import literal, types_of
 from quire.engine.types import Constraint
@@ -42,7 +42,7 @@ _WORD = re.compile(r"[^,}\]\n<]+")
 _KEY = re.compile(r"[^:<{},\"]+")
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if OPEN not in seen.one and not (OPEN in seen.source and QUOTE in seen.source):
         return None
     header = seen.header.split("<|channel>")[0]

@@ -5,17 +5,17 @@ The template says how in its system prompt and does not write the calls of earli
 
 from __future__ import annotations
 
-from quire.chat.tools.find import header_of, think_of
+from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import Cut
 from quire.chat.tools.marked import Marked
 from quire.chat.tools.objects import ObjectSection
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
 
 NAME = "granite"
 OPEN = "<|tool_call|>"
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if seen.one or OPEN not in seen.source or "JSON list" not in seen.source:
         return None
     think = think_of(seen)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from quire.chat.tools import channels
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import MarkedReading, arguments
 from quire.chat.tools.objects import rest_as_arguments
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 
@@ -25,7 +25,7 @@ _TO = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-def found(seen: Seen, cut: Cut) -> Harmony | None:
+def found(seen: RenderedTurns, cut: Cut) -> Harmony | None:
     writes = CHANNEL in seen.one and MESSAGE in seen.one and "to=functions." in seen.one
     return Harmony(cut) if writes or (CHANNEL + "analysis" + MESSAGE in seen.source) else None
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quire.chat.tools.find import header_of, think_of
+from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import Marked, Think, arguments
 from quire.chat.tools.objects import rest_as_arguments
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 
 NAME = "kimi-k2"
@@ -22,7 +22,7 @@ CALL, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?")
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if BEGIN not in seen.source or ARGUMENTS not in seen.source:
         return None
     think = think_of(seen)

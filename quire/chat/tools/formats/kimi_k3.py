@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import DEFINED, Marked, Think, listed
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 from quire.chat.tools.values import literal, types_of
 from quire.engine.constraints.schemas import ANNOTATIONS
@@ -28,7 +28,7 @@ RESPONSE, END_RESPONSE = f"<|open|>response{SEP}", f"<|close|>response{SEP}"
 _HEAD = re.compile(r'(?P<key>.*)" type="(?P<type>\w+)"', re.DOTALL)
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if CALL not in seen.one:
         return None
     think = Think(f"<|open|>think{SEP}", f"<|close|>think{SEP}")

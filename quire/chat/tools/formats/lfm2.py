@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
-from quire.chat.tools.find import header_of, think_of
+from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Text
 from quire.chat.tools.marked import DEFINED, Marked, listed
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
 from quire.chat.tools.pythonic import read_call
+from quire.chat.tools.reader import Read, Text
 from quire.chat.tools.types import Tool, Tools
 from quire.engine.constraints.schemas import ANNOTATIONS
 from quire.engine.types import Constraint
@@ -24,7 +24,7 @@ OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 SIGNS = (OPEN, "<|tool_list_start|>", "List of tools: [")  # templates that show tools and write no calls
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if OPEN not in seen.one and not (not seen.one and any(m in seen.source for m in SIGNS)):
         return None
     think = think_of(seen)

@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass
 
 from quire.chat.tools import pythonic
-from quire.chat.tools.find import header_of, think_of
+from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import SPACE, Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import MarkedReading, Think, arguments, reasoning
 from quire.chat.tools.objects import read_call
-from quire.chat.tools.probe import NAMES, Seen
+from quire.chat.tools.probe import NAMES, RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 
@@ -24,7 +24,7 @@ TAG = "<|python_tag|>"
 _BARE = re.compile(r'\s*\{\s*"(?:type": "function", ")?(?:name|function)"\s*:\s*"' + NAMES[0])
 
 
-def found(seen: Seen, cut: Cut) -> Llama | None:
+def found(seen: RenderedTurns, cut: Cut) -> Llama | None:
     writes = _BARE.match(seen.one) is not None
     pythonic_too = re.match(r"\s*\[\s*" + NAMES[0] + r"\(", seen.one) is not None
     # The template of Llama 4 shows its own way in words alone.

@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from quire.chat.tools.find import header_of, think_of
+from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import Marked, Think, listed
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
 from quire.chat.tools.values import types_of, value_of
 from quire.engine.constraints.schemas import ANNOTATIONS
@@ -29,7 +29,7 @@ MAX_DEPTH = 64
 _TAG = re.compile(r"</?[^<>\s]{1,256}>")
 
 
-def found(seen: Seen, cut: Cut) -> Marked | None:
+def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
     if NS not in seen.source or INVOKE not in seen.one:
         return None
     think = think_of(seen) or Think("<mm:think>", "</mm:think>")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from quire.chat.tools import channels
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.machine import Read, Stops, Text
 from quire.chat.tools.marked import MarkedReading
-from quire.chat.tools.probe import Seen
+from quire.chat.tools.probe import RenderedTurns
+from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.tagged import TaggedSection
 from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
@@ -32,7 +32,7 @@ SECTION = TaggedSection(
 _TO = re.compile(r"\bto=([^\s<]+)")
 
 
-def found(seen: Seen, cut: Cut) -> Muse | None:
+def found(seen: RenderedTurns, cut: Cut) -> Muse | None:
     return Muse(cut) if OPEN in seen.one and "to=self" in seen.source else None
 
 

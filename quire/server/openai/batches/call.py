@@ -1,6 +1,6 @@
 """A request to this server from inside it: the same routes and error shapes, without a socket.
 
-The layers in front (host, key, body size, log) are for strangers and are left out; the router and the handlers of errors
+The layers in front (host, key, body size, log) are for requests from outside and are left out; the router and the handlers of errors
 are the very ones that HTTP uses. Cancelling the call is a client that goes away.
 """
 

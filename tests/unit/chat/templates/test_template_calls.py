@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from quire.chat.loading import template_file
 from quire.chat.templates import protect
 from quire.chat.templates.template import ChatTemplate
 from quire.chat.tokenizers.tokenizer import Tokenizer
-from quire.chat.words import template_file
 from quire.observe.errors import BadModelFile, BadRequest, NotFound
 from tests.unit.chat.toys import byte_level
 

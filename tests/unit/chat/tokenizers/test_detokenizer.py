@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.chat.tokenizers.detokenizer import Detokenizer
+from quire.chat.choice import Detokenizer
 from quire.chat.tokenizers.tokenizer import Tokenizer
 from tests.unit.chat.toys import byte_level, sentencepiece
 

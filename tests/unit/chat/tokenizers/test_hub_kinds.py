@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from quire.chat.choice import Detokenizer
 from quire.chat.hub import read_tokenizer
-from quire.chat.tokenizers.detokenizer import Detokenizer
 from quire.chat.tokenizers.tokenizer import Tokenizer
 from tests.unit.chat import hub_kit
 

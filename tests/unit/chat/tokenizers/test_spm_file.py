@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.chat.choice import Detokenizer
 from quire.chat.hub import read_tokenizer
 from quire.chat.tokenizers import spm
-from quire.chat.tokenizers.detokenizer import Detokenizer
 from quire.chat.tokenizers.spm_file import parse
 from quire.chat.tokenizers.spm_text import CharacterMap
 from quire.chat.tokenizers.tokenizer import Tokenizer

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from quire.chat.tokenizers import library
+from quire.chat.tokenizers import bpe
 from quire.chat.tokenizers.pretokenizers import PRE_TOKENIZERS
-from quire.chat.tokenizers.special_tokens import Splitter
-from quire.chat.tokenizers.tokenizer import Tokenizer
+from quire.chat.tokenizers.tokenizer import Splitter, Tokenizer
 from quire.observe.errors import BadModelFile, BadRequest, Unsupported
 from tests.unit.chat.toys import byte_level, sentencepiece
 
@@ -391,7 +390,7 @@ def test_construction_is_quick(model_path: Any):
 
 
 def test_a_long_text_leaves_other_threads_alone():
-    """The library's plain call keeps the interpreter lock: a server's streams would stand still meanwhile."""
+    """The plain call of the library keeps the interpreter lock: a server's streams would stand still meanwhile."""
     tokenizer = Tokenizer.from_gguf(byte_level())
     text = "The quick brown fox jumps over the lazy dog. " * 40_000
     turns = 0
@@ -403,9 +402,9 @@ def test_a_long_text_leaves_other_threads_alone():
     assert turns > 4  # one or two where the lock is kept
 
 
-@pytest.mark.parametrize("length", [0, 10, library.LONG - 1, library.LONG, 3 * library.LONG])
+@pytest.mark.parametrize("length", [0, 10, bpe.LONG - 1, bpe.LONG, 3 * bpe.LONG])
 def test_both_calls_into_the_library_agree(length: int):
     tokenizer = Tokenizer.from_gguf(byte_level(("h e", "he l", "l o", "hel lo")))
     text = ("hello, wörld " * length)[:length]
     pieces = tokenizer._encoder._pieces._tokenizer
-    assert library.ids_of(pieces, text) == pieces.encode(text, add_special_tokens=False).ids
+    assert bpe.ids_of(pieces, text) == pieces.encode(text, add_special_tokens=False).ids

@@ -8,7 +8,7 @@ from functools import cache
 
 from quire.chat.templates.template import ChatTemplate
 from quire.chat.tools.check import parse
-from quire.chat.tools.find import find
+from quire.chat.tools.detect import detect_format
 from quire.chat.tools.types import Format, Reading, Tool, Tools
 
 # Tokens that end a turn in the templates that are tried; a tokenizer knows them by their ids.
@@ -37,7 +37,7 @@ ENDS = (
 Read = tuple[str, str, list[tuple[str, object]]]
 
 
-class Words:
+class ToyTokenizer:
     """What is asked of a tokenizer; `special` texts are control tokens."""
 
     eos_ids = tuple(range(len(ENDS)))
@@ -64,7 +64,7 @@ class Words:
 
 @cache
 def format_of(source: str) -> Format | None:
-    return find(ChatTemplate(source, "", ""), Words())
+    return detect_format(ChatTemplate(source, "", ""), ToyTokenizer())
 
 
 def tools(*names: str, **more: object) -> Tools:

@@ -18,13 +18,13 @@ import pytest
 
 from quire.chat.templates.template import ChatTemplate
 from quire.chat.tools.check import parse
-from quire.chat.tools.find import find
-from quire.chat.tools.probe import Scribe, called, tool
+from quire.chat.tools.detect import detect_format
+from quire.chat.tools.probe import TurnRenderer, called, tool
 from quire.chat.tools.types import Format, Tool, Tools
 from quire.engine.constraints.grammar import Matcher, compile_matcher, tokenizer_of
 from quire.engine.types import Constraint, Vocabulary
 from quire.observe.errors import BadRequest
-from tests.unit.chat.tools.kit import ENDS, Words
+from tests.unit.chat.tools.kit import ENDS, ToyTokenizer
 from tests.unit.chat.tools.test_reading import ASSISTANT, HERMES, NAMED, XML
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, to judge arguments independently")
@@ -44,7 +44,7 @@ STRICT = [dataclasses.replace(t, strict=True) for t in TOOLS]
 LIKELY = frozenset(b'ab1 ",:{}[]<>/=\n_')
 
 
-class Bytes(Words):
+class Bytes(ToyTokenizer):
     """Marks as control tokens after the 256 bytes."""
 
     def controls(self, text: str) -> list[str | int]:
@@ -113,11 +113,11 @@ class Walk:
 
 def formats(source: str) -> Iterator[tuple[Format, tuple[str, ...]]]:
     template = ChatTemplate(source, "<BOS>", "<EOS>")
-    plain = find(template, Bytes())
+    plain = detect_format(template, Bytes())
     assert plain is not None
     yield plain, ()
     marks = tuple(sorted((m for m in plain.markers if " " not in m), key=len, reverse=True))
-    special = find(template, Bytes(marks))
+    special = detect_format(template, Bytes(marks))
     assert special is not None
     yield special, marks
 
@@ -234,7 +234,7 @@ def test_what_templates_write_is_allowed(shared_data: Path, name: str) -> None:
     source = (shared_data / "templates" / f"{name}.jinja").read_text()
     asked = {"city": "Rome <b>", "days": 3, "unit": "C"}
     message = {"role": "assistant", "content": "", "tool_calls": [called("get_weather", asked, "abcdefgh1")]}
-    written = Scribe(ChatTemplate(source, "<BOS>", "<EOS>"), ENDS).turn(
+    written = TurnRenderer(ChatTemplate(source, "<BOS>", "<EOS>"), ENDS).turn(
         message, [tool("get_weather", SCHEMA["properties"], ["city", "days"]), tool("now", {})]
     )
     for form, special in formats(source):
@@ -253,7 +253,7 @@ def test_what_templates_write_is_allowed(shared_data: Path, name: str) -> None:
 def test_whatever_is_generated_for_a_template_is_a_call_that_validates(shared_data: Path, name: str) -> None:
     """From chance, not from what the template wrote: required, named, and strict where the model chooses."""
     source = (shared_data / "templates" / f"{name}.jinja").read_text()
-    written = Scribe(ChatTemplate(source, "<BOS>", "<EOS>"), ENDS).turn(
+    written = TurnRenderer(ChatTemplate(source, "<BOS>", "<EOS>"), ENDS).turn(
         {"role": "assistant", "content": "ok"},
         [tool("get_weather", SCHEMA["properties"], ["city", "days"]), tool("now", {})],
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from quire.chat.templates.template import ChatTemplate
-from quire.chat.tools.find import find
+from quire.chat.tools.detect import detect_format
 from quire.chat.tools.types import Format, Tools
 from quire.observe.errors import BadRequest
-from tests.unit.chat.tools.kit import Words, every_way, tools
+from tests.unit.chat.tools.kit import ToyTokenizer, every_way, tools
 from tests.unit.chat.tools.test_reading import ASSISTANT, HERMES, read
 
 F = [("f", {"a": 1})]
@@ -89,7 +89,7 @@ ANSWERS = {
 
 def format_for(shared_data: Path, name: str) -> tuple[Format, str]:
     template = ChatTemplate((shared_data / "templates" / f"{name}.jinja").read_text(), "", "")
-    form = find(template, Words())
+    form = detect_format(template, ToyTokenizer())
     assert form is not None
     return form, template.render([{"role": "user", "content": "x"}])
 
@@ -134,10 +134,10 @@ def test_code_in_a_fence_is_text() -> None:
 
 def test_a_format_by_name() -> None:
     template = ChatTemplate(HERMES, "", "")
-    by_name = find(template, Words(), "hermes")
+    by_name = detect_format(template, ToyTokenizer(), "hermes")
     assert by_name is not None and by_name.name == "hermes"
-    think = find(template, Words(), "think")
+    think = detect_format(template, ToyTokenizer(), "think")
     assert think is not None and not think.calls
     assert every_way(think.reading(ASSISTANT, Tools()), "<think>a</think>b") == ("a", "b", [])
     with pytest.raises(BadRequest, match="does not write 'kimi-k2'"):
-        find(template, Words(), "kimi-k2")
+        detect_format(template, ToyTokenizer(), "kimi-k2")

@@ -11,9 +11,9 @@ import pytest
 
 from quire.chat.templates.template import ChatTemplate
 from quire.chat.tools.check import Score, check
-from quire.chat.tools.find import NAMES, find, styles
+from quire.chat.tools.detect import NAMES, detect_format, styles
 from quire.chat.tools.types import Format
-from tests.unit.chat.tools.kit import Words
+from tests.unit.chat.tools.kit import ToyTokenizer
 
 # Template: format, whether calls and reasoning are read. None: the template shows neither.
 FORMATS = {
@@ -104,8 +104,8 @@ REASONS = {
 
 def tried(path: Path, part: int = 1, every: int = 1) -> tuple[Format | None, Score | None]:
     template = ChatTemplate(path.read_text(), "<BOS>", "<EOS>")
-    form = find(template, Words())
-    return form, None if form is None else check(template, Words(), form, part=part, every=every)
+    form = detect_format(template, ToyTokenizer())
+    return form, None if form is None else check(template, ToyTokenizer(), form, part=part, every=every)
 
 
 def table(folder: Path) -> str:

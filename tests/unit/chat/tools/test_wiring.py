@@ -138,14 +138,14 @@ def test_a_demanded_call_is_a_constraint_of_the_request() -> None:
 
 
 def test_the_format_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.chat.tools import find as module
+    from quire.chat.tools import detect as module
 
     made, count = completer("x"), []
-    real = module.find
-    monkeypatch.setattr(module, "find", lambda *args: count.append(1) or real(*args))
-    threads = [threading.Thread(target=lambda: made.answers) for _ in range(4)]
+    real = module.detect_format
+    monkeypatch.setattr(module, "detect_format", lambda *args: count.append(1) or real(*args))
+    threads = [threading.Thread(target=lambda: made.answer_format) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(count) == 1 and made.answers is not None and made.answers.name == "hermes"
+    assert len(count) == 1 and made.answer_format is not None and made.answer_format.name == "hermes"

@@ -29,7 +29,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 def caller(chunks: list[Chunk] | None = None) -> FakeCompleter:
     made = FakeCompleter(context=400)
-    made.answers = CALLER
+    made.answer_format = CALLER
     made.script = THINKS_AND_CALLS if chunks is None else chunks
     return made
 
@@ -322,7 +322,7 @@ ENABLED = {"type": "enabled", "budget_tokens": 2000}
 async def test_thinking(source: str, reasons: bool, fields: dict[str, Any], kwargs: dict[str, Any] | str):
     completer = caller()
     completer.template = FakeTemplate(source)
-    completer.answers = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
+    completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
     async with client_for(completer) as http:
         r = await http.post(MESSAGES, json=ask(tools=[], **fields))
     if isinstance(kwargs, str):

@@ -154,7 +154,7 @@ async def test_show(service: Server):
     assert body["template"] == "{{ messages }}"
     assert body["capabilities"] == ["completion"]
     assert service.models.first.completer is not None
-    service.models.first.completer.answers = CALLER
+    service.models.first.completer.answer_format = CALLER
     async with client_for(service=service) as http:
         able = (await http.post("/api/show", json={"model": MODEL})).json()
         idle = (await http.post("/api/show", json={"name": "other:7b"})).json()

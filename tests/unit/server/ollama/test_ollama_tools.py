@@ -26,7 +26,7 @@ TOLD = [
 
 def caller(chunks: list[Chunk] | None = None) -> FakeCompleter:
     made = FakeCompleter(context=400)
-    made.answers = CALLER
+    made.answer_format = CALLER
     made.script = THINKS_AND_CALLS if chunks is None else chunks
     return made
 
@@ -176,7 +176,7 @@ LEVEL = "{{ messages }} {{ reasoning_effort }}"
 async def test_think(path: str, source: str, reasons: bool, think: Any, kwargs: dict[str, Any] | None):
     completer = caller()
     completer.template = FakeTemplate(source)
-    completer.answers = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
+    completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
     async with client_for(completer) as http:
         body = (TALK if path == CHAT else {"model": MODEL, "prompt": "hi"}) | {"think": think}
         r = await http.post(path, json=body)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.chat.completer import Completer
-from quire.chat.words import words_of
+from quire.chat.loading import tokenizer_and_template
 from quire.config import EngineConfig, Environment, ServerConfig
 from quire.engine.transport.inprocess import InProcessClient
 from quire.observe.errors import Unavailable
@@ -51,7 +51,7 @@ async def serving(path: Path) -> AsyncIterator[httpx.AsyncClient]:
     info = await client.start()
     try:
         with open_checkpoint(path) as checkpoint:
-            completer = Completer(client, *words_of(checkpoint), info)
+            completer = Completer(client, *tokenizer_and_template(checkpoint), info)
         service = Server(ServerConfig(), [Model("tiny")])
         service.attach(service.models.first, client, completer)
         transport = httpx.ASGITransport(app=create_app(ServerConfig(), service), raise_app_exceptions=False)

@@ -56,7 +56,7 @@ THINKS = {
 def caller() -> FakeCompleter:
     """An engine whose answer thinks, speaks and calls."""
     made = FakeCompleter()
-    made.answers = CALLER
+    made.answer_format = CALLER
     made.script = THINKS_AND_CALLS
     return made
 

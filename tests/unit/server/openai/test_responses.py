@@ -32,7 +32,7 @@ DONE = Receipt(prompt_tokens=8, output_tokens=9, cached_tokens=3)
 def caller(*chunks: Chunk, source: str = "{{ messages }} tools enable_thinking") -> FakeCompleter:
     """A model that reasons and calls, with a script."""
     completer = FakeCompleter()
-    completer.answers = CALLER
+    completer.answer_format = CALLER
     completer.template = FakeTemplate(source)
     completer.script = list(chunks)
     return completer

@@ -24,7 +24,7 @@ WITH_TOOLS = HI | {"tools": [FUNCTION, OTHER]}
 
 def caller(chunks: list[Chunk] | None = None) -> FakeCompleter:
     made = FakeCompleter(context=400)
-    made.answers = CALLER
+    made.answer_format = CALLER
     made.script = THINKS_AND_CALLS if chunks is None else chunks
     return made
 
@@ -445,7 +445,7 @@ async def test_the_wrong_call_id_is_named():
 async def test_a_model_that_cannot_call_refuses_tools():
     for answers in (None, type(CALLER)(name="x", reasons=True, calls=False, markers=())):
         completer = FakeCompleter()
-        completer.answers = answers
+        completer.answer_format = answers
         error = await refused({"tools": [OTHER]}, completer)
         assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
         assert "--chat-template" in error["message"]
@@ -507,7 +507,7 @@ BOTH = "{{ messages }} {% if thinking %} {{ reasoning_effort == 'max' }}"
 async def test_reasoning_effort(source: str, reasons: bool, effort: Any, kwargs: dict[str, Any] | None):
     completer = caller()
     completer.template = FakeTemplate(source)
-    completer.answers = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
+    completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
     if kwargs is None:
         error = await refused({"reasoning_effort": effort}, completer)
         assert error["param"] == "reasoning_effort"

@@ -1,4 +1,4 @@
-"""What the verbs look like: progress, tables, errors, sizes and times. Nothing here decides anything.
+"""What verbs print: progress bars, tables, errors, sizes and times. Nothing here decides anything.
 
 Answers go to stdout, everything said about them to stderr. rich is imported only where something moves on a terminal.
 """

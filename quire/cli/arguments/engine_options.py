@@ -40,7 +40,7 @@ HELP: dict[str, str] = {
     "threads": "Default: what was measured to be fastest here.",
     "isa": "Force a kernel set, such as avx2.",
     "kv_memory": "Memory for the KV pool, such as 512MiB.",
-    "kv_dtype": "How K and V are kept: f16, int16 (as exact, on a CPU), int8 (half the memory), or fp8 (the same, on a torch device).",
+    "kv_dtype": "Type of the KV cache: f16, int16 (as exact, on a CPU), int8 (half the memory), or fp8 (the same, on a torch device).",
     "context": "Longest prompt plus answer, in tokens.",
     "max_seqs": "Sequences computed together; 0: 64, on a GPU 256.",
     "max_batch_tokens": "Tokens in a step; 0: 512, on a GPU 8192.",

@@ -1,4 +1,4 @@
-"""The words of a checkpoint: its tokenizer and its chat template, from wherever they lie in it."""
+"""The tokenizer and the chat template of a checkpoint, from a GGUF's metadata or from the files of a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer_of(checkpoint: Opened) -> Tokenizer:
     return read_tokenizer(checkpoint)
 
 
-def words_of(checkpoint: Opened, template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:
+def tokenizer_and_template(checkpoint: Opened, template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:
     """The tokenizer, and the template where there is one: a model without one takes completions, not chat. `template` is a
     file with one that takes the place of the model's own."""
     tokenizer = tokenizer_of(checkpoint)

@@ -1,6 +1,6 @@
-"""How an answer reaches a person: text to stdout as it comes, everything else to stderr.
+"""Printing an answer: its text to stdout as it comes, everything else (spinner, notes, numbers) to stderr.
 
-Shared by one answer (`run.py`) and a conversation (`talk.py`). Imports nothing heavy: it is on the way to the first token.
+Shared by one answer (`run.py`) and a conversation (`conversation.py`). Imports nothing heavy: it is on the way to the first token.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def decisions(info: EngineInfo) -> None:
 
 
 def numbers(done: Completion) -> list[str]:
-    """A receipt in words."""
+    """A receipt as lines of text."""
     r = done.receipt
     computed = r.prompt_tokens - r.cached_tokens
     first = r.queue_seconds + r.prefill_seconds

@@ -1,6 +1,6 @@
-"""What users of llama.cpp, Ollama and vLLM type by habit, and what it is called here. Read only when something was not understood.
+"""Verbs and options of llama.cpp, Ollama and vLLM, and what each is called here. Read only when a command line was not understood.
 
-Nothing here is accepted in its neighbour's name: a flag that nearly means the same is how a setting gets lost. It is a hint.
+None of them is accepted as an alias, because a flag that means nearly the same is how a setting gets lost: the error message names ours.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.cli.answer import decisions, numbers, report, say, show
+from quire.cli.terminal.answer import decisions, numbers, report, say, show
 from quire.config import VERSION, Environment
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
@@ -48,7 +48,7 @@ HELP = '''/help                this
 Ctrl-C               stops the answer'''
 
 
-class Talk:
+class Conversation:
     """One conversation."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, raw: bool, stats: bool):

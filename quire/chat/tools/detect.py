@@ -1,9 +1,9 @@
-"""Which format a model's answers have: found from what its chat template writes, never from the model's name.
+"""Which format a model writes tool calls and reasoning in: detected from what its chat template renders, never from the model's name.
 
-The template is given conversations with calls and with reasoning, and what it writes for them says how the model writes
-them itself. Formats of a kind of their own (`formats/`, one file each, the registry is the listing) look first; then
-three common shapes are derived from the writing, whatever their marks are. Where a template drops reasoning from what was
-said before, the marks it looks for in its source tell.
+The template renders conversations with calls and with reasoning, because a model was trained to write them as its template does. First,
+each format that has a file of its own (`formats/`; the listing is the registry) says whether the rendered turns are its own. Then three
+common shapes are derived from them, whatever marks they use. Some templates drop the reasoning of earlier turns: there
+the marks are taken from the template's source.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMES = {
 }
 
 
-class Words(Protocol):
+class SpecialTokens(Protocol):
     """What is asked of a tokenizer."""
 
     eos_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class Style(Protocol):
 
     NAME: str
 
-    def found(self, seen: probe.Seen, cut: Cut) -> Format | None: ...
+    def found(self, seen: probe.RenderedTurns, cut: Cut) -> Format | None: ...
 
 
 @cache
@@ -81,12 +81,12 @@ def styles() -> dict[str, Style]:
     return {module.NAME: module for module in modules}  # type: ignore[misc]
 
 
-def find(template: ChatTemplate, tokenizer: Words, name: str | None = None) -> Format | None:
+def detect_format(template: ChatTemplate, tokenizer: SpecialTokens, name: str | None = None) -> Format | None:
     """The format of the answers; None: the template shows neither reasoning nor calls, and all is text. `name` overrides."""
     if name is None and not any(word in template.whole_source for word in SIGNS):
         return None
     ends = [tokenizer.token_text(i) for i in tokenizer.eos_ids]
-    seen = probe.look(template, ends)
+    seen = probe.render_turns(template, ends)
     if name is not None:
         return _by_name(name, seen, tokenizer.controls)
     for style in styles().values():
@@ -96,7 +96,7 @@ def find(template: ChatTemplate, tokenizer: Words, name: str | None = None) -> F
     return derived(seen, tokenizer.controls)
 
 
-def derived(seen: probe.Seen, cut: Cut) -> Format | None:
+def derived(seen: probe.RenderedTurns, cut: Cut) -> Format | None:
     """A format of one of the common shapes."""
     think = think_of(seen)
     made = ((kind, derive(seen)) for kind, derive in _SHAPES.items()) if seen.one else ()
@@ -110,14 +110,14 @@ def derived(seen: probe.Seen, cut: Cut) -> Format | None:
     return Marked(name, think, section, cut, header_of(seen, think), seen.wrap)
 
 
-_SHAPES: dict[str, Callable[[probe.Seen], Section | None]] = {
+_SHAPES: dict[str, Callable[[probe.RenderedTurns], Section | None]] = {
     "objects": objects.derive,
     "named": named.derive,
     "tagged": tagged.derive,
 }
 
 
-def think_of(seen: probe.Seen) -> Think | None:
+def think_of(seen: probe.RenderedTurns) -> Think | None:
     """The marks of reasoning: as they were written, or as the source names them."""
     marks = seen.think or next((pair for pair in MARKS if all(mark in seen.source for mark in pair)), None)
     if marks is None and "</think>" in seen.source:
@@ -125,14 +125,14 @@ def think_of(seen: probe.Seen) -> Think | None:
     return None if marks is None else Think(*marks)
 
 
-def header_of(seen: probe.Seen, think: Think | None) -> str:
+def header_of(seen: probe.RenderedTurns, think: Think | None) -> str:
     """What begins an answer, without reasoning that is opened (and closed) there."""
     if think is not None and think.open in seen.header:
         return seen.header[: seen.header.index(think.open)]
     return seen.header
 
 
-def _by_name(name: str, seen: probe.Seen, cut: Cut) -> Format:
+def _by_name(name: str, seen: probe.RenderedTurns, cut: Cut) -> Format:
     made = None
     if name in styles():
         made = styles()[name].found(seen, cut)

@@ -1,6 +1,6 @@
 """How a verb declares what it takes: `Annotated[type, Option(...)]` or `Annotated[type, Argument(...)]` on its parameters.
 
-One declaration, two readers. `parse` understands a plain, well-formed command line and nothing else; `for_typer` gives
+The declaration has two readers. `parse` understands a plain, well-formed command line and nothing else; `for_typer` gives
 the same declaration to typer, which owns help, error messages and every less usual spelling. typer (with the pydantic it
 brings) takes longer to import than a model's weights take to load, and someone who has typed a correct command should
 not wait for it. So `parse` never guesses and never complains: what it is not sure of it leaves to typer, and what it

@@ -1,8 +1,8 @@
-"""The engine under every parser: text that comes in pieces, read by a generator that waits where it cannot decide yet.
+"""Incremental parsing for every format: text comes in pieces, and a generator reads it, waiting where it cannot decide yet.
 
-A format is written as if the whole answer were there; `yield` inside the primitives is where it waits. So what is read
-cannot depend on how the text was cut. What is undecided stays in a short buffer, everything else has been passed on, and
-nothing is looked at twice: a megabyte without an end costs a megabyte. Knows no format.
+A format's parser is a generator, written as if the whole answer were there; the primitives of `Text` yield where more text is needed.
+So what is parsed cannot depend on how the text was cut. Undecided text stays in a short buffer, everything else has been handed out, and
+no character is looked at twice: parsing a megabyte without an end costs a megabyte. Knows no format.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class Text:
             return None
 
 
-class Machine:
+class Reader:
     """A Parser from a reading generator."""
 
     def __init__(self, body: Callable[[Text], Read[None]]):
