@@ -80,6 +80,9 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
         def __init__(self) -> None:
             self.kv = kv
 
+        def hidden_buffers(self, most: int) -> None:
+            """It keeps no rows."""
+
         def launch(self, batch: Any) -> torch.Tensor:
             return self._logits[: batch.logit_rows.shape[0]]
 

@@ -56,13 +56,14 @@ def test_weights_of_one_product_lie_together_and_are_loaded_once():
 
 def test_random_weights_need_no_data():
     layout = Dense(np.broadcast_to(np.zeros(1, np.uint16), (64, 32)), "bf16")
-    norm = Dense(np.broadcast_to(np.zeros(1, np.uint16), (64,)), "bf16")
+    norm, bias = (Dense(np.broadcast_to(np.array([one], np.uint16), (64,)), "bf16") for one in (0x3F80, 0))  # 1.0, 0.0
     held = [weights.Weights(torch.device("cpu"), torch.bfloat16, random=True) for _ in range(2)]
     for h in held:
-        h.load([[layout], [norm]])
+        h.load([[layout], [norm], [bias]])
     assert torch.equal(held[0][layout], held[1][layout])
     assert 0.01 < float(held[0][layout].float().std()) < 0.03
     assert 0.9 < float(held[0][norm].mean()) < 1.1
+    assert -0.1 < float(held[0][bias].mean()) < 0.1
 
 
 def recorded(path: Path):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.weights.download import segments
-from quire.weights.download.segments import Ahead
+from quire.weights.download.segments import Prefetch
 from quire.weights.store.store import Store
 
 from .conftest import Recorder
@@ -101,7 +101,7 @@ def test_ranges_are_on_their_way_together():
         together.wait(10)  # nobody passes before four are here
         return numbers(first, end, going)
 
-    coming = Ahead(fetch, 3, 83, lanes=4, segment=10)
+    coming = Prefetch(fetch, 3, 83, lanes=4, segment=10)
     assert b"".join(coming) == numbers(3, 83, lambda: None)
 
 
@@ -112,7 +112,7 @@ def test_no_more_is_held_than_there_are_lanes():
         asked.append(first)
         return numbers(first, end, going)
 
-    coming = Ahead(fetch, 0, 1000, lanes=3, segment=10)
+    coming = Prefetch(fetch, 0, 1000, lanes=3, segment=10)
     stream = iter(coming)
     next(stream)
     for _ in range(200):
@@ -129,7 +129,7 @@ def test_a_failure_is_told_in_its_turn():
             raise ValueError(str(first))
         return numbers(first, end, going)
 
-    coming, got = Ahead(fetch, 0, 100, lanes=4, segment=10), b""
+    coming, got = Prefetch(fetch, 0, 100, lanes=4, segment=10), b""
     with pytest.raises(ValueError, match="20"):
         for part in coming:
             got += part
@@ -147,7 +147,7 @@ def test_a_stop_ends_who_is_fetching():
         finally:
             ended.set()
 
-    coming = Ahead(fetch, 0, 100, lanes=1, segment=10)
+    coming = Prefetch(fetch, 0, 100, lanes=1, segment=10)
     threading.Timer(0.05, coming.stop).start()
     with pytest.raises(segments.NotWanted):
         next(iter(coming))

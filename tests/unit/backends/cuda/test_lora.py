@@ -137,6 +137,9 @@ class Heard:
         self.told: list[tuple[int, list[int] | None, bool]] = []
         self.sampler: Any = self
 
+    def hidden_buffers(self, most: int) -> None:
+        """It keeps no rows."""
+
     def launch(self, batch: Any) -> torch.Tensor:
         told = None if batch.adapters is None else batch.adapters.tolist()
         self.told.append((batch.tokens, told, batch.shared is not None))

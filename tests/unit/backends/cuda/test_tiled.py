@@ -176,7 +176,7 @@ def test_norms_and_gates_make_rows_in_groups(width: int, tmp_path: Path, device:
     gate, up = both.double().chunk(2, 1)
     for made, want in (
         (k.rms_norm(x, gain, 1e-5, soon=(reader, reader)), normed),
-        (k._quantized.gate(both, (reader,)), torch.nn.functional.silu(gate) * up),
+        (k._quantized.gate(both, (reader,), "swiglu"), torch.nn.functional.silu(gate) * up),
     ):
         assert isinstance(made, GroupedRows)
         assert torch.allclose(

@@ -457,8 +457,9 @@ def test_a_malformed_configuration_is_a_sentence_not_a_trace() -> None:
 
 
 async def test_versions_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = wire.VERSION
     monkeypatch.setattr(wire, "VERSION", 99)
-    with pytest.raises(QuireError, match=f"version 99 of the protocol, the engine {wire.VERSION}"):
+    with pytest.raises(QuireError, match=f"version 99 of the protocol, the engine {spoken}"):
         await client().start()
 
 
