@@ -53,6 +53,10 @@ class Bench:
             from quire.backends.cuda.ops import CudaKernels
 
             CudaKernels.skinny_rows = args.skinny
+        if args.expanded:
+            from quire.backends.cuda.backend import CudaBackend
+
+            CudaBackend.packs = False
         self._random = random.Random(0)
         self._names = 0
         config = EngineConfig(
@@ -297,6 +301,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=None)
     parser.add_argument("--skinny", type=int, default=None, help="rows up to which products are skinny kernels")
     parser.add_argument("--deterministic", action="store_true", help="the same bits in any batch")
+    parser.add_argument(
+        "--expanded", action="store_true", help="four-bit weights in the ways of before: MXFP4 as plain numbers"
+    )
 
 
 def deterministic_record() -> list[dict[str, Any]]:
@@ -373,6 +380,7 @@ def main() -> None:
         kinds = (args.quantize, "none"), (args.kv_dtype, "auto")
         how = [f"{'kv-' if plain == 'auto' else ''}{kind}" for kind, plain in kinds if kind != plain]
         how += ["deterministic"] if args.deterministic else []
+        how += ["expanded"] if args.expanded else []
         print(save("-".join(["gpu", args.shape, *how]), body))
 
 

@@ -242,10 +242,10 @@ class Completer:
     async def _teach(self) -> None:
         """Before the first constraint the engine is told the bytes of the tokens: it knows ids alone."""
         if not self._taught:
-            self.client.teach(await asyncio.to_thread(self._vocabulary))
+            self.client.teach(await asyncio.to_thread(self._read_vocabulary))
             self._taught = True
 
-    def _vocabulary(self) -> Vocabulary:
+    def _read_vocabulary(self) -> Vocabulary:
         with self._reading:  # several loops may ask at once; telling the engine again changes nothing
             if self._vocabulary is None:
                 self._vocabulary = vocabulary_of(self.tokenizer, self.info.vocab_size)

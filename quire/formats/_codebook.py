@@ -1,4 +1,4 @@
-"""Blocks that are looked up in a codebook, turned into plain codes when somebody reads them.
+"""Blocks whose codes are looked up in a codebook (the IQ formats), turned into plain codes when they are read.
 
 Kernels know no codebooks: what they see is an Affine tensor with one code in a byte, whose numbers are exactly those of the file.
 `Expanded` stands in for its bytes. It knows their shape and size, can be cut along its first axis, and becomes an array only where

@@ -175,11 +175,11 @@ class AsyncLLM:
         `tool_choice` is "none", "auto", "required" or a tool's name; a demanded call always validates.
         """
         loaded = await self._ready()
-        talks = conversations(messages)
-        each = zip(talks, self._params(params, len(talks)), strict=True)
-        names = self._adapters(lora, len(talks))
+        chats = conversations(messages)
+        each = zip(chats, self._params(params, len(chats)), strict=True)
+        names = self._adapters(lora, len(chats))
         called = (constraint, tools, tool_choice, parallel_tool_calls)
-        jobs = [await loaded.talk(m, q, *called, a) for (m, q), a in zip(each, names, strict=True)]
+        jobs = [await loaded.chat(m, q, *called, a) for (m, q), a in zip(each, names, strict=True)]
         return await self._gather(loaded, jobs, progress)
 
     async def embed(
@@ -235,12 +235,12 @@ class AsyncLLM:
         """The answer to one conversation, as it comes. With `reasoning`, what the model thinks comes too, as `Thought`s."""
 
         def make(loaded: Loaded, p: SamplingParams) -> Awaitable[Job]:
-            talks = conversations(messages)
-            if len(talks) != 1:
+            chats = conversations(messages)
+            if len(chats) != 1:
                 raise BadRequest(
-                    f"a stream is of one conversation: here are {len(talks)}", cure="use chat", param="messages"
+                    f"a stream is of one conversation: here are {len(chats)}", cure="use chat", param="messages"
                 )
-            return loaded.talk(talks[0], p, constraint, tools, tool_choice, parallel_tool_calls, self._adapter(lora))
+            return loaded.chat(chats[0], p, constraint, tools, tool_choice, parallel_tool_calls, self._adapter(lora))
 
         return AsyncTextStream(self._stream(make, params, reasoning))
 
@@ -306,10 +306,10 @@ class AsyncLLM:
         meter = Meter(len(jobs)) if show else None
         # As many at once as keep the engine full: more would only wait inside it.
         widest = max((job.generation.sampling.n for job in jobs), default=1)
-        places = asyncio.Semaphore(max(1, min(loaded.client.limit, 4 * loaded.info.max_seqs) // widest))
+        slots = asyncio.Semaphore(max(1, min(loaded.client.limit, 4 * loaded.info.max_seqs) // widest))
 
         async def one(job: Job) -> None:
-            async with places, contextlib.aclosing(loaded.completer.stream(job.generation)) as chunks:
+            async with slots, contextlib.aclosing(loaded.completer.stream(job.generation)) as chunks:
                 async for chunk in chunks:
                     job.output._take(chunk)
             if meter is not None:

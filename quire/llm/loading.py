@@ -65,7 +65,7 @@ class Loaded:
             return self._job(prompt, await self.completer.encode_prompt(prompt), params, constraint, lora)
         return self._job(None, token_ids(prompt, self.info.vocab_size), params, constraint, lora)
 
-    async def talk(
+    async def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams,

@@ -1,4 +1,4 @@
-"""docs/compat.md, written from the tables beside the structs of each dialect.
+"""The writer of docs/compat.md: it lays out the tables that each dialect has beside its structs.
 
     python -m quire.server.compat [FILE]        prints it, or writes it there
 

@@ -1,6 +1,6 @@
-"""What a route answers with: an object as JSON, a server-sent event stream, or one of JSON lines.
+"""Responses of routes: an object as JSON, a stream of server-sent events, or a stream of JSON lines.
 
-A stream is a pure ASGI response. Nothing of it is sent until the first news or a few quiet seconds: so a full queue or a refused request is
+A stream is a pure ASGI response. Nothing of it is sent until the first chunk or a few quiet seconds: so a full queue or a refused request is
 still an HTTP status, and only later trouble is an error event. Several events that are ready together leave in one write. JSON lines
 have no comments, so a long wait is silent there.
 """

@@ -1,10 +1,10 @@
 """The models that a server has, and how a request gets the one it asks for.
 
-    Models (the registry) -> Model (one engine, and how it is) -> Served (what one request is answered by)
+    Models (the registry) -> Model (one engine and its state) -> Served (a model as one request gets it)
 
 `Models.resolve` is the only way from a name in a request to a model. What the request chose (an adapter, a template of its own, who asks)
-is in the `Served` that it gets and travels as an argument. Whoever owns a model loads and unloads it: this file never does. Knows the engine by
-its client's protocol, and no dialect.
+is in the `Served` that it gets and travels as an argument. Loading and unloading belong to the owner of a model (loading.py); this file
+never does either. It knows the engine by its client's protocol, and no dialect.
 """
 
 from __future__ import annotations

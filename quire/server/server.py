@@ -1,6 +1,6 @@
-"""What is one per process: configuration, metrics, the state folder, the requests in flight, and the models.
+"""The server object, one per process: configuration, metrics, the state folder, the requests in flight, and the models.
 
-One Server per app, used from one event loop. A dialect gets it in `register(app, server)` and asks `resolve` for what a request is answered by.
+One Server per app, used from one event loop. A dialect gets it in `register(app, server)` and asks `resolve` for the model (a `Served`) that answers a request.
 A dialect that has to do something when a model is loaded adds a `LoadHook`; work beside requests is a `Job`. Knows no dialect.
 """
 

@@ -1,4 +1,5 @@
-"""The server's own folder: what must outlive the process. Chosen once, held against other servers, or off with a reason.
+"""The state folder of a server: everything that must outlive the process. It is chosen once and locked against other servers; where it
+cannot be used, it is off and tells why.
 
     lock            held by the one server that uses the folder
     responses.db    stored responses (openai/responses/stored.py)

@@ -1,4 +1,4 @@
-"""Blocking work in a thread that nobody waits for when the process ends."""
+"""Blocking work in daemon threads: the process does not wait for them when it ends."""
 
 from __future__ import annotations
 

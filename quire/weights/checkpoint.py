@@ -1,4 +1,4 @@
-"""A checkpoint: a model's weights with what they say of themselves, whichever of the two ways it lies on disk.
+"""A checkpoint: a model's weights and metadata, from either of the two layouts on disk.
 
 A GGUF is one file, a Folder is Hugging Face's layout. What both offer is `Checkpoint`; what only one of them has (metadata
 keys, config.json) is read by those who know the difference: a family's configuration and the tokenizer.

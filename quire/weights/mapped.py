@@ -1,4 +1,4 @@
-"""A file mapped into memory, read-only: opened with care, given back page by page, closed when nobody looks at it any more.
+"""A file mapped into memory, read-only. Its pages are given back to the system while it is read, and it is closed when no view is left.
 
 What the bytes mean is the business of who inherits this (`gguf.py`, `safetensors.py`). Views stay valid after `close()`, which
 only gives up the file's own hold.

@@ -1,4 +1,4 @@
-"""Matrices that a folder keeps in several tensors each: found by name, checked, and shown as one tensor called `….weight`.
+"""Quantized matrices that a folder stores as several tensors each (codes, scales, zeros): found by name, checked, and shown as one tensor `….weight`.
 
 What the tensors mean is in `formats/hub`; here they get their file and their name, for messages. What config.json calls a method
 that is not read is refused by its name, before weights are looked at.

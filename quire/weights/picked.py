@@ -1,4 +1,4 @@
-"""Rows of a matrix in another order, or some of them: gathered where somebody reads them, so a model is never there twice."""
+"""Rows of a matrix in another order, or a selection of them. They are gathered when they are read, so no second copy of a model is made."""
 
 from __future__ import annotations
 

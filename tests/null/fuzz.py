@@ -37,7 +37,7 @@ from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Logprob, Plan, Result
 from quire.runner.speculate import open_proposer
-from tests.null.device import STATE, VOCAB, Device, choose, expect, grow, logprob, start_of
+from tests.null.device import STATE, VOCAB, Caught, Device, choose, expect, grow, logprob, start_of
 from tests.null.spans import seen, with_pictures
 from tests.null.tier import DevicePages, FakeTier, Follower, Manners, Time
 
@@ -254,7 +254,7 @@ class Order:
         waiting = [s for s in scheduler._keys.values() if s.status == "waiting" and s.waits_for is None]
         self.waiting = {id(s.tokens): s for s in waiting}
         self.head = min(waiting, key=lambda s: s.order, default=None)
-        self.blocked = self.head is not None and self.head.no_room is not None
+        self.blocked = self.head if self.head is not None and self.head.no_room is not None else None
 
     def after(self, plan: Plan | None, report: Report) -> None:
         scheduler = self.scheduler
@@ -268,15 +268,16 @@ class Order:
         } | {key: n for key, n in self.failed.items() if n == scheduler.tree.returned}
         if plan is None or scheduler.stats().preemptions != self.preemptions:
             return
-        if self.blocked and self.free and self.head.status == "waiting" and self.head.waits_for is None:
+        head = self.blocked
+        if head is not None and self.free and head.status == "waiting" and head.waits_for is None:
             taken = [scheduler._keys[w.key] for w in plan.work if w.slot in {new.slot for new in plan.opened}]
-            expect(all(s.order < self.head.order for s in taken), "who waits for pages was overtaken", self.head.key)
+            expect(all(s.order < head.order for s in taken), "who waits for pages was overtaken", head.key)
         if self.first is not None and self.fair:
-            self.shares(plan, report)
+            self.shares(self.first, plan, report)
 
-    def shares(self, plan: Plan, report: Report) -> None:
+    def shares(self, first: Any, plan: Plan, report: Report) -> None:
         """The first of the running prompts, and the others of its rank."""
-        first, keys = self.first, self.scheduler._keys
+        keys = self.scheduler._keys
         given = {w.key: w.n for w in plan.work if w.start >= 0}
         if any(keys[key].prompt_rows for key in given):
             return  # these are bounded otherwise
@@ -298,7 +299,8 @@ class Order:
         for seq in keys.values():
             if seq.waits_for is not None:
                 leader = keys.get(seq.waits_for)
-                expect(leader is not None and not leader.prompt_done, "waits for a sequence that has come", seq.key)
+                if leader is None or leader.prompt_done:
+                    raise Caught("waits for a sequence that has come", seq.key)
                 ahead = leader.status == "running" or seq.request.follows == leader.request.id
                 expect(ahead, "waits for a sequence that has no slot", seq.key)
                 count += 1

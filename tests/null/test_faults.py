@@ -39,11 +39,11 @@ MODULES = {
     "groups": quire.cache.groups,
     "tree": quire.cache.prefix_tree,
     "scheduler": quire.engine.scheduler,
-    "ids": quire.engine.spans,
-    "spans": quire.runner.spans,
     "queue": quire.engine.queue,
     "policy": quire.engine.policy,
     "limits": quire.engine.limits,
+    "ids": quire.engine.spans,
+    "spans": quire.runner.spans,
 }
 
 

@@ -22,7 +22,7 @@ IDS = [str(p.relative_to(ROOT)) for p in PAGES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 CODE = re.compile(r"`([^`\n]+)`")
-NAMED = re.compile(r"(?:quire|tests|docs|benchmarks|native)/[\w./-]*\w")
+NAMED = re.compile(r"(?<![\w/])(?:quire|tests|docs|benchmarks|native)/[\w./-]*\w")
 MADE_UP = {"native/build"}  # what a build makes
 
 

@@ -51,6 +51,7 @@ from quire.backends.torch.kernels import PLAIN, Sight, TorchKernels
 from quire.backends.torch.quantized import Mixed, Part, Scaled, Weight
 from quire.backends.torch.sampler import DeviceSampler
 from quire.backends.torch.states import Heads, Inputs
+from quire.backends.torch.words import MxWords
 from quire.layouts import Rope
 
 _SPLIT_SPACE = 1 << 28  # bytes that the parts of split contexts may take
@@ -269,7 +270,7 @@ class CudaKernels(TorchKernels):
             return super().gated(x, weight, bias, act, soon=soon)
         rows = count(x)
         half = self.dtype != torch.float32
-        if half and bias is None and not isinstance(weight, torch.Tensor | Mixed):
+        if half and bias is None and not isinstance(weight, torch.Tensor | Mixed | MxWords):
             return self._quantized.gated(x, weight, soon, act.name)
         if rows <= self._few and bias is None and isinstance(weight, torch.Tensor):
             out = torch.empty(rows, weight.shape[0] // 2, dtype=self.dtype, device=self.device)

@@ -42,7 +42,7 @@ from quire.backends.cuda.kernels.tuning import (
 from quire.backends.cuda.kernels.words_product import words_product
 from quire.backends.cuda.tiles import GroupedRows
 from quire.backends.torch.quantized import E4M3, Int4, Scaled, Tiled, Weight
-from quire.backends.torch.words import HIGH, IntWords
+from quire.backends.torch.words import HIGH, IntWords, MxWords
 
 _SCRATCH = 1 << 27  # numbers of a matrix that are written out at a time
 
@@ -155,13 +155,14 @@ class QuantizedProducts:
     def linear(
         self,
         x: torch.Tensor | Unnormed | Rows | GroupedRows,
-        weight: Scaled | Tiled | Int4 | IntWords,
+        weight: Scaled | Tiled | Int4 | IntWords | MxWords,
         bias: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,
         loose: bool = False,
     ) -> torch.Tensor:
         """x @ weight.T (+ bias), into `out` if given; with `loose` perhaps as parts."""
+        assert not isinstance(weight, MxWords)  # experts alone are
         if isinstance(weight, Tiled):
             assert isinstance(x, torch.Tensor | GroupedRows)  # see norms_along and wants_fp8
             return tiles.linear(self._at, x, weight, bias, out=out, loose=loose)
@@ -183,11 +184,12 @@ class QuantizedProducts:
     def gated(
         self,
         x: torch.Tensor | Unnormed | Rows | GroupedRows,
-        weight: Scaled | Tiled | Int4 | IntWords,
+        weight: Scaled | Tiled | Int4 | IntWords | MxWords,
         soon: Sequence[Weight],
         act: str,
     ) -> torch.Tensor | Rows | GroupedRows:
         """The activation (of gates.KINDS) of the two halves of each row, in fp8 where that is what reads it and the rows are many."""
+        assert not isinstance(weight, MxWords)
         rows, n = count(x), weight.shape[0] // 2
         if isinstance(weight, Tiled):
             if isinstance(x, torch.Tensor) and rows <= TILED_ROWS:

@@ -1,6 +1,7 @@
-"""A jinja2 environment for templates that nobody trusts: no way out, and a price on every step.
+"""A jinja2 environment for untrusted templates: they cannot reach Python objects, and every step is paid from a budget.
 
-On top of jinja2's immutable sandbox, everything that can take time or memory is paid from a Budget:
+jinja2's immutable sandbox closes the way to Python objects, but of time and memory it bounds `range` alone; a process for each render would
+add a round trip to every request. So, on top of that sandbox, everything that can take time or memory is paid from a Budget:
   - every loop turn, macro call, filter, test and method call is a step, and each looks at the clock;
   - every text or list that is made (`+ * % ~`, slices, filters, methods, output) is paid by size before it is made;
   - only listed filters, tests and methods of text, lists and mappings exist; widths, ranges and powers are capped;

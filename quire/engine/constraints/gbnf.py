@@ -2,7 +2,8 @@
 
 llguidance cuts text into words first and takes each as long as it can; GBNF knows characters alone. So rules without
 recursion become words where that changes nothing: where what may follow a word cannot lengthen it, and no word is the
-beginning of another. Otherwise the whole grammar is written character by character, which is exact and slower.
+beginning of another. Otherwise the whole grammar is written character by character, which is exact and slower. llguidance's own
+converter is not used, because it makes a word of every literal: `"a" "bc" | "ab" "d"` refuses "abc" there (test_gbnf.py).
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class ProcessClient:
         self._info: EngineInfo | None = None
         self._vocabulary: Vocabulary | None = None  # what an engine that is started again must be told again
         self._adapters = RemoteAdapters(self._send, on_line)
-        self._rows = SentRows(self._send)
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[list[StepInfo]]] = {}  # for the newest steps
+        self._rows = SentRows(self._send)
         self._stats = Stats()
         self._past = Stats()  # the counters of engines that have died: a counter never goes down
         self._up = False

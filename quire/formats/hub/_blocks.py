@@ -1,4 +1,4 @@
-"""Matrices put together from several tensors, in blocks of 32 columns, where somebody reads them.
+"""Matrices put together from several tensors, in blocks of 32 columns, at the time they are read.
 
     integers, one zero for all      scale: f16 or f32, codes            w = scale * (code - zero)
     integers, a zero for each group scale: f32, -scale * zero: f32, codes

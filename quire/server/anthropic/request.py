@@ -1,6 +1,6 @@
-"""What an Anthropic request may say, and the conversation, sampling and tools it means.
+"""Requests of Anthropic's Messages API: their fields, and the conversation, sampling parameters and tools made of them.
 
-Owns the request structs and the table of fields that are taken without effect. Messages and the words of refusals are
+Owns the request structs and the table of fields that are taken without effect. Messages and the texts of errors are
 `turns.py`. Knows nothing of answers or streams: those are `answers.py`.
 """
 
@@ -17,8 +17,7 @@ from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.server.anthropic.turns import Turn, reworded, turns
 from quire.server.served import Served
-from quire.server.shared import conversation
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies, conversation
 from quire.server.shared import tools as request_tools
 from quire.server.shared.conversation import Conversation
 from quire.server.shared.sampling import sampling
@@ -142,7 +141,7 @@ class MessagesRequest(Prompt, kw_only=True):
 def parse(body: bytes, shape: type[T]) -> T:
     """The request as `shape`, every field of it accounted for."""
     try:
-        return request_fields.parse(body, shape, IGNORED, NEUTRAL)
+        return bodies.parse(body, shape, IGNORED, NEUTRAL)
     except BadRequest as error:
         raise reworded(error) from None
 

@@ -29,11 +29,11 @@ from quire.server.anthropic.request import (
     room,
 )
 from quire.server.anthropic.turns import dotted
-from quire.server.bodies import read_json
 from quire.server.feed import Feed
 from quire.server.replies import EventStream, named_event, reply
 from quire.server.server import Server
 from quire.server.shared import conversation
+from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import Endpoint, Fields
 
 PATH = "/v1/messages"

@@ -1,4 +1,4 @@
-"""Messages in Anthropic's shape as turns for a template, and every refusal in Anthropic's words.
+"""Messages in Anthropic's shape as turns for a template, and errors in the texts that Anthropic's clients look for.
 
 A block is looked at one at a time and undecoded until its type is known. Results of tools, which come inside of user
 messages, become turns of their own; turns of one role that follow each other are one, as they are for Anthropic. Places
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest
-from quire.server import bodies
+from quire.server.shared import bodies
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
 
 ROLES = frozenset({"user", "assistant", "system"})
@@ -203,14 +203,14 @@ def _block(
     """A block, or a refusal that names it. `role` is whose message it is in; none: only text may be here."""
     shapes: dict[str, Any] = {"tool_use": ToolUseBlock, "tool_result": ToolResultBlock, "thinking": ThinkingBlock}
     try:
-        kind = bodies.parse(raw, Block).type
+        kind = bodies.decode(raw, Block).type
         if kind == "text":
-            block = bodies.parse(raw, TextBlock)
+            block = bodies.decode(raw, TextBlock)
             if not block.citations:
                 return block
             raise BadRequest("citations: not supported yet", param="citations")
         if kind in shapes and role is not None and OWNERS[kind] == role:
-            return bodies.parse(raw, shapes[kind])
+            return bodies.decode(raw, shapes[kind])
     except BadRequest as error:
         raise reworded(error, where) from None
     if kind in LATER:

@@ -19,8 +19,7 @@ from starlette.responses import Response
 from quire.chat.types import Generation
 from quire.config import VERSION
 from quire.observe.errors import BadRequest, NotFound, QuireError
-from quire.server import bodies, errors
-from quire.server.bodies import checked_keys, read_body, read_json
+from quire.server import errors
 from quire.server.errors import UnsupportedMedia
 from quire.server.feed import Feed, News
 from quire.server.kserve import tensors
@@ -28,8 +27,9 @@ from quire.server.kserve.tensors import InferRequest, Value
 from quire.server.replies import EventStream, reply
 from quire.server.served import Model, Served
 from quire.server.server import Server
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies
 from quire.server.shared.answers import collect
+from quire.server.shared.bodies import checked_keys, read_body, read_json
 from quire.server.shared.compat import SAMPLING, Absent, Endpoint
 from quire.server.shared.compat import Fields as Table
 from quire.server.shared.conversation import check_prompt, encode_text
@@ -170,7 +170,7 @@ async def _infer(server: Server, served: Served, request: Request, arrived: floa
     head, tail = tensors.split(body, header)
     if header is not None:
         await checked_keys(head)
-    asked = request_fields.parse(head, InferRequest, (), {})
+    asked = bodies.parse(head, InferRequest, (), {})
     given = tensors.read(asked.inputs, tail)
     if "text_input" not in given or not all(isinstance(text, str) for text in given["text_input"]):
         raise BadRequest("the input text_input is missing, or is not BYTES", param="inputs")
@@ -241,7 +241,7 @@ def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]]) -> Fie
         body = msgspec.json.encode(given)
     except (UnicodeEncodeError, RecursionError):
         raise BadRequest("parameters cannot be read", param="parameters") from None
-    fields = request_fields.parse(body, Fields)
+    fields = bodies.parse(body, Fields)
     if fields.n not in (None, 1):
         raise BadRequest("n is not supported here: one answer for each text", param="n")
     for name in UNTOLD:
@@ -268,9 +268,9 @@ async def _text(server: Server, request: Request, streams: bool) -> tuple[Served
     arrived = time.monotonic()
     served = await _resolve(server, request)
     body = await read_json(request)
-    asked = bodies.parse(body, GenerateRequest)
+    asked = bodies.decode(body, GenerateRequest)
     own = {"text_input", "id", "parameters"}
-    more = {k: bodies.parse(raw, object) for k, raw in bodies.top_level(body).items() if k not in own}
+    more = {k: bodies.decode(raw, object) for k, raw in bodies.top_level(body).items() if k not in own}
     parameters = dict(asked.parameters or {})
     twice = next((name for name in more if name in parameters), None)
     if twice is not None:
@@ -327,8 +327,8 @@ _REFUSED = {
 _FIELDS = Table(
     shape=Fields,
     inside="parameters",
-    ignored=request_fields.IGNORED,
-    neutral=request_fields.NEUTRAL,
+    ignored=bodies.IGNORED,
+    neutral=bodies.NEUTRAL,
     refused=_REFUSED,
     notes=SAMPLING
     | {

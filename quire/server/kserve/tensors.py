@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from quire.observe.errors import BadRequest
-from quire.server import bodies
+from quire.server.shared import bodies
 
 MAX_ELEMENTS = 4096
 Value: TypeAlias = str | bool | int | float

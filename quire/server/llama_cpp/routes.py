@@ -23,13 +23,13 @@ from quire.engine.types import Constraint, Receipt
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import MAX_LOGPROBS, SamplingParams
 from quire.server import errors
-from quire.server.bodies import read_json
 from quire.server.feed import Feed, News
 from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies
 from quire.server.shared import logprobs as token_logprobs
+from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import WHY, Absent, Endpoint, Fields
 from quire.server.shared.conversation import check_prompt, encode_text
 from quire.server.shared.infill import gap
@@ -37,13 +37,13 @@ from quire.server.shared.sampling import sampling
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 IGNORED = {
-    **{name: WHY[name] for name in request_fields.SLOTS},
+    **{name: WHY[name] for name in bodies.SLOTS},
     "timings_per_token": "the last event has the times of all",
     "min_keep": "the filters always keep one token",
     "user": "who asks does not change the answer",
 }
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    **request_fields.LLAMA_CPP,
+    **bodies.LLAMA_CPP,
     "lora": (None, []),
     "n": (None, 1),
     "n_cmpl": (None, 1),
@@ -97,7 +97,7 @@ def register(app: FastAPI, server: Server) -> None:
 
     async def completion(request: Request) -> Response:
         arrived = time.monotonic()
-        asked = request_fields.parse(await read_json(request), CompletionRequest, IGNORED, NEUTRAL)
+        asked = bodies.parse(await read_json(request), CompletionRequest, IGNORED, NEUTRAL)
         served = await _begin(server, request, asked)
         prompt = asked.prompt
         ids = prompt if isinstance(prompt, list) else await encode_text(served, prompt, "prompt")
@@ -105,7 +105,7 @@ def register(app: FastAPI, server: Server) -> None:
 
     async def fill(request: Request) -> Response:
         arrived = time.monotonic()
-        asked = request_fields.parse(await read_json(request), InfillRequest, IGNORED, INFILL)
+        asked = bodies.parse(await read_json(request), InfillRequest, IGNORED, INFILL)
         served = await _begin(server, request, asked)
         ids, ends = await gap(served, asked.input_prefix, asked.input_suffix, ("input_prefix", "input_suffix"))
         return await _answer(served, request, asked, ids, "", "input_prefix", arrived, ends)

@@ -1,7 +1,7 @@
-"""What Ollama's clients are told about a model: from its header, read once, and from the store's manifest.
+"""Cards: the facts that Ollama's clients get about a model, from its header (read once) and from the store's manifest.
 
-A card is of a served model or of one in the store. What nobody knows is empty: a file outside the store has no digest. Paths stay
-inside. Reads files, so it runs in a thread.
+A card is of a served model or of one in the store. A fact that is not known is empty: a file outside the store has no digest. Paths of this machine are
+never in a card. Reads files, so it runs in a thread.
 """
 
 from __future__ import annotations

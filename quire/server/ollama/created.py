@@ -1,6 +1,7 @@
-"""What a name that was made by /api/create adds to a request: its options stand where the request has none; its system text and its
-messages come before a conversation, the system text unless that has one of its own; its template takes the place of the model's.
-Which names are answered at all, and with which template, `names.py` says.
+"""Defaults of names that were made by /api/create, added to a request.
+
+An option of the name holds where the request has none. Its system text and messages come before the conversation, the system text unless the
+conversation has one. Its template takes the place of the model's. `names.py` says which names are answered, and with which template.
 """
 
 from __future__ import annotations

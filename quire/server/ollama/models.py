@@ -1,6 +1,6 @@
-"""What Ollama's clients ask before they generate: is it there, which version, which models, what is loaded.
+"""The routes that Ollama's clients call before they generate: GET /, /api/version, /api/tags, /api/show and /api/ps.
 
-GET / answers the words that they compare. `version` is the level of Ollama's API that these routes speak, because clients refuse
+GET / answers the sentence that they compare. `version` is the level of Ollama's API that these routes speak, because clients refuse
 servers below some level; Quire's own is beside it. A model is loaded from start to stop: it never expires.
 """
 

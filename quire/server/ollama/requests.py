@@ -1,4 +1,4 @@
-"""What Ollama's routes share: how a body is read, `options`, `keep_alive`, and errors as `{"error": text}`. How models are named is `names.py`.
+"""Shared by Ollama's routes: how a body is read, `options`, `keep_alive`, and errors as `{"error": text}`. How models are named is `names.py`.
 
 Ollama itself drops what it does not know; here a field is honoured, without effect on the tokens, or refused by name, as on every
 other route. Where an option is not sent, Ollama's default holds (DEFAULTS), but for its repeat penalty. Knows nothing of answers.
@@ -19,10 +19,9 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
-from quire.server.bodies import checked_keys, read_body, read_json
 from quire.server.served import Served
-from quire.server.shared import conversation
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies, conversation
+from quire.server.shared.bodies import checked_keys, read_body, read_json
 from quire.server.shared.sampling import sampling
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -90,7 +89,7 @@ def read_options(raw: msgspec.Raw) -> Options:
     if bytes(raw) == b"null":
         return Options()
     try:
-        return request_fields.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS)
+        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS)
     except BadRequest as error:
         raise _within_options(error) from None
 
@@ -228,7 +227,7 @@ def parse(
     neutral: dict[str, tuple[object, ...]] | None = None,
 ) -> T:
     """The request as `shape`, every field of it accounted for."""
-    return request_fields.parse(body, shape, ignored, neutral or {})
+    return bodies.parse(body, shape, ignored, neutral or {})
 
 
 def now() -> str:

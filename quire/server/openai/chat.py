@@ -1,12 +1,13 @@
 """POST /v1/chat/completions, in OpenAI's shape with vLLM's and llama.cpp's extra fields.
 
-Owns the request struct and the rules between its fields. Messages, tools and the way to the model are shared with other dialects
-(`shared/messages.py`, `tools.py`, `conversation.py`); answers are `chat_answers.py`. See docs/server.md for what each field does.
+Owns the request struct, the rules between its fields, and the two forms of an answer. Messages, tools and prompts are shared with other
+dialects (`shared/messages.py`, `tools.py`, `conversation.py`). See docs/server.md for what each field does.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,30 +16,28 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat.types import CallPart, Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
-from quire.server import bodies
-from quire.server.bodies import read_json
-from quire.server.feed import Feed
-from quire.server.openai.chat_answers import AnswerFields, Stream, whole
+from quire.server.feed import Feed, News
 from quire.server.replies import EventStream
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import conversation
-from quire.server.shared import fields as request_fields
-from quire.server.shared.answers import envelope
+from quire.server.shared import bodies, conversation
+from quire.server.shared import logprobs as token_logprobs
+from quire.server.shared.answers import Envelope, Pace, Partial, Usage, collect, envelope, merged, receipt_body, timings
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
-from quire.server.shared.fields import parse
 from quire.server.shared.messages import ChatMessage, turns
-from quire.server.shared.sampling import generation
+from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import NOTHING, Raw, at, openai_choice, openai_tools
 
 TIERS = (None, "auto", "default")
 MAX_DOCUMENTS = 1024
 
 
-class ChatRequest(AnswerFields, kw_only=True):
+class ChatRequest(Sampling, kw_only=True):
     """The fields of a chat request that are honoured."""
 
     messages: list[ChatMessage]
@@ -53,6 +52,28 @@ class ChatRequest(AnswerFields, kw_only=True):
     echo: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Raw] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    include_reasoning: bool | None = None
+    timings_per_token: bool | None = None
+    service_tier: str | None = None
+    prediction: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether the reasoning is part of the answer."""
+        return self.include_reasoning is not False
+
+    def head(self) -> dict[str, Any]:
+        """Fields that the answer has because the request has them."""
+        return {} if self.service_tier is None else {"service_tier": "default"}
+
+    def details(self, partials: Iterable[Partial]) -> dict[str, int]:
+        """`usage.completion_tokens_details`. A prediction is not used, and so nothing of it was accepted."""
+        found = {"reasoning_tokens": sum(p.thoughts.tokens for p in partials)}
+        if bytes(self.prediction) not in (b"", b"null"):
+            found |= {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        return found
 
 
 class Prediction(msgspec.Struct, forbid_unknown_fields=True):
@@ -169,6 +190,133 @@ def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:
     return made
 
 
+# Answers: one body, or chunks. Deltas of a choice, put together by the rules of OpenAI's clients, are the message of the whole answer, since
+# both are made of the same `Partial`. Reasoning goes by two names, because clients know one or the other.
+
+
+def finish_reason(said: Partial) -> str | None:
+    """Why a choice ended, in OpenAI's words."""
+    return "tool_calls" if said.called else said.finish
+
+
+def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
+    text, calls = "".join(said.text), said.calls.all()
+    body: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    thought = "".join(said.reasoning)
+    if thought and asked.tells_reasoning:
+        body |= {"reasoning_content": thought, "reasoning": thought}
+    if calls:
+        body["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+        ]
+    return body
+
+
+async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> bytes:
+    """The answer as one body."""
+    choices, prompt_logprobs = await collect(feed)
+    usage = Usage([len(prompt)])
+    body: list[dict[str, Any]] = []
+    for (_, index), choice in sorted(choices.items()):
+        usage.finish(index, choice.receipt, len(choice.tokens))
+        item: dict[str, Any] = {
+            "index": index,
+            "message": _message(choice, asked),
+            "logprobs": {"content": token_logprobs.chat(choice.logprobs), "refusal": None} if asked.logprobs else None,
+            "finish_reason": finish_reason(choice),
+            "stop_reason": choice.stop_reason,
+        }
+        if asked.return_token_ids:
+            item["token_ids"] = choice.tokens
+        body.append(item)
+    usage.details = asked.details(choices.values())
+    more: dict[str, Any] = {"usage": usage.body(), **asked.head()}
+    if asked.prompt_logprobs is not None:
+        more["prompt_logprobs"] = token_logprobs.prompt(prompt_logprobs.get(0, []), len(prompt))
+    if asked.return_token_ids:
+        more["prompt_token_ids"] = prompt
+    if asked.timings_per_token:
+        more["timings"] = timings(choices[0, 0].receipt)
+    if asked.receipts:
+        more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
+    return msgspec.json.encode(head.wrap(body, **more))
+
+
+class Stream:
+    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for."""
+
+    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int):
+        self.asked = asked
+        self.head = head
+        self.prompt = prompt
+        self.usage = Usage([len(prompt)])
+        self.said = [Partial() for _ in range(n)]
+        self.paces = [Pace() for _ in range(n)]
+        # With include_usage every chunk but the last has `usage: null`.
+        self.more: dict[str, Any] = ({"usage": None} if asked.wants_usage else {}) | asked.head()
+
+    def opening(self) -> Iterable[object]:
+        more = self.more | ({"prompt_token_ids": self.prompt} if self.asked.return_token_ids else {})
+        for index in range(len(self.said)):
+            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more)
+
+    def news(self, items: list[News]) -> Iterable[object]:
+        for _, chunk in items:
+            self.said[chunk.index].add(chunk)
+            more = dict(self.more)
+            if chunk.prompt_logprobs:
+                more["prompt_logprobs"] = token_logprobs.prompt(chunk.prompt_logprobs, len(self.prompt))
+            delta = self._delta(chunk)
+            says = delta or chunk.finish or more.keys() - self.more.keys()
+            if self.asked.timings_per_token:
+                more["timings"] = self.paces[chunk.index].add(chunk)
+            if says or (chunk.logprobs and self.asked.logprobs) or (chunk.tokens and self.asked.return_token_ids):
+                yield self._chunk(chunk, delta, more)
+
+    def _delta(self, chunk: Chunk) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if chunk.reasoning and self.asked.tells_reasoning:
+            delta |= {"reasoning_content": chunk.reasoning, "reasoning": chunk.reasoning}
+        if chunk.text:
+            delta["content"] = chunk.text
+        if chunk.calls:
+            delta["tool_calls"] = [_call_delta(part) for part in merged(chunk.calls)]
+        return delta
+
+    def _chunk(self, chunk: Chunk, delta: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+        item = _choice(chunk.index, delta)
+        said = self.said[chunk.index]
+        if self.asked.logprobs and chunk.logprobs:
+            item["logprobs"] = {"content": token_logprobs.chat(chunk.logprobs), "refusal": None}
+        if self.asked.return_token_ids:
+            item["token_ids"] = chunk.tokens
+        if chunk.finish is not None:
+            item["finish_reason"], item["stop_reason"] = finish_reason(said), chunk.stop_reason
+            self.usage.finish(chunk.index, chunk.receipt, len(said.tokens))
+            if self.asked.timings_per_token:
+                more["timings"] = timings(chunk.receipt)
+            if self.asked.receipts:
+                more["quire"] = {"receipts": [receipt_body(chunk.index, chunk.receipt)]}
+        return self.head.wrap([item], **more)
+
+    def closing(self) -> Iterable[object]:
+        if self.asked.wants_usage:
+            self.usage.details = self.asked.details(self.said)
+            yield self.head.wrap([], **self.asked.head(), usage=self.usage.body())
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """News of a call: what it is comes once, with its first part."""
+    if part.id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
 _USER = [{"role": "user", "content": "hi"}]
 COMPAT = (
     Endpoint(
@@ -179,8 +327,8 @@ COMPAT = (
         fields=(
             Fields(
                 shape=ChatRequest,
-                ignored=request_fields.IGNORED,
-                neutral=request_fields.NEUTRAL,
+                ignored=bodies.IGNORED,
+                neutral=bodies.NEUTRAL,
                 refused={
                     "echo": (True, "for `/v1/completions`"),
                     "add_special_tokens": (True, "the template writes them; false and null are fine"),
@@ -191,7 +339,7 @@ COMPAT = (
                     "logprobs": "",
                     "top_logprobs": "0 to 20; needs `logprobs`",
                     "add_generation_prompt": "true by default",
-                    "chat_template_kwargs": "words for the template; not the names that the server itself sets",
+                    "chat_template_kwargs": "variables for the template; not those that the server itself sets",
                     "tools": "functions, up to 1024; of a model whose template has tools",
                     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
                     "parallel_tool_calls": "false: at most one call, enforced",

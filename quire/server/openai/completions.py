@@ -20,17 +20,16 @@ from starlette.responses import Response
 from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
-from quire.server.bodies import read_json
 from quire.server.feed import Feed, News
 from quire.server.replies import EventStream
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import MAX_CHOICES, Envelope, Usage, envelope, receipt_body
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import check_prompt, encode_text
-from quire.server.shared.fields import parse
 from quire.server.shared.infill import gap
 from quire.server.shared.sampling import Sampling, generation
 
@@ -353,8 +352,8 @@ COMPAT = (
         fields=(
             Fields(
                 shape=CompletionRequest,
-                ignored=request_fields.IGNORED,
-                neutral=request_fields.NEUTRAL,
+                ignored=bodies.IGNORED,
+                neutral=bodies.NEUTRAL,
                 notes=SAMPLING
                 | {
                     "prompt": "a text, texts, token ids, or lists of them; up to 64, and up to 512 prompts times `n`",

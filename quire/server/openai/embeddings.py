@@ -16,13 +16,12 @@ from starlette.responses import Response
 
 from quire.chat.embedder import Embedded, Input
 from quire.observe.errors import BadRequest
-from quire.server.bodies import read_json
 from quire.server.feed import while_connected
 from quire.server.replies import reply
 from quire.server.server import Server
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import Endpoint, Fields
 from quire.server.shared.embedded import MAX_INPUTS, count, cut, usage
-from quire.server.shared.fields import parse
 
 FORMATS = ("float", "base64")
 IGNORED = {"user": "who asks does not change the answer", "metadata": "the client's own notes; they are not kept"}

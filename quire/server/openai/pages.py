@@ -1,4 +1,4 @@
-"""OpenAI's lists: a window into them by `after`, `limit` and `order`, and the object that holds a page."""
+"""Pagination of OpenAI's lists: `after`, `limit` and `order`, and the object that holds a page."""
 
 from __future__ import annotations
 

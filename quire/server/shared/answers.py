@@ -1,4 +1,4 @@
-"""Answers of any dialect as they come together: the text, calls put together from their parts, reasoning counted, usage, times.
+"""Collecting the answer of any dialect from its chunks: the text, calls put together from their parts, reasoning tokens, usage, times.
 
 Knows chunks and receipts; knows no wire format but OpenAI's `usage` and llama.cpp's `timings`, which are numbers alone.
 """

@@ -18,7 +18,7 @@ NO_EFFECT = "no effect"
 NEUTRAL = "refused unless"
 REFUSED = "refused"
 
-# Why a field of OpenAI's or vLLM's is taken without effect, wherever `fields.IGNORED` has it.
+# Why a field of OpenAI's or vLLM's is taken without effect, wherever `bodies.IGNORED` has it.
 WHY: dict[str, str] = {
     "user": "who asks does not change the answer",
     "safety_identifier": "who asks does not change the answer",

@@ -1,4 +1,4 @@
-"""From what a client says to the tokens of a prompt, whatever the dialect: a text, or a conversation through the model's template.
+"""Prompts of every dialect: a text, or a conversation through the model's chat template, becomes tokens.
 
 A dialect makes turns (plain dicts in the shape that chat templates expect: role, content, tool_calls, tool_call_id, name,
 reasoning_content), tools and keywords into a `Conversation`; `encode` makes its tokens, and `answering` what the answer must be and
@@ -19,8 +19,8 @@ import msgspec
 from quire.chat.tools.types import Tools
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
-from quire.server import bodies
 from quire.server.served import Served
+from quire.server.shared import bodies
 from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the routes of embeddings and scores share: bounds, usage, what was cut, metrics."""
+"""Shared by the routes of embeddings and scores: bounds, usage, how much of a text was cut, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A gap between two texts as a prompt, which three dialects ask for by other names. Of a model that was taught to fill one, or refused."""
+"""Fill-in-the-middle prompts (a prefix and a suffix), which three dialects ask for under different names. A model that was not trained for it
+refuses them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a request says what tokens it wants: sampling fields in OpenAI's, vLLM's and llama.cpp's names, and what the answer must be.
+"""Sampling fields in OpenAI's, vLLM's and llama.cpp's names, and the fields by which a request demands structured output.
 
-`sampling` makes SamplingParams of any dialect's fields, with what is wrong with them in that dialect's own words. `Sampling` is the struct of
+`sampling` makes SamplingParams of any dialect's fields; its errors use that dialect's names for them. `Sampling` is the struct of
 OpenAI's fields, which other dialects take too; `Structured` those by which clients ask for structured output, of which a request has one at
 most. A schema is passed on as the text that came, never read here; whether it can be enforced is the engine's answer.
 """

@@ -15,8 +15,8 @@ import msgspec
 
 from quire.chat.tools.types import Tool, Tools
 from quire.observe.errors import BadRequest
-from quire.server import bodies
 from quire.server.served import Served
+from quire.server.shared import bodies
 
 MAX_TOOLS = 1024
 MAX_DESCRIPTION = 64 * 1024  # characters
@@ -113,7 +113,7 @@ def _schema(where: str, raw: Raw) -> dict[str, Any] | None:
 def at(where: str, raw: Raw, shape: Any) -> Any:
     """`raw` as `shape`; a refusal names the place within the whole request."""
     try:
-        return bodies.parse(raw, shape)
+        return bodies.decode(raw, shape)
     except BadRequest as error:
         if error.code == "invalid_json":
             said = error.message.replace("the body", where, 1)

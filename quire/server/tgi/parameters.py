@@ -1,4 +1,4 @@
-"""What a request in Text Generation Inference's dialect may say, and the generation it means.
+"""Requests in Text Generation Inference's dialect: their fields, and the `Generation` made of them.
 
 Owns the request structs, their defaults and TGI's rules: greedy unless `do_sample` or something that only matters when sampling is
 set, 100 new tokens unless told, the stop sequence stays in the text. Knows nothing of answers or streams: those are `routes.py`.
@@ -17,7 +17,7 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.served import Served
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies
 from quire.server.shared.conversation import check_prompt, encode_text
 from quire.server.shared.sampling import sampling
 
@@ -75,7 +75,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             text = _string(value, f"{name}.value") if value.startswith(b'"') else value.decode(errors="replace")
             return Constraint(kind=JSON_SCHEMA, text=text, param=name)
         if kind == "json_schema":
-            named = request_fields.parse(self.grammar.value, Named, (), {})
+            named = bodies.parse(self.grammar.value, Named, (), {})
             return Constraint(kind=JSON_SCHEMA, text=bytes(named.schema).decode(errors="replace"), param=name)
         raise BadRequest(f"{name}.type must be json, regex or json_schema", param=f"{name}.type")
 
@@ -105,7 +105,7 @@ def read_parameters(raw: msgspec.Raw) -> Parameters:
     if bytes(raw) == b"null":
         return Parameters()
     try:
-        return request_fields.parse(raw, Parameters, (), NEUTRAL)
+        return bodies.parse(raw, Parameters, (), NEUTRAL)
     except BadRequest as error:
         where = f"parameters.{error.param}" if error.param else "parameters"
         message = error.message if error.param is None else f"parameters: {error.message}"

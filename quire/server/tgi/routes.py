@@ -21,13 +21,13 @@ from quire.config import VERSION
 from quire.observe.errors import QuireError
 from quire.runner.params import MAX_N
 from quire.server import errors
-from quire.server.bodies import read_json
 from quire.server.feed import Feed, News
 from quire.server.replies import EventStream, on_one_line, reply
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies
 from quire.server.shared import logprobs as token_logprobs
+from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import Absent, Endpoint, Fields
 from quire.server.tgi import parameters
 from quire.server.tgi.parameters import CompatRequest, GenerateRequest, Parameters
@@ -43,17 +43,17 @@ def register(app: FastAPI, server: Server) -> None:
 
     async def generate(request: Request) -> Response:
         arrived = time.monotonic()
-        asked = request_fields.parse(await read_json(request), GenerateRequest, (), {})
+        asked = bodies.parse(await read_json(request), GenerateRequest, (), {})
         return reply(await _whole(server, request, asked, arrived))
 
     async def generate_stream(request: Request) -> Response:
         arrived = time.monotonic()
-        asked = request_fields.parse(await read_json(request), GenerateRequest, (), {})
+        asked = bodies.parse(await read_json(request), GenerateRequest, (), {})
         return await _stream(server, request, asked, arrived)
 
     async def compat(request: Request) -> Response:
         arrived = time.monotonic()
-        asked = request_fields.parse(await read_json(request), CompatRequest, (), {})
+        asked = bodies.parse(await read_json(request), CompatRequest, (), {})
         if asked.stream:
             return await _stream(server, request, asked, arrived)
         return reply([await _whole(server, request, asked, arrived)])

@@ -1,4 +1,4 @@
-"""What vLLM adds to OpenAI's API: adapters that come and go, rerank, score, and the routes of tokens, which llama.cpp and TGI share."""
+"""What vLLM adds to OpenAI's API: adapters that come and go, rerank, score, and /tokenize and /detokenize, which llama.cpp and TGI share."""
 
 from __future__ import annotations
 

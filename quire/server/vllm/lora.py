@@ -18,14 +18,13 @@ from starlette.responses import Response
 
 from quire.engine.transport.client import AdapterClient
 from quire.observe.errors import BadModelFile, BadRequest, NotEnoughMemory, Unsupported
-from quire.server.bodies import read_json
 from quire.server.callers import caller_of
 from quire.server.errors import Forbidden
 from quire.server.replies import reply
 from quire.server.served import Served
 from quire.server.server import Server
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import Endpoint, Fields
-from quire.server.shared.fields import parse
 
 MAX_PATH = 4096
 NEUTRAL: dict[str, tuple[object, ...]] = {"lora_int_id": (None,), "load_inplace": (None, False)}

@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
-from quire.server.bodies import read_json
 from quire.server.feed import while_connected
 from quire.server.replies import reply
 from quire.server.server import Server
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import Endpoint, Fields
 from quire.server.shared.embedded import check_count, count, cut, usage
-from quire.server.shared.fields import parse
 
 IGNORED = {"user": "who asks does not change the answer"}
 NEUTRAL: dict[str, tuple[object, ...]] = {

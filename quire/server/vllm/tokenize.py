@@ -15,14 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
-from quire.server.bodies import read_json
 from quire.server.replies import reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import conversation
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import Absent, Endpoint, Fields
 from quire.server.shared.conversation import check_text, encode_text, template_kwargs
-from quire.server.shared.fields import parse
 from quire.server.shared.messages import ChatMessage, turns
 from quire.server.shared.tools import Raw, choose, openai_tools
 

@@ -1,4 +1,4 @@
-"""Several transfers at once: a few threads, one bar for all of them, and a stop that loses nothing.
+"""Several transfers at once: a few threads, one progress bar for all of them, and a stop that keeps every byte that came.
 
 The first failure stops the others where they stand, at a chunk's end: what they have is on disk. An interrupt does the same. Threads
 are daemons: one that hangs in a dead connection does not keep the process from ending.

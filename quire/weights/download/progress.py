@@ -1,4 +1,4 @@
-"""Where a transfer tells how it goes, and sizes for people. Apart from fetch.py, so that saying so imports no network."""
+"""The interface that a transfer reports progress to, and sizes in readable units. It is not in fetch.py, so that a report imports no network code."""
 
 from __future__ import annotations
 

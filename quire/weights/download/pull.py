@@ -136,16 +136,16 @@ class Pull:
     def _joined(self, reference: Reference) -> Path:
         """Parts come side by side, and are put together when all are here."""
         remotes = run_all([partial(self._sized, r) for r in reference.parts], threading.Event())
-        places = [self.place.part(r) for r in reference.parts]
-        here = [p.stat().st_size if p.exists() else 0 for p in places]
+        parts = [self.place.part(r) for r in reference.parts]
+        here = [p.stat().st_size if p.exists() else 0 for p in parts]
         sizes = [r.size for r in remotes]
         total = None if None in sizes else sum(s for s in sizes if s is not None)
-        check_room(places[0].parent, max(0, (total or 0) - sum(here)) + (self.wanted.size or total or 0))
+        check_room(parts[0].parent, max(0, (total or 0) - sum(here)) + (self.wanted.size or total or 0))
         shared = Shared(self.progress, total, self.wanted.name, sum(here))
         http = replace(self.http, note=shared.note)
         transfers = [
             Transfer(remote, part, self.wanted.name, http.trusting(remote.cafile), shared.slice(have))
-            for remote, part, have in zip(remotes, places, here, strict=True)
+            for remote, part, have in zip(remotes, parts, here, strict=True)
         ]
         run_all([t.run for t in transfers], shared.stop)
         self.progress.finish()
@@ -153,7 +153,7 @@ class Pull:
         done.unlink(missing_ok=True)
         joined = archive.Joined(done, self.progress)
         try:
-            for remote, part in zip(remotes, places, strict=True):
+            for remote, part in zip(remotes, parts, strict=True):
                 joined.add(part, remote.member)
             if self.wanted.size is not None and joined.size != self.wanted.size:
                 raise DownloadFailed(
@@ -163,10 +163,10 @@ class Pull:
         except DownloadFailed as e:
             done.unlink(missing_ok=True)
             if e.code != "disk_full":
-                for part in places:
+                for part in parts:
                     discard(part)
             raise
-        return self._commit(reference, done, joined.digest.hexdigest(), places)
+        return self._commit(reference, done, joined.digest.hexdigest(), parts)
 
     def _sized(self, reference: Reference) -> Remote:
         """Where a part is, with its size where somebody says it."""

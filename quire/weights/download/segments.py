@@ -1,6 +1,6 @@
 """Ranges of one file, fetched side by side and handed over in their order.
 
-What has been handed over is always a beginning of the file: whoever writes it down can be stopped at any time, and loses only what
+The bytes handed over are always a beginning of the file: their writer can be stopped at any time, and loses only what
 was on its way. Knows nothing of files or requests: `fetch` brings the bytes from `first` up to `end`, and calls `going` now and
 then, which raises when they are not wanted any more. A failure is raised where its range would have been.
 """

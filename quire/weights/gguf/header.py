@@ -172,8 +172,8 @@ class _Reader:
             self.fail(
                 at, f"the file claims {tensors} tensors: {left} bytes are left, room for at most {most}", _TRUNCATED
             )
-        values, places = self.keys(keys)
-        alignment = self.alignment(values, places)
+        values, offsets = self.keys(keys)
+        alignment = self.alignment(values, offsets)
         entries = [self.entry(i) for i in range(tensors)]
         start = -(-self.pos // alignment) * alignment
         return Header(version, alignment, start, values, self.place(entries, start, alignment))
@@ -192,17 +192,17 @@ class _Reader:
 
     def keys(self, count: int) -> tuple[dict[str, Value], dict[str, int]]:
         values: dict[str, Value] = {}
-        places: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         for i in range(count):
             at = self.pos
             key = self.name(f"the name of key {i}", MAX_KEY)
             if key in values:
-                self.fail(at, f"key {key[:80]!r} is there twice; the first is at byte {places[key]}")
+                self.fail(at, f"key {key[:80]!r} is there twice; the first is at byte {offsets[key]}")
             what = f"key {key[:80]!r}"
             kind = self.u32(f"the type of {what}")
-            places[key] = at
+            offsets[key] = at
             values[key] = self.value(kind, what)
-        return values, places
+        return values, offsets
 
     def value(self, kind: int, what: str) -> Value:
         if kind == _STRING:
@@ -267,10 +267,10 @@ class _Reader:
         self.pos = at
         return Strings(self.data[start : self.pos], heads - start)
 
-    def alignment(self, values: dict[str, Value], places: dict[str, int]) -> int:
+    def alignment(self, values: dict[str, Value], offsets: dict[str, int]) -> int:
         key = "general.alignment"
         value = values.get(key, DEFAULT_ALIGNMENT)
-        at = places.get(key, 0)
+        at = offsets.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int):
             self.fail(at, f"key {key!r} is not an integer")
         if not 8 <= value <= MAX_ALIGNMENT or value & (value - 1):
@@ -294,11 +294,11 @@ class _Reader:
         """Check that each tensor lies in the file, whole, aligned and alone."""
         known = {kind: formats.by_ggml_type(kind) for kind in {entry.kind for entry in entries}}
         tensors: dict[str, TensorInfo] = {}
-        places: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         for at, name, shape, kind, offset in entries:
             what = f"tensor {name!r}"
             if name in tensors:
-                self.fail(at, f"{what} is there twice; the first is at byte {places[name]}")
+                self.fail(at, f"{what} is there twice; the first is at byte {offsets[name]}")
             form = known[kind]
             if form is None:
                 self.refuse_types([entry for entry in entries if known[entry.kind] is None])
@@ -314,12 +314,12 @@ class _Reader:
                     f"but the file ends at byte {self.size}",
                     _TRUNCATED,
                 )
-            places[name] = at
+            offsets[name] = at
             tensors[name] = TensorInfo(name, shape, form.NAME, start + offset, nbytes)
         for before, after in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
             if before.offset + before.nbytes > after.offset:
                 self.fail(
-                    places[after.name],
+                    offsets[after.name],
                     f"tensor {after.name!r} (bytes {after.offset} to {after.offset + after.nbytes}) overlaps "
                     f"tensor {before.name!r} (bytes {before.offset} to {before.offset + before.nbytes})",
                 )

@@ -84,7 +84,7 @@ def chain(data: npt.NDArray[np.uint8], start: int, end: int, count: int) -> tupl
     The second result is how many of them lie before `end`; if not all, the place at that index is the first bad one's.
 
     Short strings make the chain visible at once: their lengths are a byte followed by seven zeros. `_run` finds such
-    places in a window, and they are right exactly as far as each one's length leads to the next. Where that breaks off
+    starts in a window, and they are right exactly as far as each one's length leads to the next. Where that breaks off
     (an empty or a long string, zeros in the text) strings are hopped one at a time.
     """
     heads = np.empty(count + 1, np.int64)
@@ -95,7 +95,7 @@ def chain(data: npt.NDArray[np.uint8], start: int, end: int, count: int) -> tupl
         if run.size and at + reached <= end:
             heads[i : i + run.size] = at + run
             i, at = i + run.size, at + reached
-        # A run that broke off early may be a sign of more such places: then hop ever longer before looking again.
+        # A run that broke off early may be a sign of more such starts: then hop ever longer before looking again.
         slow = 8 if reached > _WINDOW // 8 else min(slow * 2, 4096)
         for _ in range(min(slow, count - i)):
             heads[i] = at
@@ -117,10 +117,10 @@ def _run(window: npt.NDArray[np.uint8], most: int) -> tuple[npt.NDArray[np.int64
     two = zero[:-1] & zero[1:]
     four = two[:-2] & two[2:]
     seven = four[:-3] & four[3:]
-    places = np.flatnonzero(seven[1:] & ~zero[: seven.size - 1])[:most]  # a byte that is not zero, then seven that are
-    if places.size == 0 or places[0] != 0:
+    starts = np.flatnonzero(seven[1:] & ~zero[: seven.size - 1])[:most]  # a byte that is not zero, then seven that are
+    if starts.size == 0 or starts[0] != 0:
         return np.empty(0, np.int64), 0
-    leads = places + 8 + window[places]
-    broken = np.flatnonzero(leads[:-1] != places[1:])
-    n = int(broken[0]) + 1 if broken.size else places.size
-    return places[:n], int(leads[n - 1])
+    leads = starts + 8 + window[starts]
+    broken = np.flatnonzero(leads[:-1] != starts[1:])
+    n = int(broken[0]) + 1 if broken.size else starts.size
+    return starts[:n], int(leads[n - 1])

@@ -2,7 +2,7 @@
 
 An entry's sources are tried in order; whichever answers must give the bytes of `sha256` (of a folder: its weights must). To add a
 model is to add an entry, whose digest and size somebody has computed from the file itself. `look_up` is where any name, short or not,
-becomes the places to try and what is known of the bytes beforehand.
+becomes the sources to try and what is known of the bytes beforehand.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def by_source(reference: str) -> Entry | None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A name, looked up: its canonical spelling, the places to try, and what is known beforehand."""
+    """A name, looked up: its canonical spelling, the sources to try, and what is known beforehand."""
 
     name: str
     references: tuple[Reference, ...]

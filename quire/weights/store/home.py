@@ -1,4 +1,4 @@
-"""The store on disk: where everything lies, and the locks.
+"""The store on disk: its folders and its locks.
 
     blobs/sha256-<hex>      a model file, verified, never written again
     trees/sha256-<hex>/     a model that is a folder, the same

@@ -1,4 +1,4 @@
-"""What the store knows of one name, as it is written down."""
+"""A manifest: the record that the store has on disk for one name."""
 
 from __future__ import annotations
 

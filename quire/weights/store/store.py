@@ -1,4 +1,4 @@
-"""The models on this machine: what is here, by name, and how to bring or remove one.
+"""The store of models on this machine: list them, find one by name, pull or remove one.
 
 Invariants: a model appears by one atomic rename after its digest was computed and it was synced; a manifest never names
 content that is not there yet. Two processes or threads that want one model make one download. Reading the store needs no lock,

@@ -171,7 +171,8 @@ def test_a_step_that_fails_is_noted_with_its_time() -> None:
         ticket.result = result
         return ticket
 
-    engine._runner.sample = sample
+    runner: Any = engine._runner
+    runner.sample = sample
     run(engine)
     assert engine.steps()[0].rows == [("a", 5)] and engine.steps()[0].seconds == 7
 

@@ -14,8 +14,9 @@ import uvicorn
 
 from quire.config import ServerConfig
 from quire.observe.errors import BadRequest
-from quire.server import bodies, lifecycle, middleware
+from quire.server import lifecycle, middleware
 from quire.server.app import create_app
+from quire.server.shared import bodies
 from tests.effort import at_most
 from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for, service_over
 from tests.unit.server.test_contract import shape_of

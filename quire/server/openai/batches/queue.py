@@ -1,4 +1,4 @@
-"""Runs the journal: validates batches, calls their lines behind everybody else's requests, writes their files.
+"""The worker of the batch queue: it validates batches, runs their lines at a lower priority than other requests, and writes their files.
 
 One task for all batches; each line is a task of its own, a bounded number at a time, and goes through the same routes as a
 request over HTTP. Everything it knows is in the journal, so it may die at any point and be started again: `_advance` looks at
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest, QuireError
-from quire.server import bodies, errors
+from quire.server import errors
 from quire.server.callers import BATCH, Caller
 from quire.server.openai.batches import lines
 from quire.server.openai.batches.call import Call
@@ -25,6 +25,7 @@ from quire.server.openai.batches.files import File, Files
 from quire.server.openai.batches.journal import COMPLETED, FAILED, WAITING, Batch, Journal, Line
 from quire.server.served import Model
 from quire.server.server import Server
+from quire.server.shared import bodies
 
 log = logging.getLogger("quire.batches")
 

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest
-from quire.server.bodies import read_json
 from quire.server.callers import caller_of
 from quire.server.openai import metadata
 from quire.server.openai.batches.file_routes import expiry
@@ -22,8 +21,8 @@ from quire.server.openai.batches.storage import Storage, needed, storage_of
 from quire.server.openai.pages import no_such_after, page, window
 from quire.server.replies import reply
 from quire.server.server import Server
+from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import Endpoint, Fields
-from quire.server.shared.fields import parse
 
 PATH = "/v1/batches"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

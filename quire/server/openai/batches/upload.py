@@ -1,7 +1,10 @@
 """A multipart form with one file in it, as it arrives: the file's bytes go to disk, never whole into memory.
 
+`python_multipart` does the parsing. Starlette's `request.form()`, over the same parser, is not used: it takes a file of any size, and writes it
+to a temporary file that would have to be copied to its place.
+
 Owns the form's rules (one file, few and short fields) and the refusal of forms that a web page of another origin sends:
-a browser does that unasked. What a client calls its file is a label here, never a path. Knows no dialect.
+a browser does that unasked. The name that a client gives its file is a label, never a path. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ GATHER = 1 << 20  # bytes that go to disk together
 
 
 class StorageFull(QuireError):
-    """The disk does not take it."""
+    """The disk is full, or does not take the file for another reason."""
 
     code = "storage_full"
     status = 507
@@ -36,7 +39,7 @@ class StorageFull(QuireError):
 
 @dataclass(slots=True)
 class Upload:
-    """What came: the form's fields, and the file at the path that was asked for."""
+    """A form that was received whole: its fields, and its file at the path that was asked for."""
 
     filename: str
     size: int

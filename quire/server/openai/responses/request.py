@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses: its fields, the rules between them, and what they are for the engine.
+"""The request of POST /v1/responses: its fields, the rules between them, and the `Generation` made of them.
 
 Sampling fields and constraints are those of chat completions (`shared/sampling.py`); `text.format` is the Responses API's own name for
 one of them. A request becomes a `Prepared`: items, prompt and Generation, whether it is answered, streamed, counted or kept.
@@ -17,14 +17,12 @@ from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, NotFound
 from quire.runner.params import MAX_LOGPROBS
-from quire.server import bodies
 from quire.server.openai import metadata
 from quire.server.openai.responses import items as response_items
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.stored import UNFINISHED, StoredResponses
 from quire.server.served import Served
-from quire.server.shared import conversation
-from quire.server.shared import fields as request_fields
+from quire.server.shared import bodies, conversation
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
 from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import (
@@ -191,13 +189,13 @@ CountRequest = msgspec.defstruct(
 
 def parse_count(body: bytes) -> ResponseRequest:
     """A request to count, as the response that it would be."""
-    counted = request_fields.parse(body, CountRequest, IGNORED, NEUTRAL)
+    counted = bodies.parse(body, CountRequest, IGNORED, NEUTRAL)
     return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}))
 
 
 def parse(body: bytes) -> ResponseRequest:
     """The request, every field of it accounted for."""
-    return _checked(request_fields.parse(body, ResponseRequest, IGNORED, NEUTRAL))
+    return _checked(bodies.parse(body, ResponseRequest, IGNORED, NEUTRAL))
 
 
 def _checked(asked: ResponseRequest) -> ResponseRequest:

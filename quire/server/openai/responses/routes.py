@@ -1,7 +1,7 @@
 """/v1/responses, in OpenAI's shape: create, stream, run in the background, look at, cancel, delete, list input, count.
 
 Owns the routes and what an answer repeats of its request. Requests are `request.py`, items `items.py`, the
-answer and its events `answer.py`, background runs `runs.py`; responses that are kept are `stored.py`.
+answer and its events `answer.py`, background runs `runs.py`; stored responses are `stored.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
-from quire.server.bodies import read_json
 from quire.server.callers import caller_of
 from quire.server.database import Database
 from quire.server.errors import Unimplemented
@@ -46,6 +45,7 @@ from quire.server.openai.responses.stored import LATER, SCHEMA, Record, StoredRe
 from quire.server.replies import EventStream, named_event, reply
 from quire.server.served import Served
 from quire.server.server import Server
+from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import SAMPLING, Absent, Endpoint, Fields
 
 PATH = "/v1/responses"
@@ -289,7 +289,7 @@ _NOTES = SAMPLING | {
     "parallel_tool_calls": "false: at most one call, enforced",
     "reasoning": "`effort` as the template can be told it; `summary` auto or detailed",
     "truncation": "only disabled: nothing is ever cut",
-    "chat_template_kwargs": "words for the template; not the names that the server itself sets",
+    "chat_template_kwargs": "variables for the template; not those that the server itself sets",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
     "top_logprobs": "0 to 20; needs `include`",
     "max_output_tokens": "never more than the context leaves: more is refused",

@@ -1,7 +1,7 @@
 """Responses that run in the background: a bounded number at a time, each with the log of its events.
 
-A run belongs to nobody's connection: it ends by itself, by a cancel, or with the server. Its events are kept as they were sent, so
-that a listener may come late or again; those of the last runs that ended are kept for a while. Knows no requests.
+A run does not depend on a connection: it ends by itself, by a cancel, or with the server. Its events are stored as they were sent, so
+that a client may listen late or again; those of the last runs that ended stay for a while. Knows no requests.
 """
 
 from __future__ import annotations

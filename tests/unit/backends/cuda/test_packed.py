@@ -16,6 +16,7 @@ from quire.backends.choose import open_backend
 from quire.backends.cuda.backend import CudaBackend
 from quire.backends.cuda.deterministic import DeterministicBackend
 from quire.backends.ops import Ops, Tensor
+from quire.backends.torch.quantized import tensors
 from quire.backends.torch.words import IntWords, MxWords
 from quire.formats import mxfp4
 from quire.formats.hub._blocks import affine
@@ -49,9 +50,9 @@ class Mixed:
     def __init__(self, seed: int = 0):
         rng = np.random.default_rng(seed)
         self.first = integers(D, 256, rng)
-        stacks = [tuple(packed(n, k, rng) for _ in range(E)) for n, k in ((F, D), (F, D), (D, F))]
+        gate, up, down = (tuple(packed(n, k, rng) for _ in range(E)) for n, k in ((F, D), (F, D), (D, F)))
         biases = [tuple(numbers(n, rng=rng) for _ in range(E)) for n in (F, F, D)]
-        self.experts = Experts(*stacks, *biases, limit=2.0)
+        self.experts = Experts(gate, up, down, biases[0], biases[1], biases[2], limit=2.0)
         self.routing = Routing(TOP, renormalize=True)
 
     def forward(self, ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -92,7 +93,7 @@ def test_what_is_kept_packed_and_what_is_not_is_told(half: torch.dtype):
     run(backend, model, 1)
     kept, expanded = backend.told()
     assert kept.startswith(f"packed: {3 * E} matrices of MXFP4")
-    assert sum(t.nbytes for t in backend.weights.stacked(model.experts.down).tensors) == D * E * F * 17 // 32
+    assert sum(t.nbytes for t in tensors(backend.weights.stacked(model.experts.down))) == D * E * F * 17 // 32
     assert expanded.startswith("expanded: 1 matrices of GPTQ") and "--quantize keep" in expanded
 
 
@@ -108,8 +109,8 @@ def test_bits_that_no_batch_may_change_are_not_packed(half: torch.dtype):
 def test_experts_that_are_not_whole_tiles_are_expanded(half: torch.dtype):
     rng = np.random.default_rng(1)
     model, backend = Mixed(), backend_of(half, quantize="none")
-    stacks = [tuple(packed(n, k, rng) for _ in range(E)) for n, k in ((96, D), (96, D), (D, 96))]
-    model.experts = Experts(*stacks)
+    gate, up, down = (tuple(packed(n, k, rng) for _ in range(E)) for n, k in ((96, D), (96, D), (D, 96)))
+    model.experts = Experts(gate, up, down)
     want = torch.from_numpy(run(open_backend("reference"), model, 3))
     assert error(torch.from_numpy(run(backend, model, 3)), want) < (2e-2 if half == torch.bfloat16 else 3e-3)
     assert any(line.startswith(f"expanded: {2 * E} matrices of MXFP4") for line in backend.told())

@@ -458,7 +458,7 @@ def test_a_malformed_configuration_is_a_sentence_not_a_trace() -> None:
 
 async def test_versions_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "VERSION", 99)
-    with pytest.raises(QuireError, match="version 99 of the protocol, the engine 4"):
+    with pytest.raises(QuireError, match=f"version 99 of the protocol, the engine {wire.VERSION}"):
         await client().start()
 
 
