@@ -43,6 +43,7 @@ COUNTERS = (
     "output_tokens",
     "prefix_queries",
     "prefix_hits",
+    "loaded_tokens",
     "preemptions",
     "evictions",
     "drafted_tokens",
