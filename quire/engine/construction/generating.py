@@ -10,15 +10,15 @@ from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import PAGE_SIZE, EngineConfig, Environment
-from quire.engine.constraints.enforce import Guides
+from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.construction.adapters import open_adapted
 from quire.engine.construction.memory import Budget, group_of
 from quire.engine.construction.parts import Parts
 from quire.engine.construction.sizes import pool_of, resolve_sizes
-from quire.engine.engine import CLOSED, Engine
+from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
-from quire.engine.spans import SpanDoor
+from quire.engine.spans import SpanHooks
 from quire.engine.types import EngineInfo
 from quire.models import Grouped, SeveralAxes
 from quire.observe.errors import NotEnoughMemory, Unsupported
@@ -55,7 +55,7 @@ def build_writing(
     program = _program(config, parts, forward, kv, max_rows, budget)
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
-    guides = Guides(model.config.vocab_size)
+    guides = ConstraintMasks(model.config.vocab_size)
     scheduler = _scheduler(config, kv, sizes.context, max_rows, drafts, step_drafts, guides)
     runner = open_runner(
         program,
@@ -70,8 +70,8 @@ def build_writing(
         drafts=drafts,
     )
     try:
-        door = SpanDoor(
-            CLOSED if adapted is None else adapted.door(program, runner),
+        hooks = SpanHooks(
+            NO_ADAPTERS if adapted is None else adapted.hooks(program, runner),
             width=model.config.width,
             axes=model.axes if isinstance(model, SeveralAxes) else 1,
         )
@@ -94,16 +94,16 @@ def build_writing(
         decisions=[
             *sizes.lines,
             *_kv_line(config, kv, backend),
-            *([] if adapted is None else adapted.lines(door.listed())),
+            *([] if adapted is None else adapted.lines(hooks.listed())),
             f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
             f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
             *_drafts_line(config, drafts, step_drafts),
         ],
-        adapters=door.listed(),
+        adapters=hooks.listed(),
         max_adapters=0 if adapted is None else config.max_loras,
     )
     idle = program.idle if isinstance(program, Idles) else None
-    return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle), info
+    return Engine(scheduler, runner, depth, masks=guides, hooks=hooks, idle=idle), info
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
@@ -131,7 +131,7 @@ def _program(config: EngineConfig, parts: Parts, forward: Forward, kv: KV, max_r
 
 
 def _scheduler(
-    config: EngineConfig, kv: KV, context: int, max_rows: int, drafts: int, step_drafts: int, guides: Guides
+    config: EngineConfig, kv: KV, context: int, max_rows: int, drafts: int, step_drafts: int, guides: ConstraintMasks
 ) -> Scheduler:
     first, *more = [(group_of(k), Pool(k.pages)) for k in kv.groups]
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
