@@ -44,7 +44,7 @@ class NullEngine:
         if self._running.pop(request_id, None) is not None:
             self._gone.append(Event(id=request_id, finish="abort", receipt=Receipt()))
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         pass
 
     def step(self) -> list[Event]:

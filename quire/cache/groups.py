@@ -26,7 +26,7 @@ class Group(Protocol):
     @property
     def sparse(self) -> bool:
         """Whether a row needs no page but its last one, to be written; others may have one, so that a prefix can be resumed
-        there: see `worth`."""
+        there: see `checkpoints`."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Group(Protocol):
         of a sparse group, those that it cannot do without."""
         ...
 
-    def worth(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
+    def checkpoints(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
         """Of a sparse group: where in the row of so many known tokens a page is worth having. First the places that others
         will likely resume from, then those that are as good as any."""
         ...
@@ -70,7 +70,7 @@ class Full:
     def most(self, tokens: int, step: int, size: int) -> int:
         return -(-tokens // size)
 
-    def worth(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
+    def checkpoints(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
         return [], []
 
 
@@ -102,7 +102,7 @@ class Window:
         seen = self.width - 1 + step  # these lie together, and begin anywhere in a page
         return min(-(-tokens // size), -(-(seen - 1) // size) + 1)
 
-    def worth(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
+    def checkpoints(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
         return [], []
 
 
@@ -136,7 +136,7 @@ class State:
     def most(self, tokens: int, step: int, size: int) -> int:
         return min(-(-tokens // size), 2)
 
-    def worth(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
+    def checkpoints(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
         ends = {
             tokens // size - 1,
             (tokens - 1) // size - 1,

@@ -33,7 +33,7 @@ class Lease:
     room: int  # tokens that the rows have pages for
     due: int  # with that many tokens verified there is a page to publish, and perhaps one to forget
     dirty: int = 0  # rows[g][dirty:] may differ from what the runner was last told
-    worth: frozenset[int] = frozenset()  # places in the rows of sparse groups where a page is worth having ...
+    checkpoints: frozenset[int] = frozenset()  # places in the rows of sparse groups where a page is worth having ...
     likely: frozenset[int] = frozenset()  # ... and those among them that somebody will likely ask for
 
     @property

@@ -127,7 +127,7 @@ class PrefixTree:
         lease.node.pins += 1
         self._out += 1
         if self._sparse and last >= 0:
-            self._wish(lease, len(tokens), found)
+            self._note_checkpoints(lease, len(tokens), found)
         return lease
 
     def _agreed(self, rows: Sequence[Sequence[int]], count: int) -> int:
@@ -160,14 +160,14 @@ class PrefixTree:
         lease.dirty, lease.room = min(lease.dirty, held), upto
         return True
 
-    def _wish(self, lease: Lease, tokens: int, found: int) -> None:
+    def _note_checkpoints(self, lease: Lease, tokens: int, found: int) -> None:
         """Note where pages of sparse groups are worth having. Where others have parted from this prefix is such a place."""
         ends, some = {found - 1} if found > lease.matched else set[int](), set[int]()
         for g in self._sparse:
-            likely, others = self.groups[g].worth(tokens, self.page_size)
+            likely, others = self.groups[g].checkpoints(tokens, self.page_size)
             ends.update(likely)
             some.update(others)
-        lease.likely, lease.worth = frozenset(ends), frozenset(ends | some)
+        lease.likely, lease.checkpoints = frozenset(ends), frozenset(ends | some)
 
     def count(self, queried: int, hit: int) -> None:
         """Note a lookup that was used. The caller says so, since one that finds no room is tried again each step."""
@@ -184,7 +184,7 @@ class PrefixTree:
             if need > self.available(g):
                 return False
         for g in self._sparse:
-            if not self.available(g) and not self._spare(lease, g):
+            if not self.available(g) and not self._drop_checkpoints(lease, g):
                 return False
         for g in self._dense:
             lease.rows[g] += self._take(g, need)
@@ -204,7 +204,7 @@ class PrefixTree:
             raise RuntimeError(f"{need} pages were counted as available, but only {pool.free_count} are")
         return pages
 
-    def _spare(self, lease: Lease, g: int) -> bool:
+    def _drop_checkpoints(self, lease: Lease, g: int) -> bool:
         """Let go of all but the last page of a sparse row: steps are executed in order, and the next one goes on from there."""
         row = lease.rows[g]
         for i in range(lease.low[g], len(row) - 1):
@@ -220,7 +220,7 @@ class PrefixTree:
         """A page for the last of `need` more places in a sparse row, and for those that are worth one while there are enough."""
         row = [-1] * need
         row[-1:] = self._take(g, 1)
-        wanted = lease.worth.intersection(range(held, held + need - 1))
+        wanted = lease.checkpoints.intersection(range(held, held + need - 1))
         for at in sorted(wanted, key=lambda at: (at not in lease.likely, -at)):
             if self.available(g) <= self._out:
                 break

@@ -242,7 +242,7 @@ class Completer:
     async def _teach(self) -> None:
         """Before the first constraint the engine is told the bytes of the tokens: it knows ids alone."""
         if not self._taught:
-            self.client.teach(await asyncio.to_thread(self._read_vocabulary))
+            self.client.set_vocabulary(await asyncio.to_thread(self._read_vocabulary))
             self._taught = True
 
     def _read_vocabulary(self) -> Vocabulary:

@@ -1,4 +1,4 @@
-"""Adapters by name: loaded and unloaded while the engine runs, chosen by requests. The engine loop knows this as its Door.
+"""Adapters by name: loaded and unloaded while the engine runs, chosen by requests. To the engine loop these are RequestHooks.
 
     load ──► read, fit to the model's matrices, take a slot        request ──► enter: its adapter's key, a namespace of its own
     unload ──► the name is gone at once; its slot when the last request that uses it has left
@@ -128,7 +128,7 @@ class Adapters:
         resident.leaving = True
         self._let_go(resident)
 
-    def enter(self, request: Request) -> Request:
+    def on_request(self, request: Request) -> Request:
         """The request with its adapter's key and a namespace that only it has. Raises NotFound."""
         if not request.adapter:
             return request
@@ -144,7 +144,7 @@ class Adapters:
         own = hashlib.blake2b(parts.encode(), key=self._secret.key("adapters"), digest_size=16).hexdigest()
         return msgspec.structs.replace(request, adapter=resident.key, namespace=own)
 
-    def left(self, request_id: str) -> None:
+    def on_end(self, request_id: str) -> None:
         """A request has ended, however it did."""
         key = self._used.pop(request_id, None)
         if key is not None:

@@ -5,10 +5,10 @@ with the device. The engine owns the clock (the scheduler has none): it stamps r
 It decides nothing else, knows no feature, and keeps going when a step fails: that step's requests end in errors.
 
     add ──► scheduler.plan ──► runner.forward ──► runner.sample ──► [ticket, ticket]  ──► scheduler.commit ──► events
-       └─ gate ─┘                     └─ gate.masks ─┘               up to `depth`
+       └ hold ┘                       └ masks.masks ┘                up to `depth`
 
-A gate may hold a request back until it is prepared, and rule tokens out while the forward runs. A door sees every request
-first, may change how it is run, and is told when it ends.
+A MaskProvider may hold a request back until it is prepared, and says which tokens may come while the forward runs.
+RequestHooks see every request first, may change how it is run, and are told when it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from quire.engine.door import Closed, Door
+from quire.engine.hooks import NoAdapters, RequestHooks
 from quire.engine.pages import Pages
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
@@ -36,7 +36,7 @@ WAIT = 0.02  # seconds to wait for a request that is being prepared, when there 
 PAGES_WAIT = 0.005  # seconds to wait for pages on their way, when there is nothing else to do
 STALL = 8  # steps in a row without a plan, a result or an event: no scheduler needs that many to sort itself out
 
-CLOSED = Closed()  # the door where nobody asked for another
+NO_ADAPTERS = NoAdapters()  # where nobody asked for other hooks
 
 log = logging.getLogger("quire.engine")
 
@@ -73,10 +73,10 @@ class Schedules(Protocol):
     def learn(self, plan: Plan, seconds: float) -> None: ...
 
 
-class Gate(Protocol):
+class MaskProvider(Protocol):
     """What may stand between a request and the scheduler, and between logits and tokens. Raises nothing but from `hold`."""
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The bytes of the tokens, for who needs them."""
         ...
 
@@ -130,8 +130,8 @@ class Engine:
         runner: Steps,
         depth: int | None = None,
         *,
-        gate: Gate | None = None,
-        door: Door = CLOSED,
+        masks: MaskProvider | None = None,
+        hooks: RequestHooks = NO_ADAPTERS,
         idle: Callable[[], bool] | None = None,
         pages: Pages | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -139,8 +139,8 @@ class Engine:
         self.depth = depth or 0
         self._scheduler = scheduler
         self._runner = runner
-        self._gate = gate
-        self.door = door
+        self._masks = masks
+        self.hooks = hooks
         self._idle = idle
         self.pages = pages  # what others may know of the cache; None: there is none
         self._clock = clock
@@ -159,7 +159,7 @@ class Engine:
 
     @property
     def _holding(self) -> bool:
-        return self._gate is not None and self._gate.holding
+        return self._masks is not None and self._masks.holding
 
     def stats(self) -> Stats:
         """A snapshot."""
@@ -169,10 +169,10 @@ class Engine:
         """The newest steps that have come back, in their order."""
         return self._steps.newest(most)
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The bytes of the tokens."""
-        if self._gate is not None:
-            self._gate.teach(vocabulary)
+        if self._masks is not None:
+            self._masks.set_vocabulary(vocabulary)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that cannot be honoured gets its error event from the next step."""
@@ -182,35 +182,35 @@ class Engine:
             return
         now = self._clock()
         try:
-            request = self.door.enter(request)
-            if self._gate is None or not self._gate.hold(request):
+            request = self.hooks.on_request(request)
+            if self._masks is None or not self._masks.hold(request):
                 self._scheduler.add(request)
         except QuireError as e:
-            if self._gate is not None:
-                self._gate.drop(request.id)
-            self.door.left(request.id)
+            if self._masks is not None:
+                self._masks.drop(request.id)
+            self.hooks.on_end(request.id)
             self._owed.append(_refused(request, e))
             return
         self._times[request.id] = _Times(now)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
-    def _prepared(self, gate: Gate) -> None:
-        """Queue what the gate lets through. It waits only when the loop would have nothing else to do."""
-        for request, error in gate.ready(0.0 if self._flight or self._owed or self._scheduler.has_work else WAIT):
+    def _prepared(self, masks: MaskProvider) -> None:
+        """Queue the requests that are prepared now. It waits only when the loop would have nothing else to do."""
+        for request, error in masks.ready(0.0 if self._flight or self._owed or self._scheduler.has_work else WAIT):
             try:
                 if error is not None:
                     raise error
                 self._scheduler.add(request)
             except QuireError as e:
-                gate.drop(request.id)
+                masks.drop(request.id)
                 self._owed += self._stamp([_refused(request, e)])
 
     def abort(self, request_id: str, error: str | None = None) -> None:
         """Let a request go; its last event comes from the next step. Unknown ids have finished already."""
         if request_id not in self._times:
             return
-        if self._gate is not None and self._gate.drop(request_id):
+        if self._masks is not None and self._masks.drop(request_id):
             events = [Event(id=request_id, finish=FINISH_ABORT)]
         else:
             events = self._scheduler.abort(request_id)
@@ -238,8 +238,8 @@ class Engine:
         self._expire()
         if self.pages is not None and self.pages.wanted:
             self.pages.advance()
-        if self._gate is not None and self._gate.holding:
-            self._prepared(self._gate)
+        if self._masks is not None and self._masks.holding:
+            self._prepared(self._masks)
         events, self._owed = self._owed, []
         plan = self._scheduler.plan()
         if plan is not None:
@@ -266,8 +266,8 @@ class Engine:
         lost: list[tuple[str, str, str | None]] = []
         try:
             pending, masks = self._runner.forward(plan), None
-            if self._gate is not None:  # while the forward runs, where it does so by itself
-                masks, lost = self._gate.masks(plan)
+            if self._masks is not None:  # while the forward runs, where it does so by itself
+                masks, lost = self._masks.masks(plan)
             ticket = self._runner.sample(pending) if masks is None else self._runner.sample(pending, masks)
         except Exception as e:
             # Commits are in order: what is in flight comes before the failure.
@@ -328,7 +328,7 @@ class Engine:
             if event.finish is None:
                 continue
             del self._times[event.id]
-            self.door.left(event.id)
+            self.hooks.on_end(event.id)
             admitted = times.admitted if times.admitted >= 0 else now
             first = times.first if times.first >= 0 else now
             receipt = msgspec.structs.replace(

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.door import Closed
+from quire.engine.hooks import NoAdapters
 from quire.engine.types import Request
 from quire.observe.errors import BadRequest
 
 
-class Texts(Closed):
-    """The door of an engine that embeds or scores: every request wants a vector."""
+class Texts(NoAdapters):
+    """The hooks of an engine that embeds or scores: every request wants a vector."""
 
     def __init__(self, *, context: int, vocab_size: int) -> None:
         self._context = context
         self._vocab_size = vocab_size
 
-    def enter(self, request: Request) -> Request:
+    def on_request(self, request: Request) -> Request:
         """The same request, wanting a vector. Raises BadRequest for one that cannot be computed."""
-        tokens = super().enter(request).tokens
+        tokens = super().on_request(request).tokens
         if not tokens:
             raise BadRequest("the text has no tokens", param="input")
         if len(tokens) > self._context:

@@ -50,7 +50,7 @@ class Scheduler:
 
     `slots`   sequences that can run at once            `budget`  tokens in a step
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
-    `draw`    gives a seed to a request without one     `drafts`  tokens a step may guess ahead for each sequence
+    `draw`    gives a seed to a request without one     `drafts`  draft tokens of a sequence in a step
     `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
     `vectors` requests may want a vector of their tokens in place of an answer
     """
@@ -72,7 +72,9 @@ class Scheduler:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least one sequence must be able to run")
         if drafts and not tree.rewinds:
-            raise ValueError(f"{drafts} drafts: layers that carry a state cannot take back a guess that was wrong")
+            raise ValueError(
+                f"{drafts} drafts: layers that carry a state cannot take back a draft token that was rejected"
+            )
         self.tree = tree
         self._fits = tree.longest(budget)  # alone; None: any sequence
         self.context = context if self._fits is None else min(context, self._fits)
@@ -103,7 +105,7 @@ class Scheduler:
         self._computed_prompt_tokens = 0
         self._output_tokens = 0
         self._drafted = 0
-        self._guessed = 0
+        self._accepted = 0
 
     @property
     def has_work(self) -> bool:
@@ -135,7 +137,7 @@ class Scheduler:
             preemptions=self._preemptions,
             evictions=tree.evictions,
             drafted_tokens=self._drafted,
-            accepted_tokens=self._guessed,
+            accepted_tokens=self._accepted,
         )
 
     def load_from(self, source: Source) -> None:
@@ -385,7 +387,7 @@ class Scheduler:
         lease = seq.held
         upto = start + n
         if on_device and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
-            n, upto = 1, start + 1  # nobody gives way to a guess
+            n, upto = 1, start + 1  # nobody gives way to draft tokens
         if upto > lease.room:
             self._promised = None
             while not self.tree.extend(lease, upto):
@@ -630,11 +632,11 @@ class Scheduler:
             self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
 
     def _count_drafts(self, seq: Sequence, drafted: int, right: int) -> None:
-        """So many tokens were guessed, and so many of these are in the answer."""
+        """So many draft tokens were verified, and so many of them accepted."""
         seq.drafted += drafted
-        seq.guessed += right
+        seq.accepted += right
         self._drafted += drafted
-        self._guessed += right
+        self._accepted += right
 
     def _ended(self, seq: Sequence, new: int) -> tuple[str | None, int]:
         """Cut the `new` tokens at its end behind the one that ends the sequence. Why it ends, if it does; how many are left."""

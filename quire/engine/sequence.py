@@ -78,8 +78,8 @@ class Sequence:
     chunks: int = 0
     steps: int = 0
     preemptions: int = 0
-    drafted: int = 0  # tokens that were guessed
-    guessed: int = 0  # ... and came
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # ... and accepted
 
     @classmethod
     def of(cls, request: Request, key: int, rank: Any, seed: int, context: int) -> Sequence:
@@ -145,7 +145,7 @@ class Sequence:
             steps=self.steps,
             preemptions=self.preemptions,
             drafted_tokens=self.drafted,
-            accepted_tokens=self.guessed,
+            accepted_tokens=self.accepted,
             seed=self.seed,
             enforced="" if self.request.constraint is None else self.request.constraint.kind,
             adapter=self.request.adapter,

@@ -5,7 +5,7 @@ kind and positions, keyed with the request's namespace. The same picture in the 
 mistaken for each other: an id has 62 bits of a keyed hash and lies above every vocabulary. It is never computed with, sampled or decoded:
 the batch builder replaces it by 0, and the row that the span gives is used.
 
-This is a Door around the engine's own: the scheduler, the tree and the loop do not know spans.
+These are RequestHooks around the engine's own: the scheduler, the tree and the loop do not know spans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import msgspec
 import numpy as np
 
-from quire.engine.door import Door
+from quire.engine.hooks import RequestHooks
 from quire.engine.types import AdapterInfo, Request
 from quire.observe.errors import BadRequest, TooLarge
 from quire.runner.spans import Span
@@ -28,28 +28,28 @@ MAX_KIND = 64  # characters
 DIGEST = 16, 64  # bytes
 
 
-class SpanDoor:
+class SpanHooks:
     """Checks the spans of requests against the model, then hands on to `inner`."""
 
-    def __init__(self, inner: Door, *, width: int, axes: int = 1):
+    def __init__(self, inner: RequestHooks, *, width: int, axes: int = 1):
         """`width` of the model's embedding; `axes` along which it looks at positions."""
         self._inner = inner
         self._width = width
         self._axes = axes
 
-    def enter(self, request: Request) -> Request:
+    def on_request(self, request: Request) -> Request:
         if not request.spans:
-            return self._inner.enter(request)
+            return self._inner.on_request(request)
         check(request, self._width, self._axes)
         spans = request.spans
-        request = self._inner.enter(msgspec.structs.replace(request, spans=()))
+        request = self._inner.on_request(msgspec.structs.replace(request, spans=()))
         tokens = list(request.tokens)
         for span in spans:
             tokens[span.start : span.end] = ids_of(span, request.namespace)
         return msgspec.structs.replace(request, tokens=tokens, spans=spans)
 
-    def left(self, request_id: str) -> None:
-        self._inner.left(request_id)
+    def on_end(self, request_id: str) -> None:
+        self._inner.on_end(request_id)
 
     def listed(self) -> list[AdapterInfo]:
         return self._inner.listed()

@@ -31,7 +31,7 @@ import quire.engine.scheduler
 import quire.engine.sequence
 import quire.engine.spans
 import quire.runner.spans
-from quire.engine.door import Closed
+from quire.engine.hooks import NoAdapters
 from quire.engine.types import Event, Request
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
@@ -289,7 +289,9 @@ class Order:
         left = [s for s in self.waiting.values() if s.status == "waiting" and s.waits_for is None]
         if len(self.scheduler._slots) > 1 and not any(s.no_room for s in left):
             others += [s.left for s in left if s.order[0] == first.order[0]]
-        if others and not urgent and not self.scheduler._budget.left:  # with tokens left over it was room that they lacked
+        if (
+            others and not urgent and not self.scheduler._budget.left
+        ):  # with tokens left over it was room that they lacked
             expect(total - own >= min(total // 5, sum(others)), "later prompts have less than a fifth", own, total)
             report.shared += 1
 
@@ -358,7 +360,7 @@ class Run:
         self.turns: dict[str, str] = {}
         made = crowd(rng_of(seed), self.context) if crowded else workload(rng, self.context, self.turns)
         self.requests = {r.id: r for r in with_pictures(seed, made)}
-        self.door = parts.ids.SpanDoor(Closed(), width=1)
+        self.hooks = parts.ids.SpanHooks(NoAdapters(), width=1)
         self.device.spans = parts.spans
         self.answers: dict[str, Answer] = {}
         self.keys: dict[int, str] = {}
@@ -454,7 +456,7 @@ class Run:
     def add(self, request: Request) -> None:
         self.answers[request.id] = Answer()
         try:
-            self.keys[self.scheduler.add(self.door.enter(request))] = request.id
+            self.keys[self.scheduler.add(self.hooks.on_request(request))] = request.id
             self.report.pictures += len(request.spans)
         except BadRequest:
             expect(len(request.tokens) + 1 > self.context, "refused, but it fits", request.id)
@@ -495,9 +497,9 @@ class Run:
             if window == STATE:
                 for lease in leases:
                     row = lease.rows[g]
-                    held = sum(page >= 0 for i, page in enumerate(row) if i not in lease.worth)
+                    held = sum(page >= 0 for i, page in enumerate(row) if i not in lease.checkpoints)
                     expect(held <= 2 + self.depth, "more states than there are ends of steps", held)
-                    self.report.kept += any(page >= 0 for i, page in enumerate(row[:-1]) if i in lease.worth)
+                    self.report.kept += any(page >= 0 for i, page in enumerate(row[:-1]) if i in lease.checkpoints)
                     self.report.carried += 1
             elif window:
                 most = -(-(window + (self.depth + 1) * self.budget) // PAGE) + 1

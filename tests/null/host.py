@@ -215,7 +215,7 @@ class Run:
         )
         budget, drafts = rng.choice([rng.randint(max(4, slots + 1), 30), 160]), rng.choice([0, 0, 2])
         rows = slots + rng.choice([0, 4, 30])
-        guides = parts.enforce.Guides(V)
+        guides = parts.enforce.ConstraintMasks(V)
         for i in range(3):
             guides._kept[("regex", f"g{i}", None)] = Grammar(f"g{i}")
         self.scheduler = Scheduler(
@@ -239,8 +239,8 @@ class Run:
             overlap=depth > 0 and seed % 3 == 0,
             proposer=open_proposer("ngram", max_seqs=slots, max_context=context) if drafts else None,
         )
-        self.engine = Engine(self.scheduler, runner, depth, gate=guides)
-        self.engine.teach(WORDS)
+        self.engine = Engine(self.scheduler, runner, depth, masks=guides)
+        self.engine.set_vocabulary(WORDS)
         self.requests = {r.id: r for r in workload(rng, self.context)}
 
     def go(self) -> None:

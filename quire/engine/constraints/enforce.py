@@ -1,4 +1,4 @@
-"""Constraints at run time: a Gate of the engine loop and a Limit of its scheduler, which thereby never hear of grammars.
+"""Constraints at run time: a MaskProvider of the engine loop and a Limit of its scheduler, which thereby never hear of grammars.
 
     hold ──► compile, on a thread, once for each text ──► ready ──► the scheduler ──► opened: a matcher of its own
     plan ──► masks: the matcher takes in the tokens that were sampled since, and says what may come next
@@ -70,7 +70,7 @@ class _State:
     numbers: NumberWatch | None = None  # of a JSON answer
 
 
-class Guides(Limit):
+class ConstraintMasks(Limit):
     """Holds requests until their constraint is compiled, and masks their tokens. Used from the engine's thread."""
 
     admission_only = False
@@ -93,9 +93,9 @@ class Guides(Limit):
         self._made: dict[str, Matcher] = {}  # by request id, until it has a slot
         self._states: dict[int, _State] = {}  # by key in plans
 
-    # ---- the gate: before the scheduler
+    # ---- requests that are prepared before the scheduler has them
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The bytes of the tokens. Known once; saying it again changes nothing."""
         if self._vocabulary is None:
             self._vocabulary = vocabulary
@@ -263,7 +263,7 @@ class Guides(Limit):
         self._states.pop(seq.key, None)
         self._made.pop(seq.request.id, None)  # it never had a slot
 
-    # ---- the gate: between logits and tokens
+    # ---- masks: between logits and tokens
 
     def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str, str | None]]]:
         if not self._states:

@@ -51,7 +51,7 @@ class Adapted:
         sizes = [site.n + site.k for site in self.targets.by_weight.values() if whole or site.name != HEAD]
         return (4 if c.dtype == "float32" else 2) * c.max_loras * -(-c.max_lora_rank // 16) * 16 * sum(sizes)
 
-    def door(self, program: Program, runner: Ordered, secret: Secret) -> Adapters:
+    def hooks(self, program: Program, runner: Ordered, secret: Secret) -> Adapters:
         """The adapters of the configuration, loaded."""
         from quire.backends.adapters import Adapts
         from quire.engine.adapters import Adapters

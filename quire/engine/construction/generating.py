@@ -13,17 +13,17 @@ from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.cache.secret import Secret
 from quire.config import PAGE_SIZE, EngineConfig, Environment
-from quire.engine.constraints.enforce import Guides
+from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.construction.adapters import open_adapted
 from quire.engine.construction.fingerprint import naming
 from quire.engine.construction.memory import Budget, group_of
 from quire.engine.construction.parts import Parts
 from quire.engine.construction.sizes import pool_of, resolve_sizes
-from quire.engine.engine import CLOSED, Engine
+from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.limits import standard
 from quire.engine.pages import Pages
 from quire.engine.scheduler import Scheduler
-from quire.engine.spans import SpanDoor
+from quire.engine.spans import SpanHooks
 from quire.engine.types import EngineInfo
 from quire.models import Grouped, SeveralAxes
 from quire.observe.errors import NotEnoughMemory, Unsupported
@@ -60,7 +60,7 @@ def build_writing(
     program = _program(config, parts, forward, kv, max_rows, budget)
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
-    guides = Guides(model.config.vocab_size)
+    guides = ConstraintMasks(model.config.vocab_size)
     secret = Secret(env.home)
     tree = _tree(kv)
     runner = open_runner(
@@ -76,8 +76,8 @@ def build_writing(
         drafts=drafts,
     )
     try:
-        door = SpanDoor(
-            CLOSED if adapted is None else adapted.door(program, runner, secret),
+        hooks = SpanHooks(
+            NO_ADAPTERS if adapted is None else adapted.hooks(program, runner, secret),
             width=model.config.width,
             axes=model.axes if isinstance(model, SeveralAxes) else 1,
         )
@@ -100,19 +100,19 @@ def build_writing(
         decisions=[
             *sizes.lines,
             *_kv_line(config, kv, backend),
-            *([] if adapted is None else adapted.lines(door.listed())),
+            *([] if adapted is None else adapted.lines(hooks.listed())),
             f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
             f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
             *_drafts_line(config, drafts, step_drafts),
         ],
-        adapters=door.listed(),
+        adapters=hooks.listed(),
         max_adapters=0 if adapted is None else config.max_loras,
     )
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
     scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides)
     pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
-    return Engine(scheduler, runner, depth, gate=guides, door=door, idle=idle, pages=pages), info
+    return Engine(scheduler, runner, depth, masks=guides, hooks=hooks, idle=idle, pages=pages), info
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
@@ -151,7 +151,7 @@ def _scheduler(
     max_rows: int,
     drafts: int,
     step_drafts: int,
-    guides: Guides,
+    guides: ConstraintMasks,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(

@@ -100,8 +100,8 @@ def build_pooled(
         separators=encoder.separators if encoder else 1,
         pair=pair,
     )
-    door = Texts(context=context, vocab_size=model.config.vocab_size)
-    return Engine(scheduler, runner, 0, door=door), info
+    hooks = Texts(context=context, vocab_size=model.config.vocab_size)
+    return Engine(scheduler, runner, 0, hooks=hooks), info
 
 
 def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:

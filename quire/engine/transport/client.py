@@ -30,7 +30,7 @@ class EngineClient(Protocol):
         """Events of one request. Raises Busy, Unavailable or EngineDead; a bad request ends in an error event."""
         ...
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The bytes of the tokens: needed before the first request with a constraint, and kept over restarts."""
         ...
 

@@ -77,7 +77,7 @@ class InProcessClient:
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         return self._pending.events(request, self._submit, self.abort)
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         with self._wake:
             self._inbox.append(vocabulary)
             self._wake.notify()
@@ -88,14 +88,14 @@ class InProcessClient:
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
         def load(engine: Engine) -> AdapterInfo:
-            self._adapters[name] = made = engine.door.load(name, path)
+            self._adapters[name] = made = engine.hooks.load(name, path)
             return made
 
         return await self._errand(load)
 
     async def unload_adapter(self, name: str) -> None:
         def unload(engine: Engine) -> None:
-            engine.door.unload(name)
+            engine.hooks.unload(name)
             self._adapters.pop(name, None)
 
         await self._errand(unload)
@@ -245,7 +245,7 @@ class InProcessClient:
                 if isinstance(item, str):
                     engine.abort(item)
                 elif isinstance(item, Vocabulary):
-                    engine.teach(item)
+                    engine.set_vocabulary(item)
                 elif isinstance(item, Request):
                     engine.add(item)
                 else:

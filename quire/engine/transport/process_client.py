@@ -165,11 +165,11 @@ class ProcessClient:
                 with contextlib.suppress(Unavailable):  # it is just dying, and its rows with it
                     self._rows.left(request.id)
 
-    def teach(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         if self._vocabulary is None:
             self._vocabulary = vocabulary
             if self._up:
-                self._send(wire.Teach(vocabulary=vocabulary))
+                self._send(wire.SetVocabulary(vocabulary=vocabulary))
 
     @property
     def adapters(self) -> list[AdapterInfo]:
@@ -264,7 +264,7 @@ class ProcessClient:
         self._up = True
         self._why = ""
         if self._vocabulary is not None:
-            self._send(wire.Teach(vocabulary=self._vocabulary))
+            self._send(wire.SetVocabulary(vocabulary=self._vocabulary))
         self._adapters.started(self._info)
         return self._info
 

@@ -124,15 +124,15 @@ def _receive(
                 rows.take(message)
             case wire.Forget(names):
                 rows.forget(names)
-            case wire.Teach(vocabulary):
-                engine.teach(vocabulary)
+            case wire.SetVocabulary(vocabulary):
+                engine.set_vocabulary(vocabulary)
             case wire.Abort(ids):
                 for request_id in ids:
                     engine.abort(request_id)
             case wire.Load(ticket, name, path):
-                send(_answer(ticket, lambda name=name, path=path: engine.door.load(name, path)))
+                send(_answer(ticket, lambda name=name, path=path: engine.hooks.load(name, path)))
             case wire.Unload(ticket, name):
-                send(_answer(ticket, lambda name=name: engine.door.unload(name)))
+                send(_answer(ticket, lambda name=name: engine.hooks.unload(name)))
             case wire.AskSteps(ticket, most):
                 send(wire.Steps(ticket=ticket, steps=engine.steps(most)))
             case wire.Ping():

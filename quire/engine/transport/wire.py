@@ -56,7 +56,7 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     names: list[bytes]
 
 
-class Teach(msgspec.Struct, frozen=True, tag="teach"):
+class SetVocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     """The bytes of the tokens, before the first request that needs them."""
 
     vocabulary: Vocabulary
@@ -168,7 +168,7 @@ class Steps(msgspec.Struct, frozen=True, tag="steps"):
     steps: list[StepInfo]
 
 
-ToEngine: TypeAlias = Add | Rows | Forget | Teach | Abort | Load | Unload | AskSteps | Ping | Shutdown
+ToEngine: TypeAlias = Add | Rows | Forget | SetVocabulary | Abort | Load | Unload | AskSteps | Ping | Shutdown
 FromEngine: TypeAlias = Ready | Progress | Events | StatsUpdate | Answer | Steps | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -185,7 +185,9 @@ def test_what_a_state_asks_for() -> None:
     assert group.resident(0) == (0, 0) and group.resident(9) == (8, 9)
     assert group.most(3, 1, P) == 1 and group.most(1 << 40, 99, P) == 2
     assert (
-        group.worth(30, P) == ([6], [2, 5]) and group.worth(32, P) == ([6, 7], [2, 5]) and group.worth(3, P) == ([], [])
+        group.checkpoints(30, P) == ([6], [2, 5])
+        and group.checkpoints(32, P) == ([6, 7], [2, 5])
+        and group.checkpoints(3, P) == ([], [])
     )
     with pytest.raises(ValueError, match="a state every 0"):
         State(0)

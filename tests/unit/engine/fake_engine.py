@@ -2,7 +2,7 @@
 
 `build` has build_engine's signature, so that the clients' tests run it in a real child process. What it should do badly
 is said in the configuration's path, as words: "slow=0.01" sleeps that long in each step, "burn=2" works that long in each
-step with prompt tokens, and the others are below. Its door takes anything for an adapter, and words of its path likewise.
+step with prompt tokens, and the others are below. Its hooks take anything for an adapter, and words of its path likewise.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import EngineConfig, Environment, resolve_step
-from quire.engine.door import Closed
 from quire.engine.engine import Engine
+from quire.engine.hooks import NoAdapters
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadModelFile, NotFound
@@ -88,7 +88,7 @@ class CountingRunner:
         return Ticket(rows, self.slow, error)
 
 
-class OpenDoor(Closed):
+class OpenHooks(NoAdapters):
     """Adapters that are nothing but names. A load waits for the file `door`, and dies where the file `mark` is."""
 
     def __init__(self, loras: tuple[tuple[str, str], ...]):
@@ -129,7 +129,7 @@ def make(config: EngineConfig, runner: Any, *, pages: int = 512, context: int = 
         context=context,
         draw=lambda: 7,
     )
-    return Engine(scheduler, runner, config.depth, door=OpenDoor(config.loras))
+    return Engine(scheduler, runner, config.depth, hooks=OpenHooks(config.loras))
 
 
 def build(config: EngineConfig, env: Environment, progress: Any = None) -> tuple[Engine, EngineInfo]:
@@ -165,4 +165,4 @@ def build(config: EngineConfig, env: Environment, progress: Any = None) -> tuple
         kv_bytes=0,
     )
     engine = make(config, CountingRunner(float(words.get("slow", 0)), float(words.get("burn", 0))))
-    return engine, msgspec.structs.replace(info, adapters=engine.door.listed())
+    return engine, msgspec.structs.replace(info, adapters=engine.hooks.listed())

@@ -112,13 +112,13 @@ def test_prefixes_are_found_within_an_adapter_and_never_across(engine: Engine):
 
 def test_content_that_changed_under_a_name_never_meets_the_old_pages(engine: Engine, files: Path):
     old = finish(engine, request("1", "b"))["1"]
-    engine.door.unload("b")
-    engine.door.load("b", str(files / "c"))
+    engine.hooks.unload("b")
+    engine.hooks.load("b", str(files / "c"))
     new = finish(engine, request("2", "b"))["2"]
     assert new[-1].receipt is not None and new[-1].receipt.cached_tokens == 0
     assert tokens(new) != tokens(old)
-    engine.door.unload("b")
-    engine.door.load("b", str(files / "b"))
+    engine.hooks.unload("b")
+    engine.hooks.load("b", str(files / "b"))
     again = finish(engine, request("3", "b"))["3"]
     assert tokens(again) == tokens(old)
 
@@ -127,9 +127,9 @@ def test_unloading_lets_running_requests_finish_and_refuses_new_ones(engine: Eng
     want = tokens(finish(engine, request("before", "a", n=20, namespace="1"))["before"])
     engine.add(request("running", "a", n=20, namespace="2"))
     heard = [event for _ in range(4) for event in engine.step()]
-    engine.door.unload("a")
+    engine.hooks.unload("a")
     with pytest.raises(BadRequest, match="2 adapters are loaded, 1 of them unloaded and still in use"):
-        engine.door.load("c", str(files / "c"))  # its slot is not free yet
+        engine.hooks.load("c", str(files / "c"))  # its slot is not free yet
     engine.add(request("late", "a"))
     events: dict[str, list[Event]] = {"running": heard, "late": []}
     while engine.busy:
@@ -137,26 +137,26 @@ def test_unloading_lets_running_requests_finish_and_refuses_new_ones(engine: Eng
             events[event.id].append(event)
     assert tokens(events["running"]) == want
     assert "'a' is not loaded" in (events["late"][-1].error or "")
-    engine.door.load("c", str(files / "c"))
+    engine.hooks.load("c", str(files / "c"))
     assert tokens(finish(engine, request("after", "c"))["after"])
 
 
 def test_an_aborted_request_gives_its_adapter_up(engine: Engine, files: Path):
     engine.add(request("gone", "a", n=50))
     engine.step()
-    engine.door.unload("a")
+    engine.hooks.unload("a")
     engine.abort("gone")
     finish(engine)
-    engine.door.load("c", str(files / "c"))
-    engine.door.unload("c")
+    engine.hooks.load("c", str(files / "c"))
+    engine.hooks.unload("c")
     with pytest.raises(NotFound, match="no adapter 'c'"):
-        engine.door.unload("c")
+        engine.hooks.unload("c")
 
 
 def test_what_cannot_be_loaded_changes_nothing(engine: Engine, files: Path, tmp_path: Path):
     adapters.save(tiny.build(num_hidden_layers=3), tmp_path / "deep", ("q_proj",))
     want = tokens(finish(engine, request("1", "a"))["1"])
-    engine.door.unload("b")
+    engine.hooks.unload("b")
     for name, path, error in (
         ("a", files / "c", BadRequest),
         ("no such", tmp_path, BadRequest),
@@ -164,8 +164,8 @@ def test_what_cannot_be_loaded_changes_nothing(engine: Engine, files: Path, tmp_
         ("x", tmp_path / "deep", BadModelFile),
     ):
         with pytest.raises(error):
-            engine.door.load(name, str(path))
-    engine.door.load("x", str(files / "b"))
+            engine.hooks.load(name, str(path))
+    engine.hooks.load("x", str(files / "b"))
     assert tokens(finish(engine, request("2", "a", namespace="2"))["2"]) == want
 
 
@@ -174,7 +174,7 @@ def test_an_engine_without_adapters_refuses_who_names_one(files: Path, tmp_path:
     events = finish(engine, request("1", "a"))["1"]
     assert "'a' is not loaded" in (events[-1].error or "") and info.max_adapters == 0
     with pytest.raises(Unsupported, match="--runtime-lora"):
-        engine.door.load("a", str(files / "a"))
+        engine.hooks.load("a", str(files / "a"))
     engine.close()
 
 

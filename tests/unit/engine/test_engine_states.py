@@ -189,7 +189,7 @@ def test_drafts_are_refused_over_states(path: Path) -> None:
     from quire.engine.scheduler import Scheduler
 
     served = Served(path, "native", at_once=1)
-    with pytest.raises(ValueError, match="cannot take back a guess"):
+    with pytest.raises(ValueError, match="cannot take back a draft token"):
         Scheduler(served.tree, slots=1, budget=4, context=64, draw=lambda: 0, drafts=2)
 
 

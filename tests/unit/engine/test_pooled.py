@@ -168,10 +168,10 @@ def scheduler(*, whole: bool = False, budget: int = 16, max_seqs: int = 4, polic
 
 
 def text(name: str, tokens: list[int], priority: int = 0) -> Request:
-    return DOOR.enter(Request(id=name, tokens=tokens, priority=priority))
+    return HOOKS.on_request(Request(id=name, tokens=tokens, priority=priority))
 
 
-DOOR = Texts(context=40, vocab_size=100)
+HOOKS = Texts(context=40, vocab_size=100)
 
 
 @pytest.mark.parametrize("policy", [FirstCome, FairShare])
@@ -180,7 +180,7 @@ def test_random_texts_all_end_and_leave_nothing_behind(policy: type[FirstCome | 
     cut = 0
     for _ in range(60):
         s, device = scheduler(policy=policy()), Device(most=1 if policy is FirstCome else 2)
-        engine = Engine(s, device, 0, door=DOOR)
+        engine = Engine(s, device, 0, hooks=HOOKS)
         ids = [str(i) for i in range(30)]
         ended: dict[str, str] = {}
         for name in ids:
@@ -210,7 +210,7 @@ def test_priority_comes_before_arrival():
 
 def test_a_step_that_fails_ends_its_texts_and_no_others():
     s = scheduler(max_seqs=2)
-    engine = Engine(s, Device(fail=0), 0, door=DOOR)
+    engine = Engine(s, Device(fail=0), 0, hooks=HOOKS)
     for name in "abc":
         engine.add(Request(id=name, tokens=[1, 2, 3]))
     events: dict[str, Event] = {}
@@ -278,10 +278,10 @@ def test_texts_and_answers_ride_in_one_batch():
 
 def test_what_cannot_be_computed_is_refused_with_both_numbers():
     with pytest.raises(BadRequest, match=r"41 tokens.* is 40"):
-        DOOR.enter(Request(id="x", tokens=[1] * 41))
+        HOOKS.on_request(Request(id="x", tokens=[1] * 41))
     for tokens in ([], [100], [-1]):
         with pytest.raises(BadRequest):
-            DOOR.enter(Request(id="x", tokens=tokens))
+            HOOKS.on_request(Request(id="x", tokens=tokens))
     generating = Scheduler(PrefixTree(Pool(12), 4), slots=1, budget=8, context=40, draw=lambda: 0)
     with pytest.raises(BadRequest, match="no embeddings"):
         generating.add(Request(id="x", tokens=[1], vector=True))

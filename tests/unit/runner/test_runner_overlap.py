@@ -110,7 +110,7 @@ def test_preemption_changes_no_bit():
         assert have == want
 
 
-class Gate:
+class MaskProvider:
     """A program that waits to be let through."""
 
     def __init__(self):
@@ -125,7 +125,7 @@ class Gate:
 
 
 def test_only_result_blocks():
-    gate = Gate()
+    gate = MaskProvider()
     runner = make_runner(overlap=True, run=gate)
     params = SamplingParams(temperature=1.0, frequency_penalty=1.0)
     prompt = [4, 8, 15, 16, 23, 42]
@@ -147,7 +147,7 @@ def test_only_result_blocks():
 
 
 def test_close_finishes_what_was_given():
-    gate = Gate()
+    gate = MaskProvider()
     runner = make_runner(overlap=True, run=gate)
     plan = Plan(
         step=0,

@@ -19,7 +19,7 @@ from quire.chat.completer import Completer
 from quire.chat.templates.template import ChatTemplate
 from quire.chat.tokenizers.tokenizer import Tokenizer
 from quire.config import EngineConfig
-from quire.engine.constraints.enforce import Guides
+from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
@@ -63,7 +63,7 @@ class Noise:
 
 def build(config: EngineConfig, env: Any, progress: Any = None) -> tuple[Engine, EngineInfo]:
     """As `build_engine`."""
-    guides = Guides(V)
+    guides = ConstraintMasks(V)
     limits = (*standard(SLOTS + 8, PAGE), guides)
     tree = PrefixTree(Pool(PAGES), PAGE)
     scheduler = Scheduler(tree, slots=SLOTS, budget=BUDGET, context=CONTEXT, draw=lambda: 7, limits=limits)
@@ -90,7 +90,7 @@ def build(config: EngineConfig, env: Any, progress: Any = None) -> tuple[Engine,
         weight_bytes=1,
         kv_bytes=1,
     )
-    return Engine(scheduler, runner, 0, gate=guides), info
+    return Engine(scheduler, runner, 0, masks=guides), info
 
 
 @contextmanager

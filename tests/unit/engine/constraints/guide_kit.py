@@ -15,7 +15,7 @@ import numpy as np
 from quire.backends.ops import KV
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine.constraints.enforce import Guides
+from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
@@ -94,7 +94,7 @@ class Noise:
 
 def make(*, depth: int = 0, seed: int = 0, pages: int = 256, slots: int = 8, context: int = 512) -> Engine:
     """An engine on the host's runner. Few pages make it preempt."""
-    guides = Guides(V)
+    guides = ConstraintMasks(V)
     scheduler = Scheduler(
         PrefixTree(Pool(pages), PAGE),
         slots=slots,
@@ -113,8 +113,8 @@ def make(*, depth: int = 0, seed: int = 0, pages: int = 256, slots: int = 8, con
         max_rows=slots + 8,
         overlap=depth > 0,
     )
-    engine = Engine(scheduler, runner, depth, gate=guides)
-    engine.teach(WORDS)
+    engine = Engine(scheduler, runner, depth, masks=guides)
+    engine.set_vocabulary(WORDS)
     return engine
 
 

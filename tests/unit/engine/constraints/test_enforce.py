@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.engine.constraints import enforce as guides_module
-from quire.engine.constraints.enforce import Guides
+from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
 from quire.engine.types import Constraint, Request
 from quire.observe.errors import BadRequest
@@ -139,8 +139,8 @@ def test_tokens_are_the_same_at_any_depth_in_any_batch_and_through_preemption() 
 
 def test_tokens_that_are_no_text_satisfy_nothing() -> None:
     """Not control tokens, not tokens without bytes, not rows of logits without a token."""
-    guides = Guides(V)
-    guides.teach(WORDS)
+    guides = ConstraintMasks(V)
+    guides.set_vocabulary(WORDS)
     engine = make()
     outcome = run(engine, [ask(Constraint.regex(r"(?s:.)*"), seed=i, max_tokens=40) for i in range(20)])
     for tokens, _ in outcome.values():
@@ -249,8 +249,8 @@ def test_what_contradicts_it_is_refused() -> None:
 
 def test_an_engine_that_was_told_nothing_refuses() -> None:
     engine = make()
-    fresh = Guides(V)
-    engine._gate = fresh
+    fresh = ConstraintMasks(V)
+    engine._masks = fresh
     ((_, last),) = run(engine, [ask(Constraint.choice(["a"]))]).values()
     assert last.finish == "error" and "never told" in str(last.error)
 
@@ -325,7 +325,7 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch: pytes
     assert compiled == ["a{3}"]
     for i in range(5):
         finished(run(engine, [ask(Constraint.regex(f"b{{{i + 1}}}"))]))
-    gate: Any = engine._gate
+    gate: Any = engine._masks
     assert [text for _, text, _ in gate._kept] == ["b{3}", "b{4}", "b{5}"]
     assert gate._kept_bytes == 12
     monkeypatch.setattr(guides_module, "TEXT_BYTES", 10)
@@ -419,7 +419,7 @@ def test_what_takes_too_long_is_given_up_and_does_not_lock_others_out(
     outcome = run(engine, slow)
     errors = [str(last.error) for _, last in outcome.values()]
     assert all("too long" in e or "to compile" in e for e in errors) and len(errors) == 8
-    gate: Any = engine._gate
+    gate: Any = engine._masks
     assert 4 <= gate._overdue <= 5  # two are compiled at a time
     monkeypatch.setattr(guides_module, "SECONDS", 60.0)
     free.set()  # they end at last
@@ -442,7 +442,7 @@ def test_a_fault_in_a_mask_fails_that_request_alone(monkeypatch: pytest.MonkeyPa
             tokens[event.id] += event.tokens
             if event.finish:
                 ends[event.id] = event
-        gate: Any = engine._gate
+        gate: Any = engine._masks
         for state in gate._states.values():
             if state.seq.request.id == bad.id and state.taken == 3:
                 state.matcher = object()
@@ -462,7 +462,7 @@ def test_a_constrained_sequence_has_one_step_in_flight_and_free_ones_go_on() -> 
 
 def test_masks_are_as_wide_as_the_logits() -> None:
     engine = make()
-    gate: Any = engine._gate
+    gate: Any = engine._masks
     seen = []
     real = gate.masks
 
@@ -479,8 +479,8 @@ def test_masks_are_as_wide_as_the_logits() -> None:
 
 
 def test_bad_input_raises_before_it_is_held() -> None:
-    guides = Guides(V)
-    guides.teach(WORDS)
+    guides = ConstraintMasks(V)
+    guides.set_vocabulary(WORDS)
     with pytest.raises(BadRequest):
         guides.hold(ask(Constraint(kind="frob")))
     assert not guides.holding

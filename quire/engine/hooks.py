@@ -1,7 +1,7 @@
-"""The door of an engine without adapters, and how a client's wishes about adapters reach whichever door there is.
+"""Request hooks: what sees every request before constraints are prepared and before the scheduler has it.
 
-A door sees every request before the gate and the scheduler do. `adapters.py` is the one that knows adapters; it is not even
-imported where nobody asked for any.
+`NoAdapters` is the one of an engine without adapters. `adapters.py` has the one that knows them, and is not even imported where
+nobody asked for any. A client's requests to load, list and unload adapters go to whichever there is.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from quire.engine.types import AdapterInfo, Request
 from quire.observe.errors import BadRequest, NotFound, Unsupported
 
 
-class Door(Protocol):
+class RequestHooks(Protocol):
     """What looks at a request before anything else, and is told when it has ended."""
 
-    def enter(self, request: Request) -> Request:
+    def on_request(self, request: Request) -> Request:
         """The request as it is to be run. Raises QuireError to refuse it."""
         ...
 
-    def left(self, request_id: str) -> None:
+    def on_end(self, request_id: str) -> None:
         """It ended, or was refused further in."""
         ...
 
@@ -36,10 +36,10 @@ class Door(Protocol):
         ...
 
 
-class Closed:
+class NoAdapters:
     """No adapters: who names one is refused."""
 
-    def enter(self, request: Request) -> Request:
+    def on_request(self, request: Request) -> Request:
         if request.spans:
             raise BadRequest("this engine reads text alone: it cannot take spans", param="spans")
         if request.adapter:
@@ -48,7 +48,7 @@ class Closed:
             )
         return request
 
-    def left(self, request_id: str) -> None:
+    def on_end(self, request_id: str) -> None:
         pass
 
     def listed(self) -> list[AdapterInfo]:
