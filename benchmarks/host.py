@@ -27,7 +27,7 @@ from quire.backends.batch import Batch
 from quire.backends.ops import KV
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine.constraints.enforce import Guides
+from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler
@@ -129,7 +129,7 @@ def engine_of(kind: str, sequences: int, context: int, depth: int) -> Engine:
     """An engine as `build_engine` joins it, over one that computes nothing."""
     pages = sequences * (-(-context // PAGE) + 1)
     kv = KV(layers=1, pages=pages, page_size=PAGE, kv_heads=1, head_dim=16)
-    guides = Guides(VOCAB)
+    guides = ConstraintMasks(VOCAB)
     scheduler = Scheduler(
         PrefixTree(Pool(pages), PAGE),
         slots=sequences,
@@ -138,7 +138,7 @@ def engine_of(kind: str, sequences: int, context: int, depth: int) -> Engine:
         draw=lambda: 1,
         limits=(*standard(max(sequences, 512), PAGE), guides),
     )
-    return Engine(scheduler, RUNNERS[kind](kv, sequences, context), depth, gate=guides)
+    return Engine(scheduler, RUNNERS[kind](kv, sequences, context), depth, masks=guides)
 
 
 # ---- measuring
