@@ -227,11 +227,11 @@ def test_a_batch_counts_all_streams() -> None:
 
 def test_prefill_lasts_until_the_last_stream_has_begun() -> None:
     engine, runner = timed(budget=100)
-    found = measure(engine, runner, Shape(100, 21, batch=2))
-    # The second prompt is computed in two steps, beside rows of the first stream.
-    assert found.first[0] == pytest.approx(100 * PREFILL)
-    assert found.first[1] > found.first[0] + 100 * PREFILL
-    assert found.prefill == pytest.approx(200 / found.first[1])
+    found = measure(engine, runner, Shape(100, 21, batch=3))
+    # Later prompts have a fifth of the first step: the first prompt ends in the second step, the others beside rows of streams.
+    assert found.first[0] == pytest.approx(200 * PREFILL)
+    assert found.first[2] > found.first[1] > found.first[0] + 50 * PREFILL
+    assert found.prefill == pytest.approx(300 / found.first[2])
     assert found.decode is not None and found.decode == pytest.approx(
         1 / DECODE, rel=0.06
     )  # the ends are not both full
