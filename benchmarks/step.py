@@ -1,4 +1,9 @@
-"""One stream through an engine in this process, with a clock around each part of a step. Used by sampling.py."""
+"""One stream through an engine in this process, with a clock around each part of a step. Used by sampling.py.
+
+    python -m benchmarks.step       what it costs to note a step (who rode in it, how long it took), for several batches
+
+The last is measured by itself, with nothing to compute: `sampling.py --model` has it beside the other parts of a step.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +93,8 @@ def costs(model: str, tokens: int) -> dict[str, float]:
         (runner._host, "apply", "slots"),
         (runner, "_run_decode_only", "batch and model"),
         (runner, "_sample", "choosing"),
+        (scheduler, "told", "noting who rides"),
+        (engine, "_took", "noting how long it took"),
         (engine, "step", "a whole step"),
     ):
         clock.around(owner, method, name)
@@ -119,3 +126,60 @@ def rates(model: str, kinds: dict[str, SamplingParams], tokens: int, rounds: int
             found[name].append((tokens - 1) / stream.run(params, tokens)[1])
     stream.engine.close()
     return found
+
+
+def noting(rows: int, steps: int = 2000) -> dict[str, float]:
+    """Median microseconds of a step of so many decoding sequences that computes nothing: to note it, and to plan and commit it."""
+    from quire.cache.pool import Pool
+    from quire.cache.prefix_tree import PrefixTree
+    from quire.engine.limits import standard
+    from quire.engine.scheduler import Scheduler
+    from quire.runner.plan import Plan, Result, Row
+
+    class Nothing:
+        def forward(self, plan: Plan) -> Plan:
+            return plan
+
+        def sample(self, pending: Plan, masks: Any = None) -> Any:
+            self.rows = [Row(w.n, [7] if w.sample else []) for w in pending.work]
+            return self
+
+        def result(self) -> Result:
+            return Result(self.rows)
+
+        def close(self) -> None:
+            pass
+
+    scheduler = Scheduler(
+        PrefixTree(Pool(rows * (steps // 16 + 4)), 16),
+        slots=rows,
+        budget=4 * rows + 8,
+        context=1 << 20,
+        draw=lambda: 1,
+        limits=standard(rows + 64, 16),
+    )
+    engine: Any = Engine(scheduler, Nothing())
+    for i in range(rows):
+        engine.add(Request(id=f"chatcmpl-{i:032x}", tokens=[i + 1] * 4, sampling=SamplingParams(max_tokens=steps)))
+    for _ in range(8):
+        engine.step()
+    clock = Clock()
+    for owner, method in ((scheduler, "told"), (engine, "_took"), (scheduler, "plan"), (scheduler, "commit")):
+        clock.around(owner, method, method)
+    for _ in range(steps - 16):
+        engine.step()
+    told = clock.microseconds()
+    engine.close()
+    return {"note": told["told"] + told["_took"], "plan and commit": told["plan"] + told["commit"]}
+
+
+def main() -> None:
+    for rows in (1, 8, 64, 256):
+        spent = noting(rows)
+        print(
+            f"{rows:4} sequences: {spent['note']:6.1f} us to note a step, {spent['plan and commit']:6.1f} us to plan and commit it"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire import server as room
 from quire.config import VERSION, ServerConfig
-from quire.observe.errors import QuireError
+from quire.observe.errors import BadRequest, QuireError
 from quire.observe.metrics import CONTENT_TYPE
 from quire.server import errors
 from quire.server.errors import ClientGone
@@ -152,7 +153,21 @@ def _probes(app: FastAPI, server: Server) -> None:
     async def metrics(request: Request) -> Response:
         return Response(server.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
-    for path, handler in (("/health", health), ("/ready", ready), ("/version", version), ("/metrics", metrics)):
+    async def steps(request: Request) -> Response:
+        """The newest steps of an engine: who rode in each, how long it took, and what held others back."""
+        served = await server.resolve(request, request.query_params.get("model"))
+        served.caller.check_administers("GET /debug/steps")
+        last = request.query_params.get("last", "32")
+        if not last.isascii() or not last.isdecimal() or len(last) > 9:
+            raise BadRequest(f"last is {last[:32]!r}: it is how many steps", param="last")
+        told = await served.client.steps(int(last))
+        body = [
+            {**msgspec.structs.asdict(step), "rows": [{"id": i, "tokens": n} for i, n in step.rows]} for step in told
+        ]
+        return reply({"model": served.model.name, "steps": body})
+
+    routes = {"/health": health, "/ready": ready, "/version": version, "/metrics": metrics, "/debug/steps": steps}
+    for path, handler in routes.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
 
 

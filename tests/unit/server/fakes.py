@@ -17,6 +17,7 @@ from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
 from quire.config import ServerConfig
 from quire.engine.types import Constraint, EngineInfo, Receipt, Stats
 from quire.observe.errors import QuireError
+from quire.observe.steps import StepInfo
 from quire.server.app import create_app
 from quire.server.served import Model
 from quire.server.server import Server
@@ -74,6 +75,10 @@ class FakeClient:
 
     def stats(self) -> Stats:
         return self.snapshot
+
+    async def steps(self, most: int = 256) -> list[StepInfo]:
+        kept = [StepInfo(i, 0.5, float(i), [("chatcmpl-1", 1), ("chatcmpl-2", 16)], 3, {"slots": 3}) for i in range(4)]
+        return kept[-most:] if most else []
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         self.closed = drain_seconds

@@ -26,6 +26,24 @@ async def test_probes_and_version():
         assert (await http.get("/version")).json() == {"version": __version__}
 
 
+async def test_the_newest_steps():
+    async with client_for() as http:
+        told = (await http.get("/debug/steps")).json()
+        assert told["model"] == MODEL and len(told["steps"]) == 4
+        assert told["steps"][-1] == {
+            "step": 3,
+            "seconds": 0.5,
+            "ended": 3.0,
+            "rows": [{"id": "chatcmpl-1", "tokens": 1}, {"id": "chatcmpl-2", "tokens": 16}],
+            "waiting": 3,
+            "held": {"slots": 3},
+        }
+        assert [s["step"] for s in (await http.get("/debug/steps?last=2")).json()["steps"]] == [2, 3]
+        for last in ("", "-1", "many", "1" * 20, "１"):
+            refused = await http.get("/debug/steps", params={"last": last})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "last")
+
+
 async def test_stages():
     completer = FakeCompleter()
     service = Server(ServerConfig(), [Model(MODEL)])

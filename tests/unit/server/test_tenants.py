@@ -142,6 +142,11 @@ async def test_only_the_server_s_own_key_changes_it(desk: Desk):
         assert (await desk("", "POST", path, json=body)).status_code != 403
 
 
+async def test_only_the_server_s_own_key_sees_who_rides_in_steps(desk: Desk):
+    assert (await desk("ann", "GET", "/debug/steps")).status_code == 403
+    assert (await desk("", "GET", "/debug/steps")).status_code == 200
+
+
 def test_nor_the_models_of_its_machine(tmp_path: Path):
     service = Server(ServerConfig(), [Model(MODEL)])
     service.store = Store(Environment(home=tmp_path))
