@@ -53,14 +53,17 @@ class _Ids:
 class Embedder:
     """Embeddings and scores over one engine."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, info: EngineInfo, priority: int = 0):
-        if info.task == "generate":
-            raise BadRequest(
-                f"{info.model} was loaded to generate text, not to embed",
-                cure="load it with task=embed (`quire serve --task embed`), or use an embedding model",
-                param="model",
-                code="unsupported_task",
-            )
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        priority: int = 0,
+        *,
+        namespace: str = "",
+        adapter: str = "",
+    ):
+        """`namespace`: whose cached prefixes may be found, by an engine that has any; `adapter`: the one that computes."""
         if tokenizer.ordinary_size > info.vocab_size:
             raise BadModelFile(
                 f"{info.model}: the tokenizer has {tokenizer.ordinary_size} tokens, but the model has {info.vocab_size} "
@@ -70,7 +73,35 @@ class Embedder:
         self.tokenizer = tokenizer
         self.info = info
         self.priority = priority  # of everything that is asked; lower runs first
+        self.namespace = namespace
+        self.adapter = adapter
         self._names = (f"{os.urandom(6).hex()}-{i}" for i in itertools.count())
+
+    def embeds(self) -> None:
+        """Raise BadRequest where there are no embeddings."""
+        info = self.info
+        if info.dimensions:
+            return
+        if info.task == "score":
+            raise BadRequest(
+                f"{info.model} scores pairs of texts: it has no embeddings", param="model", code="unsupported_task"
+            )
+        raise BadRequest(
+            f"{info.model} was loaded to generate text, and its files ask for embeddings that are not supported",
+            cure="`quire serve --task embed` says which; or use an embedding model",
+            param="model",
+            code="unsupported_task",
+        )
+
+    def scores(self) -> None:
+        """Raise BadRequest where pairs of texts have no scores."""
+        if self.info.task == "generate":
+            raise BadRequest(
+                f"{self.info.model} was loaded to generate text, not to score",
+                cure="use a reranker, or load it with task=embed (`quire serve --task embed`) to compare embeddings",
+                param="model",
+                code="unsupported_task",
+            )
 
     async def embed(
         self,
@@ -85,10 +116,7 @@ class Embedder:
 
         prompt: the name of what goes before each text, of info.prompts; dimensions: keep so many numbers, of length 1 again.
         """
-        if self.info.task != "embed":
-            raise BadRequest(
-                f"{self.info.model} scores pairs of texts: it has no embeddings", param="model", code="unsupported_task"
-            )
+        self.embeds()
         self._check_dimensions(dimensions)
         before = self._before(prompt)
 
@@ -105,6 +133,7 @@ class Embedder:
         self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False, param: str = "documents"
     ) -> list[Embedded]:
         """How well the second text of each pair answers the first: a cross-encoder's score, or the cosine of embeddings."""
+        self.scores()
         if self.info.task == "embed":
             return await self._cosines(pairs, truncate, param)
 
@@ -222,7 +251,15 @@ class Embedder:
         return [m for m in made if m is not None]
 
     async def _one(self, text: _Ids) -> Embedded:
-        request = Request(id=next(self._names), tokens=text.ids, second=text.second, priority=self.priority)
+        request = Request(
+            id=next(self._names),
+            tokens=text.ids,
+            second=text.second,
+            priority=self.priority,
+            namespace=self.namespace,
+            adapter=self.adapter,
+            vector=True,
+        )
         async with aclosing(self.client.generate(request)) as events:
             async for event in events:
                 if event.finish == "error":

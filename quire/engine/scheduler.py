@@ -549,6 +549,7 @@ class Scheduler:
                 stop_ids=list(seq.stop_ids),
                 adapter=request.adapter,
                 spans=request.spans,
+                vector=request.vector,
             )
         )
 
@@ -597,11 +598,8 @@ class Scheduler:
             seq.computed += row.accepted
             if work.start >= 0:
                 self._count_prompt(seq, work)
-            if work.vector and work.sample:
-                events.append(self._finish(seq, FINISH_STOP, vector=row.vector))
-                continue
             finish, taken, sampled = None, 0, row.tokens
-            if work.sample:
+            if work.sample and not work.vector:
                 seq.sampling -= 1
                 seq.sampled_here = True
                 tokens, taken = seq.tokens, len(sampled)
@@ -622,6 +620,8 @@ class Scheduler:
                 events += self._news(seq, work, row, finish, taken)
             elif taken:
                 events.append(Event(id=seq.request.id, tokens=sampled, logprobs=row.logprobs or ()))
+            elif work.vector and work.sample:
+                events.append(self._finish(seq, FINISH_STOP, vector=row.vector))
         self._output_tokens += output
         return events
 

@@ -99,7 +99,7 @@ class Sequence:
             tokens=list(request.tokens),
             prompt_len=prompt,
             min_len=prompt + sampling.min_tokens,
-            prompt_rows=0 if sampling.prompt_logprobs is None else prompt - 1,
+            prompt_rows=0 if sampling.prompt_logprobs is None or request.vector else prompt - 1,
         )
 
     @property
@@ -116,9 +116,8 @@ class Sequence:
 
     @property
     def reusable(self) -> int:
-        """Tokens that may come from the tree: not the last, whose logits are needed, and no row still wanted: none for a vector,
-        which may be made of every row."""
-        if self.request.vector:
+        """Tokens that may come from the tree: not the last, whose row is needed, and no row still wanted."""
+        if self.request.fresh:
             return 0
         if len(self.prompt_logprobs) < self.prompt_rows:
             return len(self.prompt_logprobs)

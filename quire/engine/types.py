@@ -92,6 +92,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     constraint: Constraint | None = None
     adapter: str = ""  # the name of an adapter that is loaded; empty: the model as it is
     vector: bool = False  # its embedding or score is wanted, and no token
+    fresh: bool = False  # all of its prompt is computed, whatever is cached of it
     spans: tuple[Span, ...] = ()  # stretches of the prompt that are no text, in order
 
 
@@ -122,7 +123,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     tokens: list[int] = []
     logprobs: Sequence[Logprob] = ()
     prompt_logprobs: Sequence[Logprob] = ()
-    vector: bytes = b""  # float32, little-endian: of an engine that embeds or scores
+    vector: bytes = b""  # float32, little-endian: the embedding or score, where the request wants one
     finish: str | None = None
     stop_id: int | None = None  # the token that ended it, when finish is "stop"
     error: str | None = None
@@ -183,8 +184,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight_bytes: int
     kv_bytes: int
     load_seconds: float = 0.0
-    task: str = "generate"  # or "embed", or "score": what a request gets
-    dimensions: int = 0  # numbers in an embedding
+    task: str = (
+        "generate"  # or "embed", or "score": what a request gets; of one that generates, unless it wants a vector
+    )
+    dimensions: int = 0  # numbers in an embedding; 0: there are no embeddings
     cuts: list[int] | None = None  # how many of them may be kept: none but all, or any (an empty list), or these
     prompts: dict[str, str] = {}  # what goes before a text to embed, by name; "" is the default
     separators: int = 1  # end tokens between the two texts of a pair to score

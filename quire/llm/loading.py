@@ -51,7 +51,7 @@ class Loaded:
         self._count = itertools.count()
 
     def embedder(self) -> Embedder:
-        """What embeds and scores. Raises BadRequest where the model was loaded to generate."""
+        """What embeds and scores; it refuses what the model does not do."""
         from quire.chat.embedder import Embedder
 
         return Embedder(self.client, self.tokenizer, self.info)

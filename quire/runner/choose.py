@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.backends.ops import KV, Program
+from quire.runner.pooler import Pooler
 from quire.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -28,10 +29,11 @@ def open_runner(
     overlap: bool,
     speculate: str = "none",
     drafts: int = 0,
+    pooler: Pooler | None = None,
 ) -> Runner | DeviceRunner:
     """A runner for that program. `overlap` gives the host's runner a thread; a device overlaps by itself.
 
-    `speculate` names the proposer of up to `drafts` tokens, or is none.
+    `speculate` names the proposer of up to `drafts` tokens, or is none. `pooler` makes vectors, where sequences may want any.
     """
     proposer = None
     if speculate != "none":
@@ -46,6 +48,7 @@ def open_runner(
         "max_context": max_context,
         "max_rows": max_rows,
         "proposer": proposer,
+        "pooler": pooler,
     }
     if on_device(program):
         from quire.runner.device.runner import DeviceRunner

@@ -155,6 +155,8 @@ class HostState:
                 return made
         works = {i: w for i, w in enumerate(pending.plan.work) if not self._refused(pending, i)}
         works = self._together(works)
+        if self.slots.vectors:  # last, and so are their rows of logits, which nobody samples
+            works = dict(sorted(works.items(), key=lambda item: item[1].vector))
         if self.proposer is not None:
             self._propose(pending, works, self.proposer)
         works = pending.works = works if arrange is None else arrange(pending, works)

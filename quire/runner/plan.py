@@ -29,6 +29,7 @@ class Open(msgspec.Struct, kw_only=True):
     stop_ids: list[int]  # end-of-sequence and stop token ids: masked until min_tokens
     adapter: str = ""  # the key of an adapter that is resident; its rows use that one
     spans: tuple[Span, ...] = ()  # which of the prompt's tokens are no text, and the rows for them
+    vector: bool = False  # its work wants a vector
 
 
 class Work(msgspec.Struct, kw_only=True, gc=False):

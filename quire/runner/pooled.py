@@ -1,28 +1,22 @@
 """The runner of an engine that embeds or scores: whole texts become one vector each, without a sampler.
 
-Slots, page tables, checks and the batch are those of every runner (host_state.py). What differs is what a program gives and what
-becomes of it: hidden rows, pooled here in the order of their positions, in float64. So a text's vector depends neither on what else
-is in the step nor on how it was cut into steps. An encoder's text comes whole, and has no KV.
+Slots, page tables, checks and the batch are those of every runner (host_state.py), and so is what becomes of a text's rows
+(pooler.py). What differs is what a program gives: hidden rows, and nothing else. An encoder's text comes whole, and has no KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from quire.backends.batch import I32, Batch
+from quire.backends.batch import Batch
 from quire.backends.ops import KV, Program
-from quire.layouts import Floats
 from quire.models import Encoder
-from quire.models.pooling import Pooling
 from quire.runner.host_state import HostState, Pending
-from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.plan import Plan, Result, Row
+from quire.runner.pooler import Pooler
 from quire.runner.sampler import Masks
-
-Wide = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -47,15 +41,13 @@ class PooledRunner:
         max_seqs: int,
         max_tokens: int,
         max_context: int,
-        pooling: Pooling,
+        pooler: Pooler,
         encoder: Encoder | None,
-        head: Callable[[Floats], Floats] | None,
     ):
         """`kv` says which pages a plan names. An encoder's program has no use for them."""
         self._program = program
-        self._pooling = pooling
+        self._pooler = pooler
         self._encoder = encoder
-        self._head = head
         self._host = HostState(
             kv,
             vocab_size=vocab_size,
@@ -64,15 +56,12 @@ class PooledRunner:
             max_context=max_context,
             max_rows=max_seqs,
         )
-        self._sums: dict[int, Wide] = {}  # by slot, of texts that are not whole yet: what their rows come to so far
 
     def forward(self, plan: Plan) -> Done:
         """Compute the step's tokens and pool what is whole."""
         pending = Pending(plan)
         try:
             self._host.apply(plan)
-            for slot in (*plan.closed, *(new.slot for new in plan.opened)):
-                self._sums.pop(slot, None)
             batch = self._host.build(pending)
             if batch is not None:
                 self._run(pending, batch)
@@ -90,7 +79,7 @@ class PooledRunner:
     def _run(self, pending: Pending, batch: Batch) -> None:
         works = list(pending.works.values())
         ends = zip(works, batch.q_start[:-1].tolist(), batch.q_start[1:].tolist(), strict=True)
-        wanted = [self._wanted(work, first, end) for work, first, end in ends]
+        wanted = [np.arange(*self._pooler.wanted(*one), dtype=np.int32) for one in ends]
         batch = replace(batch, logit_rows=np.concatenate(wanted))
         given = {}
         if self._encoder is not None:
@@ -101,32 +90,5 @@ class PooledRunner:
         self._host.slots.length[[w.slot for w in works]] = batch.kv_len
         at = 0
         for (i, work), rows in zip(pending.works.items(), wanted, strict=True):
-            pending.rows[i] = self._row(work, out[at : at + rows.size])
+            pending.rows[i] = self._pooler.row(work, out[at : at + rows.size])
             at += rows.size
-
-    def _wanted(self, work: Work, first: int, end: int) -> I32:
-        """The rows of a work that its vector is made of."""
-        if self._pooling.kind == "cls":
-            end = first + 1 if work.start == 0 else first
-        elif self._pooling.kind == "last":
-            first = end - 1 if work.sample else end
-        return np.arange(first, end, dtype=np.int32)
-
-    def _row(self, work: Work, rows: Floats) -> Row:
-        """What has come of a text so far, and its vector where it is whole."""
-        total = np.add.reduce(rows, axis=0, dtype=np.float64)
-        if work.slot in self._sums:
-            total = self._sums.pop(work.slot) + total
-        if not work.sample:
-            self._sums[work.slot] = total
-            return Row(accepted=work.n)
-        whole = total / (work.start + work.n) if self._pooling.kind == "mean" else total
-        if self._head is not None:
-            made = self._head(whole.astype(np.float32))
-        else:
-            made = (whole / max(float(np.sqrt(whole @ whole)), 1e-12) if self._pooling.normalize else whole).astype(
-                np.float32
-            )
-        if not np.isfinite(made).all():
-            return Row(accepted=0, error="the model's numbers for this text are not finite")
-        return Row(accepted=work.n, vector=made.astype("<f4").tobytes())

@@ -27,6 +27,7 @@ from quire.layouts import Floats
 from quire.runner.host_state import HostState, Pending, reason
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Row, Work
+from quire.runner.pooler import Pooler
 from quire.runner.sampler import Chosen, Masks, Sampler
 from quire.runner.speculate import Proposer
 
@@ -113,8 +114,11 @@ class Runner:
         max_rows: int,
         overlap: bool = False,
         proposer: Proposer | None = None,
+        pooler: Pooler | None = None,
     ):
+        """`pooler` makes the vectors of sequences that want one; the program was compiled to keep what it needs."""
         self._program = program
+        self._pooler = pooler
         self._host = HostState(
             kv,
             vocab_size=vocab_size,
@@ -238,6 +242,8 @@ class Runner:
                 return
             logits = self._run(pending)
             pending.sampled = [i for i, w in pending.works.items() if w.sample]
+            if self._slots.vectors:  # their rows stand behind the others
+                pending.sampled = [i for i in pending.sampled if not pending.works[i].vector]
             drafted = sum(map(len, pending.drafts.values())) if pending.drafts else 0
             pending.logits = logits[: len(pending.sampled) + drafted]
         except Exception as error:
@@ -267,6 +273,10 @@ class Runner:
             if w.prompt_logits:
                 self._prompt_logprobs(pending, i, w, logits[row : row + w.prompt_logits])
                 row += w.prompt_logits
+        if self._slots.vectors and self._pooler is not None:
+            hidden = self._program.hidden(self._pooler.keep)
+            for part in self._pooler.find(works, batch):
+                rows[part.place] = self._pooler.row(part.work, hidden[part.first : part.end])
         return logits
 
     def _prompt_logprobs(self, pending: Pending, index: int, work: Work, logits: Floats) -> None:

@@ -56,6 +56,7 @@ class Slots:
         ]  # tokens at opening, where their logprobs are wanted
         self.spans: dict[int, SlotSpans] = {}  # of slots whose prompt has some
         self.shifted: set[int] = set()  # slots whose tokens are elsewhere than their indices say
+        self.vectors: set[int] = set()  # slots that want a vector of their tokens in place of an answer
         self._failure: dict[int, str] = {}
 
     @property
@@ -81,6 +82,7 @@ class Slots:
         if slot in self.spans:
             del self.spans[slot]
             self.shifted.discard(slot)
+        self.vectors.discard(slot)
         self._failure.pop(slot, None)
         self._clear(slot)
 
@@ -107,6 +109,8 @@ class Slots:
             prompt=prompt,
             output=new.tokens[prompt_len:],
         )
+        if new.vector:
+            self.vectors.add(slot)
         self.live[slot] = True
 
     def _note(self, slot: int, new: Open, prompt: list[int]) -> list[int]:

@@ -190,11 +190,14 @@ class Served:
         )
 
     def embedder(self) -> Embedder:
-        """What embeds and scores here; 400 where the model was loaded to generate."""
+        """What embeds and scores here; it refuses what the model does not do."""
         from quire.chat.embedder import Embedder
 
         info = msgspec.structs.replace(self.info, model=self.model.name)  # a client knows it by this name
-        return Embedder(self.client, self.tokenizer, info, self.caller.priority())
+        caller = self.caller
+        return Embedder(
+            self.client, self.tokenizer, info, caller.priority(), namespace=caller.namespace(""), adapter=self.adapter
+        )
 
     def placed(self, generation: Generation) -> Generation:
         """The generation with its adapter, behind whom it stands, and whose prefixes it may find."""

@@ -68,7 +68,7 @@ class DeviceBatch:
     given: DeviceGiven | None = None  # None: every token is text; steps that are captured are
     coords: torch.Tensor | None = None  # int32 [axes, T]; None: pos along all axes
     hidden_into: Mapping[Hidden, torch.Tensor] | None = (
-        None  # where rows that the program keeps go; None: wherever there is room
+        None  # where rows that the program keeps go: those in it, and no others; None: wherever there is room
     )
     hidden: dict[Hidden, torch.Tensor] = field(
         default_factory=dict

@@ -249,7 +249,7 @@ class Emitter:
             rows = cells[x]
             if batch.hidden_into is None:
                 batch.hidden[which] = rows.clone()
-            else:
+            elif which in batch.hidden_into:
                 batch.hidden[which] = batch.hidden_into[which][: rows.shape[0]].copy_(rows)
 
         return run

@@ -1,13 +1,17 @@
-"""An engine that writes, from a model and a backend that are open already: memory, program, scheduler, runner."""
+"""An engine that writes, from a model and a backend that are open already: memory, program, scheduler, runner.
+
+It embeds, too: its program keeps the rows behind the last norm, and a request may want a vector of them in place of tokens.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
+from quire.backends.outputs import Hidden
 from quire.cache.loading import Loader
 from quire.cache.pool import Pool
 from quire.cache.prefix_tree import PrefixTree
@@ -22,12 +26,15 @@ from quire.engine.construction.sizes import pool_of, resolve_sizes
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.limits import standard
 from quire.engine.pages import Pages
+from quire.engine.pooled import TextsBeside
 from quire.engine.scheduler import Scheduler
 from quire.engine.spans import SpanHooks
 from quire.engine.types import EngineInfo
 from quire.models import Grouped, SeveralAxes
-from quire.observe.errors import NotEnoughMemory, Unsupported
+from quire.models.pooling import Pooling, pooling_of
+from quire.observe.errors import NotEnoughMemory, QuireError, Unsupported
 from quire.runner.choose import open_runner
+from quire.runner.pooler import Pooler
 
 STEP_DRAFTS = 16, 256  # draft tokens in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
@@ -42,6 +49,9 @@ def build_writing(
         model.kv_layout.split()  # a pool for each kind of layer
     _check(config, parts)
     drafts, step_drafts = _drafts(config)
+    pooling, pooling_lines = _pooling(parts)
+    pooler = None if pooling is None else Pooler(pooling)
+    keep = [] if pooler is None else [pooler.keep]
     max_rows = config.max_seqs + EXTRA_ROWS + step_drafts
     adapted = open_adapted(config, model, parts.checkpoint)
     forward = model.forward if adapted is None else adapted.forward
@@ -53,11 +63,12 @@ def build_writing(
         max_tokens=config.max_batch_tokens,
         max_rows=max_rows,
         room=0 if adapted is None else adapted.room,
+        keep=keep,
     )
     sizes = resolve_sizes(config, env, model, budget)
     kv = pool_of(config, model).sized(sizes.groups)
     lap("sizes")
-    program = _program(config, parts, forward, kv, max_rows, budget)
+    program = _program(config, parts, forward, kv, max_rows, budget, keep)
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
     guides = ConstraintMasks(model.config.vocab_size)
@@ -74,9 +85,10 @@ def build_writing(
         overlap=depth > 0,
         speculate=config.speculate,
         drafts=drafts,
+        pooler=pooler,
     )
     try:
-        hooks = SpanHooks(
+        spans = SpanHooks(
             NO_ADAPTERS if adapted is None else adapted.hooks(program, runner, secret),
             width=model.config.width,
             axes=model.axes if isinstance(model, SeveralAxes) else 1,
@@ -84,6 +96,12 @@ def build_writing(
     except BaseException:
         runner.close()  # its thread would hold the model for good
         raise
+    hooks = TextsBeside(
+        spans,
+        context=sizes.context,
+        vocab_size=model.config.vocab_size,
+        whole=pooling is not None and pooling.kind != "last",
+    )
     lap("engine")
     info = EngineInfo(
         model=parts.name,
@@ -97,6 +115,9 @@ def build_writing(
         backend=backend.describe(),
         weight_bytes=parts.weight_bytes,
         kv_bytes=kv.nbytes,
+        dimensions=0 if pooling is None else model.config.width,
+        cuts=None if pooling is None else pooling.cuts,
+        prompts={} if pooling is None else pooling.prompts,
         decisions=[
             *sizes.lines,
             *_kv_line(config, kv, backend),
@@ -104,13 +125,14 @@ def build_writing(
             f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
             f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
             *_drafts_line(config, drafts, step_drafts),
+            *pooling_lines,
         ],
         adapters=hooks.listed(),
         max_adapters=0 if adapted is None else config.max_loras,
     )
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
-    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides, pooler is not None)
     pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
     return Engine(scheduler, runner, depth, masks=guides, hooks=hooks, idle=idle, pages=pages), info
 
@@ -127,10 +149,27 @@ def _check(config: EngineConfig, parts: Parts) -> None:
         )
 
 
-def _program(config: EngineConfig, parts: Parts, forward: Forward, kv: KV, max_rows: int, budget: Budget) -> Program:
+def _pooling(parts: Parts) -> tuple[Pooling | None, list[str]]:
+    """How rows become an embedding, and what is to be told of it; None where the checkpoint asks for what is not supported."""
+    try:
+        pooling = pooling_of(parts.checkpoint, encoder=False)
+    except QuireError as error:  # no reason not to generate
+        return None, [f"no embeddings: {error}"]
+    return pooling, [f"embeddings: {line}" for line in pooling.lines]
+
+
+def _program(
+    config: EngineConfig,
+    parts: Parts,
+    forward: Forward,
+    kv: KV,
+    max_rows: int,
+    budget: Budget,
+    keep: Sequence[Hidden],
+) -> Program:
     try:
         return parts.backend.compile(
-            forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=parts.packed
+            forward, kv=kv, max_tokens=config.max_batch_tokens, max_rows=max_rows, packed=parts.packed, keep=keep
         )
     except MemoryError:  # somebody else was faster, or there is a limit that nobody can see
         raise NotEnoughMemory(
@@ -152,6 +191,7 @@ def _scheduler(
     drafts: int,
     step_drafts: int,
     guides: ConstraintMasks,
+    vectors: bool,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(
@@ -163,6 +203,7 @@ def _scheduler(
         limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
+        vectors=vectors,
     )
 
 

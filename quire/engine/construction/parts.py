@@ -3,11 +3,12 @@ of the two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.backends.ops import KV, Backend, Estimator, Forward, Holds, Measures
+from quire.backends.outputs import Hidden
 from quire.config import EngineConfig, Environment
 from quire.engine.construction.memory import Budget
 from quire.engine.construction.sizes import resolve_sizes
@@ -45,20 +46,22 @@ class Parts:
         max_tokens: int,
         max_rows: int,
         room: int = 0,
+        keep: Sequence[Hidden] = (),
     ) -> Budget:
         """The memory there is, and what all but the KV pool takes of it, as far as the backend can say.
 
-        `room` is what somebody else will take on the device.
+        `room` is what somebody else will take on the device, `keep` what the program is to keep.
         """
         backend = self.backend
         if isinstance(backend, Measures) and backend.owns_memory:
             # What could never be is refused before any weight is read.
             resolve_sizes(config, env, self.model, Budget(Memory(NO_LIMIT, "")))
-            free = backend.measure(forward, page, max_tokens=max_tokens, max_rows=max_rows, packed=self.packed)
+            sizes = {"max_tokens": max_tokens, "max_rows": max_rows}
+            free = backend.measure(forward, page, **sizes, packed=self.packed, keep=keep)
             return Budget(
                 Memory(max(0, free - room), "the device, with the model loaded"), own=True, share=config.memory_share
             )
         if isinstance(backend, Estimator):
-            needs = backend.estimate(forward, kv=page, max_tokens=max_tokens, max_rows=max_rows)
+            needs = backend.estimate(forward, kv=page, max_tokens=max_tokens, max_rows=max_rows, keep=keep)
             return Budget(look_at_memory(), needs, share=config.memory_share)
         return Budget(look_at_memory(), share=config.memory_share)

@@ -29,6 +29,7 @@ from quire.models import Encoder, Model
 from quire.models.pooling import Pooling, ScoreHead, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
+from quire.runner.pooler import Pooler
 
 if TYPE_CHECKING:
     from quire.models.reranker import YesNoScore
@@ -75,9 +76,8 @@ def build_pooled(
         max_seqs=config.max_seqs,
         max_tokens=budget,
         max_context=context,
-        pooling=pooling,
+        pooler=Pooler(pooling, head),
         encoder=encoder,
-        head=head,
     )
     step = f"a step: at most {budget} tokens of {config.max_seqs} texts; no prefix cache: every text is computed whole"
     info = EngineInfo(

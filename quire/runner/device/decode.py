@@ -7,16 +7,17 @@ coarser list of sizes is for steps with some in them; where it shares prefixes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.backends.batch import I32
+from quire.backends.outputs import Hidden
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, DeviceTable, Shared
-from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room, at_least, up_to
+from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room, at_least, buffers, up_to
 from quire.runner.device.sharing import GROUPS, Sharing
 from quire.runner.device.state import DeviceState
 
@@ -36,7 +37,16 @@ class Kind(NamedTuple):
 class DecodeSteps:
     """Logits and tokens of a step are valid until the next one."""
 
-    def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int):
+    def __init__(
+        self,
+        program: DeviceProgram,
+        state: DeviceState,
+        max_seqs: int,
+        max_context: int,
+        vocab: int,
+        unread: Collection[Hidden] = (),
+    ):
+        """`unread`: of the rows that the program keeps, those that nobody reads of these steps."""
         self._program, self._state, self._reach = program, state, max_context
         self.sizes = up_to(SIZES, max_seqs)
         self._shared_sizes = up_to(SHARED_SIZES, max_seqs) if program.shares else []
@@ -46,7 +56,7 @@ class DecodeSteps:
         few = [k for k in every if k.shared or k.adapted or k.size <= 64 or k.size == max_seqs or k.size % 128 == 0]
         self._count = torch.arange(max_seqs + 1, dtype=torch.int32, device=program.device)
         rooms = {kind: Room(kind.size, kind.size, CHANGES * kind.size, kind.size) for kind in every}
-        self.hidden = program.hidden_buffers(max_seqs)  # rows that the program keeps, of the last step
+        self.hidden = buffers(program, max_seqs, unread)  # rows that the program keeps, of the last step
         self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab, extra=self._extra, warm_up=few)
 
     def run(

@@ -12,7 +12,7 @@ knows how inputs are laid out and captured; the body, and which kind serves a st
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from quire.backends.batch import I32, Batch, Table
+from quire.backends.outputs import Hidden
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceTable
 from quire.runner.device.staging import Staging
@@ -181,6 +182,12 @@ class Ladder(Generic[Kind]):
             self._blank(kind)
             self.graphs[kind] = _graph_of(partial(self._launch, kind), self._device, pool, stream)
         torch.cuda.synchronize(self._device)
+
+
+def buffers(program: DeviceProgram, rows: int, unread: Collection[Hidden] = ()) -> dict[Hidden, torch.Tensor] | None:
+    """Memory for what steps of so many rows keep; what nobody reads of them has none, and is not copied."""
+    own = program.hidden_buffers(rows)
+    return None if own is None else {which: held for which, held in own.items() if which not in unread}
 
 
 def up_to(sizes: Sequence[int], most: int) -> list[int]:

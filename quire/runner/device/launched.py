@@ -11,6 +11,7 @@ import torch
 
 from quire.backends.outputs import Hidden
 from quire.runner.device.slot_sampling import RowSampling
+from quire.runner.device.texts import TextRows
 from quire.runner.host_state import Pending
 from quire.runner.plan import Logprob, Plan
 
@@ -66,6 +67,7 @@ class Launched(Pending):
         "sent",
         "shape",
         "slots",
+        "texts",
         "verification",
     )
 
@@ -84,6 +86,7 @@ class Launched(Pending):
         self.best: torch.Tensor | None = None  # the best tokens, when the forward noted them already
         # Rows that the program keeps, in the order of the step's rows: valid until the next forward is launched.
         self.hidden: Mapping[Hidden, torch.Tensor] = NOTHING
+        self.texts: TextRows | None = None  # of sequences that want a vector, if there are any
 
     def keep(self, hidden: Mapping[Hidden, torch.Tensor] | None, tokens: int, taken: int) -> None:
         """Note what was kept: of a padded step the rows that are its own, so many tokens and logit rows."""

@@ -17,7 +17,7 @@ import torch
 from quire.backends.batch import I32, Batch
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, DeviceTable
-from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room
+from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room, buffers
 from quire.runner.device.state import DeviceState
 
 # (tokens, sequences): alone or nearly so in fine steps, among many others in coarse ones.
@@ -56,7 +56,7 @@ class PrefillSteps:
         self._adapted = [Kind(*size, adapted=True) for size in self.adapted_sizes]
         rooms = {kind: self._room(kind) for kind in (*self._plain, *self._adapted)}
         few = [*self._plain[::2], *self._adapted]
-        self.hidden = program.hidden_buffers(max((tokens for tokens, _ in self.sizes), default=0))
+        self.hidden = buffers(program, max((tokens for tokens, _ in self.sizes), default=0))
         self.ladder = Ladder(program, state, rooms, self._body, vocab=vocab, extra=self._extra, warm_up=few)
 
     def _room(self, kind: Kind) -> Room:

@@ -29,6 +29,7 @@ import torch
 
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
+from quire.backends.outputs import Hidden
 from quire.backends.pages import PageBytes, PageCopy, PageIds
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, beside
@@ -43,11 +44,13 @@ from quire.runner.device.sharing import LEAST, Sharing, find
 from quire.runner.device.slot_sampling import RowSampling, SlotSampling
 from quire.runner.device.staging import Arrival, Staging
 from quire.runner.device.state import DeviceState
+from quire.runner.device.texts import TextRows
 from quire.runner.device.verify import VerifySteps
 from quire.runner.device.warmup import warm_up
 from quire.runner.host_state import HostState, Pending, Works
 from quire.runner.lora import Loras
 from quire.runner.plan import Plan, Result, Work
+from quire.runner.pooler import Pooler
 from quire.runner.sampler import Masks
 from quire.runner.speculate import Proposer
 
@@ -91,10 +94,12 @@ class DeviceRunner:
         padded: bool | None = None,
         proposer: Proposer | DeviceProposer | None = None,
         drafts: int = 0,
+        pooler: Pooler | None = None,
     ):
         """`padded` sends steps through the captured sizes even without graphs; None: only where there are graphs.
 
         `proposer` gives up to `drafts` draft tokens of a sequence in a step. Its own groups are the last ones of `kv`.
+        `pooler` makes the vectors of sequences that want one; the program was compiled to keep what it needs.
         """
         groups = list(getattr(proposer, "groups", ()))
         if groups:
@@ -121,6 +126,7 @@ class DeviceRunner:
         self._sampling = SlotSampling(max_seqs, vocab_size, self._device)
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._late = Staging(self._device)
+        self._pooler = pooler
         self._drafting: Drafting | None = None
         if proposer is not None and drafts:
             self._drafting = Drafting(
@@ -131,14 +137,16 @@ class DeviceRunner:
         self._prefill: PrefillSteps | None = None
         self._verify: VerifySteps | None = None
         if program.graphs if padded is None else padded:
-            self._decode = DecodeSteps(program, self._state, max_seqs, max_context, vocab_size)
+            # No text is computed in steps of decode rows alone, nor in those of draft tokens alone.
+            unread = {pooler.keep}.difference(getattr(proposer, "keep", ())) if pooler is not None else set[Hidden]()
+            self._decode = DecodeSteps(program, self._state, max_seqs, max_context, vocab_size, unread)
             self._prefill = PrefillSteps(
                 program, self._state, max_seqs=max_seqs, max_tokens=max_tokens, max_context=max_context, vocab=vocab_size
             )  # fmt: skip
             if self._drafting is not None:
                 self._verify = VerifySteps(
                     program, self._state, drafts=drafts, max_seqs=max_seqs, max_tokens=max_tokens,
-                    max_context=max_context, vocab=vocab_size
+                    max_context=max_context, vocab=vocab_size, unread=unread
                 )  # fmt: skip
             if program.graphs:
                 self._warm_up(max_seqs, max_tokens, max_context)
@@ -325,6 +333,8 @@ class DeviceRunner:
             pending.shape = self._shape(pending)
             pending.sampling = self._gather(pending)
             self._launch_plain(pending, batch, own, where, pages)
+        if self._slots.vectors and self._pooler is not None and (parts := self._pooler.find(works, batch)):
+            pending.texts = TextRows(self._pooler, parts, pending.hidden)
         self._slots.length[own] = batch.kv_len
         for i, w in works.items():
             if pending.rows[i].error is None:
@@ -339,6 +349,8 @@ class DeviceRunner:
     ) -> None:
         """A step whose lengths the host knows."""
         decoding = batch.logit_rows.size == batch.tokens == own.size == pending.slots.size
+        if decoding and self._slots.vectors:  # of decode steps no text's rows are kept
+            decoding = not any(w.vector for w in pending.works.values())
         text = batch.given is None and batch.coords is None  # captured steps are made for nothing else
         captured = text and (batch.adapters is None or self._program.adapts)
         if captured and decoding and self._decode is not None:
@@ -532,6 +544,8 @@ class DeviceRunner:
             pending = first.pending
             try:
                 rows = self._answers.read(pending, None if first.news is None else first.news.wait())
+                if pending.texts is not None:
+                    pending.texts.answer(rows)
             except Exception as error:
                 rows = self._answers.fail(pending, error)
             first.answer = Result(rows)

@@ -8,16 +8,17 @@ on the spare page. The body notes the best token of every row; which draft token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.backends.batch import I32
+from quire.backends.outputs import Hidden
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, DeviceTable
-from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room, at_least, up_to
+from quire.runner.device.ladder import CHANGES, Field, Inputs, Ladder, Room, at_least, buffers, up_to
 from quire.runner.device.state import DeviceState
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -49,7 +50,9 @@ class VerifySteps:
         max_tokens: int,
         max_context: int,
         vocab: int,
+        unread: Collection[Hidden] = (),
     ):
+        """`unread`: of the rows that the program keeps, those that nobody reads of these steps."""
         self._program, self._state, self._reach = program, state, max_context
         most = min(TOKENS, max_tokens)
         self._sizes = {rows: [n for n in up_to(SEQUENCES, max_seqs) if n * rows <= most] for rows in row_counts(drafts)}
@@ -60,7 +63,7 @@ class VerifySteps:
             kind: Room(kind.rows * kind.sequences, kind.sequences, CHANGES * kind.sequences, kind.rows * kind.sequences)
             for kind in kinds
         }
-        self.hidden = program.hidden_buffers(whole)
+        self.hidden = buffers(program, whole, unread)
         self.ladder = Ladder(
             program, state, rooms, self._body, vocab=vocab, extra=lambda kind: [Field(kind.sequences, 0)]
         )

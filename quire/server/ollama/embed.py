@@ -98,7 +98,7 @@ async def _begin(names: Names, request: Request, asked: Common) -> tuple[Served,
             param="options.num_ctx",
             code="unsupported_parameter",
         )
-    served.embedder()
+    served.embedder().embeds()
     return served, time.monotonic() - began
 
 

@@ -65,7 +65,7 @@ def register(app: FastAPI, server: Server) -> None:
         made = await while_connected(served, request, work)
         count(served, made)
         data = [{"object": "embedding", "index": i, "embedding": _written(one, encoding)} for i, one in enumerate(made)]
-        body = {"object": "list", "data": data, "model": served.model.name, "usage": usage(made), **cut(made)}
+        body = {"object": "list", "data": data, "model": served.name, "usage": usage(made), **cut(made)}
         return reply(body)
 
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], response_model=None)
