@@ -72,7 +72,7 @@ def command(
 
 def _doubt(model: str, decisions: list[str]) -> None:
     """A model that was not made for embeddings gives numbers too; whoever gets them shall know."""
-    from quire.models.pooling import UNSAID
+    from quire.models.embedding import UNSAID
 
     for line in decisions:
         if line.startswith("pooling: ") and any(words in line for words in UNSAID):

@@ -1,15 +1,21 @@
 """Request hooks: what sees every request before constraints are prepared and before the scheduler has it.
 
 `NoAdapters` is the one of an engine without adapters. `adapters.py` has the one that knows them, and is not even imported where
-nobody asked for any. A client's requests to load, list and unload adapters go to whichever there is.
+nobody asked for any; `TextsBeside` stands around either, in an engine that generates. A client's requests to load, list and
+unload adapters go to whichever there is.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from quire.engine.types import AdapterInfo, Request
 from quire.observe.errors import BadRequest, NotFound, Unsupported
+from quire.runner.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)  # a runner that chooses a token for every row then has least to do
 
 
 class RequestHooks(Protocol):
@@ -61,3 +67,36 @@ class NoAdapters:
 
     def unload(self, name: str) -> None:
         raise NotFound(f"there is no adapter {name[:128]!r}", param="lora_name", code="adapter_not_found")
+
+
+class TextsBeside:
+    """Hooks around those of an engine that generates: some requests want a vector."""
+
+    def __init__(self, inner: RequestHooks, *, context: int, vocab_size: int, whole: bool) -> None:
+        """`whole`: a vector is made of every row, so none may come from the prefix cache."""
+        self._inner = inner
+        self._context = context
+        self._vocab_size = vocab_size
+        self._whole = whole
+
+    def on_request(self, request: Request) -> Request:
+        if request.vector:
+            from quire.engine.pooled import check
+
+            check(request, self._context, self._vocab_size)
+            if request.constraint is not None:
+                raise BadRequest("a vector has no tokens to constrain", param="constraint")
+            request = msgspec.structs.replace(request, sampling=GREEDY, fresh=self._whole)
+        return self._inner.on_request(request)
+
+    def on_end(self, request_id: str) -> None:
+        self._inner.on_end(request_id)
+
+    def listed(self) -> list[AdapterInfo]:
+        return self._inner.listed()
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        return self._inner.load(name, path)
+
+    def unload(self, name: str) -> None:
+        self._inner.unload(name)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.hooks import NoAdapters, RequestHooks
-from quire.engine.types import AdapterInfo, Request
+from quire.engine.hooks import NoAdapters
+from quire.engine.types import Request
 from quire.observe.errors import BadRequest
-from quire.runner.params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0)  # a runner that chooses a token for every row then has least to do
 
 
 class Texts(NoAdapters):
@@ -28,37 +25,6 @@ class Texts(NoAdapters):
         request = super().on_request(request)
         check(request, self._context, self._vocab_size)
         return msgspec.structs.replace(request, vector=True)
-
-
-class TextsBeside:
-    """Hooks around those of an engine that generates: some requests want a vector."""
-
-    def __init__(self, inner: RequestHooks, *, context: int, vocab_size: int, whole: bool) -> None:
-        """`whole`: a vector is made of every row, so none may come from the prefix cache."""
-        self._inner = inner
-        self._context = context
-        self._vocab_size = vocab_size
-        self._whole = whole
-
-    def on_request(self, request: Request) -> Request:
-        if request.vector:
-            check(request, self._context, self._vocab_size)
-            if request.constraint is not None:
-                raise BadRequest("a vector has no tokens to constrain", param="constraint")
-            request = msgspec.structs.replace(request, sampling=GREEDY, fresh=self._whole)
-        return self._inner.on_request(request)
-
-    def on_end(self, request_id: str) -> None:
-        self._inner.on_end(request_id)
-
-    def listed(self) -> list[AdapterInfo]:
-        return self._inner.listed()
-
-    def load(self, name: str, path: str) -> AdapterInfo:
-        return self._inner.load(name, path)
-
-    def unload(self, name: str) -> None:
-        self._inner.unload(name)
 
 
 def check(request: Request, context: int, vocab_size: int) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.layouts import Floats
+from quire.models.embedding import KINDS, UNSAID, Pooling, of_gguf
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf.file import GGUF
 
@@ -25,24 +26,10 @@ if TYPE_CHECKING:
     from quire.weights.values import Values
 
 MODULES = "modules.json"
-KINDS = ("mean", "cls", "last")
-UNSAID = ("the file does not say", f"there is no {MODULES} that says")  # of a GGUF, and of a folder
 _GGUF_KINDS = {1: "mean", 2: "cls", 3: "last"}
 _MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SIGMOID, _IDENTITY = ("torch.nn.modules.activation.Sigmoid",), ("torch.nn.modules.linear.Identity",)
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """How rows become an embedding."""
-
-    kind: str  # of KINDS: the mean of all rows, the first, the last
-    normalize: bool  # to length 1
-    context: int | None = None  # the longest text it is meant for, where the checkpoint says
-    prompts: dict[str, str] = field(default_factory=dict)  # what goes before a text, by name; "" is the default
-    cuts: list[int] | None = None  # how many numbers may be kept: None: all; an empty list: any; else these
-    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +58,7 @@ def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
         number = checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0)
         if number not in (0, *_GGUF_KINDS):
             raise Unsupported(f"{checkpoint.path}: pooling_type {number} is not supported", cure="1 to 3 are")
-        why = "as the file says" if number else UNSAID[0]
-        kind = _GGUF_KINDS.get(number, kind)
-        return Pooling(kind, True, lines=(f"pooling: {kind} ({why}), normalized (a GGUF cannot say)",))
+        return of_gguf(_GGUF_KINDS[number], "as the file says") if number else of_gguf(kind)
     if checkpoint is None or checkpoint.text(MODULES, 1 << 20) is None:
         cuts = None if checkpoint is None else _cuts(checkpoint.config)
         lines = (f"pooling: {kind}, normalized ({UNSAID[1]})",)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from quire.backends.batch import Batch
 from quire.backends.outputs import FINAL, Hidden
 from quire.layouts import Floats
-from quire.models.pooling import Pooling
+from quire.models.embedding import Pooling
 from quire.runner.plan import Row, Work
 
 Wide = npt.NDArray[np.float64]

@@ -23,18 +23,20 @@ from quire.engine.construction.fingerprint import naming
 from quire.engine.construction.memory import Budget, group_of
 from quire.engine.construction.parts import Parts
 from quire.engine.construction.sizes import pool_of, resolve_sizes
+from quire.engine.construction.tasks import declared
 from quire.engine.engine import NO_ADAPTERS, Engine
+from quire.engine.hooks import TextsBeside
 from quire.engine.limits import standard
 from quire.engine.pages import Pages
-from quire.engine.pooled import TextsBeside
 from quire.engine.scheduler import Scheduler
 from quire.engine.spans import SpanHooks
 from quire.engine.types import EngineInfo
 from quire.models import Grouped, SeveralAxes
-from quire.models.pooling import Pooling, pooling_of
+from quire.models.embedding import Pooling, of_gguf
 from quire.observe.errors import NotEnoughMemory, QuireError, Unsupported
 from quire.runner.choose import open_runner
 from quire.runner.pooler import Pooler
+from quire.weights.gguf.file import GGUF
 
 STEP_DRAFTS = 16, 256  # draft tokens in a step at most, of all sequences: on a CPU, where rows cost, and on a GPU
 EXTRA_ROWS = 64  # logit rows beyond one per sequence, for prompt logprobs; each is as wide as the vocabulary
@@ -151,10 +153,16 @@ def _check(config: EngineConfig, parts: Parts) -> None:
 
 def _pooling(parts: Parts) -> tuple[Pooling | None, list[str]]:
     """How rows become an embedding, and what is to be told of it; None where the checkpoint asks for what is not supported."""
-    try:
-        pooling = pooling_of(parts.checkpoint, encoder=False)
-    except QuireError as error:  # no reason not to generate
-        return None, [f"no embeddings: {error}"]
+    checkpoint = parts.checkpoint
+    if isinstance(checkpoint, GGUF) and not declared(checkpoint):
+        pooling = of_gguf("last")
+    else:
+        from quire.models.pooling import pooling_of
+
+        try:
+            pooling = pooling_of(checkpoint, encoder=False)
+        except QuireError as error:  # no reason not to generate
+            return None, [f"no embeddings: {error}"]
     return pooling, [f"embeddings: {line}" for line in pooling.lines]
 
 

@@ -26,7 +26,8 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.types import EngineInfo
 from quire.machine import look_at_memory
 from quire.models import Encoder, Model
-from quire.models.pooling import Pooling, ScoreHead, pooling_of
+from quire.models.embedding import Pooling
+from quire.models.pooling import ScoreHead, pooling_of
 from quire.observe.errors import BadRequest, NotEnoughMemory, Unsupported
 from quire.runner.pooled import PooledRunner
 from quire.runner.pooler import Pooler

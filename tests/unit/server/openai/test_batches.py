@@ -130,7 +130,7 @@ async def test_only_so_many_lines_at_a_time(config):
 
 async def test_embeddings_stay_behind_too(config):
     completer = FakeCompleter()
-    completer.info = msgspec.structs.replace(completer.info, task="embed")
+    completer.info = msgspec.structs.replace(completer.info, task="embed", dimensions=2)
     asked: list[Request] = []
 
     async def generate(request: Request) -> AsyncIterator[Event]:
