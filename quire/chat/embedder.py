@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from quire.engine.pooled import too_long
+from quire.engine.texts import too_long
 from quire.engine.transport.client import EngineClient
 from quire.engine.types import EngineInfo, Receipt, Request
 from quire.layouts import Floats

@@ -81,7 +81,7 @@ class TextsBeside:
 
     def on_request(self, request: Request) -> Request:
         if request.vector:
-            from quire.engine.pooled import check
+            from quire.engine.texts import check
 
             check(request, self._context, self._vocab_size)
             if request.constraint is not None:

@@ -195,3 +195,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapters: list[AdapterInfo] = []  # loaded at start
     max_adapters: int = 0  # that can be loaded at once; 0: none, and none can be loaded later
     decisions: list[str] = []  # human-readable lines, printed at start
+
+    @property
+    def tasks(self) -> list[str]:
+        """All that requests may ask for."""
+        return [self.task, *(["embed"] if self.dimensions and self.task != "embed" else [])]

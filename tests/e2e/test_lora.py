@@ -163,12 +163,30 @@ def test_lines_of_a_batch_choose_too(server: Server):
     assert json.loads(fault)["response"]["status_code"] == 404
 
 
-def test_embeddings_with_an_adapter_are_refused(server: Server):
-    """A model that embeds has no adapters; one that generates does not embed, by whichever name."""
-    for path, body in (("/v1/embeddings", {"input": "x"}), ("/api/embed", {"input": "x"})):
-        for model in ("m", "first"):
-            refused = post(server, path, body | {"model": model})
-            assert refused.status_code == 400 and "not to embed" in refused.text, refused.text
+def test_embeddings_are_those_of_the_model_or_the_adapter_that_is_named(server: Server, files: Path):
+    import peft
+    import torch
+    import transformers
+
+    ids = post(server, "/tokenize", {"prompt": "two words"}).json()["tokens"]
+    bare = transformers.AutoModelForCausalLM.from_pretrained(files / "m", dtype=torch.float32).eval()
+
+    def wanted(model: Any) -> Any:
+        with torch.no_grad():
+            row = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+        return row / row.norm()
+
+    want = {"m": wanted(bare)}  # before the adapter is put into it
+    want["first"] = wanted(peft.PeftModel.from_pretrained(bare, files / "a").eval())
+    assert float(want["m"] @ want["first"]) < 0.999
+    for model, vector in want.items():
+        made = post(server, "/v1/embeddings", {"input": "two words", "model": model}).json()
+        assert made["model"] == model
+        assert float(torch.tensor(made["data"][0]["embedding"]) @ vector) > 0.9999
+        theirs = post(server, "/api/embed", {"input": "two words", "model": model}).json()
+        assert theirs["embeddings"][0] == made["data"][0]["embedding"]
+    refused = post(server, "/v1/embeddings", {"input": "x", "model": "second"})
+    assert refused.status_code == 404
 
 
 def test_a_constraint_holds_through_an_adapter(server: Server):

@@ -114,7 +114,7 @@ def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:
     if any(own.state for own in kv.groups):
         raise Unsupported(
             f"a {model.config.architecture} has layers that carry a state, which is not kept when texts are embedded",
-            cure="leave --task out",
+            cure="leave --task out: loaded to generate, it embeds, too",
         )
 
 

@@ -1,4 +1,4 @@
-"""POST /api/embed and /api/embeddings, as Ollama has them, of a model that embeds.
+"""POST /api/embed and /api/embeddings, as Ollama has them, of a model that embeds or generates.
 
 /api/embed cuts a text that is too long unless `truncate` is false, because that is Ollama's default; the answer then says how many tokens
 of which text were left out, under `quire.cut_tokens`. /api/embeddings is the older route: one text, never cut. Times are measured, in nanoseconds.
@@ -118,7 +118,7 @@ COMPAT = (
         dialect="Ollama",
         method="POST",
         path="/api/embed",
-        what="Of a model that embeds.",
+        what="Of a model that embeds or generates.",
         fields=(
             Fields(
                 shape=EmbedRequest,
@@ -139,7 +139,7 @@ COMPAT = (
         dialect="Ollama",
         method="POST",
         path="/api/embeddings",
-        what="The older route, of a model that embeds. A text that is too long is refused.",
+        what="The older route, of a model that embeds or generates. A text that is too long is refused.",
         fields=(Fields(shape=EmbeddingsRequest, notes=_KEEP), _OPTIONS),
         example={"model": "", "prompt": "hi"},
         surface="model prompt keep_alive options",

@@ -98,7 +98,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path="/v1/embeddings",
-        what="Of a model that embeds.",
+        what="Of a model that embeds or generates.",
         fields=(
             Fields(
                 shape=EmbeddingRequest,

@@ -1,6 +1,6 @@
 """GET /v1/models and /v1/models/{id}: the models that are served, and their adapters, which name their model as the parent.
 
-In OpenAI's shape, with vLLM's `max_model_len`. Further names of a model are listed too: they have it as their root.
+In OpenAI's shape, with vLLM's `max_model_len`, and under `quire.tasks` what requests may ask for. Further names of a model are listed too: they have it as their root.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def register(app: FastAPI, server: Server) -> None:
 
 
 def _card(model: Model, name: str, itself: bool) -> dict[str, Any]:
+    info = None if model.completer is None else model.completer.info
     return {
         "id": name,
         "object": "model",
@@ -41,12 +42,19 @@ def _card(model: Model, name: str, itself: bool) -> dict[str, Any]:
         "owned_by": "quire",
         "root": model.name,
         "parent": None if itself else model.name,  # an adapter has the model that it adds to
-        "max_model_len": None if model.completer is None else model.completer.info.context,  # null until it is loaded
+        # Null until it is loaded.
+        "max_model_len": None if info is None else info.context,
+        "quire": {"tasks": None if info is None else info.tasks},
     }
 
 
 COMPAT = (
-    Endpoint(dialect="OpenAI", method="GET", path="/v1/models", what="The served models, with vLLM's `max_model_len`."),
+    Endpoint(
+        dialect="OpenAI",
+        method="GET",
+        path="/v1/models",
+        what="The served models, with vLLM's `max_model_len`; `quire.tasks` is what each does: `generate`, `embed`, `score`.",
+    ),
     Endpoint(dialect="OpenAI", method="GET", path="/v1/models/{model_id:path}"),
 )
 _NO_MEDIA = "the models served take and make text"

@@ -104,6 +104,7 @@ async def test_models():
         assert listed["object"] == "list"
         (card,) = listed["data"]
         assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 200)
+        assert card["quire"] == {"tasks": ["generate"]}
         assert (await http.get(f"/v1/models/{MODEL}")).json() == card
         missing = await http.get("/v1/models/org/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -24,7 +24,9 @@ from quire.server.feed import while_connected
 from quire.server.served import Model, Served
 from quire.server.server import Server
 from quire.weights.checkpoint import open_checkpoint
+from tests.unit.chat import hub_kit
 from tests.unit.chat.test_embedder import folder, wanted
+from tests.unit.models import folders
 from tests.unit.server.fakes import URL, FakeCompleter, client_for
 from tests.unit.server.openai.openai_schema import conforms
 
@@ -183,6 +185,53 @@ async def test_a_model_answers_only_for_what_it_is(tiny: tuple[Path, Any, Any], 
             r = await http.post(path, json=body)
             assert (r.status_code, r.json()["error"]["code"]) == (400, "unsupported_task")
             assert "--task embed" in r.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that generates."""
+    path = tmp_path_factory.mktemp("w") / "m"
+    tokenizer = hub_kit.byte_level(path)
+    (path / "config.json").unlink()
+    size = max(tokenizer.get_vocab().values()) + 1
+    folders.save(folders.build("qwen2", vocab_size=size + 8, eos_token_id=2, bos_token_id=None), path)
+    return path
+
+
+async def test_a_model_that_generates_embeds_beside_its_answers(writer: Path):
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(writer, dtype=torch.float32).eval()
+    texts = ["the cat sits", "dog", "a much longer text that takes some more tokens than the others do"]
+    asked = {"prompt": "The", "max_tokens": 60, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    async with serving(writer) as http:
+        (card,) = (await http.get("/v1/models")).json()["data"]
+        assert card["quire"] == {"tasks": ["generate", "embed"]}
+        alone = (await http.post("/v1/completions", json=asked)).json()["choices"][0]["text"]
+        answer, *made = await asyncio.gather(
+            http.post("/v1/completions", json=asked), *(http.post(EMBED, json={"input": text}) for text in texts)
+        )
+        assert answer.json()["choices"][0]["text"] == alone
+        for text, one in zip(texts, made, strict=True):
+            ids = (await http.post("/tokenize", json={"prompt": text})).json()["tokens"]
+            with torch.no_grad():
+                row = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1].numpy()
+            vector = np.array(one.json()["data"][0]["embedding"])
+            np.testing.assert_allclose(vector, row / np.linalg.norm(row), atol=2e-3)
+            assert one.json()["usage"] == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
+        both = (await http.post("/api/embed", json={"model": "tiny", "input": texts[:2]})).json()
+        assert both["embeddings"] == [one.json()["data"][0]["embedding"] for one in made[:2]]
+        r = await http.post(EMBED, json={"input": "dog", "dimensions": 8})
+        assert r.status_code == 400 and r.json()["error"]["param"] == "dimensions"
+        scored: list[tuple[str, Any]] = [
+            ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+            ("/v1/score", {"text_1": "x", "text_2": "y"}),
+        ]
+        for path, body in scored:
+            r = await http.post(path, json=body)
+            assert (r.status_code, r.json()["error"]["code"]) == (400, "unsupported_task")
+            assert "not to score" in r.json()["error"]["message"] and "--task embed" in r.json()["error"]["message"]
 
 
 class Leaving:
