@@ -93,8 +93,8 @@ def command(
 ) -> None:
     """Serve models over HTTP.
 
-    OpenAI's, Anthropic's and Ollama's API for a model that chats or continues text; embeddings, rerank and score for one that is
-    for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches a model if it is not here.
+    OpenAI's, Anthropic's and Ollama's API for a model that chats or continues text, embeddings among it; rerank and score for one that
+    is for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches a model if it is not here.
     Several models share the memory; options of the engine hold for each. SIGTERM or Ctrl-C lets running answers finish; a second one stops at
     once.
     """

@@ -16,7 +16,7 @@ from quire.engine.types import Constraint, Event, Request
 from quire.layouts import Floats
 from quire.runner.params import SamplingParams
 from tests.unit.engine.test_pooled import TEXTS, decoder, made, vectors, wanted
-from tests.unit.models import folders
+from tests.unit.models import families, folders, mixtures
 from tests.unit.models.encoders import save
 
 torch = pytest.importorskip("torch", reason="needs torch: the test extra")
@@ -100,6 +100,26 @@ def test_of_a_llama(tmp_path: Path):
     own = told(engine, texts())
     for i, row in enumerate(rows):
         np.testing.assert_allclose(floats(own[f"text-{i}"]), row / np.linalg.norm(row), atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("kit", "kind"),
+    [(families, "gemma3"), (families, "cohere"), (families, "olmo2"), (mixtures, "deepseek3"),
+     (mixtures, "qwen3next"), (mixtures, "gpt-oss")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_of_other_families(kit: Any, kind: str, backend: str, tmp_path: Path):
+    """Windows, latent caches, states: what a sequence needs is there, since it is one like any other."""
+    model = kit.build(kind)
+    engine, info = made(folders.save(model, tmp_path / "m"), backend=backend, max_seqs=4, max_batch_tokens=64)
+    assert info.task == "generate"
+    which = [[t % info.vocab_size for t in tokens] for tokens in (TEXTS[0], TEXTS[3], TEXTS[7])]
+    own = told(engine, [*answers()[:2], *texts(which)])
+    for i, tokens in enumerate(which):
+        with torch.no_grad():
+            row = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0, -1].double().numpy()
+        assert float(floats(own[f"text-{i}"]).astype(np.float64) @ row) / np.linalg.norm(row) > 0.999
 
 
 @pytest.mark.parametrize("how", ["last", "mean"])
