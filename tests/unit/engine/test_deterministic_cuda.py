@@ -93,7 +93,7 @@ def answers(shape: str, requests: list[Request], **options: Any) -> dict[str, li
         for event in engine.step():
             assert event.error is None, event.error
             told = [(p.token, p.logprob, p.rank, p.top) for p in [*(event.prompt_logprobs or ()), *event.logprobs]]
-            heard[event.id] += [event.tokens, told]
+            heard[event.id] += [event.tokens, told + [event.vector] * bool(event.vector)]
     engine.close()
     return {name: flat(parts) for name, parts in heard.items()}
 
@@ -110,6 +110,16 @@ def alone(shape: str) -> dict[str, list[Any]]:
 
 def test_alone_or_in_a_batch(shape: str, alone: dict[str, list[Any]]):
     assert answers(shape, REQUESTS) == alone
+
+
+def test_with_a_text_that_is_embedded(shape: str, alone: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch):
+    """Its vector has the same bits alone and among answers, on the ladder of padded steps."""
+    text = Request(id="text", tokens=[(5 * j) % 160 for j in range(33)], vector=True)
+    apart = answers(shape, [text])
+    assert len(apart["text"][-1]) == 4 * SHAPE["hidden_size"]
+    plain = device_runner.DeviceRunner.__init__
+    monkeypatch.setattr(device_runner.DeviceRunner, "__init__", functools.partialmethod(plain, padded=True))
+    assert answers(shape, [REQUESTS[1], text, REQUESTS[2]]) == {n: alone[n] for n in ("1", "2")} | apart
 
 
 @pytest.mark.large

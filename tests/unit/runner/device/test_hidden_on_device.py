@@ -17,10 +17,12 @@ from quire.backends.choose import open_backend  # noqa: E402
 from quire.backends.ops import KV  # noqa: E402
 from quire.backends.outputs import Hidden  # noqa: E402
 from quire.backends.torch.batch import DeviceBatch  # noqa: E402
+from quire.models.embedding import Pooling  # noqa: E402
 from quire.runner.device.proposer import DeviceRows, HiddenRows  # noqa: E402
 from quire.runner.device.runner import DeviceRunner  # noqa: E402
 from quire.runner.params import SamplingParams  # noqa: E402
 from quire.runner.plan import Plan, Work  # noqa: E402
+from quire.runner.pooler import Pooler  # noqa: E402
 from tests.unit.runner.test_speculate import Told  # noqa: E402
 from tests.unit.runner.tiny_llama import KV_HEADS, LAYERS, WIDTH, TinyLlama, V, decode, known, opening  # noqa: E402
 
@@ -179,3 +181,32 @@ def test_a_proposer_reads_the_row_that_its_token_was_sampled_from(padded: bool):
     rows += [plain.step(Plan(step=i, work=[decode(i) for i in range(3)])).rows for i in range(1, 7)]
     want = [[row[i].tokens[0] for row in rows] for i in range(3)]
     assert all(w[: len(t)] == t[: len(w)] for w, t in zip(want, told, strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
+def test_vectors_are_made_of_kept_rows_and_decode_steps_copy_none(padded: bool):
+    pooler = Pooler(Pooling("last", True))
+    pooler.keep = Hidden(1, taken=True)  # which this model marks
+    program = Watched(compiled((pooler.keep,)))
+    made = DeviceRunner(
+        program, kv=POOL, vocab_size=V, max_seqs=SEQS, max_tokens=MOST, max_context=CONTEXT, max_rows=40,
+        padded=padded, pooler=pooler,
+    )  # fmt: skip
+    said, plan = prompts(20, 1, 9)  # the second is as short as a decode row
+    for i in (0, 1):
+        plan.work[i].vector = plan.opened[i].vector = True
+    tickets = [made.sample(made.forward(plan))]
+    kept = program.batches[-1].hidden[pooler.keep].clone()  # of the answer first, then of the texts
+    pending = made.forward(Plan(step=1, work=[decode(2)]))  # texts are not read yet
+    assert set(pending.hidden) == (set() if padded else {pooler.keep})
+    tickets.append(made.sample(pending))
+    text, short, answer = tickets[0].result().rows
+    assert not text.tokens and not short.tokens and len(answer.tokens) == 1 and not answer.vector
+    for row, numbers in ((text, kept[1]), (short, kept[2])):
+        np.testing.assert_allclose(np.frombuffer(row.vector, "<f4"), numbers / numbers.norm(), atol=1e-6)
+    alone = Plan(
+        step=2, work=[known(3, said[1], 0, sample=True, pages=[30], vector=True)], opened=[opening(3, said[1], GREEDY)]
+    )
+    alone.opened[0].vector = True
+    [again] = made.step(alone).rows
+    np.testing.assert_allclose(np.frombuffer(again.vector, "<f4"), np.frombuffer(short.vector, "<f4"), atol=1e-6)
