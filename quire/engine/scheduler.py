@@ -599,7 +599,7 @@ class Scheduler:
             if work.start >= 0:
                 self._count_prompt(seq, work)
             finish, taken, sampled = None, 0, row.tokens
-            if work.sample and not work.vector:
+            if work.sample:
                 seq.sampling -= 1
                 seq.sampled_here = True
                 tokens, taken = seq.tokens, len(sampled)

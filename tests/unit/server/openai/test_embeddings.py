@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,8 +18,11 @@ from quire.chat.completer import Completer
 from quire.chat.loading import tokenizer_and_template
 from quire.config import EngineConfig, Environment, ServerConfig
 from quire.engine.transport.inprocess import InProcessClient
+from quire.engine.types import Event, Receipt
+from quire.engine.types import Request as EngineRequest
 from quire.observe.errors import Unavailable
 from quire.server.app import create_app
+from quire.server.callers import Caller
 from quire.server.errors import ClientGone
 from quire.server.feed import while_connected
 from quire.server.served import Model, Served
@@ -232,6 +236,25 @@ async def test_a_model_that_generates_embeds_beside_its_answers(writer: Path):
             r = await http.post(path, json=body)
             assert (r.status_code, r.json()["error"]["code"]) == (400, "unsupported_task")
             assert "not to score" in r.json()["error"]["message"] and "--task embed" in r.json()["error"]["message"]
+
+
+async def test_texts_are_computed_for_whom_they_are():
+    """By the adapter that was named, and with the cached prefixes of the caller alone."""
+    completer: Any = FakeCompleter()
+    completer.info = msgspec.structs.replace(completer.info, dimensions=2)
+    asked: list[EngineRequest] = []
+
+    async def generate(request: EngineRequest) -> AsyncIterator[Event]:
+        asked.append(request)
+        yield Event(id=request.id, finish="stop", vector=b"\0\0\x80?" * 2, receipt=Receipt())
+
+    completer.client.generate = generate
+    for caller in (Caller("ann"), Caller("bob", behind=7), Caller()):
+        await Served(Model("m"), completer, "tuned", "tuned", caller).embedder().embed([[1, 2]])
+    assert all(r.vector and r.adapter == "tuned" for r in asked)
+    assert [r.priority for r in asked] == [0, 7, 0]
+    first, second, own = (r.namespace for r in asked)
+    assert own == "" and len({first, second, own}) == 3 and first == Caller("ann").namespace("")
 
 
 class Leaving:
