@@ -74,6 +74,8 @@ SENTENCES = {
     "nothing need be said, it is always so": "-fa --flash-attn -cb --cont-batching --enable-chunked-prefill --metrics --slots",
     "files are always mapped": "--no-mmap --mlock",
     "the model stays loaded while the server runs": "--keepalive --keep-alive --sleep-idle-seconds",
+    "every model that generates embeds, too; --task embed is for one that shall do nothing else": "--embedding --embeddings",
+    "how rows become an embedding is read from the model's files": "--pooling --pooler-config --override-pooler-config",
     "--debug goes before the verb: quire --debug VERB …": "--debug",
 }
 

@@ -92,6 +92,8 @@ def test_wrong_usage_is_exit_2(tmp_path: Path, args: list[str], says: str):
         ("run --temp 1 hi", "--temp: here it is --temperature."),
         ("serve -ngl 99", "--device cuda or --device cpu."),
         ("serve --max_model_len 4096", "here it is --context."),
+        ("serve x --embeddings", "--task embed is for one that shall do nothing else."),
+        ("serve x --pooling last", "how rows become an embedding is read from the model's files."),
         ("run -m model.gguf", "the model comes first, without a flag."),
         ("bench latency --input-len=4", "here it is --prompt-tokens."),
         ("show --debug x", "quire --debug VERB …."),
