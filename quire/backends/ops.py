@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.adapters import Site
+from quire.backends.adapters import Target
 from quire.backends.batch import I32, Batch
 from quire.backends.elementwise import ELEMENTWISE, ElementwiseOps
 from quire.backends.elementwise import Tensor as Tensor
@@ -53,8 +53,8 @@ class Ops(ElementwiseOps, Protocol):
         """x @ weight.T (+ bias). weight [n, k]. A backend may round x per 32 columns: to int8 for Affine weights, and f16 ones to 14 bits with x to 16."""
         ...
 
-    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, site: Site) -> Tensor:
-        """y + scale * b (a x) for rows whose slot has a pair at this site; the others are y. x is not rounded to int8.
+    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, target: Target) -> Tensor:
+        """y + scale * b (a x) for rows whose slot has a pair for this target; the others are y. x is not rounded to int8.
 
         `rows` is batch.adapters, or batch.taken_adapters once rows were taken. y [T, n], x [T, k] -> [T, n]
         """

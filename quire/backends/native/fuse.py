@@ -73,21 +73,21 @@ def fold_adapters(program: Program) -> Program:
         if i.op != "adapt":
             out.append(i)
             continue
-        (y, x), (site,) = i.inputs, i.sites
+        (y, x), (target,) = i.inputs, i.targets
         linear = maker.get(y)
         folds = linear is not None and _plain_linear(linear) and read[y] == 1
         user = linear if linear is not None and folds else i
         if x not in shrinks:
             before[id(user)] = shrinks[x] = Instruction("shrink", [x])
-        shrunk = Value(site.rank, x.per_token)
+        shrunk = Value(target.rank, x.per_token)
         shrinks[x].outputs.append(shrunk)
-        shrinks[x].sites.append(site)
+        shrinks[x].targets.append(target)
         if user is i:
             i.inputs = [y, shrunk]
             out.append(i)
         else:
             s = user.segments[0]
-            s.out, s.site, s.shrunk = i.outputs[0], site, shrunk
+            s.out, s.target, s.shrunk = i.outputs[0], target, shrunk
     return [each for i in out for each in ([before[id(i)], i] if id(i) in before else [i])]
 
 

@@ -257,7 +257,7 @@ class Emitter:
     def _adapt(self, i: Instruction) -> Step:
         kernels, outs, taken = self._kernels, self._at(i.outputs), not i.outputs[0].per_token
         *ys, x = self._at(i.inputs)
-        stacks = [self._stacks.by_site[site] for site in i.sites]
+        stacks = [self._stacks.by_target[target] for target in i.targets]
         alone = all(self._used[y] == 1 for y in i.inputs[:-1])
 
         def run(cells: Cells, batch: DeviceBatch) -> None:

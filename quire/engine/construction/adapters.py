@@ -48,7 +48,7 @@ class Adapted:
     def room(self) -> int:
         """Bytes that all its places take on a device when they are full. Only the CUDA backend takes the head's at once."""
         c, whole = self.config, self.config.backend == "cuda"
-        sizes = [site.n + site.k for site in self.targets.by_weight.values() if whole or site.name != HEAD]
+        sizes = [target.n + target.k for target in self.targets.by_weight.values() if whole or target.name != HEAD]
         return (4 if c.dtype == "float32" else 2) * c.max_loras * -(-c.max_lora_rank // 16) * 16 * sum(sizes)
 
     def hooks(self, program: Program, runner: Ordered, secret: Secret) -> Adapters:

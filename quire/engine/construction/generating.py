@@ -60,7 +60,7 @@ def build_writing(
     program = _program(config, parts, forward, kv, max_rows, budget)
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
-    guides = ConstraintMasks(model.config.vocab_size)
+    masks = ConstraintMasks(model.config.vocab_size)
     secret = Secret(env.home)
     tree = _tree(kv)
     runner = open_runner(
@@ -110,9 +110,9 @@ def build_writing(
     )
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
-    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, masks)
     pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
-    return Engine(scheduler, runner, depth, masks=guides, hooks=hooks, idle=idle, pages=pages), info
+    return Engine(scheduler, runner, depth, masks=masks, hooks=hooks, idle=idle, pages=pages), info
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
@@ -151,7 +151,7 @@ def _scheduler(
     max_rows: int,
     drafts: int,
     step_drafts: int,
-    guides: ConstraintMasks,
+    masks: ConstraintMasks,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(
@@ -160,7 +160,7 @@ def _scheduler(
         budget=config.max_batch_tokens,
         context=context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
     )

@@ -139,8 +139,8 @@ def test_tokens_are_the_same_at_any_depth_in_any_batch_and_through_preemption() 
 
 def test_tokens_that_are_no_text_satisfy_nothing() -> None:
     """Not control tokens, not tokens without bytes, not rows of logits without a token."""
-    guides = ConstraintMasks(V)
-    guides.set_vocabulary(WORDS)
+    masks = ConstraintMasks(V)
+    masks.set_vocabulary(WORDS)
     engine = make()
     outcome = run(engine, [ask(Constraint.regex(r"(?s:.)*"), seed=i, max_tokens=40) for i in range(20)])
     for tokens, _ in outcome.values():
@@ -479,8 +479,8 @@ def test_masks_are_as_wide_as_the_logits() -> None:
 
 
 def test_bad_input_raises_before_it_is_held() -> None:
-    guides = ConstraintMasks(V)
-    guides.set_vocabulary(WORDS)
+    masks = ConstraintMasks(V)
+    masks.set_vocabulary(WORDS)
     with pytest.raises(BadRequest):
-        guides.hold(ask(Constraint(kind="frob")))
-    assert not guides.holding
+        masks.hold(ask(Constraint(kind="frob")))
+    assert not masks.holding
