@@ -126,7 +126,7 @@ def command(
 
 
 def _key(given: str | None) -> str | None:
-    """An empty one is a variable that was not set, and would leave the door open."""
+    """An empty one is a variable that was not set, and would ask nobody for a key."""
     if given is not None and not given.strip():
         raise typer.BadParameter("the key is empty: leave the option out to ask for none", param_hint="--api-key")
     return given
@@ -172,7 +172,10 @@ def _serve(store: Store, wanted: list[Wanted], server: ServerConfig, engines: li
         ui.note(f"{model.name} is ready at {url}/v1 (loaded in {model.info.load_seconds:.1f} s)")
 
     async def run() -> int:
-        models = [Model(one.names, expected=(name for name, _ in settings[one.name][1].loras)) for one in wanted]
+        models = [
+            Model(one.names, source=one.source, expected=(name for name, _ in settings[one.name][1].loras))
+            for one in wanted
+        ]
         serving = Server(server, models)
         serving.store = store
         ui.note(serving.state.line())

@@ -47,8 +47,9 @@ class Running(Protocol):
 class Model:
     """One model of a server, from before it is loaded. Stages: loading -> ready <-> restarting -> failed, and draining at the end."""
 
-    def __init__(self, names: str | Sequence[str], *, expected: Iterable[str] = ()):
+    def __init__(self, names: str | Sequence[str], *, source: str = "", expected: Iterable[str] = ()):
         self.names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names)  # answers have the first
+        self.source = source  # what the model store calls it; empty for a file outside of the store
         self.created = int(time.time())
         self.client: EngineClient | None = None
         self.completer: Completer | None = None
