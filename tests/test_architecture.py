@@ -1,4 +1,4 @@
-"""The house holds: imports go one way, there are no cycles, and what must not be imported is not.
+"""The architecture holds: imports go one way, there are no cycles, and what must not be imported is not.
 
 Rooms are listed from the roof down; a file may import from its own room and from rooms below it.
 """

@@ -92,9 +92,9 @@ class Adapters:
             )
         if not self._loras.room:
             leaving = sum(r.leaving for r in self._residents.values())
-            still = f", {leaving} of them unloaded and still in use" if leaving else ""
+            leaves = f", {leaving} of them unloaded and still in use" if leaving else ""
             raise BadRequest(
-                f"{self._slots} adapters are loaded{still}: there is no room for another",
+                f"{self._slots} adapters are loaded{leaves}: there is no room for another",
                 cure="unload one, or start with a larger --max-loras",
                 code="too_many_adapters",
             )

@@ -271,7 +271,7 @@ def windows_line(windows: tuple[int | None, ...]) -> list[str]:
     return [f"attention window: {some[0]} tokens in {count} layers"]
 
 
-def refuse_strangers(
+def refuse_unknown(
     checkpoint: Folder | GGUF,
     tensors: Tensors,
     d: Dims,
@@ -297,11 +297,11 @@ def refuse_strangers(
     alone = [n for n in extra if known(n)]
     if alone:
         told.append(f"{len(alone)} tensors in the file are not used by this model: {', '.join(alone[:4])}")
-    strangers = [n for n in extra if not known(n)]
-    if strangers:
+    unknown = [n for n in extra if not known(n)]
+    if unknown:
         raise BadModelFile(
-            f"{checkpoint.file_of(strangers[0])}: tensor {strangers[0]!r} is not one that a {d.architecture} with this "
-            f"configuration has ({d.layers} layers); {len(strangers)} of {len(checkpoint.tensors)} tensors are not",
+            f"{checkpoint.file_of(unknown[0])}: tensor {unknown[0]!r} is not one that a {d.architecture} with this "
+            f"configuration has ({d.layers} layers); {len(unknown)} of {len(checkpoint.tensors)} tensors are not",
             cure="the configuration and the weights belong to different models, or a setting is missing from it",
         )
     return told

@@ -1,4 +1,4 @@
-"""The whole house without a model: HTTP, dialects, chat, the engine's loop and its masks, over logits that are noise.
+"""The whole server without a model: HTTP, dialects, chat, the engine's loop and its masks, over logits that are noise.
 
 What comes back was never meant by anybody, so whatever satisfies its constraint does so because it was held to it. The
 template has reasoning and tool calls, whose marks are control tokens, and the noise likes to write them.
