@@ -29,7 +29,7 @@ from quire.models.parts import (
     head_rows,
     mlp_of,
     own_code_line,
-    refuse_strangers,
+    refuse_unknown,
     rotation,
 )
 from quire.models.rope import yarn_magnitude
@@ -172,7 +172,7 @@ class Model:
         ffns = _ffns(weights, d, sizes, routing, dense, "bias" if weights.has("router_bias", dense, "bias") else None)
         model = cls(d, latent, weights, rope, scale, ffns, tied=None)
         # Files of one season hold kv_b beside the two parts of it.
-        model.notes += refuse_strangers(gguf, tensors, d, known=lambda name: name.endswith(".attn_kv_b.weight"))
+        model.notes += refuse_unknown(gguf, tensors, d, known=lambda name: name.endswith(".attn_kv_b.weight"))
         return model
 
     @classmethod
@@ -201,7 +201,7 @@ class Model:
             biased=config.flag("attention_bias", False),
         )
         tied, known = model.head is model.embedding, mixture.beyond(config, d.layers)
-        model.notes += refuse_strangers(folder, tensors, d, tied=tied, known=known) + own_code_line(folder, d)
+        model.notes += refuse_unknown(folder, tensors, d, tied=tied, known=known) + own_code_line(folder, d)
         return model
 
     def kv(self, pages: int, page_size: int) -> KV:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quire.formats import mxfp4
 from quire.layouts import Dense, Experts, Layout, Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
+from quire.models.parts import Dims, Weights, own_code_line, refuse_unknown, rotation, seen
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf.file import GGUF
@@ -60,14 +60,14 @@ class Model:
         ]
         rope = rotation(keys.number("rope.freq_base", THETA), d.head_dim, scaling, pairs=False)
         model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
     def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         tensors = Tensors(folder)
         model = Model.of(folder.config, folder.architecture, tensors)
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+        model.notes += refuse_unknown(folder, tensors, model.config, tied=model.tied) + own_code_line(
             folder, model.config
         )
         return model

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import MAX_LAYERS, Dims, Weights, mlp_of, own_code_line, refuse_strangers, rotation, seen
+from quire.models.parts import MAX_LAYERS, Dims, Weights, mlp_of, own_code_line, refuse_unknown, rotation, seen
 from quire.observe.errors import BadModelFile
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
@@ -54,14 +54,14 @@ class Model:
         rope = rotation(keys.number("rope.freq_base", 1e6), d.head_dim, scaling, pairs=False)
         blocks = _blocks(weights, d, variant, sizes, routing, (), None, (None,) * d.layers)
         model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
     def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         tensors = Tensors(folder)
         model = Model.of(folder.config, folder.architecture, tensors)
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+        model.notes += refuse_unknown(folder, tensors, model.config, tied=model.tied) + own_code_line(
             folder, model.config
         )
         return model
