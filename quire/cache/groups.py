@@ -107,7 +107,7 @@ class Window:
 
 
 class State:
-    """One state holds all of the past: page i of a row is the state after the last computed token of page i.
+    """Layers whose state holds all of the past: page i of a row is the state after the last computed token of page i.
 
     A step reads the state before its first token and writes the one after its last, so two pages are all that a sequence
     needs, however long. The state of a full page never changes again: published, it is a checkpoint, and a prefix can be

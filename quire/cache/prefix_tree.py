@@ -195,7 +195,7 @@ class PrefixTree:
         return True
 
     def _take(self, g: int, need: int) -> list[int]:
-        """So many pages, which must be available."""
+        """Take so many pages, which must be available."""
         pool = self.pools[g]
         if need > pool.free_count:
             self.evict(need - pool.free_count, g)
@@ -263,13 +263,13 @@ class PrefixTree:
             self._tell_all(None)
 
     def listen(self, listener: Listener) -> None:
-        """Tell it of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
+        """Tell a listener of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
         self._listeners.append(listener)
         if self.keys is not None:
             self._tell_all(listener)
 
     def unlisten(self, listener: Listener) -> None:
-        """Tell it nothing more."""
+        """Take a listener off: it is told nothing more."""
         self._listeners = [other for other in self._listeners if other is not listener]
 
     def address(self, node: Node) -> bytes | None:
@@ -288,7 +288,7 @@ class PrefixTree:
         return node.address
 
     def _tell_all(self, only: Listener | None) -> None:
-        """Of all pages that are cached, those in front first."""
+        """Tell a listener of all pages that are cached, those in front first."""
         for node in self._walk():
             for g in self._all:
                 if node.parent is not None and node.pages[g] >= 0:
@@ -349,7 +349,7 @@ class PrefixTree:
             lease.low[g] = max(first, low)
 
     def release(self, lease: Lease) -> None:
-        """Let go: private pages are freed, shared ones stay cached. The lease is empty afterwards."""
+        """End a lease: private pages are freed, shared ones stay cached. It is empty afterwards."""
         path, node = lease.path, lease.node
         if not node.pins:
             raise RuntimeError("a lease was released that is not out: twice, perhaps")
@@ -401,7 +401,7 @@ class PrefixTree:
         node.refs[g] += 1
 
     def _let_go(self, node: Node, g: int) -> bool:
-        """One row less. True: it was the last, and the page is idle now."""
+        """Count one lease less on a page. True: that was the last, and the page is idle now."""
         node.refs[g] -= 1
         if node.refs[g] < 0:
             raise RuntimeError("a page was let go more often than it was taken")

@@ -32,7 +32,7 @@ class RequestHooks(Protocol):
         ...
 
     def unload(self, name: str) -> None:
-        """From now on requests may not name it."""
+        """Unload an adapter: from now on no request may name it."""
         ...
 
 

@@ -141,7 +141,7 @@ class Scheduler:
         )
 
     def load_from(self, source: Source) -> None:
-        """From now on a waiting sequence may wait for pages that the source has and the tree has not."""
+        """Let waiting sequences wait, from now on, for pages that the source has and the tree has not."""
         if self._loads is None:
             self._loads = Loads(self.tree, source, len(self._slots) + len(self._running))
 
@@ -307,7 +307,7 @@ class Scheduler:
     def _share(
         self, first: Sequence, running: list[Sequence], work: list[Work], opened: list[Open], admits: bool = True
     ) -> set[int]:
-        """If a prompt could use all the tokens that are left, give those behind it their share.
+        """Give the prompts behind one that could use all the tokens that are left their share of them.
 
         Returns the keys of the `running` ones that are planned."""
         budget = self._budget
@@ -322,7 +322,7 @@ class Scheduler:
         return done
 
     def _granted(self, seq: Sequence) -> int:
-        """Of the known tokens of a running sequence, how many its limits allow in this step."""
+        """How many of the known tokens of a running sequence its limits allow in this step."""
         start = seq.computed + seq.in_flight
         n = len(seq.tokens) - start
         for limit in self._step_limits:
@@ -509,7 +509,7 @@ class Scheduler:
         return seq.reusable if self._prefix_cache else 0
 
     def _not_soon(self, seq: Sequence) -> None:
-        """Its prefix was looked up in vain: the longer it may be, the more plans pass before that is done again."""
+        """Put off the next lookup of a prefix that was looked up in vain: the longer it may be, the more plans pass."""
         seq.not_before = self._planned + 1 + len(seq.tokens) // (self.tree.page_size * LOOKED_UP)
 
     def _promises(self) -> list[int]:
@@ -553,7 +553,7 @@ class Scheduler:
         )
 
     def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]:
-        """Of the newest plan: who rides in it and for how many tokens, how many have no slot, and what holds others back."""
+        """The newest plan in numbers: its sequences and their tokens, how many have no slot, and what holds others back."""
         keys, queue, held = self._keys, self._queue, self._cuts
         rows = [(keys[work.key].request.id, work.n) for work in plan.work]
         waiting, loading = len(queue), len(self._loads or ())
@@ -570,7 +570,7 @@ class Scheduler:
         return rows, waiting + loading, held
 
     def learn(self, plan: Plan, seconds: float) -> None:
-        """That step took so long. Limits that want to know are told."""
+        """Tell the limits how long a step took."""
         for limit in self._learning:
             limit.learn(plan, seconds)
 
@@ -626,13 +626,13 @@ class Scheduler:
         return events
 
     def _count_prompt(self, seq: Sequence, work: Work) -> None:
-        """Some of these tokens may be the prompt's."""
+        """Count the tokens of the prompt among those that a step computed."""
         if work.start < seq.prompt_len:
             seq.chunks += 1
             self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
 
     def _count_drafts(self, seq: Sequence, drafted: int, right: int) -> None:
-        """So many draft tokens were verified, and so many of them accepted."""
+        """Count the draft tokens that were verified, and those of them that were accepted."""
         seq.drafted += drafted
         seq.accepted += right
         self._drafted += drafted

@@ -1,4 +1,4 @@
-"""Which of a model's weights an adapter means, and what of the adapter each of them gets.
+"""Matching a LoRA adapter with a model: which weights its modules name, and which rows of its matrices each weight gets.
 
 A target is a matrix that the model's forward multiplies by (`linear`) and that is rows of one named tensor. Adapters name modules
 as Hugging Face does or as GGUF does, and so do models: names are brought to one form, through the families' own tables of roles,
@@ -127,7 +127,7 @@ class AdapterTargets:
 
 
 def reorder(rows: int, heads: int, to_pairs: bool) -> np.ndarray:
-    """Where each row of the new order comes from: halves of a head to neighbouring pairs, or back."""
+    """For each row of the new order its index in the old one: halves of a head become neighbouring pairs, or the reverse."""
     at = np.arange(rows).reshape(heads, 2, -1)
     if not to_pairs:
         at = np.arange(rows).reshape(heads, -1, 2)

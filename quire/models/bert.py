@@ -161,7 +161,7 @@ class Model:
         return model
 
     def _table(self, weights: Weights, types: int, skip: int) -> Floats:
-        """What is added to a word: [types, context, width]."""
+        """The token type and position embeddings, summed: what is added to each word's embedding, [types, context, width]."""
         d = self.config
         position = weights.matrix("position", d.context + skip, d.width)
         table = position.dequantize()[skip:][None]
@@ -183,7 +183,7 @@ class Model:
         return {"positions": self.positions[kinds, pos]}
 
     def kv(self, pages: int, page_size: int) -> KV:
-        """Nothing is kept: the smallest pool there is."""
+        """An encoder keeps no KV cache: the smallest pool there is."""
         return KV(1, pages, page_size, 1, 8)
 
     def release(self, layout: Layout) -> None:

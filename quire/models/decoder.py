@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """What is the same in all of them. A family overrides what it has otherwise, and `block` in any case."""
+    """What all Llama-shaped families share. A family writes `block`, and overrides any other method that differs."""
 
     unused: ClassVar[tuple[str, ...]] = ()  # how tensors begin that a file may have and the family leaves alone
 
@@ -98,7 +98,7 @@ class Decoder:
     # ---- the forward
 
     def embedded(self, ops: Ops, batch: Batch) -> Tensor:
-        """What goes into the first layer: [T, d]."""
+        """The input of the first layer, [T, d]: the embeddings of the tokens."""
         return ops.embed(batch.ids, self.embedding)
 
     def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:

@@ -49,7 +49,7 @@ class KVLayout:
 
 
 def _count(groups: Sequence[int | None], windows: Sequence[int | None]) -> list[tuple[int, int]]:
-    """For each layer its group and how many of the group come before it."""
+    """For each layer its group, and its index among the layers of that group."""
     seen = [0] * len(groups)
     found: list[tuple[int, int]] = []
     for window in windows:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How the two generations differ."""
+    """The settings in which Qwen2-MoE and Qwen3-MoE differ."""
 
     shared: bool  # an expert that every row goes through, behind a sigmoid
     normed: bool  # queries and keys have norms
@@ -127,7 +127,7 @@ def plain_layers(config: Values, layers: int) -> frozenset[int]:
 
 
 def _windows(config: Values, variant: Variant, layers: int) -> tuple[int | None, ...]:
-    """What each layer sees. Without layer_types, Qwen2 has a window in every second layer before max_window_layers, Qwen3 in all."""
+    """The attention window of each layer. Without layer_types, Qwen2 has a window in every second layer before max_window_layers, Qwen3 in all."""
     if not config.flag("use_sliding_window", False):
         return (None,) * layers
     windows = hf.windows_of(config, layers, period=0, default=4096)

@@ -75,7 +75,7 @@ class QueuedCopy:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """On the worker."""
+        """Make the copy; called on the worker thread."""
         try:
             self._copy = self._task()
         except Exception as error:
@@ -194,7 +194,7 @@ class Runner:
         done.result()
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
-        """See Program."""
+        """See Program.page_buffer."""
         return self._program.page_buffer(group, count)
 
     def read_pages(self, group: int, pages: PageIds, out: PageBytes | None = None) -> PageCopy:
@@ -286,12 +286,12 @@ class Runner:
             pending.each()
         plan, rows, logits = pending.plan, pending.rows, pending.logits
         pending.logits = None
-        places = [j for j, i in enumerate(pending.sampled) if rows[i].error is None]
-        indices = [pending.sampled[j] for j in places]
+        good = [j for j, i in enumerate(pending.sampled) if rows[i].error is None]
+        indices = [pending.sampled[j] for j in good]
         if indices and logits is not None:
-            if len(places) < len(pending.sampled):
+            if len(good) < len(pending.sampled):
                 owner = np.repeat(np.arange(len(pending.sampled)), list(map(pending.rows_of, pending.sampled)))
-                logits = logits[np.isin(owner, places)]
+                logits = logits[np.isin(owner, good)]
             try:
                 self._choose(pending, indices, logits, masks or {})
             except Exception as error:

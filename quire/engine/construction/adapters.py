@@ -67,7 +67,7 @@ class Adapted:
         return made
 
     def lines(self, loaded: list[AdapterInfo]) -> list[str]:
-        """What is to be told."""
+        """Lines for people about the adapters."""
         c = self.config
         later = "more can be loaded" if c.runtime_lora else "none can be loaded later"
         room = f"adapters: {len(loaded)} of at most {c.max_loras}, up to rank {c.max_lora_rank}; {later}"
@@ -75,7 +75,8 @@ class Adapted:
 
 
 def open_adapted(config: EngineConfig, model: Model, checkpoint: Opened | None) -> Adapted | None:
-    """None where nobody asked for adapters. Before the model is compiled, and after its layers have their groups."""
+    """The model made ready for adapters, or None where none were asked for. Called before the model is compiled, and after its
+    layers have their groups."""
     if not (config.loras or config.runtime_lora):
         return None
     from quire.backends.adapting import adaptable

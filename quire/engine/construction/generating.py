@@ -116,7 +116,7 @@ def build_writing(
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
-    """What this model or backend cannot do is refused before any weight is read."""
+    """Refuse what this model or backend cannot do, before any weight is read."""
     pool = pool_of(config, parts.model)
     check_kv(pool, parts.backend)
     if config.speculate != "none" and any(own.state for own in pool.groups):
@@ -167,7 +167,7 @@ def _scheduler(
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
-    """What K and V are kept as, unless it is the plain thing, and what it costs."""
+    """A line for people about the KV type and what it costs, unless it is the plain one."""
     if config.kv_dtype == "auto":
         return []
 

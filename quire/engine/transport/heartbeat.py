@@ -1,4 +1,4 @@
-"""Whether an engine process still lives: asked now and then, it answers between steps. Silence is judged by what it does.
+"""Finding out whether an engine process still works: it is asked now and then, and answers between steps.
 
 A process that is silent and does nothing (stopped, deadlocked) is lost after `seconds`. One that is silent and works may
 be in a long step: it is given the time that the longest step could take on a slow machine, which `patience` works out. Where
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Work | None:
-        """None where the system does not tell, or the process has gone."""
+        """What the process of that id has done. None where the system does not tell, or the process has gone."""
         try:
             with open(f"/proc/{pid}/stat") as f:
                 fields = f.read().rpartition(")")[2].split()

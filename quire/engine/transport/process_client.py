@@ -119,7 +119,7 @@ class ProcessClient:
 
     @property
     def gave_up(self) -> bool:
-        """It died too often and is not started again; `why` says more."""
+        """Whether the engine died too often and is not started again; `why` says more."""
         return self._gave_up
 
     @property

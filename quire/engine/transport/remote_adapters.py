@@ -47,7 +47,7 @@ class RemoteAdapters:
         return made
 
     async def unload(self, name: str) -> None:
-        """Let no more requests name it."""
+        """Let no more requests name an adapter."""
 
         def done(_: AdapterInfo | None) -> None:
             self.loaded.pop(name, None)
@@ -70,7 +70,7 @@ class RemoteAdapters:
         self.loaded |= has
 
     def answered(self, answer: wire.Answer) -> None:
-        """What the engine said."""
+        """Take in the engine's answer to a request to load or unload."""
         waiting, done = self._errands.pop(answer.ticket, (None, _nothing))
         if answer.error is None:
             done(answer.adapter)
