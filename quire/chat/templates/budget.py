@@ -106,7 +106,7 @@ def measure(value: Any, cap: int) -> int:
 
 
 def depth(value: Any) -> int:
-    """How deep lists and mappings lie in each other. Call it on values that were measured."""
+    """The depth of nested lists and mappings. Call it on values that were measured."""
     deepest, stack = 0, [(value, 1)]
     while stack:
         item, level = stack.pop()

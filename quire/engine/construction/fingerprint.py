@@ -66,7 +66,7 @@ class Naming:
 
 
 def naming(config: EngineConfig, home: Path, parts: Parts, program: Program, groups: int, secret: Secret) -> Naming:
-    """That of an engine whose program has so many groups. Holds neither the model nor its file."""
+    """The naming of pages for an engine whose program has so many groups. Holds neither the model nor its file."""
     about = {"architecture": parts.model.config.architecture, **settings(config, isinstance(parts.model, Stretches))}
     backend = parts.backend
     return Naming(

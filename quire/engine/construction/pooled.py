@@ -148,7 +148,7 @@ def _program(parts: Parts, encoder: Encoder | None, kv: KV, budget: int, rows: i
 
 
 def _room(parts: Parts, encoder: Encoder, kv: KV, budget: int, rows: int) -> list[str]:
-    """Refuse an encoder that does not fit, where its backend can say that beforehand."""
+    """Refuse an encoder that does not fit, where its backend can say so beforehand. Gives the line about its memory."""
     if not isinstance(parts.backend, Estimator):
         return []
     needs = parts.backend.estimate(parts.model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=encoder.inputs)

@@ -270,7 +270,7 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
 
 
 def _spend(events: Any) -> None:
-    """Let the answer grow; nobody listens."""
+    """Read an answer to its end for a response whose events nobody reads."""
     for _ in events:
         pass
 
