@@ -49,7 +49,7 @@ class Adapts(Protocol):
     """A compiled model whose weights adapters can add to."""
 
     def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
-        """From the next run on, slot `slot` holds these pairs and no others; none at all clears it."""
+        """Let slot `slot` hold these pairs and no others, from the next run on; none at all clears it."""
         ...
 
 

@@ -26,7 +26,7 @@ PageIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What the bytes of a page are. Programs with equal layouts can take each other's pages."""
+    """The layout of the bytes of a page. Programs with equal layouts can take each other's pages."""
 
     kind: str  # what the group keeps: full, window, latent or state
     order: str  # how a layer's numbers are laid out: a name that the backend gives, "native-cells" for one

@@ -24,7 +24,7 @@ _BLOCKS = 1024  # expanded at a time: temporaries that stay in the cache
 
 
 class Expanded:
-    """What blocks of a file will be, as far as an array's users look: [..., blocks of a row * bytes of a block]."""
+    """An array of blocks that are expanded when they are read: [..., blocks of a row * bytes of a block]."""
 
     def __init__(self, source: Bytes, nbytes: int, codec: Codec, expand: Expand):
         self._source = source  # [..., bytes of a row in the file]

@@ -64,7 +64,7 @@ class Bundle:
 
 
 class FixedStacks(Stacks):
-    """Those of one program."""
+    """The stacks of one program, at addresses that never change."""
 
     def __init__(self, groups: Sequence[Sequence[Target]], device: torch.device, dtype: torch.dtype):
         self.by_target: dict[Target, Stack] = {}

@@ -161,7 +161,8 @@ class NativeBackend:
         return f"native ({self.isa}, {threads})"
 
     def computes(self) -> str:
-        """No kernel set and no number of threads: those agree. The angles of rotations come from the system's library."""
+        """The arithmetic of this backend, as text. Kernel sets and numbers of threads are not in it: they agree. The angles of
+        rotations come from the system's library."""
         return f"native {NUMERICS}, sines {sines()}"
 
     def implementations(self) -> dict[str, str]:
@@ -221,7 +222,7 @@ class NativeBackend:
                 )
 
     def _room(self, i: Instruction, max_tokens: int, max_rows: int) -> arena.Room:
-        """What a mixture of experts needs between its steps."""
+        """The memory that a mixture of experts needs between its steps."""
         assert i.experts is not None and i.routing is not None
         w, out = i.experts, i.outputs[0]
 
@@ -272,7 +273,7 @@ class NativeBackend:
         return _INTEGERS if fuse.input_bytes(w) else _TYPES[w.dtype][0]
 
     def _weight_bytes(self, w: Layout) -> int:
-        """What `_pack` will take for it."""
+        """The bytes that `_pack` will take for a weight."""
         if _is_vector(w):
             return 4 * -(-w.shape[0] // 16) * 16
         if not isinstance(w, Affine):

@@ -50,7 +50,7 @@ class NativeProgram:
         self._targets = targets
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        """One step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
+        """Run one step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
         if inputs.keys() != self._inputs.keys():
             raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
         given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
@@ -98,7 +98,8 @@ class NativeProgram:
         return self._steps(self._plan, sampler, *arrays, page_size, max_context, most)
 
     def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
-        """From the next run on, slot `slot` holds these pairs and no others. They are packed first, so a failure changes nothing."""
+        """Let slot `slot` hold these pairs and no others, from the next run on. They are packed first, so a failure changes
+        nothing."""
         unknown = [target.name for target in pairs if target not in self._targets.number]
         if unknown:
             raise ValueError(f"the program has no target {unknown[0]!r}")

@@ -65,7 +65,7 @@ class Stack:
         self.a, self.b, self.rank = a.flatten(0, 1), b.flatten(1, 2), rank
 
     def mine(self, batch: DeviceBatch, taken: bool) -> torch.Tensor:
-        """Which columns each row keeps; computed once a step for all targets of that rank."""
+        """The columns that each row keeps; computed once a step for all targets of that rank."""
 
         def make() -> torch.Tensor:
             rows = slots_of(batch, taken)
@@ -98,7 +98,7 @@ def slots_of(batch: DeviceBatch, taken: bool) -> torch.Tensor:
 
 
 def without(recording: Recording) -> Recording:
-    """The same program, as it is for rows without adapters. Changes the recording's instructions."""
+    """The recording without its adapters, for rows that have none. Changes the recording's instructions."""
     same: dict[Value, Value] = {}
     kept: list[Instruction] = []
     for i in recording.instructions:

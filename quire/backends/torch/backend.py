@@ -294,7 +294,7 @@ class TorchBackend:
         return f"{self.name} ({self.device}, {kind})"
 
     def computes(self) -> str:
-        """Another device or another release may sum in another order."""
+        """The arithmetic of this backend, as text: another device or another release of torch may sum in another order."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_model()
         return f"{self.name}, torch {torch.__version__}, {device}, {self.dtype}"
 

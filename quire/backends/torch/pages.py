@@ -60,7 +60,7 @@ class DeviceCopy:
 
 @dataclass(slots=True)
 class _Way:
-    """One direction: its stream and its staging buffer, which copies use in turn."""
+    """The copies in one direction: their stream and their staging buffer, which they use in turn."""
 
     stream: torch.cuda.Stream | None
     lock: threading.Lock

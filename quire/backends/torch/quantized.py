@@ -212,7 +212,7 @@ Weight: TypeAlias = torch.Tensor | Quantized
 
 
 def tensors(weight: Weight) -> tuple[torch.Tensor, ...]:
-    """What a weight is made of."""
+    """The tensors that a weight is made of."""
     return (weight,) if isinstance(weight, torch.Tensor) else weight.tensors
 
 

@@ -22,7 +22,7 @@ COLUMNS = ("temperature", "top_k", "typical_p", "top_p", "min_p", "repetition", 
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """What n rows of one call want. Tensors on the device; the flags say what no row wants, and cost nothing then."""
+    """The sampling parameters of the n rows of one call. Tensors on the device; the flags tell what no row wants, which then costs nothing."""
 
     params: torch.Tensor  # float64 [n, len(COLUMNS)]
     rows: torch.Tensor | None  # int32 [n]: which rows of the logits these are; None: the first n

@@ -100,7 +100,7 @@ def _compiled(vocab: Vocabulary, known: dict[int, int]) -> Encode | None:
 
 
 def _by_library(vocab: Vocabulary) -> Encode:
-    """Pieces whose merges the `tokenizers` library does."""
+    """An encoder whose merges the `tokenizers` library does."""
     kept = _pieces(vocab)
     unk = vocab.tokens[vocab.unk_id] if vocab.unk_id is not None else None
     try:

@@ -134,7 +134,7 @@ async def _encoded(served: Served, asked: CompletionRequest, prompt: str | list[
 
 
 def _until_filled(served: Served, sampling: SamplingParams) -> SamplingParams:
-    """The generation, ended also by the tokens that such models write when the gap is filled."""
+    """The sampling parameters, which also stop at the tokens that such models write when the gap is filled."""
     tokens = served.tokenizer.infill
     if tokens is None or sampling.ignore_eos:
         return sampling

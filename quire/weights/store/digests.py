@@ -138,7 +138,7 @@ def _files_of(place: Home, sha256: str) -> Sequence[File]:
 
 
 def _identity(found: os.stat_result) -> str:
-    """What changes when a file does."""
+    """The properties of a file that change when it does."""
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
 
 

@@ -29,7 +29,7 @@ from quire.weights.store.manifest import File, Manifest, decode, digest_of
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One store's folder."""
+    """The folder of a model store, and the paths in it."""
 
     root: Path
 

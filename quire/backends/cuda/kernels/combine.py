@@ -26,7 +26,7 @@ _AHEAD = 8  # parts that are loaded before the first of them is merged
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where parts of a context leave their results before they are merged."""
+    """The memory where parts of a context leave their results before they are merged."""
 
     part: torch.Tensor  # [tokens, heads, parts, head_dim] float32
     lse: torch.Tensor  # [tokens, heads, parts] float32, base 2; for parts at fixed positions their peak

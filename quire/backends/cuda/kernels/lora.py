@@ -1,4 +1,4 @@
-"""What adapters add to a product, for rows of any mixture of them: y += b (a x), with the pair of each row's own slot.
+"""The products of adapters, for rows of any mixture of them: y += b (a x), with the pair of each row's own slot.
 
 `_shrink` multiplies rows with the a of their slots and leaves sums of parts of k, `_expand` adds those up and multiplies them with
 b. Targets that add to columns of one product are done together. A program has some rows, finds out which slots they use, and takes these one after another: what it computes for rows of others is
