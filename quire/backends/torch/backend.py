@@ -49,7 +49,7 @@ class DeviceProgram(Protocol):
     kv: KV
     shares: bool  # whether it is worth telling a launch which rows share a prefix
     graphs: bool  # whether a launch may be captured and replayed
-    adapts: bool  # whether a launch may have adapters that a captured one serves: they lie where they lie
+    adapts: bool  # whether captured graphs serve steps with adapters: their memory never moves
     sampler: DeviceSampler  # who chooses from its logits
 
     keep: tuple[Hidden, ...]  # rows that every launch leaves in batch.hidden

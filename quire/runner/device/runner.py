@@ -117,7 +117,9 @@ class DeviceRunner:
         self._slots = self._host.slots
         max_pages = self._slots.table.shape[1]
         self._state = DeviceState(max_seqs, max_pages, [k.pages for k in kv.groups], kv.page_size, self._device)
-        self._shares = program.shares and not kv.window  # rows with pages missing in front begin alike for nothing
+        self._shares = (
+            program.shares and not kv.window
+        )  # a window's rows lack their first pages, so prefixes cannot be shared
         self._sampling = SlotSampling(max_seqs, vocab_size, self._device)
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._late = Staging(self._device)

@@ -22,7 +22,7 @@ from quire.backends.cuda.kernels.launch import Launcher
 _CHUNK = tl.constexpr(4096)
 
 
-# What a row wants is no reason to compile another kernel: these are flags, told by numbers. Neither is where arrays lie.
+# Arguments that must not cause another compilation: which rules the rows use (flags as numbers), and the alignment of arrays.
 @Launcher
 @triton.jit(
     do_not_specialize=["words", "first", "pick", "penalty", "masked"],
