@@ -380,7 +380,7 @@ class HostSampler(Protocol):
         seen: Sequence[tuple[int, Any, Any]],
         masks: Sequence[tuple[int, Any]],
     ) -> list[tuple[list[int], list[Any]]]:
-        """Of every stream its tokens, the last of them negative where there is none to choose, and their log probabilities."""
+        """The tokens of every stream, the last of them negative where there is none to choose, and their log probabilities."""
         ...
 
     def logprobs(self, logits: Floats, tokens: Sequence[int], top: int) -> list[Any] | None:

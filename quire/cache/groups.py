@@ -48,8 +48,8 @@ class Group(Protocol):
         ...
 
     def checkpoints(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
-        """Of a sparse group: where in the row of so many known tokens a page is worth having. First the places that others
-        will likely resume from, then those that are as good as any."""
+        """In a sparse group, the places in the row of so many known tokens where a page is worth having. First the places that
+        others will likely resume from, which get a page before the rest."""
         ...
 
 

@@ -241,7 +241,7 @@ class Completer:
         return [_gathered(index, chunks) for index, chunks in parts.items()]
 
     async def _teach(self) -> None:
-        """Before the first constraint the engine is told the bytes of the tokens: it knows ids alone."""
+        """Tell the engine the bytes of the tokens before the first constraint: it knows ids alone."""
         if not self._taught:
             self.client.set_vocabulary(await asyncio.to_thread(self._read_vocabulary))
             self._taught = True

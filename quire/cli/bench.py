@@ -47,7 +47,8 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the e
 
 
 class Modes(TyperGroup):
-    """What is measured comes first, and the model after it. Who starts with the model is told so."""
+    """The commands of `bench`. What is measured comes first, and the model after it; a user who starts with the model is told
+    so."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word, modes = args[0], list(self.commands)

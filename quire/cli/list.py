@@ -51,7 +51,7 @@ def _when(cached: hub_cache.Cached) -> str:
 
 
 def _cached(cached: hub_cache.Cached) -> dict[str, object]:
-    """By the same names as a manifest."""
+    """The models in the hub's cache, by the same names as a manifest."""
     return {
         "name": cached.name,
         "source": cached.name,

@@ -50,7 +50,7 @@ def outcome(work: Callable[[], Any], debug: bool = False) -> int:
 
 
 def hush() -> None:
-    """What is still buffered for a stdout that does not take it must not fail a second time at exit."""
+    """Throw away what is still buffered for a stdout that does not take it: it must not fail a second time at exit."""
     try:
         sys.stdout.flush()
     except OSError:

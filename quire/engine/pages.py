@@ -38,8 +38,8 @@ class Pages:
         self._named = False
 
     def listen(self, listener: Listener) -> None:
-        """From now on tell it what is cached, beginning with what is cached already: at once, or from the first step on in
-        which pages have keys."""
+        """Tell a listener what is cached, beginning with what is cached already: at once, or from the first step on in which
+        pages have keys. See cache/events.py."""
         self._tree.listen(listener)
         self._name()
 

@@ -44,7 +44,7 @@ class Expanded:
         return self.shape[0]
 
     def __getitem__(self, at: int | slice) -> Expanded:
-        """Some rows, or one matrix of a stack; still not an array."""
+        """A part of the array, some rows or one matrix of a stack, which is not expanded yet."""
         if self.ndim == 1:
             raise IndexError("one row of blocks cannot be cut")
         return Expanded(self._source[at], self._nbytes, self._codec, self._expand)

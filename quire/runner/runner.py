@@ -194,7 +194,7 @@ class Runner:
         done.result()
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
-        """See Program.page_buffer."""
+        """A buffer for pages: see Program.page_buffer."""
         return self._program.page_buffer(group, count)
 
     def read_pages(self, group: int, pages: PageIds, out: PageBytes | None = None) -> PageCopy:

@@ -70,7 +70,7 @@ def _gated(rng: np.random.Generator) -> Case:
 
 
 def _taken(rng: np.random.Generator) -> Case:
-    """After take, a row's adapter is that of the row it was."""
+    """The op after `take`: a row's adapter is that of the row it was."""
     k, n = 32, 40
     head, target = Dense(floats(rng, n, k, scale=0.1), "f32"), _target("head", n, k, rng, "f32")
 

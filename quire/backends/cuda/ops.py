@@ -127,7 +127,7 @@ class CudaKernels(TorchKernels):
         taken: bool,
         alone: bool,
     ) -> Sequence[torch.Tensor]:
-        """In place, where ys are nobody else's: columns of one product stay neighbours."""
+        """Add the products of adapters in place, where nothing else uses ys: columns of one product stay neighbours."""
         if batch.adapters is None:
             return ys
         ys = ys if alone else [y.clone() for y in ys]

@@ -76,7 +76,8 @@ class NativeProgram:
     def read_pages(
         self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
     ) -> CopiedPages:
-        """See Program. Takes no lock and lets go of the interpreter's: a thread may copy while another one runs a step."""
+        """Read pages (see Program). Takes no lock and lets go of the interpreter's: a thread may copy while another one runs a
+        step."""
         asked, layout = PageRequest.checked(self._groups, group, pages, layers), self.page_layout(group)
         out = asked.fresh(layout) if out is None else out
         asked.check_buffer(out, layout, written=True)
@@ -84,7 +85,7 @@ class NativeProgram:
         return CopiedPages(out)
 
     def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> CopiedPages:
-        """See Program, and read_pages."""
+        """Write pages: see Program, and read_pages."""
         asked = PageRequest.checked(self._groups, group, pages, layers)
         asked.check_buffer(buffer, self.page_layout(group), written=False)
         self._plan.write_pages(group, asked.pages, asked.first, asked.layers, buffer)

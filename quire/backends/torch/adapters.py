@@ -82,7 +82,7 @@ class Stacks:
         self.by_target = {target: Stack(target, device, dtype) for targets in groups for target in targets}
 
     def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
-        """See Adapts.place."""
+        """Place pairs in a slot: see Adapts.place."""
         unknown = [target.name for target in pairs if target not in self.by_target]
         if unknown:
             raise ValueError(f"the program has no target {unknown[0]!r}")

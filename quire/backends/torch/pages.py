@@ -67,7 +67,7 @@ class _Way:
     staging: torch.Tensor | None = None
 
     def room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """That many bytes of the staging buffer."""
+        """A view of that many bytes of the staging buffer."""
         if self.staging is None or self.staging.numel() < nbytes:
             self.staging = None
             self.staging = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -75,7 +75,8 @@ class DeviceSampler(Protocol):
         ...
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
-        """Of each row's token and of its `top` best: float64 [L, 2 + 2 * top] as logprob, rank, ids, their logprobs.
+        """Log probabilities of each row's token and of its `top` best: float64 [L, 2 + 2 * top] as logprob, rank, ids, their
+        logprobs.
 
         Log-softmax of the logits as the model gave them; ties by id. A row that is not numbers gives NaN.
         """

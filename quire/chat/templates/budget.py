@@ -44,7 +44,7 @@ class Budget:
             self._late()
 
     def _late(self) -> None:
-        """So much time has passed. What counts is how much of it this thread worked: a busy machine makes no template hostile."""
+        """End a template whose time is up. What counts is how long this thread worked: a busy machine makes no template hostile."""
         left = self._began + self._seconds - time.thread_time()
         if left <= 0:
             raise OverBudget(f"more than {self._seconds:g} seconds")

@@ -253,7 +253,7 @@ class HubEncoder:
 
     @cached_property
     def _run_rebuilt(self) -> Callable[[str], list[int]]:
-        """As `_run_plain`, by a whole second tokenizer in which the model does not know control tokens either."""
+        """Encode as `_run_plain` does, by a whole second tokenizer in which the model does not know control tokens either."""
         source = json.dumps(self._plain())
         if self._isolated is not None:
             return self._isolated(self._where, source).encode

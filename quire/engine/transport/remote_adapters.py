@@ -55,7 +55,7 @@ class RemoteAdapters:
         await self._ask(lambda ticket: wire.Unload(ticket, name), done)
 
     def unchanged(self, loras: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        """Those of the adapters an engine was started with that are loaded now: what the next engine is to be started with."""
+        """The adapters, of those an engine was started with, that are loaded now: what the next engine is to be started with."""
         return tuple((name, path) for name, path in loras if name in self.loaded and self.loaded[name].path == path)
 
     def started(self, info: EngineInfo) -> None:

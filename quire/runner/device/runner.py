@@ -205,7 +205,7 @@ class DeviceRunner:
         task()
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
-        """See Program.page_buffer."""
+        """A buffer for pages: see Program.page_buffer."""
         return self._program.page_buffer(group, count)
 
     @torch.inference_mode()

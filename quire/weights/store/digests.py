@@ -143,7 +143,7 @@ def _identity(found: os.stat_result) -> str:
 
 
 def _recall(path: Path) -> dict[str, str]:
-    """What is remembered. Whatever is not as we write it is as if it were not there."""
+    """The digests that are remembered. A file that is not as we write it counts as empty."""
     try:
         found = json.loads(path.read_bytes())
         items = list(found.items())

@@ -52,7 +52,7 @@ def merge(acc, peak, total, next_acc, next_peak, next_total):
 
 @triton.jit
 def with_sink(acc, peak, total, sink):
-    """One more key, that weighs and says nothing."""
+    """Add an attention sink: one more key, that has weight and no value."""
     new = tl.maximum(peak, sink)
     fade = tl.exp2(peak - new)
     return acc * fade[:, None], new, tl.fma(total, fade, tl.exp2(sink - new))

@@ -184,11 +184,11 @@ class Journal:
     # What becomes of a batch
 
     async def clear(self, batch: str) -> None:
-        """Before its file is read (again)."""
+        """Delete the lines of a batch before its file is read (again)."""
         await self._run(lambda link: link.execute("DELETE FROM lines WHERE batch = ?", (batch,)))
 
     async def add(self, lines: Sequence[Line]) -> None:
-        """Lines of a batch that is validating."""
+        """Record lines of a batch that is validating."""
         rows = [(line.batch, line.n, line.custom_id, line.start, line.length) for line in lines]
         insertion = "INSERT INTO lines (batch, n, custom_id, start, length) VALUES (?, ?, ?, ?, ?)"
         await self._run(lambda link: link.executemany(insertion, rows))
@@ -267,7 +267,7 @@ class Journal:
         return await self._run(work)
 
     async def results(self, batch: str, state: int, after: int) -> list[tuple[Line, bytes]]:
-        """What came of some lines, in their order; of waiting ones, nothing. Not more at a time than memory should hold."""
+        """The results of some lines, in their order; none of waiting ones. Not more at a time than memory should hold."""
         query = "SELECT * FROM lines WHERE batch = ? AND state = ? AND n > ? ORDER BY n LIMIT 1000"
 
         def work(link: sqlite3.Connection) -> list[tuple[Line, bytes]]:
