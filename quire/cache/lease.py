@@ -52,7 +52,8 @@ class Lease:
         return self.path[-1] if self.path else self.root
 
     def changes(self) -> tuple[int, list[int], list[list[int]]]:
-        """What to tell the runner now: where the rows change, the first group's new end, and those of further groups.
+        """The changes that the runner has to be told now: where the rows change, the first group's new end, and those of further
+        groups.
 
         Empty when nothing changed.
         """

@@ -28,7 +28,7 @@ class Pool:
 
     @property
     def free_pages(self) -> Sequence[int]:
-        """Those pages, for invariant checks."""
+        """The pages that are free, for invariant checks."""
         return tuple(self._free)
 
     def alloc(self, count: int) -> list[int] | None:

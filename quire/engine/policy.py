@@ -24,15 +24,15 @@ class Policy(Protocol):
     """Asked by one scheduler: a policy may keep what it owes."""
 
     def rank(self, request: Request) -> Any:
-        """What sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
+        """The key that sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
         ...
 
     def share(self, tokens: int) -> int:
-        """How many of so many tokens are for the prompts behind one that could use them all."""
+        """How many of the tokens left in a step are for the prompts behind one that could use them all."""
         ...
 
     def shared(self, tokens: int, used: int) -> None:
-        """They used so many of those tokens. Called once for each `share` that was granted."""
+        """Count the tokens that those prompts used. Called once for each `share` that was granted."""
         ...
 
 

@@ -39,23 +39,23 @@ class Queue:
         return len(self._waiting) + self._holds
 
     def __bool__(self) -> bool:
-        """Whether somebody could be taken: who is held could not."""
+        """Whether some waiting sequence could be taken now: one that is held cannot."""
         return bool(self._waiting)
 
     @property
     def asking(self) -> int:
-        """How many wait and are not held."""
+        """The number of sequences that wait and are not held."""
         return len(self._waiting)
 
     def add(self, seq: Sequence) -> None:
-        """It waits from now on."""
+        """Let a sequence wait from now on."""
         self._waiting[seq.key] = seq
         self._list(seq)
         of_rank = self._sizes.setdefault(seq.order[0], {})
         of_rank.setdefault(len(seq.tokens).bit_length(), {})[seq.key] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """It waits no more, for a slot or for somebody."""
+        """Let a sequence wait no more, whether for a slot or for another sequence."""
         if seq.waits_for is not None:
             held = self._held[seq.waits_for][1]
             del held[seq.key]
@@ -90,11 +90,11 @@ class Queue:
         return None
 
     def step_aside(self, seq: Sequence) -> None:
-        """It still waits, and `first` passes it until `step_back`."""
+        """Let `first` pass over a sequence, which still waits, until `step_back`."""
         self._aside[seq.key] = seq
 
     def step_back(self, most: int) -> None:
-        """Those that have stepped aside are in their places again, so many of them at most: the longest aside come first."""
+        """Put sequences that have stepped aside back into their places, `most` of them at most: the longest aside come first."""
         while self._aside and most:
             seq = self._aside.pop(next(iter(self._aside)))
             most -= 1
@@ -107,7 +107,8 @@ class Queue:
             heapq.heappush(self._heap, (seq.order, seq))
 
     def shortest(self, rank: Any) -> Iterator[Sequence]:
-        """Those of a rank, the shortest first, and among such the first to come. Nothing may change while they are looked at."""
+        """The waiting sequences of a rank, the shortest first, and among such the first to come. Nothing may change while they
+        are looked at."""
         of_rank = self._sizes.get(rank)
         if of_rank:
             for bits in sorted(of_rank):
@@ -116,7 +117,8 @@ class Queue:
     # ---- waiting for another sequence
 
     def hold(self, seq: Sequence, other: Sequence, upto: int, reason: str = "") -> None:
-        """Until so many tokens of `other` are computed, or it has left its slot, nobody need look at this one."""
+        """Hold a sequence until `upto` tokens of `other` are computed, or `other` has left its slot: it is not considered
+        before."""
         self.remove(seq)
         seq.waits_for = other.key
         until, held = self._held.setdefault(other.key, ([], {}))
@@ -127,7 +129,7 @@ class Queue:
         self._count(reason, 1)
 
     def come(self, other: Sequence, computed: int | None = None) -> None:
-        """So many tokens of `other` are computed; None: it has left its slot."""
+        """Let go of the sequences that `other` held until so many of its tokens were computed; None: it has left its slot."""
         if other.key not in self._held:
             return
         until, held = self._held[other.key]

@@ -1,5 +1,7 @@
-"""How rows become an embedding: what every engine that makes any must know. What a checkpoint says about it is read by pooling.py,
-which an engine for a GGUF that says nothing does not even import."""
+"""`Pooling`: how hidden rows become an embedding, as every engine that makes embeddings must know.
+
+What a checkpoint says about it is read by pooling.py, which an engine does not even import for a GGUF that says nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ UNSAID = ("the file does not say", "there is no modules.json that says")  # of a
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """How rows become an embedding."""
+    """How the hidden rows of a text become one embedding."""
 
     kind: str  # of KINDS: the mean of all rows, the first, the last
     normalize: bool  # to length 1
@@ -21,5 +23,5 @@ class Pooling(msgspec.Struct, frozen=True):
 
 
 def of_gguf(kind: str, why: str = UNSAID[0]) -> Pooling:
-    """What a GGUF can say, or leaves unsaid."""
+    """The pooling of a GGUF, which cannot say whether to normalize; `why` it is this kind."""
     return Pooling(kind, True, lines=(f"pooling: {kind} ({why}), normalized (a GGUF cannot say)",))

@@ -52,7 +52,7 @@ class ScoreHead:
 
 
 def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
-    """What the checkpoint says; without a word the mean for an encoder and the last token for a decoder, normalized."""
+    """The pooling that the checkpoint declares; without one, the mean for an encoder and the last token for a decoder, normalized."""
     kind = "mean" if encoder else "last"
     if isinstance(checkpoint, GGUF):
         number = checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0)

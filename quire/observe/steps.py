@@ -33,7 +33,7 @@ class StepInfo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """The tokens of all rows."""
         return sum(n for _, n in self.rows)
 
 
@@ -50,6 +50,6 @@ class StepRing:
         self._steps.append(step)
 
     def newest(self, most: int) -> list[StepInfo]:
-        """So many of them at most, in the order in which they ran."""
+        """The newest steps, `most` of them at most, in the order in which they ran."""
         steps = list(self._steps)
         return steps[-most:] if most > 0 else []

@@ -30,7 +30,7 @@ class Done:
 
 
 class PooledRunner:
-    """One program of a model's hidden rows."""
+    """Runs a program that gives hidden rows, and pools the rows of each text into a vector."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class PooledRunner:
         return Done(pending.rows)
 
     def sample(self, pending: Done, masks: Masks | None = None) -> Done:
-        """There is nothing to choose."""
+        """The rows of the step: no token is sampled."""
         return pending
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing: there is no thread to stop."""
 
     def _run(self, pending: Pending, batch: Batch) -> None:
         works = list(pending.works.values())

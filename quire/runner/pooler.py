@@ -1,4 +1,4 @@
-"""A text's hidden rows become its vector: which rows are needed, what they come to, and how the result is made.
+"""Pooling: the hidden rows of a text become its vector.
 
 Every runner pools here: on the host, in the order of positions and in float64. So a text's vector depends neither on what else is
 in a step nor on how the text was cut into steps. Knows rows and work, never programs or slots.
@@ -31,18 +31,18 @@ class TextPart(NamedTuple):
 
 
 class Pooler:
-    """One kind of pooling, and what has come so far of the texts that are not whole yet."""
+    """One kind of pooling, and the sums so far of texts whose last token is not computed yet."""
 
     def __init__(self, pooling: Pooling, head: Callable[[Floats], Floats] | None = None):
         """`head` makes a score of the pooled row."""
         self._pooling = pooling
         self._head = head
-        self._sums: dict[int, Wide] = {}  # by slot, of texts that are not whole yet: what their rows come to so far
+        self._sums: dict[int, Wide] = {}  # by slot: the sum of a text's rows so far
         # What a program must keep for it: the row of a last token is a logit row anyway.
         self.keep = Hidden(FINAL, taken=pooling.kind == "last")
 
     def wanted(self, work: Work, first: int, end: int) -> tuple[int, int]:
-        """Of a work's rows in a step, from `first` to before `end`, those that its vector is made of."""
+        """The part of a work's rows in a step, [first, end), that its vector is made of."""
         if self._pooling.kind == "cls":
             end = first + 1 if work.start == 0 else first
         elif self._pooling.kind == "last":
@@ -50,7 +50,7 @@ class Pooler:
         return first, end
 
     def find(self, works: Mapping[int, Work], batch: Batch) -> list[TextPart]:
-        """The texts in a step; their rows are counted as the program keeps them."""
+        """Find the texts in a step. Their rows are numbered as the program keeps them."""
         found: list[TextPart] = []
         bounds = batch.q_start.tolist()
         for (place, work), begin, stop in zip(works.items(), bounds[:-1], bounds[1:], strict=True):
@@ -63,7 +63,7 @@ class Pooler:
         return found
 
     def row(self, work: Work, rows: Floats) -> Row:
-        """The answer to a work, of which these rows were needed: with the vector where the text is whole."""
+        """Add a chunk's rows to the sum of its text. The row of the answer has the vector once the text is whole."""
         total = np.add.reduce(rows, axis=0, dtype=np.float64)
         before = self._sums.pop(work.slot, None)
         if before is not None and work.start:  # what begins anew has nothing before it: a sum in its slot is another's

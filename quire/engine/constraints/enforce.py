@@ -181,7 +181,7 @@ class ConstraintMasks(Limit):
             threading.stack_size(usual)
 
     def _compile(self, key: Key, constraint: Constraint) -> None:
-        """On a thread of its own. llguidance lets go of the interpreter while it works."""
+        """Compile a grammar, on a thread of its own. llguidance lets go of the interpreter's lock while it works."""
         try:
             with self._building:
                 if self._tokenizer is None and self._vocabulary is not None:

@@ -13,7 +13,7 @@ from quire.runner.pooler import Pooler, TextPart
 
 
 class TextRows:
-    """Of one step. The copy is made at once: the next launch writes over what was kept."""
+    """The rows that the texts of one step need. They are copied at once: the next launch writes over what a program keeps."""
 
     def __init__(self, pooler: Pooler, parts: list[TextPart], hidden: Mapping[Hidden, torch.Tensor]):
         self._pooler, self._parts = pooler, parts
@@ -21,7 +21,7 @@ class TextRows:
         self._rows = Arrival(torch.cat([kept[part.first : part.end] for part in parts]).float())
 
     def answer(self, rows: list[Row]) -> None:
-        """Put what came of the texts into the rows of a step that was read. Steps are answered in their order."""
+        """Replace the answers to texts in the rows of a step, once the step is read. Steps are read in their order."""
         numbers, at = self._rows.wait(), 0
         for place, work, first, end in self._parts:
             if rows[place].error is None:
