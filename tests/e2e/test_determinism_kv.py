@@ -13,5 +13,5 @@ assert long_requests  # a fixture
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
-def test_long_pasts(model_path: Path, long_requests: list[Request], dtype: str):  # noqa: F811
+def test_long_pasts(model_path: Path, long_requests: list[Request], dtype: str):
     long_pasts_agree(model_path, long_requests, dtype)
