@@ -136,7 +136,7 @@ def engine_of(kind: str, sequences: int, context: int, depth: int) -> Engine:
         budget=BUDGET,
         context=context,
         draw=lambda: 1,
-        limits=(*standard(max(sequences, 512), PAGE), guides),
+        limits=(*standard(max(sequences, 512), PAGE), guides.limit),
     )
     return Engine(scheduler, RUNNERS[kind](kv, sequences, context), depth, masks=guides)
 

@@ -13,7 +13,13 @@ from quire.observe.errors import BadRequest, NotFound, Unsupported
 
 
 class RequestHooks(Protocol):
-    """What looks at a request before anything else, and is told when it has ended."""
+    """What looks at a request before anything else, and is told when it has ended.
+
+    `fields` are the fields of a request that it is about: a request in which all of these are empty passes it by, and so does its end.
+    """
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
 
     def on_request(self, request: Request) -> Request:
         """The request as it is to be run. Raises QuireError to refuse it."""
@@ -38,6 +44,8 @@ class RequestHooks(Protocol):
 
 class NoAdapters:
     """No adapters: who names one is refused."""
+
+    fields: tuple[str, ...] = ("adapter", "spans")
 
     def on_request(self, request: Request) -> Request:
         if request.spans:

@@ -8,6 +8,7 @@ arrives behind one of 32k has its first token when the 32k are computed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Protocol
 
 from quire.engine.types import Request
@@ -15,16 +16,15 @@ from quire.engine.types import Request
 PARTS = 5  # later prompts get one part in so many: the first is slowed by a quarter at most
 
 
-def by_priority(request: Request) -> int:
-    """Lower priority values first."""
-    return request.priority
+by_priority = attrgetter("priority")  # lower values first
 
 
 class Policy(Protocol):
     """Asked by one scheduler: a policy may keep what it owes."""
 
-    def rank(self, request: Request) -> Any:
-        """What sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
+    @property
+    def rank(self) -> Callable[[Request], Any]:
+        """Gives what sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
         ...
 
     def share(self, tokens: int) -> int:
@@ -39,13 +39,10 @@ class Policy(Protocol):
 class FirstCome:
     """One prompt after the other: the first takes what it can use."""
 
-    __slots__ = ("_rank",)
+    __slots__ = ("rank",)
 
     def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
-        self._rank = rank
-
-    def rank(self, request: Request) -> Any:
-        return self._rank(request)
+        self.rank = rank
 
     def share(self, tokens: int) -> int:
         return 0
@@ -61,14 +58,11 @@ class FairShare:
     time, and the first never waits for more than one step beyond a quarter.
     """
 
-    __slots__ = ("_owed", "_rank")
+    __slots__ = ("_owed", "rank")
 
     def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
-        self._rank = rank
+        self.rank = rank
         self._owed = PARTS - 1  # in parts of a token: rounded up at first
-
-    def rank(self, request: Request) -> Any:
-        return self._rank(request)
 
     def share(self, tokens: int) -> int:
         return (tokens + self._owed) // PARTS

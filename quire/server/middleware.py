@@ -179,7 +179,8 @@ class KeyCheck:
                 cure="send Authorization: Bearer KEY, or x-api-key: KEY",
             )
             return await errors.response(refusal)(scope, receive, send)
-        scope[SCOPE] = Caller(owner)
+        if owner:
+            scope[SCOPE] = Caller(owner)
         return await self.app(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:

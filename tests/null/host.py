@@ -224,7 +224,7 @@ class Run:
             budget=budget,
             context=context,
             draw=lambda: 0,
-            limits=(*standard(rows, PAGE, (4, budget) if drafts else None), guides),
+            limits=(*standard(rows, PAGE, (4, budget) if drafts else None), guides.limit),
             drafts=drafts,
         )
         self.context = self.scheduler.context

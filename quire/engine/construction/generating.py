@@ -160,7 +160,7 @@ def _scheduler(
         budget=config.max_batch_tokens,
         context=context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides.limit),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
     )

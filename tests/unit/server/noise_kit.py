@@ -64,7 +64,7 @@ class Noise:
 def build(config: EngineConfig, env: Any, progress: Any = None) -> tuple[Engine, EngineInfo]:
     """As `build_engine`."""
     guides = ConstraintMasks(V)
-    limits = (*standard(SLOTS + 8, PAGE), guides)
+    limits = (*standard(SLOTS + 8, PAGE), guides.limit)
     tree = PrefixTree(Pool(PAGES), PAGE)
     scheduler = Scheduler(tree, slots=SLOTS, budget=BUDGET, context=CONTEXT, draw=lambda: 7, limits=limits)
     runner = Runner(

@@ -101,7 +101,7 @@ def make(*, depth: int = 0, seed: int = 0, pages: int = 256, slots: int = 8, con
         budget=32,
         context=context,
         draw=lambda: 7,
-        limits=(*standard(slots + 8, PAGE), guides),
+        limits=(*standard(slots + 8, PAGE), guides.limit),
     )
     runner = Runner(
         Noise(seed),
