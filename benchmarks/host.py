@@ -25,7 +25,7 @@ from benchmarks.host_times import STEP, HostTimes
 from benchmarks.record import machine, median, save
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine

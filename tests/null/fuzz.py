@@ -19,7 +19,7 @@ from typing import Any
 import quire.cache.groups
 import quire.cache.keys
 import quire.cache.loading
-import quire.cache.pool
+import quire.cache.pages
 import quire.cache.prefix_tree
 import quire.cache.sealed
 import quire.cache.tiers
@@ -49,7 +49,7 @@ DRAWN = 1234567  # the seed of requests without one
 class Parts:
     """The code under test; a planted fault replaces one of these."""
 
-    pool: ModuleType | Any = quire.cache.pool
+    pages: ModuleType | Any = quire.cache.pages
     tree: ModuleType | Any = quire.cache.prefix_tree
     groups: ModuleType | Any = quire.cache.groups
     scheduler: ModuleType | Any = quire.engine.scheduler
@@ -328,7 +328,7 @@ class Run:
             parts.groups.State(3 * PAGE) if w == STATE else parts.groups.Window(w) if w else parts.groups.Full()
             for _, w in pools
         ]
-        lent = [(kind, parts.pool.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
+        lent = [(kind, parts.pages.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
         self.tree = parts.tree.PrefixTree(lent[0][1], PAGE, lent[0][0], lent[1:])
         self.pools, self.report.grouped = pools, report.grouped + (pools != [(pages, 0)])
         self.scheduler = parts.scheduler.Scheduler(

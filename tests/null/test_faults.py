@@ -14,9 +14,8 @@ import pytest
 
 import quire.cache.groups
 import quire.cache.keys
-import quire.cache.lease
 import quire.cache.loading
-import quire.cache.pool
+import quire.cache.pages
 import quire.cache.prefix_tree
 import quire.cache.sealed
 import quire.engine.limits
@@ -31,13 +30,12 @@ from tests.null.fuzz import Parts, fuzz
 
 MODULES = {
     "keys": quire.cache.keys,
-    "lease": quire.cache.lease,  # the tree is made of a broken one, too
     "loading": quire.cache.loading,
     "loads": quire.engine.loads,
     "sealed": quire.cache.sealed,
-    "pool": quire.cache.pool,
     "groups": quire.cache.groups,
     "tree": quire.cache.prefix_tree,
+    "pages": quire.cache.pages,  # the tree is made of a broken one, too
     "scheduler": quire.engine.scheduler,
     "queue": quire.engine.queue,
     "policy": quire.engine.policy,
@@ -217,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "a row that is only in the first group",
-        "lease",
+        "pages",
         "[row[dirty:] for row in self.rows[1:]]",
         "[row[dirty:][:-1] + [0] for row in self.rows[1:]]",
     ),
@@ -372,7 +370,7 @@ FAULTS = [
         "range(bisect_right(self._ends, start), len(self._starts))",
         "range(bisect_right(self._ends, start), len(self._starts))[:1]",
     ),
-    Fault("a page handed out twice", "pool", "del free[-count:]", "del free[-count:-1]"),
+    Fault("a page handed out twice", "pages", "del free[-count:]", "del free[-count:-1]"),
     Fault(
         "a key of a page's own tokens alone",
         "keys",
@@ -547,21 +545,20 @@ FAULTS = [
 ]
 
 
-def planted(fault: Fault) -> ModuleType:
-    """A copy of the module with the fault in it."""
-    if fault.part == "lease":
-        return made_of(replaced(fault))
-    return replaced(fault)
+def planted(fault: Fault) -> dict[str, ModuleType]:
+    """A copy of the module with the fault in it, and of what is made of it."""
+    broken = replaced(fault)
+    return {"pages": broken, "tree": made_of(broken)} if fault.part == "pages" else {fault.part: broken}
 
 
-def made_of(lease: ModuleType) -> ModuleType:
-    """A tree whose nodes and leases are those of that module."""
-    kept = sys.modules["quire.cache.lease"]
-    sys.modules["quire.cache.lease"] = lease
+def made_of(pages: ModuleType) -> ModuleType:
+    """A tree whose pools, nodes and leases are those of that module."""
+    kept = sys.modules["quire.cache.pages"]
+    sys.modules["quire.cache.pages"] = pages
     try:
         return replaced(Fault("none", "tree", UNCHANGED, UNCHANGED))
     finally:
-        sys.modules["quire.cache.lease"] = kept
+        sys.modules["quire.cache.pages"] = kept
 
 
 def replaced(fault: Fault) -> ModuleType:
@@ -582,8 +579,7 @@ def replaced(fault: Fault) -> ModuleType:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_caught(fault: Fault) -> None:
-    part = "tree" if fault.part == "lease" else fault.part
-    parts = replace(Parts(tiers=fault.tiers), **{part: planted(fault)})
+    parts = replace(Parts(tiers=fault.tiers), **planted(fault))
     with pytest.raises(Exception) as caught:
         fuzz(0, fault.seeds, fault.depths, parts)
     assert any("seed" in note for note in caught.value.__notes__)
@@ -596,11 +592,12 @@ ALONE = [*FAULTS[:4], *(fault for fault in FAULTS if fault.name == "the checkpoi
 def test_the_device_alone_notices(fault: Fault) -> None:
     """Without the check of the tree's books: wrong KV is seen where it is read, or wrong news where it arrives."""
     with pytest.raises(Caught):
-        fuzz(0, fault.seeds, fault.depths, replace(Parts(check=False), **{fault.part: planted(fault)}))
+        fuzz(0, fault.seeds, fault.depths, replace(Parts(check=False), **planted(fault)))
 
 
 def test_unbroken_copies_pass() -> None:
     """The way a fault is planted is not itself a fault."""
-    copies = {part: planted(Fault("none", part, UNCHANGED, UNCHANGED)) for part in MODULES}
-    copies["tree"] = copies.pop("lease")
+    copies: dict[str, ModuleType] = {}
+    for part in MODULES:
+        copies |= planted(Fault("none", part, UNCHANGED, UNCHANGED))
     assert fuzz(0, 30, parts=replace(Parts(), **copies)).runs == 90

@@ -13,7 +13,6 @@ import pytest
 import quire.engine.constraints.enforce
 import quire.engine.limits
 import quire.runner.batch_builder
-import quire.runner.decode_only
 import quire.runner.host_state
 import quire.runner.runner
 import quire.runner.sampler
@@ -25,7 +24,6 @@ MODULES = {
     "host_state": quire.runner.host_state,
     "slots": quire.runner.slots,
     "batch_builder": quire.runner.batch_builder,
-    "decode_only": quire.runner.decode_only,
     "sampler": quire.runner.sampler,
     "enforce": quire.engine.constraints.enforce,
     "limits": quire.engine.limits,
@@ -34,7 +32,6 @@ USED = {  # where the module that uses a part has its name
     "host_state": (quire.runner.runner, "HostState"),
     "slots": (quire.runner.host_state, "Slots"),
     "batch_builder": (quire.runner.host_state, "BatchBuilder"),
-    "decode_only": (quire.runner.host_state, "DecodeOnly"),
     "sampler": (quire.runner.runner, "Sampler"),
     "limits": (quire.engine.constraints.enforce, "OneInFlight"),
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
 from quire.cache.loading import Loader
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.cache.secret import Secret
 from quire.config import PAGE_SIZE, EngineConfig, Environment

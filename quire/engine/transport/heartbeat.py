@@ -45,7 +45,7 @@ def patience(info: EngineInfo, seconds: float) -> float:
 
 
 class Pulse:
-    """Feels the pulse of one process. `ask` sends the question; whoever gets any message calls `heard`."""
+    """Feels the pulse of one process. `ask` sends the question; whoever gets any message sets `heard`."""
 
     def __init__(
         self,
@@ -60,24 +60,20 @@ class Pulse:
         self._ask = ask
         self._work = work
         self._sleep = sleep
-        self._heard = True
-
-    def heard(self) -> None:
-        """It said something."""
-        self._heard = True
+        self.heard = True  # it said something
 
     async def lost(self) -> str:
         """Returns when the process is to be given up, with the reason in words."""
         silent = still = 0  # ticks
         before = self._work()
         while True:
-            if self._heard:
-                self._heard = False
+            if self.heard:
+                self.heard = False
                 silent = still = 0
                 self._ask()
             await self._sleep(self._tick)
             now = self._work()
-            if not self._heard:
+            if not self.heard:
                 silent += 1
                 still = still + 1 if _rested(before, now, self._tick) else 0
                 if still >= TICKS:

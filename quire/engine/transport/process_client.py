@@ -381,7 +381,7 @@ class ProcessClient:
 
     def _hear(self, message: wire.FromEngine) -> None:
         if self._pulse is not None:
-            self._pulse.heard()
+            self._pulse.heard = True
         match message:
             case wire.Events(events):
                 self._pending.deliver(events)

@@ -32,7 +32,7 @@ from quire.backends.ops import KV
 from quire.backends.pages import PageBytes, PageCopy, PageIds
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, beside
-from quire.runner.decode_only import Index
+from quire.runner.batch_builder import Index
 from quire.runner.device.answers import Answers
 from quire.runner.device.decode import DecodeSteps
 from quire.runner.device.drafting import Drafting

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import Drafts, Follows, Limit, LogitRows, SamePrompt, TokenBudget, common, standard
 from quire.engine.policy import FirstCome, Policy

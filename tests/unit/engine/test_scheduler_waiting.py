@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.cache.groups import Window
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import Lease, PrefixTree
 from quire.engine.limits import Limit, standard
 from quire.engine.policy import FirstCome, Policy

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import EngineConfig
 from quire.engine.engine import Engine

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.backends.ops import KV
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
