@@ -18,10 +18,10 @@ import quire.cache.loading
 import quire.cache.pages
 import quire.cache.prefix_tree
 import quire.cache.sealed
+import quire.engine.admission
 import quire.engine.limits
 import quire.engine.loads
 import quire.engine.policy
-import quire.engine.queue
 import quire.engine.scheduler
 import quire.engine.spans
 import quire.runner.spans
@@ -35,9 +35,9 @@ MODULES = {
     "sealed": quire.cache.sealed,
     "groups": quire.cache.groups,
     "tree": quire.cache.prefix_tree,
-    "pages": quire.cache.pages,  # the tree is made of a broken one, too
+    "pages": quire.cache.pages,
     "scheduler": quire.engine.scheduler,
-    "queue": quire.engine.queue,
+    "admission": quire.engine.admission,
     "policy": quire.engine.policy,
     "limits": quire.engine.limits,
     "ids": quire.engine.spans,
@@ -45,6 +45,7 @@ MODULES = {
 }
 
 
+MADE_OF = {"pages": "tree", "admission": "scheduler"}  # parts whose names another one has imported
 UNCHANGED = '"""\n\nfrom __future__'  # what is replaced by itself, in a copy without a fault
 
 
@@ -110,7 +111,7 @@ FAULTS = [
         "lease.dirty = min(lease.dirty, held)",
         "lease.dirty = max(lease.dirty, held)",
     ),
-    Fault("a slot reused without being closed", "scheduler", "self._closed.append(seq.slot)", "pass"),
+    Fault("a slot reused without being closed", "admission", "self.closed.append(seq.slot)", "pass"),
     Fault(
         "shared pages freed with the private ones",
         "tree",
@@ -239,7 +240,7 @@ FAULTS = [
     ),
     Fault(
         "a match that takes the last token too",
-        "scheduler",
+        "admission",
         "seq.reusable if self._prefix_cache else 0",
         "len(seq.tokens) if self._prefix_cache else 0",
     ),
@@ -287,7 +288,7 @@ FAULTS = [
     ),
     Fault(
         "the same work again in another slot",
-        "scheduler",
+        "admission",
         "seq.lease, seq.slot, seq.again = None, -1, None",
         "seq.lease, seq.slot = None, -1",
         depths=(1, 2),
@@ -316,7 +317,7 @@ FAULTS = [
     ),
     Fault(
         "one random stream for every index",
-        "scheduler",
+        "admission",
         "seed=mix_seed(seq.seed, request.index)",
         "seed=mix_seed(seq.seed, 0)",
     ),
@@ -342,7 +343,7 @@ FAULTS = [
     Fault("a picture of one id", "ids", "(numbers % FIRST + FIRST).tolist()", "[FIRST] * span.length"),
     Fault(
         "spans that are forgotten when a sequence comes back",
-        "scheduler",
+        "admission",
         "spans=request.spans",
         "spans=() if seq.preemptions else request.spans",
     ),
@@ -483,14 +484,14 @@ FAULTS = [
     ),
     Fault(
         "a waiting sequence that is looked up in every plan",
-        "scheduler",
-        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "admission",
+        "if running and memo is not None and memo.returned == tree.returned:",
         "if False:",
     ),
     Fault(
         "a waiting sequence that is never tried again",
-        "scheduler",
-        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "admission",
+        "if running and memo is not None and memo.returned == tree.returned:",
         "if memo is not None:",
     ),
     Fault(
@@ -507,14 +508,14 @@ FAULTS = [
     Fault(
         "a slot that was never opened is closed",
         "scheduler",
-        "                self._closed.remove(new.slot)\n",
+        "                admission.closed.remove(new.slot)\n",
         "",
         seeds=400,
         depths=(1, 2),
     ),
     Fault(
         "overtaking who waits for pages",
-        "scheduler",
+        "admission",
         "if head is None or head.no_room is not None or head.order < first.order:",
         "if head is None or head.order < first.order:",
         seeds=600,
@@ -528,13 +529,15 @@ FAULTS = [
     ),
     Fault(
         "waiting for a sequence that was preempted",
-        "scheduler",
-        "        self._queue.come(seq)\n        self._queue.add(seq)\n\n    # ---- the next",
-        "        self._queue.add(seq)\n\n    # ---- the next",
+        "admission",
+        "        self.queue.come(seq)\n        self.queue.add(seq)\n\n    def _remove",
+        "        self.queue.add(seq)\n\n    def _remove",
         seeds=600,
     ),
-    Fault("a sequence that is lost in the queue", "queue", "self._list(seq)\n        of_rank", "of_rank"),
-    Fault("a sequence that steps aside for good", "queue", "while self._aside and most:", "while False:", seeds=600),
+    Fault("a sequence that is lost in the queue", "admission", "self._list(seq)\n        of_rank", "of_rank"),
+    Fault(
+        "a sequence that steps aside for good", "admission", "while self._aside and most:", "while False:", seeds=600
+    ),
     Fault("a follower that does not wait", "limits", "leader.prompt_done or leader.key >= seq.key", "leader.computed"),
     Fault(
         "drafts beyond what is left of a step",
@@ -546,19 +549,17 @@ FAULTS = [
 
 
 def planted(fault: Fault) -> dict[str, ModuleType]:
-    """A copy of the module with the fault in it, and of what is made of it."""
-    broken = replaced(fault)
-    return {"pages": broken, "tree": made_of(broken)} if fault.part == "pages" else {fault.part: broken}
-
-
-def made_of(pages: ModuleType) -> ModuleType:
-    """A tree whose pools, nodes and leases are those of that module."""
-    kept = sys.modules["quire.cache.pages"]
-    sys.modules["quire.cache.pages"] = pages
+    """A copy of the module with the fault in it, and of the one that is made of it."""
+    broken, made = replaced(fault), MADE_OF.get(fault.part)
+    if made is None:
+        return {fault.part: broken}
+    name = MODULES[fault.part].__name__
+    kept, sys.modules[name] = sys.modules[name], broken
     try:
-        return replaced(Fault("none", "tree", UNCHANGED, UNCHANGED))
+        whole = replaced(Fault("none", made, UNCHANGED, UNCHANGED))
     finally:
-        sys.modules["quire.cache.pages"] = kept
+        sys.modules[name] = kept
+    return {made: whole} if fault.part == "admission" else {fault.part: broken, made: whole}
 
 
 def replaced(fault: Fault) -> ModuleType:

@@ -469,7 +469,7 @@ def test_stale_rows_are_dropped() -> None:
     desk.step()
     first = desk.plan()
     seq = desk.scheduler._ids["b"]
-    desk.scheduler._preempt(seq)
+    desk.scheduler._admission.preempt(seq)
     assert [e.id for e in desk.commit(first)] == ["a"]
     assert len(seq.tokens) == 7 and seq.steps == 1
 
