@@ -197,16 +197,6 @@ class Admission:
             None  # in this plan: pages that running sequences will still need; None: to be counted
         )
 
-    @property
-    def possible(self) -> bool:
-        """Somebody waits, and a slot is free."""
-        return bool(self.queue and self.slots)
-
-    @property
-    def loading(self) -> int:
-        """How many wait for pages on their way."""
-        return len(self.loads or ())
-
     def load_from(self, source: Source) -> None:
         """From now on a waiting sequence may wait for pages that the source has and the tree has not."""
         if self.loads is None:
@@ -227,7 +217,7 @@ class Admission:
     def told(self) -> tuple[int, dict[str, int]]:
         """Of the newest plan: how many have no slot, and what holds others back."""
         queue, held = self.queue, self.cuts
-        waiting, loading = len(queue), self.loading
+        waiting, loading = len(queue), len(self.loads or ())
         if loading:
             held[PAGES_COMING] = loading
         if waiting:

@@ -101,7 +101,8 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        tree, loading, loads = self.tree, self._admission.loading, self._admission.loads
+        tree, loads = self.tree, self._admission.loads
+        loading = len(loads or ())
         return Stats(
             running=len(self._running),
             waiting=len(self._queue) + loading,
@@ -182,7 +183,7 @@ class Scheduler:
         opened: list[Open] = []
         preemptions = admission.preemptions
         chunks = self._single(work)
-        if self._budget.left and (chunks or admission.possible):
+        if self._budget.left and (chunks or (self._queue and self._slots)):
             # where something gave way there is no room for more
             self._prompts(chunks, work, opened, admission.preemptions == preemptions)
         if admission.preemptions != preemptions:  # planned, then preempted by a chunk of a better one
@@ -238,7 +239,7 @@ class Scheduler:
             if seq.status != RUNNING or seq.key in done:
                 continue
             admits = admits and admission.preemptions == preemptions
-            if i + 1 < len(chunks) or (admits and admission.possible):
+            if i + 1 < len(chunks) or (admits and self._queue and self._slots):
                 done |= self._share(seq, chunks[i + 1 :], work, opened, admits)
             if seq.status == RUNNING:
                 self._compute(seq, work)
