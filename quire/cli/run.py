@@ -35,6 +35,9 @@ TOP_P = 0.9
 SEED = 0
 MAX_TOKENS = 1024
 
+KV_DTYPE = "Type of the KV cache: f16, int16, or with half the memory int8 or fp8."
+SPECULATE = "Speculative decoding: ngram (draft tokens from what the text said before). The answer stays the same."
+
 
 def command(
     model: Annotated[
@@ -56,9 +59,7 @@ def command(
     threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
-    kv_dtype: Annotated[
-        str, Option(help="Type of the KV cache: f16, int16, or with half the memory int8 or fp8.")
-    ] = "auto",
+    kv_dtype: Annotated[str, Option(help=KV_DTYPE)] = "auto",
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
@@ -69,12 +70,7 @@ def command(
     deterministic: Annotated[
         bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
     ] = False,
-    speculate: Annotated[
-        str,
-        Option(
-            help="Speculative decoding: ngram (draft tokens from what the text said before). The answer stays the same."
-        ),
-    ] = "none",
+    speculate: Annotated[str, Option(help=SPECULATE)] = "none",
     draft_tokens: Annotated[int, Option(help="With --speculate: draft tokens in a step at most.")] = 4,
 ) -> None:
     """Chat with a model, or ask it one thing.

