@@ -139,7 +139,8 @@ def test_experts_of_real_models(shape: Any, kind: Any):
         x = torch.randn(rows, d, device="cuda", dtype=BF16)
         logits = torch.randn(rows, count, device="cuda")
         want = plain.mix(x.float(), logits, as_floats(m), blocks=True)
-        assert error(module.mix(x, logits, m), want) < 2e-2, rows
+        assert error(module.mix(x, logits, m, exact=True), want) < 2e-2, rows
+        assert error(module.mix(x, logits, m), want) < (6e-2 if kind is E4M3 else 2e-2), rows  # many rows become fp8
 
 
 def as_floats(m: plain.Mixture) -> plain.Mixture:

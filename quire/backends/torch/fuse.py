@@ -186,27 +186,71 @@ PASSES = (merge_linears, merge_adapts, gated, add_norm, linear_add_norm, attenti
 def fuse(program: Program, output: Value) -> Program:
     """The program as it is run.
 
-    What is kept is copied right behind the instruction that makes it, and no pass sees that: so a program that keeps rows
-    of its residual stream is fused, and rounds, like one that does not.
+    What is kept is copied right behind the instruction that makes it, and no pass sees that, nor the choice of rows that is
+    for the copy alone: so a program that keeps rows of its residual stream is fused, and rounds, like one that does not.
     """
-    kept = [i for i in program if i.op == "keep"]
-    program = [i for i in program if i.op != "keep"]
+    chains, rest = _set_aside(program, output)
+    if chains:
+        rest = _norm_first(rest, output, {c[0].inputs[0] for c in chains})
     for run in PASSES:
-        program = run(program, output)
-    return _with_copies(program, kept) if kept else program
+        rest = run(rest, output)
+    return _with_copies(rest, chains) if chains else rest
 
 
-def _with_copies(program: Program, kept: Program) -> Program:
+def _set_aside(program: Program, output: Value) -> tuple[list[Program], Program]:
+    """Each keep, with an instruction of its own that takes its rows where it is for some; and the program without them.
+
+    A take that the program shares with a keep stands before whoever else reads it, as it does where nothing is kept."""
+    maker, chains, rest = makers(program), list[Program](), Program()
+    asked = {i.inputs[0] for i in program if i.op == "keep"}
+    waiting: dict[Value, Instruction] = {}
+    for i in program:
+        if i.op == "take" and i.outputs[0] in asked and i.outputs[0] is not output:
+            waiting[i.outputs[0]] = i
+        elif i.op == "keep":
+            source = maker.get(i.inputs[0])
+            if source is None or source.op != "take":
+                chains.append([i])
+                continue
+            own = Value(i.inputs[0].width, per_token=False)
+            chains.append([Instruction("take", source.inputs, [own]), Instruction("keep", [own], hidden=i.hidden)])
+        else:
+            rest += [waiting.pop(v) for v in dict.fromkeys(i.reads()) if v in waiting]
+            rest.append(i)
+    return chains, rest
+
+
+def _norm_first(program: Program, output: Value, kept: set[Value]) -> Program:
+    """Where all rows of a sum are kept and some are taken to be normalized: normalize all, and take some of those.
+
+    A norm works on each row alone. So the sum and its norm stay one instruction, as they are where the taking comes earlier."""
+    used, reader = uses(program, output), {v: i for i in program for v in i.reads()}
+    out, waiting = Program(), dict[Value, Instruction]()
+    for i in program:
+        after = reader.get(i.outputs[0]) if i.op == "take" else None
+        if after is not None and i.inputs[0] in kept and plain(after) and used[i.outputs[0]] == 1:
+            waiting[i.outputs[0]] = i
+        elif i.inputs and i.inputs[0] in waiting:
+            take = waiting.pop(i.inputs[0])
+            whole = Value(i.outputs[0].width)
+            out.append(Instruction("norm", take.inputs, [whole], weight=i.weight, eps=i.eps, heads=i.heads))
+            out.append(Instruction("take", [whole], i.outputs))
+        else:
+            out.append(i)
+    return out
+
+
+def _with_copies(program: Program, chains: list[Program]) -> Program:
     """The program, with each keep behind the instruction that makes what it keeps."""
     maker = makers(program)
     behind: dict[int, Program] = {}
-    for i in kept:
-        made = maker.get(i.inputs[0])
+    for chain in chains:
+        made = maker.get(chain[0].inputs[0])
         if made is None:
             raise ValueError(
-                f"{i.hidden} cannot be kept: on this backend they are a part of another op, and never there"
+                f"{chain[-1].hidden} cannot be kept: on this backend they are a part of another op, and never there"
             )
-        behind.setdefault(id(made), []).append(i)
+        behind.setdefault(id(made), []).extend(chain)
     return [each for i in program for each in (i, *behind.get(id(i), ()))]
 
 

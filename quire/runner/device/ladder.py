@@ -164,7 +164,9 @@ class Ladder(Generic[Kind]):
         self._body(kind, inputs, self._state.page_tables(inputs.slots, inputs.writes), host)
 
     def _blank(self, kind: Kind) -> None:
-        """Fill the buffer with a step of padding alone."""
+        """Fill the buffer with a step of padding alone. Where steps only compile, what they sample is whatever lay there: it must
+        not become the token of the next one."""
+        self._state.last[self._state.spare] = 0
         arrays = [pad(np.array(own.blank, np.int32), own.size, own.fill) for own in self._fields[kind]]
         self._staging.send(arrays, len(arrays))
 

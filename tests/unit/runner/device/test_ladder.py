@@ -85,7 +85,9 @@ def test_what_does_not_fit_goes_ahead_or_behind(changed: int, extra: int) -> Non
 def test_warming_up_is_a_step_of_padding() -> None:
     made = Made()
     made.state.tables[0][:SLOTS] = 3
+    made.state.last[:] = 1 << 30
     made.ladder.warm_up()
+    assert made.state.last[SLOTS] == 0, "a step that only compiled has sampled what is no token"
     ((kind, inputs, tables, host),) = made.seen
     assert kind == "small" and host is None, "kernels are chosen as for a graph, which has no host's numbers"
     assert inputs[2] == [SLOTS] * 2 and inputs[-1] == [5, -9, -9]
