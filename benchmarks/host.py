@@ -129,16 +129,16 @@ def engine_of(kind: str, sequences: int, context: int, depth: int) -> Engine:
     """An engine as `build_engine` joins it, over one that computes nothing."""
     pages = sequences * (-(-context // PAGE) + 1)
     kv = KV(layers=1, pages=pages, page_size=PAGE, kv_heads=1, head_dim=16)
-    guides = ConstraintMasks(VOCAB)
+    masks = ConstraintMasks(VOCAB)
     scheduler = Scheduler(
         PrefixTree(Pool(pages), PAGE),
         slots=sequences,
         budget=BUDGET,
         context=context,
         draw=lambda: 1,
-        limits=(*standard(max(sequences, 512), PAGE), guides.limit),
+        limits=(*standard(max(sequences, 512), PAGE), masks.limit),
     )
-    return Engine(scheduler, RUNNERS[kind](kv, sequences, context), depth, masks=guides)
+    return Engine(scheduler, RUNNERS[kind](kv, sequences, context), depth, masks=masks)
 
 
 # ---- measuring

@@ -44,7 +44,7 @@ def write_adapters(path: str, folder: Path, count: int, rank: int) -> dict[str, 
         model = models.load(checkpoint)
         gguf = isinstance(checkpoint, GGUF)
         targets = AdapterTargets(model, checkpoint.architecture, gguf, model.kv(1, PAGE_SIZE), slots=1, rank=rank)
-        shapes = {site.name: (site.n, site.k) for site in targets.by_weight.values() if site.name != HEAD}
+        shapes = {target.name: (target.n, target.k) for target in targets.by_weight.values() if target.name != HEAD}
     made: dict[str, str] = {}
     for i in range(count):
         rng, own = np.random.default_rng(i), folder / f"adapter-{i}"

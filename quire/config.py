@@ -131,7 +131,7 @@ class ServerConfig:
 
 
 def within_openmp(threads: int) -> int:
-    """As many of them as OpenMP's own variable for that lets a process have."""
+    """The number of threads, cut to what OpenMP's own variable lets a process have."""
     limit = os.environ.get("OMP_THREAD_LIMIT", "")
     return min(threads, int(limit)) if limit.isdigit() and int(limit) else threads
 

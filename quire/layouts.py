@@ -40,7 +40,7 @@ E4M3: Floats = _e4m3()
 
 @dataclass(frozen=True)
 class Plane:
-    """Some bits of each number in a block: ((block[byte[i]] ^ flip) >> shift[i] & mask) << lift."""
+    """A plane of bits of each number in a block: ((block[byte[i]] ^ flip) >> shift[i] & mask) << lift."""
 
     byte: npt.NDArray[np.uint16]  # [count] where in the block
     shift: npt.NDArray[np.uint8]  # [count]
@@ -304,7 +304,7 @@ class Experts:
         return len(self.gate)
 
     def weights(self) -> tuple[Layout, ...]:
-        """All of them, in a fixed order."""
+        """The matrices of all experts, in a fixed order."""
         return (*self.gate, *self.up, *self.down, *self.gate_bias, *self.up_bias, *self.down_bias)
 
 

@@ -25,7 +25,15 @@ class Area(NamedTuple):
     code: tuple[str, ...]
 
 
+FAMILIES = ("mixtures", "families", "hf", "lora", "quantized_folders", "fuzz")
+KERNEL_SETS = ("kernel_sets", "groups", "native_attention", "native_attention_kinds", "native_moe", "native_pool")
+INTERPRETED = (
+    "tests/unit/engine/test_deterministic_cuda.py",
+    "tests/unit/engine/test_quantized_engine.py",
+    "tests/unit/engine/construction/test_build_torch.py",
+)
 SERVER = ("quire/server/shared/", "quire/chat/tools/")
+TENSORS = ("quire/backends/", "quire/layouts.py", "native/")
 AREAS = (
     Area(("tests/unit/server/anthropic", "tests/e2e/test_anthropic.py"), ("quire/server/anthropic/", *SERVER)),
     Area(("tests/unit/server/kserve",), ("quire/server/kserve/", *SERVER)),
@@ -33,12 +41,29 @@ AREAS = (
     Area(("tests/unit/server/ollama", "tests/e2e/test_ollama.py"), ("quire/server/ollama/", *SERVER)),
     Area(("tests/unit/server/tgi", "tests/e2e/test_tgi.py"), ("quire/server/tgi/", *SERVER)),
     Area(("tests/unit/server/openai", "tests/e2e/test_openai_responses.py"), ("quire/server/openai/", *SERVER)),
-    Area(("tests/unit/chat/tools",), ("quire/chat/",)),
+    Area(("tests/unit/chat",), ("quire/chat/",)),
     Area(("tests/unit/weights",), ("quire/weights/", "quire/formats/")),
     Area(("tests/unit/formats",), ("quire/formats/", "quire/layouts.py", "native/")),
     Area(("tests/unit/benchmarks",), ("benchmarks/",)),
     Area(("tests/fuzz",), ("quire/weights/", "quire/formats/", "quire/chat/tokenizers/", "quire/models/")),
-    Area(("tests/unit/backends/cuda", "tests/gpu"), ("quire/backends/", "quire/runner/device/", "quire/formats/hub/")),
+    # Families of models, beside test_llama.py, which compares the default model with transformers on every backend.
+    Area(
+        tuple(f"tests/unit/models/test_{name}.py" for name in FAMILIES),
+        ("quire/models/", "quire/weights/", *TENSORS),
+    ),
+    # Every kernel set of the CPU: the fastest and the portable one are in the core.
+    Area(tuple(f"tests/unit/backends/test_{name}.py" for name in KERNEL_SETS), TENSORS),
+    Area(
+        ("tests/unit/backends/cuda", "tests/gpu", "tests/unit/runner/device", *INTERPRETED),
+        ("quire/backends/", "quire/runner/device/", "quire/formats/hub/"),
+    ),
+    # Grammars against their test suites; tests/e2e/test_structured.py is in the core.
+    Area(("tests/unit/engine/constraints",), ("quire/engine/constraints/",)),
+    # An engine process that hangs, dies or is cut off; tests/e2e/test_server_faults.py is in the core.
+    Area(
+        ("tests/unit/engine/transport",),
+        ("quire/engine/engine.py", "quire/engine/types.py", "quire/engine/transport/", "quire/engine/construction/"),
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""The house holds: imports go one way, there are no cycles, and what must not be imported is not.
+"""The architecture holds: imports go one way, there are no cycles, and what must not be imported is not.
 
 Rooms are listed from the roof down; a file may import from its own room and from rooms below it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,25 @@ def test_configuration_stays_small():
     from quire.config import Environment
 
     assert len(dataclass_fields(Environment)) <= 10
+
+
+# How a sentence begins that does not say what it is about: a reader who comes from elsewhere has to guess.
+NO_SUBJECT = re.compile(
+    r"(It|Its|They|Their|Them|Those|That|So many|So much|As|Of|Nothing|Who|Whom|Whoever|From now on|In place|On the|For people"
+    r"|What became|What came|All of them|One more|One less|There is|There are|Here|Behind|Beside|Once|Until)\b"
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_have_a_subject(room: str):
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for path in FILES:
+        if path.relative_to(PACKAGE).with_suffix("").parts[0] == room:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, kinds) and NO_SUBJECT.match(text := ast.get_docstring(node) or ""):
+                    raise AssertionError(
+                        f"{path.relative_to(ROOT)}: say what this is about: {text.partition(chr(10))[0]}"
+                    )
 
 
 def test_one_version():

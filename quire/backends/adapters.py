@@ -1,7 +1,8 @@
 """Adapters as a backend sees them: low-rank pairs that a row of a step may add to a product, y + scale * b (a x).
 
-A `Site` is a weight that adapters may add to, a `Pair` what one adapter adds there. A program with sites has slots, each
-for one adapter; `Adapts.place` fills and clears them between steps, and the batch says which slot each row uses.
+A `Target` is a weight matrix that adapters may add to (one of PEFT's target modules), a `Pair` the two matrices that one
+adapter adds to it. A program with targets has slots, each for one adapter; `Adapts.place` fills and clears them between steps,
+and the batch says which slot each row uses.
 Knows no files, no names of adapters and no requests.
 """
 
@@ -16,7 +17,7 @@ from quire.layouts import Dense
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What one adapter adds at one site."""
+    """The two matrices that one adapter adds to one target."""
 
     a: Dense  # [r, k]
     b: Dense  # [n, r]
@@ -32,8 +33,8 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
-    """A weight [n, k] that adapters may add to. Known by identity."""
+class Target:
+    """A weight [n, k] that adapters may add to. Two are equal only if they are the same object."""
 
     name: str  # for messages
     n: int
@@ -45,17 +46,17 @@ class Site:
 
 @runtime_checkable
 class Adapts(Protocol):
-    """A program with sites."""
+    """A compiled model whose weights adapters can add to."""
 
-    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
-        """From the next run on, slot `slot` holds these pairs and no others; none at all clears it."""
+    def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
+        """Let slot `slot` hold these pairs and no others, from the next run on; none at all clears it."""
         ...
 
 
-def by_slot(sites: list[Site]) -> dict[int, dict[Site, Pair]]:
-    """What is there from the start, for `place`."""
-    found: dict[int, dict[Site, Pair]] = {}
-    for site in sites:
-        for slot, pair in site.pairs.items():
-            found.setdefault(slot, {})[site] = pair
+def by_slot(targets: list[Target]) -> dict[int, dict[Target, Pair]]:
+    """The pairs that targets have from the start, by slot and then by target, as `place` takes them."""
+    found: dict[int, dict[Target, Pair]] = {}
+    for target in targets:
+        for slot, pair in target.pairs.items():
+            found.setdefault(slot, {})[target] = pair
     return found

@@ -19,7 +19,7 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Table:
-    """Where a group's K and V lie."""
+    """The page table of a group of layers: where each sequence's K and V are, and where those of new tokens are written."""
 
     pages: I32  # [B, P] page table rows; -1: nothing there that may be read
     write: I32  # [T] where each token's K and V go: page * page_size + offset

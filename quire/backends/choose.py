@@ -1,4 +1,4 @@
-"""Which backend runs a model. The only file here that knows them all; it imports the one that is asked for."""
+"""The choice of the backend that runs a model. The only file here that knows them all; it imports the one that is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend `auto` means on this machine, and why: cuda where a GPU and what drives it are there, else native.
+"""The backend that `auto` means on this machine, and why: cuda where a GPU and what drives it are there, else native.
 
 The cheap questions come first: without a GPU's device file nothing of torch is looked at, so a CPU user pays nothing. Only
 where torch and triton are installed is torch imported, and asked whether the GPU can be used.
@@ -24,7 +24,7 @@ class Detected:
 
 
 def detect(root: Path = Path("/")) -> Detected:
-    """What `auto` means here."""
+    """The backend that `auto` means here, and why."""
     devices = gpu_devices(root)
     if not devices:
         return Detected("native", "no NVIDIA GPU is here")

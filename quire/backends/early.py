@@ -16,7 +16,7 @@ ROWWISE = frozenset(["norm", "layer_norm", "linear", "adapt", "join", "head_line
 
 
 def take_early(recording: Recording) -> Recording:
-    """The same program with each take as early as it can be."""
+    """The same program, with each `take` as early as it can be."""
     program = recording.instructions
     late = _only_taken(program, recording.output)
     if not late:

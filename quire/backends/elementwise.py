@@ -46,7 +46,8 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """How far a result may be from the reference: `times` a size, which `of` finds from the expected result and the inputs."""
+    """The largest error of a result against the reference: `times` a size, which `of` finds from the expected result and the
+    inputs."""
 
     times: float
     text: str = "relative"
@@ -82,7 +83,7 @@ class Elementwise:
 
     @property
     def shapes(self) -> str:
-        """As the op table tells it."""
+        """The shapes, as the op table tells them."""
         return f"{', '.join(f'{own.name} [T, d]' for own in self.inputs)} -> [T, d]"
 
 
@@ -154,7 +155,7 @@ class ElementwiseOps(Protocol):
     """The elementwise ops as models call them. Whoever computes or records them defines `elementwise` and inherits the rest."""
 
     def elementwise(self, op: Elementwise, *inputs: Tensor, number: float = 0.0) -> Tensor:
-        """Any op that is declared like these."""
+        """Compute any op that is declared in this file."""
         ...
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:

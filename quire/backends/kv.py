@@ -39,12 +39,12 @@ class KV:
 
     @property
     def groups(self) -> tuple[KV, ...]:
-        """All of them, this one first."""
+        """The groups of a pool, this one first."""
         return (self, *self.more)
 
     @property
     def forgets(self) -> bool:
-        """Whether a sequence needs no more of it as it grows."""
+        """Whether a sequence stops needing some of its pages as it grows."""
         return bool(self.window or self.state)
 
     @property

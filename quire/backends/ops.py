@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.adapters import Site
+from quire.backends.adapters import Target
 from quire.backends.batch import I32, Batch
 from quire.backends.elementwise import ELEMENTWISE, ElementwiseOps
 from quire.backends.elementwise import Tensor as Tensor
@@ -34,7 +34,7 @@ QUANTIZE = ("none", "fp8", "fp8-block", "int8", "int4", "keep")
 
 
 class Ops(ElementwiseOps, Protocol):
-    """What a model is written over: these ops, and the elementwise ones."""
+    """The operations that models are written with; the elementwise ones are in `ElementwiseOps`."""
 
     def embed(self, ids: Tensor, table: Layout) -> Tensor:
         """Row ids[t] of the table, as float32; where the batch gives a row for token t, that row. [T] -> [T, d]"""
@@ -53,8 +53,8 @@ class Ops(ElementwiseOps, Protocol):
         """x @ weight.T (+ bias). weight [n, k]. A backend may round x per 32 columns: to int8 for Affine weights, and f16 ones to 14 bits with x to 16."""
         ...
 
-    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, site: Site) -> Tensor:
-        """y + scale * b (a x) for rows whose slot has a pair at this site; the others are y. x is not rounded to int8.
+    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, target: Target) -> Tensor:
+        """y + scale * b (a x) for rows whose slot has a pair for this target; the others are y. x is not rounded to int8.
 
         `rows` is batch.adapters, or batch.taken_adapters once rows were taken. y [T, n], x [T, k] -> [T, n]
         """
@@ -147,11 +147,13 @@ class Ops(ElementwiseOps, Protocol):
         ...
 
     def head_linear(self, x: Tensor, weight: Layout, heads: int) -> Tensor:
-        """Each head has a matrix of its own: rows h * n .. h * n + n of weight. x [T, H * k], weight [H * n, k] -> [T, H * n]"""
+        """A linear with a matrix for each head: rows h * n .. h * n + n of weight. x [T, H * k], weight [H * n, k] -> [T, H *
+        n]."""
         ...
 
     def moe(self, x: Tensor, logits: Tensor, experts: Experts, routing: Routing) -> Tensor:
-        """Each row goes through the experts that `routing` chooses for it, and the results are added, weighted.
+        """A mixture of experts: each row goes through the experts that `routing` chooses for it, and the results are added,
+        weighted.
 
         x [T, d], logits [T, E] -> [T, d]. An expert is down(act(gate(x), up(x))); act is swiglu, or with
         experts.limit L: g = min(gate, L), u = clamp(up, -L, L), g * sigmoid(1.702 g) * (u + 1). The sum runs over the chosen
@@ -228,7 +230,8 @@ class Program(Protocol):
         ...
 
     def page_layout(self, group: int) -> PageLayout:
-        """What the bytes of a page of that group are, and how many. Programs with equal layouts can take each other's."""
+        """The layout of the bytes of a page of that group, and their number. Programs with equal layouts can take each other's
+        pages."""
         ...
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
@@ -255,7 +258,7 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """Where programs run. It keeps packed weights by identity, so programs of one model share them."""
+    """Compiles forwards into programs and runs them. It keeps packed weights by identity, so programs of one model share them."""
 
     name: str
     kv_dtypes: tuple[str, ...]  # of KV_DTYPES, those that may be asked for
@@ -282,7 +285,7 @@ class Backend(Protocol):
         ...
 
     def describe(self) -> str:
-        """For people: the instruction set and thread count in use."""
+        """The instruction set and thread count in use, or the device, for people."""
         ...
 
     def implementations(self) -> dict[str, str]:
@@ -305,7 +308,7 @@ class Tells(Protocol):
     """A backend that may do something to weights."""
 
     def told(self) -> list[str]:
-        """What was done to them that nobody would guess, in sentences."""
+        """Sentences for people about what was done to the weights that a user would not expect."""
         ...
 
 
@@ -314,7 +317,8 @@ class Computes(Protocol):
     """A backend that can say which others compute the same bits."""
 
     def computes(self) -> str:
-        """The same text wherever the same model gives the same keys and values, to the bit, and another one where it may not."""
+        """The backend's arithmetic as text: the same wherever the same model gives the same keys and values, to the bit, and
+        another one where it may not."""
         ...
 
 
@@ -363,7 +367,8 @@ class HostSampler(Protocol):
     """Chooses tokens from rows of logits in one call, as quire/runner/rules.py and masses.py define it, bit for bit."""
 
     def params(self, *params: Any) -> Any:
-        """How a stream samples, in the order of native/src/sample_module.cpp; made once, and given to `choose`."""
+        """The parameters by which a stream samples, in the order of native/src/sample_module.cpp; made once, and given to
+        `choose`."""
         ...
 
     def choose(
@@ -375,11 +380,11 @@ class HostSampler(Protocol):
         seen: Sequence[tuple[int, Any, Any]],
         masks: Sequence[tuple[int, Any]],
     ) -> list[tuple[list[int], list[Any]]]:
-        """Of every stream its tokens, the last of them negative where there is none to choose, and their log probabilities."""
+        """The tokens of every stream, the last of them negative where there is none to choose, and their log probabilities."""
         ...
 
     def logprobs(self, logits: Floats, tokens: Sequence[int], top: int) -> list[Any] | None:
-        """Of one token a row; None where a row is not numbers."""
+        """The log probability of one token in each row; None where a row is not numbers."""
         ...
 
 
@@ -391,7 +396,7 @@ class Samples(Protocol):
 
 
 class SlotArrays(Protocol):
-    """What a runner keeps of its slots, an element or a row for each: see quire/runner/slots.py."""
+    """The arrays that a runner keeps of its slots, an element or a row for each: see quire/runner/slots.py."""
 
     last: I32
     length: I32
@@ -445,5 +450,5 @@ class Estimator(Protocol):
         inputs: Mapping[str, int] = ...,
         keep: Sequence[Hidden] = (),
     ) -> Needs:
-        """For the same arguments as compile's; the number of pages does not matter."""
+        """The memory that `compile` would take with these arguments; the number of pages does not matter."""
         ...

@@ -1,4 +1,4 @@
-"""What a program may give beside its result: rows of a model's residual stream, between layers that it marks.
+"""Hidden rows that a program gives beside its result: rows of a model's residual stream, between layers that it marks.
 
 A model says where such rows are (`Ops.mark`), and whoever compiles it says which to keep. Drafters read rows of some layers,
 pooling reads those of the last; generation goes on from the same run. Where nothing is kept a mark leaves no trace.
@@ -43,7 +43,7 @@ def check_keep(keep: Sequence[Hidden], marked: Collection[int]) -> None:
 
 
 def kept(rows: Mapping[Hidden, Rows], which: Hidden) -> Rows:
-    """What a program kept of its last run. Raises ValueError where it keeps no such thing, or has not run."""
+    """The hidden rows that a program kept of its last run. Raises ValueError where it keeps none of that kind, or has not run."""
     if which not in rows:
         have = "; ".join(map(str, rows)) or "nothing, or has not run"
         raise ValueError(f"the program does not keep {which}: it keeps {have}")

@@ -26,7 +26,7 @@ PageIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What the bytes of a page are. Programs with equal layouts can take each other's pages."""
+    """The layout of the bytes of a page. Programs with equal layouts can take each other's pages."""
 
     kind: str  # what the group keeps: full, window, latent or state
     order: str  # how a layer's numbers are laid out: a name that the backend gives, "native-cells" for one
@@ -92,7 +92,7 @@ class CopiedPages:
         return self._buffer
 
     def fence(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class PageRequest:
         return slice(self.first, self.first + self.layers)
 
     def shape(self, layout: PageLayout) -> tuple[int, int]:
-        """Of the buffer: a row for each page, of what these layers have."""
+        """The shape of the buffer: a row for each page, of what these layers have."""
         return self.pages.size, self.layers * layout.layer_nbytes
 
     def fresh(self, layout: PageLayout) -> PageBytes:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from quire.backends.adapters import Site
+from quire.backends.adapters import Target
 from quire.backends.batch import Batch
 from quire.backends.elementwise import Elementwise, ElementwiseOps
 from quire.backends.ops import KV, Forward, Tensor
@@ -39,7 +39,7 @@ class Segment:
     bias: Dense | None
     out: Value
     residual: Value | None = None
-    site: Site | None = None  # where adapters add to it
+    target: Target | None = None  # where adapters add to it
     shrunk: Value | None = None  # what a backend keeps for that
 
 
@@ -68,7 +68,7 @@ class Instruction:
     at: int = 0  # conv and delta_rule: where in a layer's state its part begins
     key_heads: int = 0  # delta_rule
     key_dim: int = 0
-    sites: list[Site] = field(default_factory=list)  # adapt: one
+    targets: list[Target] = field(default_factory=list)  # adapt: one
     elementwise: Elementwise | None = None  # what it is; of a fused `gated`, the activation
     number: float = 0.0  # of an elementwise op that takes one
     hidden: Hidden | None = None  # keep: what its input is asked for as
@@ -178,14 +178,14 @@ class Recorder(ElementwiseOps):
         self.instructions.append(Instruction("linear", segments=[Segment(v, weight, bias, out)]))
         return out
 
-    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, site: Site) -> Value:
+    def adapt(self, y: Tensor, x: Tensor, rows: Tensor, target: Target) -> Value:
         v, w = _value(y, "adapt"), _value(x, "adapt")
-        _same((v.width, w.width), (site.n, site.k), f"adapt: y and x of {site.name}")
+        _same((v.width, w.width), (target.n, target.k), f"adapt: y and x of {target.name}")
         if v.per_token != w.per_token:
             raise ValueError("adapt: y and x are not of the same rows")
         self._index(rows, "adapters" if v.per_token else "taken_adapters", "adapt")
         out = Value(v.width, v.per_token)
-        self.instructions.append(Instruction("adapt", [v, w], [out], sites=[site]))
+        self.instructions.append(Instruction("adapt", [v, w], [out], targets=[target]))
         return out
 
     def elementwise(self, op: Elementwise, *inputs: Tensor, number: float = 0.0) -> Value:

@@ -43,14 +43,14 @@ class Removed:
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """What is told of changes."""
 
     def stored(self, event: Stored) -> None: ...
     def removed(self, event: Removed) -> None: ...
 
 
 def tell(listeners: list[Listener], event: Stored | Removed, only: Listener | None = None) -> None:
-    """Tell all of them, or only that one. One that raises is taken off the list."""
+    """Tell all listeners, or only that one. One that raises is taken off the list."""
     for listener in list(listeners):
         if only is not None and listener is not only:
             continue

@@ -48,8 +48,8 @@ class Group(Protocol):
         ...
 
     def checkpoints(self, tokens: int, size: int) -> tuple[list[int], list[int]]:
-        """Of a sparse group: where in the row of so many known tokens a page is worth having. First the places that others
-        will likely resume from, then those that are as good as any."""
+        """In a sparse group, the places in the row of so many known tokens where a page is worth having. First the places that
+        others will likely resume from, which get a page before the rest."""
         ...
 
 
@@ -107,7 +107,7 @@ class Window:
 
 
 class State:
-    """One state holds all of the past: page i of a row is the state after the last computed token of page i.
+    """Layers whose state holds all of the past: page i of a row is the state after the last computed token of page i.
 
     A step reads the state before its first token and writes the one after its last, so two pages are all that a sequence
     needs, however long. The state of a full page never changes again: published, it is a checkpoint, and a prefix can be

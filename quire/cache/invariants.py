@@ -12,7 +12,7 @@ from quire.cache.pages import Lease, Node, Pool
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What a tree keeps account of; see PrefixTree."""
+    """The accounts that a tree keeps of its pages; see PrefixTree."""
 
     groups: Sequence[Group]
     pools: Sequence[Pool]

@@ -49,7 +49,7 @@ class Keys:
         self.hashed = 0
 
     def root(self, namespace: str) -> bytes:
-        """Where the chain of a namespace begins."""
+        """The key that a namespace's chain begins with."""
         made = blake2b(self._fingerprint, digest_size=SIZE, person=_ROOT)
         if namespace:
             made.update(self._salt(namespace))

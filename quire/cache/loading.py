@@ -27,7 +27,7 @@ log = logging.getLogger("quire.cache")
 
 
 class CopiesPages(Protocol):
-    """Who copies bytes to pages: a runner. See Program."""
+    """What copies bytes to pages: a runner. See Program."""
 
     def page_buffer(self, group: int, count: int) -> PageBytes: ...
     def write_pages(self, group: int, pages: PageIds, buffer: PageBytes) -> PageCopy: ...
@@ -35,7 +35,7 @@ class CopiesPages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What can be loaded."""
+    """Pages that can be loaded."""
 
     upto: int  # tokens, from the first, that can be resumed from then on
     keys: list[bytes]  # of all pages from the first that the lease does not have, up to there
@@ -59,7 +59,7 @@ class Load:
         self.well = True
 
     def advance(self, pages: CopiesPages) -> None:
-        """Go on as far as that takes no waiting."""
+        """Go on as far as possible without waiting."""
         if self._job is not None:
             try:
                 well = self._job.ended()
@@ -147,7 +147,7 @@ class Loader:
         return Found(reach * size, named[: reach - start]) if reach > start else None
 
     def load(self, lease: Lease, found: Found) -> Load | None:
-        """Begin to fill the private pages of a lease that was staged for what was found. None: it could not be begun."""
+        """Begin to fill the private pages of a lease that was staged for what was found. None: the load could not begin."""
         if self.tier is None:
             return None
         parts: list[tuple[Part, list[int]]] = []
@@ -165,7 +165,7 @@ class Loader:
         return load
 
     def advance(self) -> None:
-        """Every load goes on as far as it can."""
+        """Let every load go on as far as it can."""
         if self._under_way:
             now = self._clock()
             for load in self._under_way:

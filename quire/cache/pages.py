@@ -32,7 +32,7 @@ class Pool:
 
     @property
     def free_pages(self) -> Sequence[int]:
-        """Those pages, for invariant checks."""
+        """The pages that are free, for invariant checks."""
         return tuple(self._free)
 
     def alloc(self, count: int) -> list[int] | None:
@@ -105,7 +105,8 @@ class Lease:
         return self.path[-1] if self.path else self.root
 
     def changes(self) -> tuple[int, list[int], list[list[int]]]:
-        """What to tell the runner now: where the rows change, the first group's new end, and those of further groups.
+        """The changes that the runner has to be told now: where the rows change, the first group's new end, and those of further
+        groups.
 
         Empty when nothing changed.
         """

@@ -13,8 +13,8 @@ The tree knows pages and token ids, not tensors, requests or features.
     page is always behind those that continue it, and going there means going from the tree
   * a node without pages stays while it leads somewhere: to children, or to a lease that ends there (`pins`)
   * nothing enters the tree that the caller has not verified
-  * a row of a sparse group has pages here and there, always one in its last place; pages that are only worth having are
-    taken as long as one is left for every lease, so nobody ever waits for one of them
+  * a row of a sparse group has pages at some places only, always at its last; the optional ones (checkpoints, from which a
+    prefix can be resumed) are taken as long as a page is left for every lease, so no lease ever waits because of them
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class PrefixTree:
         return True
 
     def _note_checkpoints(self, lease: Lease, tokens: int, found: int) -> None:
-        """Note where pages of sparse groups are worth having. Where others have parted from this prefix is such a place."""
+        """Note the places in a lease's rows of sparse groups where a page is worth keeping, such as one where other sequences
+        left this prefix."""
         ends, some = {found - 1} if found > lease.matched else set[int](), set[int]()
         for g in self._sparse:
             likely, others = self.groups[g].checkpoints(tokens, self.page_size)
@@ -194,7 +195,7 @@ class PrefixTree:
         return True
 
     def _take(self, g: int, need: int) -> list[int]:
-        """So many pages, which must be available."""
+        """Take so many pages, which must be available."""
         pool = self.pools[g]
         if need > pool.free_count:
             self.evict(need - pool.free_count, g)
@@ -216,7 +217,7 @@ class PrefixTree:
         return self.available(g) > 0
 
     def _some(self, lease: Lease, g: int, held: int, need: int) -> list[int]:
-        """A page for the last of `need` more places in a sparse row, and for those that are worth one while there are enough."""
+        """Take a page for the last of `need` more places in a sparse row, and for those worth one while there are enough."""
         row = [-1] * need
         row[-1:] = self._take(g, 1)
         wanted = lease.checkpoints.intersection(range(held, held + need - 1))
@@ -254,7 +255,7 @@ class PrefixTree:
     # ---- who else knows of it
 
     def name_pages(self, keys: Keys) -> None:
-        """From now on pages have keys. Listeners are told of those that are cached already."""
+        """Give pages keys from now on. Listeners are told of those that are cached already."""
         if self.keys is not None:
             raise RuntimeError("the pages of this tree have keys already")
         self.keys = keys
@@ -262,13 +263,13 @@ class PrefixTree:
             self._tell_all(None)
 
     def listen(self, listener: Listener) -> None:
-        """Tell it of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
+        """Tell a listener of every page that is cached now, and of every change after. Nothing is told before pages have keys."""
         self._listeners.append(listener)
         if self.keys is not None:
             self._tell_all(listener)
 
     def unlisten(self, listener: Listener) -> None:
-        """Tell it nothing more."""
+        """Take a listener off: it is told nothing more."""
         self._listeners = [other for other in self._listeners if other is not listener]
 
     def address(self, node: Node) -> bytes | None:
@@ -287,7 +288,7 @@ class PrefixTree:
         return node.address
 
     def _tell_all(self, only: Listener | None) -> None:
-        """Of all pages that are cached, those in front first."""
+        """Tell a listener of all pages that are cached, those in front first."""
         for node in self._walk():
             for g in self._all:
                 if node.parent is not None and node.pages[g] >= 0:
@@ -308,7 +309,7 @@ class PrefixTree:
     # ---- inside
 
     def _give(self, lease: Lease, i: int, node: Node, duplicates: list[tuple[Pool, int]]) -> None:
-        """The lease's i-th pages become the node's, or the other way round where it has them."""
+        """Move the i-th pages of a lease to a node, or the other way round where the node has them."""
         for g, row in enumerate(lease.rows):
             page = row[i]
             if page < 0:
@@ -326,7 +327,7 @@ class PrefixTree:
             lease.dirty = min(lease.dirty, i)
 
     def forget(self, lease: Lease, at: int) -> None:
-        """Position `at` is the next to be computed, at the earliest: let go of what no group needs for it or later.
+        """Give back the pages of a lease that no group needs to compute position `at` or a later one.
 
         What this lease computed and leaves behind is the first to go: nobody has asked for it yet. What it found there
         was asked for, and counts as used now; so does what will likely be.
@@ -348,7 +349,7 @@ class PrefixTree:
             lease.low[g] = max(first, low)
 
     def release(self, lease: Lease) -> None:
-        """Let go: private pages are freed, shared ones stay cached. The lease is empty afterwards."""
+        """End a lease: private pages are freed, shared ones stay cached. It is empty afterwards."""
         path, node = lease.path, lease.node
         if not node.pins:
             raise RuntimeError("a lease was released that is not out: twice, perhaps")
@@ -400,7 +401,7 @@ class PrefixTree:
         node.refs[g] += 1
 
     def _let_go(self, node: Node, g: int) -> bool:
-        """One row less. True: it was the last, and the page is idle now."""
+        """Count one lease less on a page. True: that was the last, and the page is idle now."""
         node.refs[g] -= 1
         if node.refs[g] < 0:
             raise RuntimeError("a page was let go more often than it was taken")

@@ -20,7 +20,7 @@ SEAL = 16  # bytes
 
 
 class Sealed:
-    """Another tier, with a seal behind each row."""
+    """A tier over another one, that stores a seal (a checksum) behind each row."""
 
     def __init__(self, tier: Tier, secret: bytes = b"") -> None:
         self._tier = tier
@@ -45,7 +45,7 @@ class Sealed:
         return _Unsealing(self, self._tier.load(sealed), list(zip(parts, sealed, strict=True)))
 
     def fits(self, part: Part) -> bool:
-        """Whether every row has its seal."""
+        """Whether the seal of every row fits its bytes."""
         return all(
             hmac.compare_digest(self._seal(part.group, key, row[:-SEAL]), row[-SEAL:].tobytes())
             for key, row in zip(part.keys, part.buffer, strict=True)

@@ -31,8 +31,8 @@ class Job(Protocol):
     """Pages on their way from or to a tier."""
 
     def ended(self) -> bool | None:
-        """None: under way. True: it ended well, and every row is filled, or stored. False: it ended badly. Once it has
-        ended, nobody touches the buffers."""
+        """Whether a job has ended. None: it is under way. True: it ended well, and every row is filled, or stored. False: it
+        failed. Once it has ended, nobody touches the buffers."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -41,7 +41,7 @@ class Job(Protocol):
 
 
 class Tier(Protocol):
-    """Where pages are kept."""
+    """A place besides the device that keeps pages."""
 
     def has(self, group: int, keys: Sequence[bytes]) -> Sequence[bool]:
         """Which of these pages are there, as far as is known without asking anybody. In some groups a prefix can be resumed

@@ -58,7 +58,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What was held back: U+FFFD for bytes that never became a character, or nothing."""
+        """The text that was held back: U+FFFD for bytes that never became a character, or nothing."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -115,7 +115,7 @@ class StopStrings:
 
 
 class _News:
-    """What the tokens of one event became, in order. Within one entry: reasoning, then text, then calls."""
+    """The pieces that the tokens of one event became, in order. Within one entry: reasoning, then text, then calls."""
 
     __slots__ = ("entries",)
 

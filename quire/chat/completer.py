@@ -134,7 +134,8 @@ class Completer:
 
     @property
     def answer_format(self) -> Format | None:
-        """How this model writes reasoning and tool calls, found from its template on first use; None: all it writes is text."""
+        """The format in which this model writes reasoning and tool calls, found from its template on first use; None: all it
+        writes is text."""
         if not self._looked:
             with self._looking:
                 if not self._looked:
@@ -144,7 +145,7 @@ class Completer:
         return self._answer_format
 
     def score(self) -> Score | None:
-        """How well the format reads what the template writes; takes a good part of a second, and is not needed to answer."""
+        """The score of the format on what the template writes; takes a good part of a second, and is not needed to answer."""
         if self.answer_format is None or self.template is None:
             return None
         from quire.chat.tools.check import check
@@ -154,7 +155,7 @@ class Completer:
     async def answering(
         self, prompt: list[int], tools: Tools, answer: Constraint | None = None
     ) -> tuple[Reading | None, Constraint | None]:
-        """How to read the answer to a chat prompt, and what it must be: calls where they are demanded, `answer` elsewhere.
+        """The parser for the answer to a chat prompt, and its constraint: calls where they are demanded, `answer` elsewhere.
 
         Raises BadRequest where the tools cannot be honoured."""
         ready = self._looked or self.template is None or not _shows_more(self.template)
@@ -231,7 +232,7 @@ class Completer:
         return [_gathered(index, chunks) for index, chunks in parts.items()]
 
     async def _teach(self) -> None:
-        """Before the first constraint the engine is told the bytes of the tokens: it knows ids alone."""
+        """Tell the engine the bytes of the tokens before the first constraint: it knows ids alone."""
         if not self._taught:
             self.client.set_vocabulary(await asyncio.to_thread(self._read_vocabulary))
             self._taught = True

@@ -31,7 +31,7 @@ Input: TypeAlias = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """What a text, or a pair of texts, became."""
+    """The vector or score of a text, or of a pair of texts."""
 
     vector: Floats  # of a pair: one number
     tokens: int  # computed
@@ -104,7 +104,7 @@ class Embedder:
     async def score(
         self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False, param: str = "documents"
     ) -> list[Embedded]:
-        """How well the second text of each pair answers the first: a cross-encoder's score, or the cosine of embeddings."""
+        """The score of the second text of each pair as an answer to the first: a cross-encoder's, or the cosine of embeddings."""
         if self.info.task == "embed":
             return await self._cosines(pairs, truncate, param)
 

@@ -69,7 +69,7 @@ def read_template(folder: Folder, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _templates(folder: Folder, config: Values | None) -> tuple[str, dict[str, str]]:
-    """Where they were found, and the templates by name. Files of their own come before tokenizer_config.json."""
+    """The file that templates were found in, and the templates by name. Files of their own come before tokenizer_config.json."""
     path = Path(folder.path)
     found: dict[str, str] = {}
     for name, file in [("default", "chat_template.jinja"), *_more_templates(path)]:

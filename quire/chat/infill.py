@@ -40,7 +40,7 @@ class Infill:
 
 
 class PromptTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that are needed here."""
 
     bos_id: int | None
     add_bos: bool

@@ -1,4 +1,4 @@
-"""What every dialect asks a `Completer` for, and what it gets back: `Generation` in, `Chunk`s and `Choice`s out.
+"""The types between dialects and a `Completer`: `Generation` in, `Chunk`s and `Choice`s out.
 
 These hold text. The engine below knows tokens alone, and the dialects above have wire formats of their own.
 """
@@ -14,7 +14,7 @@ from quire.runner.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt, n continuations."""
+    """A prompt and the settings of its n continuations."""
 
     id: str
     prompt: list[int]
@@ -47,7 +47,7 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One position of the output (or of the prompt) with its alternatives."""
+    """The log probability of one token of the output (or of the prompt), with its alternatives."""
 
     token: TokenText
     logprob: float
@@ -80,7 +80,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole answer: the chunks of an index, gathered."""
+    """A whole answer: the chunks of one index, gathered."""
 
     index: int
     text: str

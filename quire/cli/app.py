@@ -101,4 +101,4 @@ def root(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Quire runs language models: the same tokens every time, told why, told the price."""
+    """Quire runs language models: in the terminal, as a server, or from Python."""

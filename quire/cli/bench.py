@@ -42,12 +42,13 @@ Model = Annotated[str, typer.Argument(help="A short name, a path, a URL, hf:… 
 Json = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write a record as JSON; - is stdout, without the table.")
 ]
-Seed = Annotated[int, typer.Option(help="Other prompts.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also say what was decided at load.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the engine's settings.")]
 
 
 class Modes(TyperGroup):
-    """What is measured comes first, and the model after it. Who starts with the model is told so."""
+    """The commands of `bench`. What is measured comes first, and the model after it; a user who starts with the model is told
+    so."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word, modes = args[0], list(self.commands)
@@ -67,16 +68,16 @@ command = typer.Typer(
 )
 
 
-@command.command(context_settings=SETTINGS, short_help="One answer: first token, tokens after it.")
+@command.command(context_settings=SETTINGS, short_help="Measure one answer: time to first token, time per token.")
 @engine_options(without=("max_seqs",))
 def latency(
     model: Model = DEFAULT_MODEL,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens to compute.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
     depth: Annotated[int, typer.Option(min=0, help="Tokens that are in the context already.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Rounds before those, not counted.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to measure.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")] = 1,
     seed: Seed = 0,
     json: Json = None,
     verbose: Verbose = False,
@@ -141,23 +142,27 @@ def latency(
         subject.tell("latency", head, report.latency_table(figures) if measured else [], settings, figures, state)
 
 
-@command.command(context_settings=SETTINGS, short_help="Many requests: tokens a second, and waits.")
+@command.command(context_settings=SETTINGS, short_help="Measure many requests: tokens per second, and waiting times.")
 @engine_options()
 def throughput(
     model: Model = DEFAULT_MODEL,
     requests: Annotated[
-        int | None, typer.Option(min=1, max=MAX_REQUESTS, help="How many. Default: 16, or the whole dataset.")
+        int | None, typer.Option(min=1, max=MAX_REQUESTS, help="Number of requests. Default: 16, or the whole dataset.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Unfinished at once. Default: all.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Prompt tokens of each.")] = "512",
-    output_tokens: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Tokens to generate for each.")] = "128",
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most unfinished requests at once. Default: all.")
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Prompt tokens of each request.")] = "512",
+    output_tokens: Annotated[
+        str, typer.Option(metavar="N|MIN:MAX", help="Tokens to generate for each request.")
+    ] = "128",
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens, the same for all, in front of each prompt's own.")
+        int, typer.Option(min=0, help="Tokens in front of each prompt that all requests share.")
     ] = 0,
     dataset: Annotated[
         Path | None, typer.Option(metavar="FILE", help='Prompts: lines of {"prompt": …, "output_tokens": …}.')
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before those, not counted.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 1,
     seed: Seed = 0,
     json: Json = None,
     verbose: Verbose = False,

@@ -91,7 +91,7 @@ def record(kind: str, settings: dict[str, Any], info: EngineInfo, model: dict[st
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, without its name."""
+    """The machine that was measured on, without its name."""
     return {
         "cpu": cpu_name(),
         "architecture": platform.machine(),
@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """As the kernel calls it; an ARM one gives a part number."""
+    """The CPU's name as the kernel tells it; for an ARM one a part number."""
     try:
         for line in path.read_text(errors="replace").splitlines():
             if line.startswith(("model name", "CPU part")):

@@ -49,7 +49,7 @@ def command(
     network: Annotated[bool, typer.Option("--network", help="Try to reach the sources of models.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Also print which implementation runs each op.")] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Measure again how many threads are fastest, and keep it.")
+        bool, typer.Option("--tune", help="Measure again how many threads are fastest, and remember it.")
     ] = False,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port that `quire serve` would use.")] = 8000,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,

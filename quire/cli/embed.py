@@ -23,15 +23,21 @@ def command(
     model: Annotated[str, Argument(help="A short name such as minilm, a path (file or folder), a URL, hf:… or pypi:…")],
     text: Annotated[list[str] | None, Argument(help="Texts; - or none reads lines from stdin.")] = None,
     similarity: Annotated[bool, Option("--similarity", help="A table: the cosine of every pair.")] = False,
-    query: Annotated[str | None, Option(help="Score the texts against this one instead, best first.")] = None,
-    prompt: Annotated[str | None, Option(help="The name of one of the model's own prompts, such as query.")] = None,
-    dimensions: Annotated[int | None, Option(help="Fewer numbers, where the model allows it.")] = None,
+    query: Annotated[str | None, Option(help="Score the texts against this query, best first.")] = None,
+    prompt: Annotated[
+        str | None, Option(help="The name of one of the model's own prompts, such as query, to put before each text.")
+    ] = None,
+    dimensions: Annotated[
+        int | None, Option(help="Length of the vectors, where the model allows shorter ones.")
+    ] = None,
     truncate: Annotated[
         bool, Option("--truncate", help="Cut texts that are too long, instead of refusing them.")
     ] = False,
     task: Annotated[str | None, Option(help="embed, score or auto. Default: embed, and auto with --query.")] = None,
-    stats: Annotated[bool, Option("--stats", help="Tell what was decided.")] = False,
-    threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
+    stats: Annotated[bool, Option("--stats", help="Print the engine's settings.")] = False,
+    threads: Annotated[
+        int | None, Option(help="CPU threads. Default: as many as were measured to be fastest here.")
+    ] = None,
     context: Annotated[int | None, Option(help="Longest text, in tokens.")] = None,
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",

@@ -16,9 +16,9 @@ from quire.weights.store.store import Store
 
 def command(
     json: Annotated[bool, Option("--json", help="As JSON.")] = False,
-    known: Annotated[bool, Option("--known", help="The short names that can be pulled, instead.")] = False,
+    known: Annotated[bool, Option("--known", help="List the short names that can be pulled instead.")] = False,
 ) -> None:
-    """The models on this machine."""
+    """List the models on this machine."""
     if known:
         _known(json)
         return
@@ -51,7 +51,7 @@ def _when(cached: hub_cache.Cached) -> str:
 
 
 def _cached(cached: hub_cache.Cached) -> dict[str, object]:
-    """By the same names as a manifest."""
+    """The models in the hub's cache, by the same names as a manifest."""
     return {
         "name": cached.name,
         "source": cached.name,

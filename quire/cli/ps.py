@@ -164,7 +164,7 @@ def _metric(text: str, name: str, label: str = "") -> float | None:
 
 
 def command(json: Annotated[bool, Option("--json", help="As JSON.")] = False) -> None:
-    """The servers running on this machine."""
+    """List the servers running on this machine."""
     from quire.cli.terminal import ui
 
     env = Environment.read()

@@ -36,7 +36,7 @@ SEED = 0
 MAX_TOKENS = 1024
 
 KV_DTYPE = "Type of the KV cache: f16, int16, or with half the memory int8 or fp8."
-SPECULATE = "Speculative decoding: ngram (draft tokens from what the text said before). The answer stays the same."
+SPECULATE = "Speculative decoding: ngram (draft tokens copied from earlier in the text). The tokens stay the same."
 
 
 def command(
@@ -45,20 +45,24 @@ def command(
     ] = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, Argument(help="What to ask; - is stdin; without it, a conversation.")] = None,
     system: Annotated[str | None, Option(help="The system prompt.")] = None,
-    temperature: Annotated[float, Option(help="0 is greedy.")] = TEMPERATURE,
-    top_p: Annotated[float, Option(help="Of the likeliest tokens, those that make up this much.")] = TOP_P,
-    top_k: Annotated[int, Option(help="Of the likeliest tokens, this many; 0 is all.")] = 0,
-    seed: Annotated[int, Option(help="Another seed, another answer; -1 draws one.")] = SEED,
-    max_tokens: Annotated[int, Option(help="Longest answer; 0 is up to the context.")] = MAX_TOKENS,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = TEMPERATURE,
+    top_p: Annotated[float, Option(help="Draw from the likeliest tokens whose probabilities add up to this.")] = TOP_P,
+    top_k: Annotated[int, Option(help="Draw from this many of the likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the random draw; -1 takes another one each time.")] = SEED,
+    max_tokens: Annotated[int, Option(help="Longest answer, in tokens; 0 is up to the context.")] = MAX_TOKENS,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json: Annotated[bool, Option("--json", help="The answer is a JSON object.")] = False,
     json_schema: Annotated[
         str | None, Option(help="The answer is JSON that the schema in this file describes.")
     ] = None,
-    stats: Annotated[bool, Option("--stats", help="Tell what was decided, and how long it took.")] = False,
-    threads: Annotated[int | None, Option(help="Default: what was measured to be fastest here.")] = None,
+    stats: Annotated[
+        bool, Option("--stats", help="Print the engine's settings, and how long the answer took.")
+    ] = False,
+    threads: Annotated[
+        int | None, Option(help="CPU threads. Default: as many as were measured to be fastest here.")
+    ] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
-    kv_memory: Annotated[str | None, Option(help="Memory for the KV pool, such as 512MiB.")] = None,
+    kv_memory: Annotated[str | None, Option(help="Memory for the KV cache, such as 512MiB.")] = None,
     kv_dtype: Annotated[str, Option(help=KV_DTYPE)] = "auto",
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
@@ -68,10 +72,11 @@ def command(
     ] = "none",
     lora: Annotated[str | None, Option(help="A LoRA adapter to answer with: a PEFT folder or a GGUF file.")] = None,
     deterministic: Annotated[
-        bool, Option("--deterministic", help="Bitwise the same in any batch; the CPU always is, a GPU pays for it.")
+        bool,
+        Option("--deterministic", help="Bitwise the same results in any batch. Always so on a CPU; slower on a GPU."),
     ] = False,
     speculate: Annotated[str, Option(help=SPECULATE)] = "none",
-    draft_tokens: Annotated[int, Option(help="With --speculate: draft tokens in a step at most.")] = 4,
+    draft_tokens: Annotated[int, Option(help="With --speculate: most draft tokens in a step.")] = 4,
 ) -> None:
     """Chat with a model, or ask it one thing.
 

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 DEFAULTS = ServerConfig()
 ENGINE = EngineConfig(path="")
 MODELS = f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are served together. ALIAS=MODEL: what clients call it. Default: {DEFAULT_MODEL}."
-NAMES = "What clients call the model; commas between several names. Once for each model. Default: its name here."
+HOST = "Address to listen on; 0.0.0.0 is every address of the machine."
+NAMES = "Name that clients send, or several with commas between them. Repeat it for each further model. Default: the model's own name."
 
 
 @engine_options(without=("load_format", "isa"))
 def command(
     models: Annotated[list[str] | None, typer.Argument(help=MODELS, show_default=False)] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = DEFAULTS.host,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULTS.port,
+    host: Annotated[str, typer.Option(help=HOST)] = DEFAULTS.host,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[list[str] | None, typer.Option(help=NAMES)] = None,
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
@@ -49,9 +50,14 @@ def command(
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Better: QUIRE_API_KEY.")] = None,
     api_keys: Annotated[
-        Path | None, typer.Option(help="A file of further keys, NAME KEY a line; each sees only what it stored.")
+        Path | None,
+        typer.Option(
+            help="A file of further keys, a line NAME KEY for each; files, batches and responses are visible to the key that made them."
+        ),
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more get 429.")] = ENGINE.max_waiting,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Most requests that wait; further ones get 429.")
+    ] = ENGINE.max_waiting,
     lora: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF), or NAME@MODEL=PATH; may be repeated."),
@@ -59,25 +65,34 @@ def command(
     runtime_lora: Annotated[
         bool, typer.Option("--runtime-lora", help="Let clients load and unload adapters by path.")
     ] = ENGINE.runtime_lora,
-    max_loras: Annotated[int, typer.Option(min=1, help="Adapters loaded at once.")] = ENGINE.max_loras,
+    max_loras: Annotated[int, typer.Option(min=1, help="Most adapters loaded at once.")] = ENGINE.max_loras,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = ENGINE.max_lora_rank,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="After SIGTERM, how long running answers may take.")
+        float, typer.Option(min=0, help="Seconds that running answers may take after SIGTERM.")
     ] = DEFAULTS.drain_seconds,
     hang_seconds: Annotated[
-        float, typer.Option(min=0, help="An engine process silent and idle for so long is restarted; 0: never.")
+        float,
+        typer.Option(
+            min=0, help="Seconds after which an engine process that neither answers nor works is restarted; 0: never."
+        ),
     ] = DEFAULTS.hang_seconds,
     max_body: Annotated[str, typer.Option(help="Largest request body.")] = f"{DEFAULTS.max_body >> 20}MiB",
-    allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host name to answer to.")] = None,
-    cors_origin: Annotated[list[str] | None, typer.Option(help="A web origin whose pages may call.")] = None,
-    log_requests: Annotated[bool, typer.Option(help="A line for every request.")] = True,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A further Host header to accept; may be repeated.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A web origin whose pages may call the server; may be repeated.")
+    ] = None,
+    log_requests: Annotated[bool, typer.Option(help="Log a line for every request.")] = True,
     state_dir: Annotated[
         str | None,
-        typer.Option(help="Folder of files, batches and stored responses, or none. Default: under QUIRE_HOME."),
+        typer.Option(
+            help="Folder for files, batches and stored responses; none: store nothing. Default: under QUIRE_HOME."
+        ),
     ] = None,
-    max_file: Annotated[str, typer.Option(help="Largest file.")] = f"{DEFAULTS.max_file >> 20}MiB",
+    max_file: Annotated[str, typer.Option(help="Largest file that may be uploaded.")] = f"{DEFAULTS.max_file >> 20}MiB",
     batch_lines: Annotated[
-        int, typer.Option(min=0, help="Lines of batches computed together; 0: a quarter of --max-seqs.")
+        int, typer.Option(min=0, help="Most lines of batches that run at once; 0: a quarter of --max-seqs.")
     ] = DEFAULTS.batch_lines,
     *,
     engine: EngineConfig,
@@ -86,7 +101,7 @@ def command(
 
     OpenAI's, Anthropic's and Ollama's API for a model that chats or continues text; embeddings, rerank and score for one that is
     for those; /tokenize, /health, /ready and /metrics. docs/server.md has the details. Fetches a model if it is not here.
-    Several models share the memory; options of the engine hold for each. SIGTERM or Ctrl-C lets running answers finish; a second one stops at
+    Several models share the memory; options of the engine apply to each. SIGTERM or Ctrl-C lets running answers finish; a second one stops at
     once.
     """
     env = Environment.read()
@@ -117,7 +132,7 @@ def command(
 
 
 def _key(given: str | None) -> str | None:
-    """An empty one is a variable that was not set, and would leave the door open."""
+    """An empty one is a variable that was not set, and would ask nobody for a key."""
     if given is not None and not given.strip():
         raise typer.BadParameter("the key is empty: leave the option out to ask for none", param_hint="--api-key")
     return given
@@ -163,7 +178,10 @@ def _serve(store: Store, wanted: list[Wanted], server: ServerConfig, engines: li
         ui.note(f"{model.name} is ready at {url}/v1 (loaded in {model.info.load_seconds:.1f} s)")
 
     async def run() -> int:
-        models = [Model(one.names, expected=(name for name, _ in settings[one.name][1].loras)) for one in wanted]
+        models = [
+            Model(one.names, source=one.source, expected=(name for name, _ in settings[one.name][1].loras))
+            for one in wanted
+        ]
         serving = Server(server, models)
         serving.store = store
         ui.note(serving.state.line())

@@ -20,7 +20,7 @@ def command(
     name: Annotated[str, Argument(help="A model in the store, or a path.")],
     json: Annotated[bool, Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """What is inside a model, and what it takes to run: format, quantization, context, memory, tools, licence, source.
+    """Show what a model file contains, and what it takes to run: format, quantization, context, memory, tools, licence, source.
 
     Reads the header alone. Memory is for one answer of full length on a CPU; `quire serve` keeps several, and says what it took.
     """

@@ -16,15 +16,15 @@ from typing import Any
 VERBS: dict[str, str] = {
     "run": "Chat with a model, or ask it one thing.",
     "serve": "Serve a model over HTTP (OpenAI's, Anthropic's and Ollama's APIs).",
-    "embed": "Texts as numbers: embeddings, or how alike they are.",
+    "embed": "Embed texts, compare them, or score them against a query.",
     "pull": "Fetch models into the store.",
-    "list": "The models on this machine.",
-    "show": "What is inside a model.",
+    "list": "List the models on this machine.",
+    "show": "Show what a model file contains, and what it takes to run.",
     "rm": "Remove models from the store.",
-    "ps": "The servers running on this machine.",
+    "ps": "List the servers running on this machine.",
     "bench": "Measure how fast a model runs here.",
     "doctor": "Check this machine, and say how to cure what is wrong.",
-    "version": "Version, Python, platform and kernels.",
+    "version": "Show the version, Python, platform and kernels.",
 }
 
 
@@ -50,7 +50,7 @@ def outcome(work: Callable[[], Any], debug: bool = False) -> int:
 
 
 def hush() -> None:
-    """What is still buffered for a stdout that does not take it must not fail a second time at exit."""
+    """Throw away what is still buffered for a stdout that does not take it: it must not fail a second time at exit."""
     try:
         sys.stdout.flush()
     except OSError:

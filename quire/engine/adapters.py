@@ -39,7 +39,7 @@ class Ordered(Protocol):
 
 @dataclass(slots=True)
 class _Resident:
-    """One content in a slot."""
+    """An adapter whose pairs are in a slot: several names may stand for one."""
 
     key: str
     info: AdapterInfo
@@ -76,7 +76,7 @@ class Adapters:
         self._secret = secret or Secret(None)
 
     def listed(self) -> list[AdapterInfo]:
-        """What requests may name."""
+        """The adapters that requests may name."""
         return [r.info for r in self._named.values()]
 
     def load(self, name: str, path: str) -> AdapterInfo:
@@ -94,9 +94,9 @@ class Adapters:
             )
         if not self._loras.room:
             leaving = sum(r.leaving for r in self._residents.values())
-            still = f", {leaving} of them unloaded and still in use" if leaving else ""
+            leaves = f", {leaving} of them unloaded and still in use" if leaving else ""
             raise BadRequest(
-                f"{self._slots} adapters are loaded{still}: there is no room for another",
+                f"{self._slots} adapters are loaded{leaves}: there is no room for another",
                 cure="unload one, or start with a larger --max-loras",
                 code="too_many_adapters",
             )
@@ -123,7 +123,7 @@ class Adapters:
         return info
 
     def unload(self, name: str) -> None:
-        """No new request may use it; those that do finish with it."""
+        """Let no new request use an adapter; those that use it finish with it."""
         resident = self._named.pop(name, None)
         if resident is None:
             raise NotFound(f"there is no adapter {name[:128]!r}", param="lora_name", code="adapter_not_found")

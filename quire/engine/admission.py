@@ -1,4 +1,4 @@
-"""Who waits and who has a slot. The scheduler decides what a step computes; this decides who may be in it.
+"""Admission: which sequences wait, and which have a slot. The scheduler decides what a step computes, admission who may be in it.
 
 * a waiting sequence takes a slot where one is free, no limit holds it back, and there is room for all that it needs beside what
   running sequences were promised
@@ -62,23 +62,23 @@ class Queue:
         return len(self._waiting) + self._holds
 
     def __bool__(self) -> bool:
-        """Whether somebody could be taken: who is held could not."""
+        """Whether some waiting sequence could be taken now: one that is held cannot."""
         return bool(self._waiting)
 
     @property
     def asking(self) -> int:
-        """How many wait and are not held."""
+        """The number of sequences that wait and are not held."""
         return len(self._waiting)
 
     def add(self, seq: Sequence) -> None:
-        """It waits from now on."""
+        """Let a sequence wait from now on."""
         self._waiting[seq.key] = seq
         self._list(seq)
         of_rank = self._sizes.setdefault(seq.order[0], {})
         of_rank.setdefault(len(seq.tokens).bit_length(), {})[seq.key] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """It waits no more, for a slot or for somebody."""
+        """Let a sequence wait no more, whether for a slot or for another sequence."""
         if seq.waits_for is not None:
             held = self._held[seq.waits_for][1]
             del held[seq.key]
@@ -113,11 +113,11 @@ class Queue:
         return None
 
     def step_aside(self, seq: Sequence) -> None:
-        """It still waits, and `first` passes it until `step_back`."""
+        """Let `first` pass over a sequence, which still waits, until `step_back`."""
         self._aside[seq.key] = seq
 
     def step_back(self, most: int) -> None:
-        """Those that have stepped aside are in their places again, so many of them at most: the longest aside come first."""
+        """Put sequences that have stepped aside back into their places, `most` of them at most: the longest aside come first."""
         while self._aside and most:
             seq = self._aside.pop(next(iter(self._aside)))
             most -= 1
@@ -130,7 +130,8 @@ class Queue:
             heapq.heappush(self._heap, (seq.order, seq))
 
     def shortest(self, rank: Any) -> Iterator[Sequence]:
-        """Those of a rank, the shortest first, and among such the first to come. Nothing may change while they are looked at."""
+        """The waiting sequences of a rank, the shortest first, and among such the first to come. Nothing may change while they
+        are looked at."""
         of_rank = self._sizes.get(rank)
         if of_rank:
             for bits in sorted(of_rank):
@@ -139,7 +140,8 @@ class Queue:
     # ---- waiting for another sequence
 
     def hold(self, seq: Sequence, other: Sequence, upto: int, reason: str = "") -> None:
-        """Until so many tokens of `other` are computed, or it has left its slot, nobody need look at this one."""
+        """Hold a sequence until `upto` tokens of `other` are computed, or `other` has left its slot: it is not considered
+        before."""
         self.remove(seq)
         seq.waits_for = other.key
         until, held = self._held.setdefault(other.key, ([], {}))
@@ -150,7 +152,7 @@ class Queue:
         self._count(reason, 1)
 
     def come(self, other: Sequence, computed: int | None = None) -> None:
-        """So many tokens of `other` are computed; None: it has left its slot."""
+        """Let go of the sequences that `other` held until so many of its tokens were computed; None: it has left its slot."""
         if other.key not in self._held:
             return
         until, held = self._held[other.key]
@@ -198,12 +200,12 @@ class Admission:
         )
 
     def load_from(self, source: Source) -> None:
-        """From now on a waiting sequence may wait for pages that the source has and the tree has not."""
+        """Let waiting sequences wait, from now on, for pages that the source has and the tree has not."""
         if self.loads is None:
             self.loads = Loads(self._tree, source, len(self.slots) + len(self.running))
 
     def begin(self, planned: int) -> None:
-        """A new plan. Sequences whose pages have come, or will not come in time, are in their places again."""
+        """Begin a new plan, and put sequences back into the queue whose pages have come, or will not come in time."""
         self._planned, self.promised, self.cuts = planned, None, {}
         if self.loads:
             for seq in self.loads.settle():
@@ -211,11 +213,11 @@ class Admission:
                 self.queue.add(seq)
 
     def cut(self, reason: str) -> None:
-        """A sequence got less than it asked for."""
+        """Count a sequence that got less than it asked for."""
         self.cuts[reason] = self.cuts.get(reason, 0) + 1
 
     def told(self) -> tuple[int, dict[str, int]]:
-        """Of the newest plan: how many have no slot, and what holds others back."""
+        """The newest plan in numbers: how many sequences have no slot, and what holds others back."""
         queue, held = self.queue, self.cuts
         waiting, loading = len(queue), len(self.loads or ())
         if loading:
@@ -244,8 +246,8 @@ class Admission:
         return None if len(self.slots) == 1 and seq.left > FEW * share else seq
 
     def take(self, seq: Sequence) -> str:
-        """A waiting sequence takes a slot and a lease on what is cached of it, if there is room. Then its first tokens must be
-        planned, or it gives them `back`."""
+        """Give a waiting sequence a slot and a lease on its cached prefix, if there is room. Then its first tokens must be planned,
+        or both are given `back`."""
         tree, memo, running = self._tree, seq.no_room, self.running
         if running and memo is not None and memo.returned == tree.returned:
             return FULL
@@ -288,7 +290,7 @@ class Admission:
         return TAKEN
 
     def back(self, seq: Sequence) -> None:
-        """Nothing was planned of a sequence that has just taken a slot, because a limit holds it back after all."""
+        """Let a sequence wait again that has just taken a slot, and of which nothing was planned: a limit holds it back after all."""
         self._remove(seq)
         self._tree.release(seq.held)
         self.slots.append(seq.slot)
@@ -298,7 +300,7 @@ class Admission:
         self.queue.add(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """It waits no more; or it runs no more, and gives up its lease and its slot."""
+        """Let a sequence wait no more; or take the slot and the lease from a running one."""
         if seq.status == LOADING and self.loads is not None:
             self.loads.leave(seq)
             return
@@ -315,7 +317,7 @@ class Admission:
         seq.sampled_here = False
 
     def preempt(self, seq: Sequence) -> None:
-        """A running sequence gives way: it waits, in its place. What it has published is still cached: resuming is a hit."""
+        """Put a running sequence back among the waiting ones, in its place. What it published is still cached: resuming is a hit."""
         self.leave(seq)
         seq.epoch += 1
         seq.loads = 0
@@ -334,23 +336,23 @@ class Admission:
         del running[i]
 
     def _not_soon(self, seq: Sequence) -> None:
-        """Its prefix was looked up in vain: the longer it may be, the more plans pass before that is done again."""
+        """Put off the next lookup of a prefix that was looked up in vain: the longer it may be, the more plans pass."""
         seq.not_before = self._planned + 1 + len(seq.tokens) // (self._tree.page_size * LOOKED_UP)
 
     # ---- pages
 
     def reusable(self, seq: Sequence) -> int:
-        """Tokens of it that may come from the tree."""
+        """The number of tokens of a sequence that may come from the tree."""
         return seq.reusable if self._prefix_cache else 0
 
     def starting(self, seq: Sequence) -> list[int]:
-        """Its first tokens are planned now: what it was promised is its own to take. Returns what others were."""
+        """Take back what a sequence was promised, while its first tokens are planned. Returns what others were promised."""
         promised = self._promises()
         self._promise(seq, promised, -1)
         return promised
 
     def started(self, seq: Sequence, promised: list[int]) -> None:
-        """They are planned. `promised` is what `starting` gave."""
+        """Promise a sequence the pages that it needs beyond its first tokens. `promised` is what `starting` gave."""
         self._promise(seq, promised)
         self.promised = promised
 
@@ -364,7 +366,7 @@ class Admission:
         return promised
 
     def _short(self, seq: Sequence) -> list[int]:
-        """Pages of each group that it still needs for the tokens it has and the next one."""
+        """The pages of each group that a sequence still needs for the tokens it has and the next one."""
         wanted = seq.wanted
         return self._tree.short(seq.lease, wanted, max(1, min(self._budget.most, wanted - seq.computed)))
 

@@ -46,12 +46,12 @@ class Ticket(Protocol):
     """A step whose results are on their way."""
 
     def result(self) -> Result:
-        """Wait for them."""
+        """Wait for the results, and give them."""
         ...
 
 
 class Steps(Protocol):
-    """What the loop needs of a runner."""
+    """The methods of a runner that the loop uses."""
 
     def forward(self, plan: Plan) -> Any: ...
     def sample(self, pending: Any, masks: Masks | None = None) -> Ticket: ...
@@ -59,7 +59,7 @@ class Steps(Protocol):
 
 
 class Schedules(Protocol):
-    """What the loop needs of a scheduler."""
+    """The methods of a scheduler that the loop uses."""
 
     admitted: list[str]  # ids that are in a plan for the first time, in the newest one
 
@@ -75,13 +75,13 @@ class Schedules(Protocol):
 
 
 class MaskProvider(Protocol):
-    """What may stand between a request and the scheduler, and between logits and tokens. Raises nothing but from `hold`."""
+    """What may hold a request back until it is prepared, and says which tokens may be sampled. Only `hold` raises."""
 
     field: str  # of a request: where it is None, there is nothing to hold or to mask
 
     @property
     def holding(self) -> bool:
-        """Whether `ready` will have something to tell."""
+        """Whether some request is held back, so that `ready` will give it later."""
         ...
 
     @property
@@ -90,30 +90,30 @@ class MaskProvider(Protocol):
         ...
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """The bytes of the tokens, for who needs them."""
+        """Take the bytes of the tokens."""
         ...
 
     def hold(self, request: Request) -> bool:
-        """Whether it must be prepared first: it then comes back from `ready`. Raises QuireError to refuse it."""
+        """Hold a request back if it must be prepared first: then it comes back from `ready`. Raises QuireError to refuse it."""
         ...
 
     def drop(self, request_id: str) -> bool:
-        """Forget a request if it is held; whether it was."""
+        """Forget a request, and say whether it was held back."""
         ...
 
     def ready(self, seconds: float) -> list[tuple[Request, QuireError | None]]:
-        """Requests that are prepared, or refused. Waits that long for the first."""
+        """The requests that are prepared by now, or refused. Waits `seconds` at most for the first."""
         ...
 
     def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str, str | None]]]:
-        """What the rows of a plan may sample, by place in plan.work; and requests that cannot go on, with the reason and
-        the field of the request that it is about, if it is about one."""
+        """The tokens that the rows of a plan may sample, by index in plan.work; and requests that cannot go on, with the reason
+        and the field of the request that it is about, if it is about one."""
         ...
 
 
 @dataclass(slots=True)
 class _Times:
-    """When a request reached its stations; -1 is not yet."""
+    """The times at which a request arrived, was admitted and got its first token; -1: not yet."""
 
     arrived: float
     hooked: bool  # hooks have seen it
@@ -122,7 +122,7 @@ class _Times:
 
 
 class _Told(NamedTuple):
-    """What is known of a step when it is planned."""
+    """The facts about a step that are noted when it is planned."""
 
     began: float
     rows: list[tuple[str, int]]
@@ -131,7 +131,7 @@ class _Told(NamedTuple):
 
 
 class Engine:
-    """Scheduler and runner, turned by `step`. Used from one thread."""
+    """Runs a scheduler and a runner, one `step` at a time. Used from one thread."""
 
     def __init__(
         self,
@@ -240,11 +240,12 @@ class Engine:
         gc.unfreeze()
 
     def settle(self) -> None:
-        """What is in the process now stays until `close`: looking through it again would stop a step for a tenth of a second."""
+        """Exempt everything that is in memory now from garbage collection until `close`: looking through it would stop a step
+        for a tenth of a second."""
         gc.freeze()
 
     def idle(self) -> bool:
-        """With nothing else to do, a little of what a later step would wait for. False: nothing of that is left."""
+        """Do a little of what a later step would wait for, while there is nothing else to do. False: nothing of that is left."""
         return self._idle is not None and self._idle()
 
     def step(self) -> list[Event]:
@@ -271,7 +272,7 @@ class Engine:
         return events
 
     def _start(self, plan: Plan, events: list[Event]) -> None:
-        """Send a step on its way; one that cannot start ends its requests in errors."""
+        """Launch a step. One that cannot be launched ends its requests in errors."""
         now = self._clock()
         told = _Told(now, *self._scheduler.told(plan))
         if self._scheduler.admitted:
@@ -313,7 +314,7 @@ class Engine:
         self._steps.append(StepInfo(plan.step, seconds, now, told.rows, told.waiting, told.held))
 
     def _stalled(self) -> list[Event]:
-        """Work, but no plan and nothing in flight: a fault. Better an error for each request than a spinning loop."""
+        """End every request in an error: there is work, but no plan and nothing in flight, which is a fault in the scheduler."""
         log.error("the scheduler has work and plans nothing: failing %d requests", len(self._times))
         events: list[Event] = []
         for request_id in list(self._times):
@@ -363,7 +364,7 @@ def _refused(request: Request, error: QuireError) -> Event:
 
 
 def _failed(plan: Plan, error: Exception) -> Result:
-    """The result of a step that did not happen."""
+    """The result of a step that failed as a whole."""
     log.error("step %d failed", plan.step, exc_info=error)
     text = f"the step that computed this request failed: {type(error).__name__}: {error}"
     return Result(rows=[Row(accepted=0, error=text) for _ in plan.work])

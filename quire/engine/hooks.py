@@ -26,7 +26,7 @@ class RequestHooks(Protocol):
         ...
 
     def on_end(self, request_id: str) -> None:
-        """It ended, or was refused further in."""
+        """Called when a request has ended, or was refused later on."""
         ...
 
     def listed(self) -> list[AdapterInfo]:
@@ -34,11 +34,11 @@ class RequestHooks(Protocol):
         ...
 
     def load(self, name: str, path: str) -> AdapterInfo:
-        """From now on requests may name it. Raises QuireError, and then nothing has changed."""
+        """Load an adapter: from now on requests may name it. Raises QuireError, and then nothing has changed."""
         ...
 
     def unload(self, name: str) -> None:
-        """From now on requests may not name it."""
+        """Unload an adapter: from now on no request may name it."""
         ...
 
 

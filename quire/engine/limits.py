@@ -27,7 +27,7 @@ class Limit(Protocol):
         not depend on how many wait, so `live` is for looking some up, never for going through it."""
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
-        """How many of the n tokens from position `start` may be computed now; 0 is not in this step."""
+        """The number of the n tokens from position `start` that may be computed in this step; 0: none."""
         return n
 
     def waits_for(self, seq: Sequence) -> tuple[Sequence, int] | None:
@@ -36,7 +36,7 @@ class Limit(Protocol):
         return None
 
     def charge(self, seq: Sequence, start: int, n: int) -> None:
-        """Those n tokens are planned."""
+        """Count n tokens of a sequence that were planned."""
 
     def passes(self, count: int) -> bool:
         """Whether any `count` running sequences may compute a token each in this step, and sample the next. If every limit says
@@ -44,16 +44,16 @@ class Limit(Protocol):
         return True
 
     def passed(self, count: int) -> None:
-        """So many are planned."""
+        """Count `count` sequences that were planned with a token each."""
 
     def opened(self, seq: Sequence) -> None:
-        """It has taken a slot."""
+        """Note that a sequence has taken a slot."""
 
     def ended(self, seq: Sequence) -> None:
-        """It is finished."""
+        """Note that a sequence is finished."""
 
     def learn(self, plan: Plan, seconds: float) -> None:
-        """That step took so long: from the completion of the step before it, or from its own start if that was later."""
+        """Learn how long a step took: from the completion of the step before it, or from its own start if that was later."""
 
 
 class TokenBudget(Limit):
@@ -249,7 +249,7 @@ class SamePrompt(Limit):
 
 
 class Watcher(Protocol):
-    """Who wants to know of the sequences that have a constraint."""
+    """What is told of the sequences that have a constraint: that one has taken a slot, and that one is finished."""
 
     def opened(self, seq: Sequence) -> None: ...
     def ended(self, seq: Sequence) -> None: ...
@@ -294,7 +294,7 @@ def _computing(seq: Sequence) -> bool:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """How many leading tokens are the same."""
+    """The number of leading tokens that two sequences share."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -25,14 +25,14 @@ TRIES = 2  # loads that a sequence waits for before it computes what is missing:
 
 
 class Source(Protocol):
-    """Where pages may come from that the tree does not have. Neither call waits, and no load moves while a step is planned."""
+    """Where pages that the tree does not have may be loaded from. Neither call waits, and no load moves while a step is planned."""
 
     def find(self, lease: Lease, tokens: list[int], upto: int) -> Found | None:
-        """What there is of tokens[:upto] behind the lease's pages."""
+        """The pages of tokens[:upto] behind the lease's that can be loaded; None: there are none."""
         ...
 
     def load(self, lease: Lease, found: Found) -> Load | None:
-        """Begin to fill the lease's private pages, which were staged for it. None: that is not possible."""
+        """Begin to fill the lease's private pages, which were staged for that. None: the load could not begin."""
         ...
 
 
@@ -91,11 +91,11 @@ class Loads:
         return True
 
     def leave(self, seq: Sequence) -> None:
-        """It waits no more. The load goes on."""
+        """Let a sequence wait no more. The load goes on."""
         del self._by_sequence.pop(seq.key).waiting[seq.key]
 
     def settle(self) -> list[Sequence]:
-        """What became of loads since the last step: the sequences that need not wait any more."""
+        """Take in the loads that ended since the last step. Gives the sequences that need not wait any more."""
         back: list[Sequence] = []
         for flight in self._flights:
             load, lease = flight.load, flight.lease

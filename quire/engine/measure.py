@@ -1,4 +1,4 @@
-"""What an engine does with a workload, in figures: when each token came, and what that says.
+"""Measuring an engine under a workload: when each token came, and the figures that follow.
 
 Drives anything that steps like an Engine, from one thread, and reads one clock. Knows no model, no text and no terminal:
 it is given sizes and a vocabulary, and makes its prompts of token ids that follow from a seed. Nothing is thrown away
@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 
 
 class Driven(Protocol):
-    """What is measured."""
+    """What can be measured: an engine that takes requests and is stepped."""
 
     @property
     def busy(self) -> bool: ...
@@ -53,7 +53,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of an ascending sample that is not empty."""
+    """A percentile of an ascending sample that is not empty."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -61,7 +61,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarize(sample: Iterable[float]) -> Summary | None:
-    """None for an empty sample: there is nothing to say of it."""
+    """The figures of a sample; None for an empty one."""
     ordered = sorted(sample)
     n = len(ordered)
     if not n:
@@ -232,7 +232,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one latency round gave. Times in seconds, rates in tokens per second over all streams."""
+    """The results of one latency round. Times in seconds, rates in tokens per second over all streams."""
 
     first: list[float]  # of each stream
     gaps: list[float]
@@ -259,7 +259,7 @@ class Round:
 def latency_round(
     engine: Driven, shape: Shape, name: str, *, seed: int, vocab_size: int, page_size: int, clock: Clock
 ) -> Round:
-    """One round. Its prompts are its own, so that the prefix cache holds nothing of them but `depth`.
+    """Run one latency round. Its prompts are new, so that the prefix cache has nothing of them but `depth` tokens.
 
     What is to be there already is computed first, outside of the figures, unless an earlier round left it.
     """

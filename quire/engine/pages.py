@@ -18,7 +18,7 @@ from quire.cache.tiers import Tier
 
 
 class Names(Protocol):
-    """Who finds out what pages are called."""
+    """What finds out the keys of pages."""
 
     def start(self) -> None: ...
     def keys(self) -> Keys | None: ...
@@ -38,23 +38,23 @@ class Pages:
         self._named = False
 
     def listen(self, listener: Listener) -> None:
-        """From now on tell it what is cached, beginning with what is cached already: at once, or from the first step on in
-        which pages have keys."""
+        """Tell a listener what is cached, beginning with what is cached already: at once, or from the first step on in which
+        pages have keys. See cache/events.py."""
         self._tree.listen(listener)
         self._name()
 
     def unlisten(self, listener: Listener) -> None:
-        """Tell it nothing more."""
+        """Take a listener off: it is told nothing more."""
         self._tree.unlisten(listener)
 
     def load_from(self, tier: Tier | None) -> None:
-        """From now on look there for what the tree does not have. Loads that have begun go on."""
+        """Load pages that the tree does not have from that tier from now on. Loads that have begun go on."""
         self._loader.tier = tier
         self._use(self._loader)
         self._name()
 
     def advance(self) -> None:
-        """What is to be done before a step; it takes no waiting."""
+        """Do what is due before a step; none of it waits."""
         self._name()
         self._loader.advance()
 

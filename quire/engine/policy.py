@@ -7,7 +7,6 @@ arrives behind one of 32k has its first token when the 32k are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -15,24 +14,26 @@ from quire.engine.types import Request
 
 PARTS = 5  # later prompts get one part in so many: the first is slowed by a quarter at most
 
-
 by_priority = attrgetter("priority")  # lower values first
+
+
+class Rank(Protocol):
+    """The key that sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
+
+    def __call__(self, request: Request, /) -> Any: ...
 
 
 class Policy(Protocol):
     """Asked by one scheduler: a policy may keep what it owes."""
 
-    @property
-    def rank(self) -> Callable[[Request], Any]:
-        """Gives what sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
-        ...
+    rank: Rank
 
     def share(self, tokens: int) -> int:
-        """How many of so many tokens are for the prompts behind one that could use them all."""
+        """How many of the tokens left in a step are for the prompts behind one that could use them all."""
         ...
 
     def shared(self, tokens: int, used: int) -> None:
-        """They used so many of those tokens. Called once for each `share` that was granted."""
+        """Count the tokens that those prompts used. Called once for each `share` that was granted."""
         ...
 
 
@@ -40,8 +41,9 @@ class FirstCome:
     """One prompt after the other: the first takes what it can use."""
 
     __slots__ = ("rank",)
+    rank: Rank
 
-    def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
+    def __init__(self, rank: Rank = by_priority) -> None:
         self.rank = rank
 
     def share(self, tokens: int) -> int:
@@ -59,8 +61,9 @@ class FairShare:
     """
 
     __slots__ = ("_owed", "rank")
+    rank: Rank
 
-    def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
+    def __init__(self, rank: Rank = by_priority) -> None:
         self.rank = rank
         self._owed = PARTS - 1  # in parts of a token: rounded up at first
 

@@ -34,7 +34,7 @@ _left = attrgetter("left")
 
 
 class Scheduler:
-    """Decides for one engine.
+    """Decides what one engine computes in each step.
 
     `slots`   sequences that can run at once            `budget`  tokens in a step
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
@@ -91,12 +91,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Some request is not finished."""
+        """Whether some request is not finished."""
         return bool(self._keys)
 
     @property
     def idle(self) -> bool:
-        """No request is left."""
+        """Whether no request is left."""
         return not self._keys
 
     def stats(self) -> Stats:
@@ -124,7 +124,7 @@ class Scheduler:
         )
 
     def load_from(self, source: Source) -> None:
-        """From now on a waiting sequence may wait for pages that the source has and the tree has not."""
+        """Let waiting sequences wait, from now on, for pages that the source has and the tree has not."""
         self._admission.load_from(source)
 
     # ---- requests come and go
@@ -204,8 +204,8 @@ class Scheduler:
     def _single(self, work: list[Work]) -> list[Sequence]:
         """Plan the running sequences that have one token to compute. Returns those that have more.
 
-        Nearly all go on as in the step before: the device knows their token, and where it goes; no limit minds. Such a one gets
-        the same Work again, after a look at the bounds.
+        For nearly all of them nothing has changed since the step before: the device knows their token and their pages, and no
+        limit holds them back. Such a sequence gets the same Work again, once its bounds are checked.
         """
         running, budget, size, chunks, again = self._running, self._budget, self.tree.page_size, list[Sequence](), 0
         free = not self._drafts and all(limit.passes(len(running)) for limit in self._step_limits)
@@ -249,7 +249,7 @@ class Scheduler:
     def _share(
         self, first: Sequence, running: list[Sequence], work: list[Work], opened: list[Open], admits: bool = True
     ) -> set[int]:
-        """If a prompt could use all the tokens that are left, give those behind it their share.
+        """Give the prompts behind one that could use all the tokens that are left their share of them.
 
         Returns the keys of the `running` ones that are planned."""
         budget = self._budget
@@ -264,7 +264,7 @@ class Scheduler:
         return done
 
     def _granted(self, seq: Sequence) -> int:
-        """Of the known tokens of a running sequence, how many its limits allow in this step."""
+        """How many of the known tokens of a running sequence its limits allow in this step."""
         start = seq.computed + seq.in_flight
         n = len(seq.tokens) - start
         for limit in self._step_limits:
@@ -359,7 +359,7 @@ class Scheduler:
         work.append(made)
 
     def _admit(self, work: list[Work], opened: list[Open]) -> None:
-        """Waiting sequences take slots, in order. One that a limit holds back is passed; one without room is not."""
+        """Give slots to waiting sequences, in order. One that a limit holds back is passed over; one without room ends it."""
         queue, budget, passed = self._queue, self._budget, 0
         while self._slots and budget.left and passed < PASSED and (seq := queue.first()) is not None:
             how = self._admission.take(seq)
@@ -394,13 +394,13 @@ class Scheduler:
         return TAKEN
 
     def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]:
-        """Of the newest plan: who rides in it and for how many tokens, how many have no slot, and what holds others back."""
+        """The newest plan in numbers: its sequences and their tokens, how many have no slot, and what holds others back."""
         keys = self._keys
         rows = [(keys[work.key].request.id, work.n) for work in plan.work]
         return rows, *self._admission.told()
 
     def learn(self, plan: Plan, seconds: float) -> None:
-        """That step took so long. Limits that want to know are told."""
+        """Tell the limits how long a step took."""
         for limit in self._learning:
             limit.learn(plan, seconds)
 
@@ -456,20 +456,20 @@ class Scheduler:
         return events
 
     def _count_prompt(self, seq: Sequence, work: Work) -> None:
-        """Some of these tokens may be the prompt's."""
+        """Count the tokens of the prompt among those that a step computed."""
         if work.start < seq.prompt_len:
             seq.chunks += 1
             self._computed_prompt_tokens += min(work.start + work.n, seq.prompt_len) - work.start
 
     def _count_drafts(self, seq: Sequence, drafted: int, right: int) -> None:
-        """So many draft tokens were verified, and so many of them accepted."""
+        """Count the draft tokens that were verified, and those of them that were accepted."""
         seq.drafted += drafted
         seq.accepted += right
         self._drafted += drafted
         self._accepted += right
 
     def _ended(self, seq: Sequence, new: int) -> tuple[str | None, int]:
-        """Cut the `new` tokens at its end behind the one that ends the sequence. Why it ends, if it does; how many are left."""
+        """Cut the `new` tokens of a sequence behind the one that ends it. Gives why it ends, if it does, and how many are left."""
         tokens = seq.tokens
         for at in range(len(tokens) - new, len(tokens)):
             stops = tokens[at] in seq.stop_ids and at >= seq.min_len

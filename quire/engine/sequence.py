@@ -46,7 +46,7 @@ class NoRoom:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's state."""
+    """The state of one request, from its arrival to its end."""
 
     key: int  # its name in plans; also its order of arrival
     request: Request
@@ -104,14 +104,14 @@ class Sequence:
 
     @property
     def held(self) -> Lease:
-        """Its lease; a running sequence has one."""
+        """The lease of a sequence that runs, which has one."""
         if self.lease is None:
             raise RuntimeError(f"sequence {self.key} is {self.status} and has no lease")
         return self.lease
 
     @property
     def prompt_done(self) -> bool:
-        """Its prompt has been computed (perhaps in an earlier epoch: those pages are cached, or can be again)."""
+        """Whether its prompt has been computed (perhaps in an earlier epoch: those pages are cached, or can be again)."""
         return len(self.tokens) > self.prompt_len
 
     @property
@@ -135,7 +135,7 @@ class Sequence:
         return min(len(self.tokens) + 1, self.max_len - 1)
 
     def receipt(self) -> Receipt:
-        """What happened so far; the engine loop adds the times."""
+        """What happened to the request so far, in numbers; the engine loop adds the times."""
         return Receipt(
             prompt_tokens=self.prompt_len,
             output_tokens=len(self.tokens) - self.prompt_len,

@@ -1,4 +1,4 @@
-"""What crosses between a client and an engine: a Request in, Events out. Frozen, msgspec-encoded, never pickled.
+"""The messages between a client and an engine: a Request in, Events out. Frozen, msgspec-encoded, never pickled.
 
 The engine knows tokens, never text: stop strings, templates and detokenization belong to `chat/`.
 """
@@ -39,7 +39,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Some JSON object."""
+        """An answer that is some JSON object."""
         return cls(kind="json_object")
 
     @classmethod
@@ -49,7 +49,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Constraint:
-        """One of these texts."""
+        """An answer that is one of these texts."""
         return cls(kind="choice", text=msgspec.json.encode(list(choices)).decode())
 
     @classmethod
@@ -164,7 +164,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def line(self) -> str:
-        """For people."""
+        """A line about the adapter for people."""
         return f"adapter {self.name}: rank {self.rank} on {self.modules} modules, {self.nbytes / 2**20:.1f} MiB"
 
 

@@ -25,7 +25,7 @@ GGML_NAMES = dict(enumerate(_NAMES.split()))
 
 
 class Format(Protocol):
-    """What each module in this directory offers. Quantized ones also have CODEC, dense ones DTYPE."""
+    """The names that each module in this directory has. Quantized ones also have CODEC, dense ones DTYPE."""
 
     NAME: str
     GGML_TYPE: int

@@ -24,7 +24,7 @@ _BLOCKS = 1024  # expanded at a time: temporaries that stay in the cache
 
 
 class Expanded:
-    """What blocks of a file will be, as far as an array's users look: [..., blocks of a row * bytes of a block]."""
+    """An array of blocks that are expanded when they are read: [..., blocks of a row * bytes of a block]."""
 
     def __init__(self, source: Bytes, nbytes: int, codec: Codec, expand: Expand):
         self._source = source  # [..., bytes of a row in the file]
@@ -44,7 +44,7 @@ class Expanded:
         return self.shape[0]
 
     def __getitem__(self, at: int | slice) -> Expanded:
-        """Some rows, or one matrix of a stack; still not an array."""
+        """A part of the array, some rows or one matrix of a stack, which is not expanded yet."""
         if self.ndim == 1:
             raise IndexError("one row of blocks cannot be cut")
         return Expanded(self._source[at], self._nbytes, self._codec, self._expand)

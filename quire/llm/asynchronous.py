@@ -116,7 +116,7 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What was decided at load. Raises Unavailable before that."""
+        """The decisions taken at load. Raises Unavailable before that."""
         return self._have().info
 
     @property

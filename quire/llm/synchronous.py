@@ -87,7 +87,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What was decided at load."""
+        """The decisions taken at load."""
         return self._async.info
 
     @property
@@ -125,7 +125,7 @@ class TextStream:
 
     @property
     def output(self) -> Output | None:
-        """What there is so far."""
+        """The output so far."""
         return self._source.output
 
     def __iter__(self) -> Iterator[str]:

@@ -79,10 +79,10 @@ class SeveralAxes(Protocol):
 
 @runtime_checkable
 class Stretches(Protocol):
-    """A model that rotates otherwise where longer sequences are served."""
+    """A model whose rotary embedding differs where longer sequences are served (longrope)."""
 
     def stretch(self, context: int) -> None:
-        """Be made for sequences of up to so many tokens. Before the model is compiled."""
+        """Choose the rotation for sequences of up to `context` tokens. Called before the model is compiled."""
         ...
 
 
@@ -94,7 +94,7 @@ class Encoder(Protocol):
 
     @property
     def head(self) -> ScoreHead | None:
-        """Makes a score of the first token's row."""
+        """The layers that make a score of the first token's hidden row; None for a model that embeds."""
         ...
 
     @property
@@ -103,7 +103,7 @@ class Encoder(Protocol):
         ...
 
     def given(self, pos: I32, second: I32) -> Mapping[str, Floats]:
-        """Those inputs for tokens at these positions; second: 1 for tokens of the second of two texts, else 0."""
+        """The values of `inputs` for tokens at these positions; second: 1 for tokens of the second of two texts, else 0."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which of a model's weights an adapter means, and what of the adapter each of them gets.
+"""Matching a LoRA adapter with a model: which weights its modules name, and which rows of its matrices each weight gets.
 
 A target is a matrix that the model's forward multiplies by (`linear`) and that is rows of one named tensor. Adapters name modules
 as Hugging Face does or as GGUF does, and so do models: names are brought to one form, through the families' own tables of roles,
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.backends.adapters import Pair, Site
+from quire.backends.adapters import Pair, Target
 from quire.backends.adapting import adaptable
 from quire.backends.ops import KV
 from quire.backends.recorder import record
@@ -45,30 +45,30 @@ class AdapterTargets:
         self._rank = rank
         self._model = model
         self._roles = _roles(model)
-        self._parts: dict[str, list[tuple[Origin, Site]]] = {}
-        self.by_weight: dict[int, Site] = {}
+        self._parts: dict[str, list[tuple[Origin, Target]]] = {}
+        self.by_weight: dict[int, Target] = {}
         tensors = getattr(model, "tensors", None)
         weights = dict(self._candidates(tensors, slots)) if isinstance(tensors, Tensors) else {}
-        every = {at: site for at, (_, site) in weights.items()}
+        every = {at: target for at, (_, target) in weights.items()}
         recorded = record(adaptable(model.forward, every), kv, {})
-        used = {site for i in recorded.instructions for site in i.sites}
-        for at, (origin, site) in weights.items():
-            if site in used:
-                self.by_weight[at] = site
-                self._parts.setdefault(site.name, []).append((origin, site))
+        used = {target for i in recorded.instructions for target in i.targets}
+        for at, (origin, target) in weights.items():
+            if target in used:
+                self.by_weight[at] = target
+                self._parts.setdefault(target.name, []).append((origin, target))
 
     def __len__(self) -> int:
         return len(self.by_weight)
 
-    def fit(self, adapter: Adapter) -> dict[Site, Pair]:
-        """What the adapter adds at each site. Raises BadModelFile, with the file, the tensor and the numbers."""
+    def fit(self, adapter: Adapter) -> dict[Target, Pair]:
+        """The adapter's pair for each target that it has one for. Raises BadModelFile, with the file, the tensor and the numbers."""
         if adapter.rank > self._rank:
             raise BadRequest(
                 f"{adapter.path}: its rank is {adapter.rank}, and at most {self._rank} is served",
                 cure=f"start with --max-lora-rank {adapter.rank}",
                 param="lora",
             )
-        made: dict[Site, Pair] = {}
+        made: dict[Target, Pair] = {}
         for lora in adapter.modules:
             parts = self._find(adapter, lora)
             rows, columns = parts[0][0].rows, parts[0][1].k
@@ -84,14 +84,14 @@ class AdapterTargets:
                     f"{rows} rows: {rows}x{r} is needed"
                 )
             b = self._ordered(adapter, lora)
-            for origin, site in parts:
-                if site in made:
-                    raise BadModelFile(f"{adapter.path}: two modules mean {site.name}: {lora.module} is the second")
-                own = b if n == site.n else Dense(b.data[origin.first : origin.first + site.n], b.dtype)
-                made[site] = Pair(lora.a, own, lora.scale)
+            for origin, target in parts:
+                if target in made:
+                    raise BadModelFile(f"{adapter.path}: two modules mean {target.name}: {lora.module} is the second")
+                own = b if n == target.n else Dense(b.data[origin.first : origin.first + target.n], b.dtype)
+                made[target] = Pair(lora.a, own, lora.scale)
         return made
 
-    def _find(self, adapter: Adapter, lora: Lora) -> list[tuple[Origin, Site]]:
+    def _find(self, adapter: Adapter, lora: Lora) -> list[tuple[Origin, Target]]:
         for name in _names(lora.module, self._roles):
             if name in self._parts:
                 return self._parts[name]
@@ -115,7 +115,7 @@ class AdapterTargets:
             np.ascontiguousarray(lora.b.data[reorder(lora.b.shape[0], heads, self._order in PERMUTED)]), lora.b.dtype
         )
 
-    def _candidates(self, tensors: Tensors, slots: int) -> Iterator[tuple[int, tuple[Origin, Site]]]:
+    def _candidates(self, tensors: Tensors, slots: int) -> Iterator[tuple[int, tuple[Origin, Target]]]:
         """Matrices whose name is a projection's. Which of them are multiplied by is found by recording."""
         for layout, origin in tensors.origins():
             own = origin.name.removesuffix(".weight")
@@ -123,11 +123,11 @@ class AdapterTargets:
             name = HEAD if _plain(own) in _EMBEDDINGS else next(names, "")  # an embedding is multiplied by as the head
             if "_proj" in _plain(name) or name == HEAD:
                 n, k = layout.shape
-                yield id(layout), (origin, Site(name, n, k, slots=slots, rank=self._rank))
+                yield id(layout), (origin, Target(name, n, k, slots=slots, rank=self._rank))
 
 
 def reorder(rows: int, heads: int, to_pairs: bool) -> np.ndarray:
-    """Where each row of the new order comes from: halves of a head to neighbouring pairs, or back."""
+    """For each row of the new order its index in the old one: halves of a head become neighbouring pairs, or the reverse."""
     at = np.arange(rows).reshape(heads, 2, -1)
     if not to_pairs:
         at = np.arange(rows).reshape(heads, -1, 2)

@@ -28,7 +28,7 @@ from quire.models.parts import (
     attention_of,
     check_heads,
     own_code_line,
-    refuse_strangers,
+    refuse_unknown,
 )
 from quire.models.pooling import ScoreHead, activation_of
 from quire.observe.errors import BadModelFile, Unsupported
@@ -145,7 +145,7 @@ class Model:
         if folder.architecture.endswith("ForSequenceClassification"):
             model.head = _head(folder, tensors, prefix, d)
         idle = ("pooler.", "embeddings.position_ids", "cls.", "lm_head.", "vocab_")
-        model.notes += refuse_strangers(folder, tensors, d, known=lambda n: n.removeprefix(prefix).startswith(idle))
+        model.notes += refuse_unknown(folder, tensors, d, known=lambda n: n.removeprefix(prefix).startswith(idle))
         model.notes += own_code_line(folder, d)
         return model
 
@@ -157,11 +157,11 @@ class Model:
         d = metadata.dims_of(keys, eps="attention.layer_norm_epsilon")
         types = gguf.tensors["token_types.weight"].shape[0] if tensors.has("token_types.weight") else 0
         model = cls(d, Weights(tensors, GGUF_NAMES), types)
-        model.notes += refuse_strangers(gguf, tensors, d, known=lambda n: n.startswith("cls."))
+        model.notes += refuse_unknown(gguf, tensors, d, known=lambda n: n.startswith("cls."))
         return model
 
     def _table(self, weights: Weights, types: int, skip: int) -> Floats:
-        """What is added to a word: [types, context, width]."""
+        """The token type and position embeddings, summed: what is added to each word's embedding, [types, context, width]."""
         d = self.config
         position = weights.matrix("position", d.context + skip, d.width)
         table = position.dequantize()[skip:][None]
@@ -183,7 +183,7 @@ class Model:
         return {"positions": self.positions[kinds, pos]}
 
     def kv(self, pages: int, page_size: int) -> KV:
-        """Nothing is kept: the smallest pool there is."""
+        """An encoder keeps no KV cache: the smallest pool there is."""
         return KV(1, pages, page_size, 1, 8)
 
     def release(self, layout: Layout) -> None:

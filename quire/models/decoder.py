@@ -15,7 +15,7 @@ from quire.backends.outputs import FINAL
 from quire.layouts import Layout
 from quire.models import metadata
 from quire.models.kv_layout import KVLayout
-from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, windows_line
+from quire.models.parts import Dims, Weights, own_code_line, refuse_unknown, windows_line
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """What is the same in all of them. A family overrides what it has otherwise, and `block` in any case."""
+    """What all Llama-shaped families share. A family writes `block`, and overrides any other method that differs."""
 
     unused: ClassVar[tuple[str, ...]] = ()  # how tensors begin that a file may have and the family leaves alone
 
@@ -55,7 +55,7 @@ class Decoder:
         """The model in a GGUF, with every tensor of the file used."""
         tensors = Tensors(gguf)
         model = cls.of_gguf(metadata.Keys(gguf), tensors)
-        model.notes += refuse_strangers(gguf, tensors, model.config, known=lambda name: name.startswith(cls.unused))
+        model.notes += refuse_unknown(gguf, tensors, model.config, known=lambda name: name.startswith(cls.unused))
         return model
 
     @classmethod
@@ -64,7 +64,7 @@ class Decoder:
         tensors = Tensors(folder)
         model = cls.of(folder.config, folder.architecture, tensors)
         unused = cls.unused if "ConditionalGeneration" in folder.architecture else ()
-        model.notes += refuse_strangers(
+        model.notes += refuse_unknown(
             folder, tensors, model.config, tied=model.tied, known=lambda name: name.startswith(unused)
         )
         model.notes += own_code_line(folder, model.config)
@@ -98,7 +98,7 @@ class Decoder:
     # ---- the forward
 
     def embedded(self, ops: Ops, batch: Batch) -> Tensor:
-        """What goes into the first layer: [T, d]."""
+        """The input of the first layer, [T, d]: the embeddings of the tokens."""
         return ops.embed(batch.ids, self.embedding)
 
     def block(self, ops: Ops, batch: Batch, x: Tensor, i: int) -> Tensor:

@@ -29,7 +29,7 @@ from quire.models.parts import (
     head_rows,
     mlp_of,
     own_code_line,
-    refuse_strangers,
+    refuse_unknown,
     rotation,
 )
 from quire.models.rope import yarn_magnitude
@@ -74,7 +74,7 @@ class Latent:
 
     @property
     def key(self) -> int:
-        """What the cache keeps of a token."""
+        """The row that the KV cache keeps of a token: its latent and its rotated key."""
         return self.rank + self.rotated
 
     def check(self, where: str) -> Latent:
@@ -172,7 +172,7 @@ class Model:
         ffns = _ffns(weights, d, sizes, routing, dense, "bias" if weights.has("router_bias", dense, "bias") else None)
         model = cls(d, latent, weights, rope, scale, ffns, tied=None)
         # Files of one season hold kv_b beside the two parts of it.
-        model.notes += refuse_strangers(gguf, tensors, d, known=lambda name: name.endswith(".attn_kv_b.weight"))
+        model.notes += refuse_unknown(gguf, tensors, d, known=lambda name: name.endswith(".attn_kv_b.weight"))
         return model
 
     @classmethod
@@ -201,7 +201,7 @@ class Model:
             biased=config.flag("attention_bias", False),
         )
         tied, known = model.head is model.embedding, mixture.beyond(config, d.layers)
-        model.notes += refuse_strangers(folder, tensors, d, tied=tied, known=known) + own_code_line(folder, d)
+        model.notes += refuse_unknown(folder, tensors, d, tied=tied, known=known) + own_code_line(folder, d)
         return model
 
     def kv(self, pages: int, page_size: int) -> KV:
@@ -395,7 +395,7 @@ def _in_and_out(weights: Weights, layer: int, c: Latent) -> tuple[Layout, Layout
 
 
 def by_head(w: Layout, heads: int, first: int) -> tuple[Layout, Layout]:
-    """Of each head's rows the first ones, and of each the others: two matrices, copied."""
+    """The matrix split in two copies: the first rows of every head, and the other rows of every head."""
     rows = w.data.reshape(heads, -1, w.data.shape[-1])
     cut = (rows[:, :first], rows[:, first:])
     a, b = (np.ascontiguousarray(part).reshape(-1, w.data.shape[-1]) for part in cut)
@@ -403,7 +403,7 @@ def by_head(w: Layout, heads: int, first: int) -> tuple[Layout, Layout]:
 
 
 def transposed(w: Layout, heads: int) -> Dense:
-    """Each head's matrix turned over, as plain numbers: blocks of codes do not turn."""
+    """Each head's matrix transposed and dequantized, since blocks of codes cannot be transposed."""
     plain = w if isinstance(w, Dense) else Dense(w.dequantize(), "f32")
     turned = plain.data.reshape(heads, -1, plain.data.shape[1]).swapaxes(1, 2)
     return Dense(np.ascontiguousarray(turned).reshape(-1, turned.shape[2]), plain.dtype)

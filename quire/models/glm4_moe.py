@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import Dims, Weights, mlp_of, own_code_line, refuse_strangers, rotation
+from quire.models.parts import Dims, Weights, mlp_of, own_code_line, refuse_unknown, rotation
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
@@ -44,7 +44,7 @@ class Model:
         blocks = _blocks(weights, d, sizes, routing, dense, None, normed, "bias")
         model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
         ahead = tuple(f"blk.{i}." for i in range(d.layers, d.layers + beyond))
-        model.notes += refuse_strangers(gguf, tensors, d, known=lambda name: name.startswith(ahead))
+        model.notes += refuse_unknown(gguf, tensors, d, known=lambda name: name.startswith(ahead))
         return model
 
     @staticmethod
@@ -69,7 +69,7 @@ class Model:
             tied=config.flag("tie_word_embeddings", False),
         )
         known = mixture.beyond(config, d.layers)
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied, known=known) + own_code_line(folder, d)
+        model.notes += refuse_unknown(folder, tensors, d, tied=model.tied, known=known) + own_code_line(folder, d)
         return model
 
 

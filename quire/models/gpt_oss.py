@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quire.formats import mxfp4
 from quire.layouts import Dense, Experts, Layout, Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
+from quire.models.parts import Dims, Weights, own_code_line, refuse_unknown, rotation, seen
 from quire.models.rope import Scaling
 from quire.observe.errors import BadModelFile, Unsupported
 from quire.weights.gguf.file import GGUF
@@ -60,14 +60,14 @@ class Model:
         ]
         rope = rotation(keys.number("rope.freq_base", THETA), d.head_dim, scaling, pairs=False)
         model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
     def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         tensors = Tensors(folder)
         model = Model.of(folder.config, folder.architecture, tensors)
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+        model.notes += refuse_unknown(folder, tensors, model.config, tied=model.tied) + own_code_line(
             folder, model.config
         )
         return model
@@ -145,7 +145,7 @@ def _unquantized(config: Values) -> tuple[Values, bool]:
 
 
 def _biases(tensors: Tensors, layer: int, sizes: mixture.Sizes, d: Dims) -> tuple[tuple[Dense, ...], ...]:
-    """Of gate, up and down; the first two alternate in one tensor."""
+    """The biases of gate, up and down; those of gate and up alternate in one tensor."""
     name, down = (EXPERTS.format(layer) + part for part in ("gate_up_proj_bias", "down_proj_bias"))
     both = tensors.cut(name, (sizes.count, 2 * sizes.ffn), lambda w: _every_other(w, rows=True))
     numbers = tuple(part for part in both if isinstance(part, Dense))
@@ -153,7 +153,7 @@ def _biases(tensors: Tensors, layer: int, sizes: mixture.Sizes, d: Dims) -> tupl
 
 
 def _every_other(stack: Layout, rows: bool) -> tuple[Layout, ...]:
-    """Of each part of a stack the even rows (or columns, which then become rows), then of each part the odd ones."""
+    """The even rows of each part of a stack, then the odd rows of each part (or columns, which then become rows)."""
     return tuple(
         replace(stack, data=part[first::2] if rows else part[:, first::2].T) for first in (0, 1) for part in stack.data
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation
+from quire.models.parts import Dims, Weights, own_code_line, refuse_unknown, rotation
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
@@ -44,7 +44,7 @@ class Model:
             attention=keys.number("attention.scale", d.scale),
         )
         model = mixture.MixtureDecoder(d, weights, rope, _blocks(weights, d, sizes, None), tied=None, times=times)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
@@ -70,7 +70,7 @@ class Model:
             tied=config.flag("tie_word_embeddings", False),
             times=times,
         )
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
+        model.notes += refuse_unknown(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
         return model
 
 

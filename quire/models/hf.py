@@ -1,4 +1,4 @@
-"""What every family reads from a config.json in the same way: sizes, rotary positions, windows, and what would make the weights mean another thing.
+"""What every family reads from a config.json in the same way: sizes, rotary positions, windows, and the settings that would change what the weights mean, which are refused.
 
 Older files write `rope_theta` and `rope_scaling`, newer ones `rope_parameters`; both become a base and a `Scaling`. A setting
 that is not understood is refused, never skipped: it would change the numbers.
@@ -106,7 +106,7 @@ def rope_of(
 
 
 def scaling_of(config: Values, values: Values, kinds: tuple[str, ...] = KINDS) -> Scaling:
-    """How the frequencies are stretched; `values` is the object that says so, `config` the file."""
+    """How the rotary frequencies are scaled for longer contexts; `values` is the object that says so, `config` the file."""
     kind = values.text("rope_type", None) or values.text("type", "default")
     kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in kinds:

@@ -1,4 +1,4 @@
-"""Where each layer's K and V are kept: layers that keep them equally long share a group, with a pool of its own.
+"""The layout of the KV cache: layers that keep K and V equally long share a group, with a pool of its own.
 
 A decoder makes a `KVLayout` of its layers' windows, gives `kv_layout.kv(…)` for its pools, and names kv_layout[i] when layer i
 attends. All layers are one group, kept for the whole context, until `split()` is called, before anything is recorded. The
@@ -49,7 +49,7 @@ class KVLayout:
 
 
 def _count(groups: Sequence[int | None], windows: Sequence[int | None]) -> list[tuple[int, int]]:
-    """For each layer its group and how many of the group come before it."""
+    """For each layer its group, and its index among the layers of that group."""
     seen = [0] * len(groups)
     found: list[tuple[int, int]] = []
     for window in windows:

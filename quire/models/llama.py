@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a GGUF architecture differs from llama."""
+    """The settings in which a GGUF architecture differs from llama."""
 
     pairs: bool = True
     still: int = 0  # every so many layers one has no positions; 0: all have them
@@ -45,7 +45,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a class of transformers differs from Llama."""
+    """The settings in which a class of transformers differs from Llama."""
 
     biased: tuple[str, ...] | None = None  # projections that always have a bias; None: attention_bias and mlp_bias say
     window: str | None = None  # which layers slide: everywhere, late (from max_window_layers on), still (no positions)
@@ -152,7 +152,7 @@ class Model(Decoder):
 
 
 def _windows(config: Values, variant: Variant, layers: int, still: Collection[int]) -> tuple[int | None, ...]:
-    """What each layer sees: with a window everywhere, from some layer on, or where there are no positions."""
+    """The attention window of each layer (None: everything before): in every layer, from some layer on, or where there are no positions."""
     if variant.window == "everywhere":
         return hf.windows_of(config, layers, period=0)
     if variant.window == "late":

@@ -116,7 +116,7 @@ def rope_dim_of(keys: Keys, d: Dims) -> int:
 
 
 def scaling_of(keys: Keys, tensors: Tensors, rope_dim: int, context: int) -> Scaling:
-    """How the frequencies are stretched: in a GGUF, llama3's way is one divisor for each of them."""
+    """How the rotary frequencies are scaled for longer contexts: in a GGUF, llama3's way is one divisor for each of them."""
     kind = keys.text("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise Unsupported(f"rope scaling {kind!r} is not supported", cure="supported: none, linear, llama3, yarn")

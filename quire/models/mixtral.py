@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation, seen
+from quire.models.parts import Dims, Weights, own_code_line, refuse_unknown, rotation, seen
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
 
@@ -51,7 +51,7 @@ class Model:
         windows = seen(metadata.windows_of(keys, d, period=0), d.context)
         rope = metadata.rotation_of(keys, tensors, d, pairs=True)
         model = mixture.MixtureDecoder(d, weights, rope, _blocks(weights, d, sizes, windows, None), tied=None)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
@@ -70,7 +70,7 @@ class Model:
             _blocks(weights, d, sizes, windows, ()),
             tied=config.flag("tie_word_embeddings", False),
         )
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
+        model.notes += refuse_unknown(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
         return model
 
 

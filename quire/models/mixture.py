@@ -54,7 +54,7 @@ HF_NAMES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many experts a mixture has, and how wide they are."""
+    """The number of experts in a mixture, and their widths."""
 
     count: int
     top: int  # chosen for each row

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import Dims, Weights, own_code_line, refuse_strangers, rotation
+from quire.models.parts import Dims, Weights, own_code_line, refuse_unknown, rotation
 from quire.observe.errors import Unsupported
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
@@ -33,7 +33,7 @@ class Model:
         weights = Weights(tensors, mixture.GGUF_NAMES)
         rope = rotation(keys.number("rope.freq_base", 10000.0), d.head_dim, scaling, pairs=False)
         model = mixture.MixtureDecoder(d, weights, rope, _blocks(weights, d, sizes, routing, ()), tied=None)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
@@ -54,7 +54,7 @@ class Model:
             _blocks(weights, d, sizes, routing, biased),
             tied=config.flag("tie_word_embeddings", False),
         )
-        model.notes += refuse_strangers(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
+        model.notes += refuse_unknown(folder, tensors, d, tied=model.tied) + own_code_line(folder, d)
         return model
 
 

@@ -96,7 +96,7 @@ class Dims:
 
     @property
     def scale(self) -> float:
-        """Of attention scores, where the family has no other."""
+        """The factor of attention scores, where the family has no other."""
         return 1.0 / math.sqrt(self.head_dim)
 
     def kv(self, pages: int, page_size: int) -> KV:
@@ -246,7 +246,7 @@ def fused_mlp_of(weights: Weights, layer: int, d: Dims) -> Mlp:
 
 
 def head_rows(ops: Ops, batch: Batch, x: Tensor, layers: int, norm: Dense, eps: float) -> Tensor:
-    """How a decoder ends: the rows batch.logit_rows of x, which all layers have gone through, behind its last norm.
+    """The input of the head: the rows `batch.logit_rows` of x, the output of the last layer, after the last norm.
 
     The norm stands before the rows are taken, so that rows behind it can be kept for every token. Where none are, backends take
     the rows first (backends/early.py).
@@ -263,7 +263,7 @@ def seen(windows: tuple[int | None, ...], context: int) -> tuple[int | None, ...
 
 
 def windows_line(windows: tuple[int | None, ...]) -> list[str]:
-    """What is to be told about layers that do not see the whole past."""
+    """A line for people about layers with an attention window; none where no layer has one."""
     some = [w for w in windows if w is not None]
     if not some:
         return []
@@ -271,7 +271,7 @@ def windows_line(windows: tuple[int | None, ...]) -> list[str]:
     return [f"attention window: {some[0]} tokens in {count} layers"]
 
 
-def refuse_strangers(
+def refuse_unknown(
     checkpoint: Folder | GGUF,
     tensors: Tensors,
     d: Dims,
@@ -279,7 +279,7 @@ def refuse_strangers(
     tied: bool = False,
     known: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
-    """Every tensor must be one that the model uses: a stranger means that the weights are of another model.
+    """Every tensor must be one that the model uses: one that it does not know means that the weights are of another model.
 
     `known` are those that a family may leave alone. What was left alone and is worth a word comes back as notes.
     """
@@ -297,18 +297,18 @@ def refuse_strangers(
     alone = [n for n in extra if known(n)]
     if alone:
         told.append(f"{len(alone)} tensors in the file are not used by this model: {', '.join(alone[:4])}")
-    strangers = [n for n in extra if not known(n)]
-    if strangers:
+    unknown = [n for n in extra if not known(n)]
+    if unknown:
         raise BadModelFile(
-            f"{checkpoint.file_of(strangers[0])}: tensor {strangers[0]!r} is not one that a {d.architecture} with this "
-            f"configuration has ({d.layers} layers); {len(strangers)} of {len(checkpoint.tensors)} tensors are not",
+            f"{checkpoint.file_of(unknown[0])}: tensor {unknown[0]!r} is not one that a {d.architecture} with this "
+            f"configuration has ({d.layers} layers); {len(unknown)} of {len(checkpoint.tensors)} tensors are not",
             cure="the configuration and the weights belong to different models, or a setting is missing from it",
         )
     return told
 
 
 def own_code_line(folder: Folder, d: Dims) -> list[str]:
-    """What is to be told of a folder that wants its own code run."""
+    """A line for people about a folder that comes with code of its own, which is never run."""
     if "auto_map" not in folder.config:
         return []
     return [f"config.json names code of its own (auto_map), which is not run: as {d.architecture}"]

@@ -35,7 +35,7 @@ _SIGMOID, _IDENTITY = ("torch.nn.modules.activation.Sigmoid",), ("torch.nn.modul
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How rows become an embedding."""
+    """How the hidden rows of a text become one embedding."""
 
     kind: str  # of KINDS: the mean of all rows, the first, the last
     normalize: bool  # to length 1
@@ -65,7 +65,7 @@ class ScoreHead:
 
 
 def pooling_of(checkpoint: Opened | None, encoder: bool) -> Pooling:
-    """What the checkpoint says; without a word the mean for an encoder and the last token for a decoder, normalized."""
+    """The pooling that the checkpoint declares; without one, the mean for an encoder and the last token for a decoder, normalized."""
     kind = "mean" if encoder else "last"
     if isinstance(checkpoint, GGUF):
         number = checkpoint.metadata.get_int(f"{checkpoint.architecture}.pooling_type", 0)

@@ -27,7 +27,7 @@ from quire.models.parts import (
     head_rows,
     mlp_of,
     own_code_line,
-    refuse_strangers,
+    refuse_unknown,
     rotation,
 )
 from quire.models.qwen_moe import plain_layers
@@ -153,7 +153,7 @@ class Model:
             plus=0.0,
             tied=None,
         )
-        model.notes += refuse_strangers(gguf, tensors, d, known=lambda name: bool(extra) and name.startswith(extra))
+        model.notes += refuse_unknown(gguf, tensors, d, known=lambda name: bool(extra) and name.startswith(extra))
         return model
 
     @classmethod
@@ -193,7 +193,7 @@ class Model:
             tied=config.flag("tie_word_embeddings", False),
         )
         tied = model.head is model.embedding
-        model.notes += refuse_strangers(folder, tensors, d, tied=tied, known=lambda name: name.startswith("mtp."))
+        model.notes += refuse_unknown(folder, tensors, d, tied=tied, known=lambda name: name.startswith("mtp."))
         model.notes += own_code_line(folder, d)
         return model
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.layouts import Routing
 from quire.models import hf, metadata, mixture
-from quire.models.parts import MAX_LAYERS, Dims, Weights, mlp_of, own_code_line, refuse_strangers, rotation, seen
+from quire.models.parts import MAX_LAYERS, Dims, Weights, mlp_of, own_code_line, refuse_unknown, rotation, seen
 from quire.observe.errors import BadModelFile
 from quire.weights.gguf.file import GGUF
 from quire.weights.tensors import Tensors
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How the two generations differ."""
+    """The settings in which Qwen2-MoE and Qwen3-MoE differ."""
 
     shared: bool  # an expert that every row goes through, behind a sigmoid
     normed: bool  # queries and keys have norms
@@ -54,14 +54,14 @@ class Model:
         rope = rotation(keys.number("rope.freq_base", 1e6), d.head_dim, scaling, pairs=False)
         blocks = _blocks(weights, d, variant, sizes, routing, (), None, (None,) * d.layers)
         model = mixture.MixtureDecoder(d, weights, rope, blocks, tied=None)
-        model.notes += refuse_strangers(gguf, tensors, d)
+        model.notes += refuse_unknown(gguf, tensors, d)
         return model
 
     @staticmethod
     def from_hf(folder: Folder) -> mixture.MixtureDecoder:
         tensors = Tensors(folder)
         model = Model.of(folder.config, folder.architecture, tensors)
-        model.notes += refuse_strangers(folder, tensors, model.config, tied=model.tied) + own_code_line(
+        model.notes += refuse_unknown(folder, tensors, model.config, tied=model.tied) + own_code_line(
             folder, model.config
         )
         return model
@@ -127,7 +127,7 @@ def plain_layers(config: Values, layers: int) -> frozenset[int]:
 
 
 def _windows(config: Values, variant: Variant, layers: int) -> tuple[int | None, ...]:
-    """What each layer sees. Without layer_types, Qwen2 has a window in every second layer before max_window_layers, Qwen3 in all."""
+    """The attention window of each layer. Without layer_types, Qwen2 has a window in every second layer before max_window_layers, Qwen3 in all."""
     if not config.flag("use_sliding_window", False):
         return (None,) * layers
     windows = hf.windows_of(config, layers, period=0, default=4096)

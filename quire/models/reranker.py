@@ -63,7 +63,7 @@ def fits(checkpoint: Opened) -> bool:
 
 
 def declared(checkpoint: Opened) -> str | None:
-    """What the checkpoint says of itself that makes it a reranker, in words, or None."""
+    """The words of the checkpoint by which it declares itself a reranker, or None."""
     if not fits(checkpoint):
         return None
     if isinstance(checkpoint, GGUF):

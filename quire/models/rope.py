@@ -17,7 +17,7 @@ from quire.observe.errors import BadModelFile
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the frequencies are stretched. kind: none, linear, llama3, yarn or longrope."""
+    """How rotary frequencies are scaled for longer contexts. kind: none, linear, llama3, yarn or longrope."""
 
     kind: str = "none"
     factor: float = 1.0

@@ -102,7 +102,7 @@ class ShapeTensors:
         return None
 
     def release(self, layout: Layout) -> None:
-        """There is nothing to give back."""
+        """Do nothing: tensors without numbers have no memory to give back."""
 
     def leftover(self) -> list[str]:
         return []
@@ -120,7 +120,7 @@ class ShapeTensors:
         return self._make(name, (1, k))
 
     def cut(self, name: str, shape: tuple[int, ...], by: Callable[[Layout], tuple[Layout, ...]]) -> tuple[Layout, ...]:
-        """What `by` makes of a tensor of that shape; its parts are told apart though they are views of one number."""
+        """The parts that `by` cuts a tensor of that shape into: distinct layouts, though all are views of one number."""
         if name not in self._cut:
             self._cut[name] = by(Dense(np.broadcast_to(np.zeros(1, np.uint16), shape), "bf16"))
         return self._cut[name]

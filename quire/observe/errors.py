@@ -95,7 +95,7 @@ class Unsupported(QuireError):
 
 
 class NotEnoughMemory(QuireError):
-    """What was asked for does not fit in the memory there is. The message has the numbers."""
+    """More memory was asked for than there is. The message has the numbers."""
 
     code = "not_enough_memory"
     status = 503

@@ -42,6 +42,8 @@ class Snapshot(Protocol):
     @property
     def waiting(self) -> int: ...
     @property
+    def loading(self) -> int: ...
+    @property
     def pages_total(self) -> int: ...
     @property
     def pages_used(self) -> int: ...
@@ -53,6 +55,8 @@ class Snapshot(Protocol):
     def prefix_queries(self) -> int: ...
     @property
     def prefix_hits(self) -> int: ...
+    @property
+    def loaded_tokens(self) -> int: ...
     @property
     def preemptions(self) -> int: ...
     @property
@@ -274,6 +278,7 @@ class _EngineGauges(Collector):
         gauges = (
             ("vllm:num_requests_running", "Sequences in the running batch.", s.running),
             ("vllm:num_requests_waiting", "Sequences waiting to be scheduled.", s.waiting),
+            ("quire_num_requests_loading", "Of these, the ones whose pages are being loaded from a tier.", s.loading),
             ("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.", used),
         )
         counters = (
@@ -282,6 +287,7 @@ class _EngineGauges(Collector):
             ("vllm:generation_tokens", "Tokens generated.", s.output_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix tree.", s.prefix_hits),
+            ("vllm:external_prefix_cache_hits", "Tokens whose pages were loaded from a tier.", s.loaded_tokens),
             (
                 "vllm:spec_decode_num_draft_tokens",
                 "Draft tokens of speculative decoding that were verified.",

@@ -30,5 +30,5 @@ class StepInfo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """The tokens of all rows."""
         return sum(n for _, n in self.rows)

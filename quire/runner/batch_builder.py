@@ -146,8 +146,8 @@ class BatchBuilder:
             first += count
         return Given(np.concatenate(at), np.concatenate(rows)) if at else None, coords
 
-    def places(self, slot: Index, slots: Slots) -> tuple[I32, list[I32]] | None:
-        """Where the next token of each slot goes, by its length: positions, and places in each group's pool.
+    def next_positions(self, slot: Index, slots: Slots) -> tuple[I32, list[I32]] | None:
+        """The position of each slot's next token, by its length, and where its K and V are written in each group's pool.
 
         None: one of them cannot be written, or a group is special. `build` says which, or knows how.
         """
@@ -165,8 +165,8 @@ class BatchBuilder:
         return [table[slot, page] * self._page_size + offset for table in slots.tables]
 
     def decode_only(self, slot: Index, slots: Slots) -> Batch | None:
-        """The batch of the next token of each of these slots, which are open and different. None: as for `places`."""
-        found = self.places(slot, slots)
+        """The batch of the next token of each of these slots, which are open and different. None: as for `next_positions`."""
+        found = self.next_positions(slot, slots)
         if found is None:
             return None
         return self._rowwise(slots.last[slot], found[0], slot, slots, found[1])
@@ -182,7 +182,7 @@ class BatchBuilder:
         return len({w.slot for w in work}) == len(work)
 
     def _few(self, work: Sequence[Work], slots: Slots) -> Batch | None:
-        """The same batch, of a few single rows, without the cost of array operations. None: see what is wrong, or special."""
+        """What `build` gives for a few single rows, without the cost of array operations. None: `build` has to do it, and tells errors."""
         if not self._plain(work, slots):
             return None
         count, size, reach = len(work), self._page_size, 0
@@ -211,11 +211,11 @@ class BatchBuilder:
         return self._joined(ids, pos, kv_len, tables)
 
     def _decode(self, work: Sequence[Work], slots: Slots) -> Batch | None:
-        """One row a sequence, as nearly every step has it: the same batch with less ado. None: see what is wrong, or special."""
+        """What `build` gives for one row of each sequence, which is nearly every step, faster. None: `build` has to do it, and tells errors."""
         if not self._plain(work, slots):
             return None
-        places = [w.slot for w in work]
-        count, slot = len(places), np.array(places, np.intp)
+        own = [w.slot for w in work]
+        count, slot = len(own), np.array(own, np.intp)
         ids, pos = self._ids[:count], self._pos[:count]
         length, tokens = slots.length[slot], [w.tokens[0] for w in work if w.tokens is not None]
         if not tokens:

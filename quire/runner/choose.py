@@ -1,4 +1,4 @@
-"""Which runner a program needs: the one on the host, or the one whose state lives on the program's device."""
+"""The choice of a runner for a program: the one on the host, or the one whose state lives on the program's device."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Pending:
         return self._rows is None
 
     def each(self) -> None:
-        """Fill in what is below for a decode-only step: its works are to be looked at one by one."""
+        """Fill in `works` and `sampled` for a decode-only step whose works are to be looked at one by one."""
         self.decode_only = False
         self.works = dict(enumerate(self.plan.work))
         self.sampled = list(self.works)
@@ -134,7 +134,7 @@ class HostState:
                     slots.fail([work.slot], str(error))
 
     def text_of(self, new: Open) -> list[int]:
-        """Its tokens, -1 for those that are no text."""
+        """The tokens of a sequence, -1 in place of those that are no text."""
         return self.slots.spans[new.slot].blanked(new.tokens, -1) if new.spans else new.tokens
 
     def _adapter(self, key: str) -> int:
@@ -182,9 +182,9 @@ class HostState:
         fine = self.slots.live[slot].all() and (self.loras is None or (self.slots.adapter[slot] < 0).all())
         return slot if fine else None
 
-    def places(self, slot: Index) -> tuple[I32, list[I32]] | None:
-        """Where the next token of each slot goes: see BatchBuilder.places."""
-        return self._builder.places(slot, self.slots)
+    def next_positions(self, slot: Index) -> tuple[I32, list[I32]] | None:
+        """The position of each slot's next token, and where it is written: see BatchBuilder.next_positions."""
+        return self._builder.next_positions(slot, self.slots)
 
     def _together(self, works: Works) -> Works:
         """Rows of one adapter follow one another: they are one product. No result depends on it."""
@@ -193,8 +193,8 @@ class HostState:
         used = self.slots.adapter[[w.slot for w in works.values()]]
         if (used[1:] >= used[:-1]).all():
             return works
-        places = list(works)
-        return {places[at]: works[places[at]] for at in np.argsort(used, kind="stable").tolist()}
+        indices = list(works)
+        return {indices[at]: works[indices[at]] for at in np.argsort(used, kind="stable").tolist()}
 
     def _propose(self, pending: Pending, works: Works, proposer: Proposer) -> None:
         """Ask for draft tokens, where the plan has room for them. All tokens before them are known here."""
@@ -205,7 +205,7 @@ class HostState:
             pending.drafts = {i: drafts for (i, _), drafts in found if drafts}
 
     def verified(self, pending: Pending, index: int, tokens: list[int]) -> None:
-        """These are the tokens of a sampled row: the draft tokens that were right, and one more. The slot has computed so much."""
+        """Note the tokens of a sampled row (the draft tokens that were right, and one more) in its answer and its slot."""
         work, row, slots = pending.plan.work[index], pending.rows[index], self.slots
         drafted = len(pending.drafts.get(index, ()))
         if work.tokens is None:
@@ -224,7 +224,7 @@ class HostState:
                 self.slots.fail([pending.plan.work[i].slot], why)
 
     def fail_step(self, pending: Pending, error: Exception) -> None:
-        """Nothing of this step happened."""
+        """Answer every row of a step with an error, as if it had not been launched."""
         log.exception("step %d failed", pending.plan.step)
         self.fail(pending, range(len(pending.plan.work)), reason(error))
         pending.works, pending.sampled, pending.logits = {}, [], None
@@ -239,7 +239,7 @@ class HostState:
 
 
 def said(draft: list[int]) -> list[int]:
-    """A prediction up to what is no text, as a picture is: nobody can say that again."""
+    """Draft tokens up to the first -1, which stands for what is no text (a picture): the model cannot generate that."""
     return draft[: draft.index(-1)] if -1 in draft else draft
 
 

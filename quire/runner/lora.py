@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.backends.adapters import Adapts, Pair, Site
+from quire.backends.adapters import Adapts, Pair, Target
 
 
 class Loras:
@@ -24,7 +24,7 @@ class Loras:
         """Slots that are free."""
         return len(self._free)
 
-    def put(self, key: str, pairs: Mapping[Site, Pair]) -> None:
+    def put(self, key: str, pairs: Mapping[Target, Pair]) -> None:
         """Take a slot; there must be one. What fails leaves everything as it was."""
         if key in self._held or not self._free:
             raise ValueError(f"adapter {key!r}: it is there already, or no slot is free ({len(self._held)} are held)")

@@ -1,4 +1,4 @@
-"""What a token weighs: the numbers under top_p, typical_p, the draw and log probabilities, defined to the last bit.
+"""Whole-number weights of tokens, in place of probabilities: the numbers under top_p, typical_p, the draw and log probabilities, defined to the last bit.
 
 A weight is 2^y in float64 of plain sums and products, each rounded once, where y is the distance to the best score in bits at
 the temperature; a mass is that weight as a whole number of small units. Sums are sums of whole numbers: no order of addition
@@ -44,12 +44,12 @@ def unit_bits(vocab_size: int) -> int:
 
 
 def bits_a_nat(temperature: float) -> float:
-    """What distances to the best score are multiplied by. Finite, so that the best one's own distance stays 0."""
+    """The factor of distances to the best score: bits for each nat at this temperature. Finite, so that the best one's own distance stays 0."""
     return min(1.0 / temperature * _LOG2_E, sys.float_info.max)
 
 
 def distances(scores: F64, peak: float, by: float) -> F64:
-    """How far below the peak, in bits at this temperature: 0 for the best, -inf for what is ruled out."""
+    """How far each score is below the best one, in bits at this temperature: 0 for the best, -inf for what is ruled out."""
     with np.errstate(over="ignore"):
         return (scores - peak) * by
 

@@ -1,4 +1,4 @@
-"""What the runner is told to do in one step, and what it answers: plain ints, no tensors, no requests.
+"""A Plan (what the runner does in one step) and a Result (what it answers): plain ints, no tensors, no requests.
 
 The scheduler fills a Plan; the runner turns it into device work and returns a Result, row for row. Both may cross a
 process boundary (tensor-parallel ranks), so they are msgspec structs. What there is one of for each row is not tracked by the
@@ -58,7 +58,7 @@ class Work(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """One step. `opened` is applied before the work, `closed` (slots) before that."""
+    """The work of one step. `opened` is applied before the work, `closed` (slots) before that."""
 
     step: int
     work: list[Work]
@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
 
 class Logprob(msgspec.Struct, array_like=True, gc=False):
-    """One position: the token there, its log probability, its rank (1 is best), and the best alternatives."""
+    """The log probability at one position: the token there, its log probability, its rank (1 is best), and the best alternatives."""
 
     token: int
     logprob: float

@@ -36,7 +36,7 @@ class Done:
 
 
 class PooledRunner:
-    """One program of a model's hidden rows."""
+    """Runs a program that gives hidden rows, and pools the rows of each text into a vector."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class PooledRunner:
         return Done(pending.rows)
 
     def sample(self, pending: Done, masks: Masks | None = None) -> Done:
-        """There is nothing to choose."""
+        """The rows of the step: no token is sampled."""
         return pending
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing: there is no thread to stop."""
 
     def _run(self, pending: Pending, batch: Batch) -> None:
         works = list(pending.works.values())
@@ -113,7 +113,7 @@ class PooledRunner:
         return np.arange(first, end, dtype=np.int32)
 
     def _row(self, work: Work, rows: Floats) -> Row:
-        """What has come of a text so far, and its vector where it is whole."""
+        """Add a chunk's rows to what is known of its text; the row of the answer has the vector once the text is whole."""
         total = np.add.reduce(rows, axis=0, dtype=np.float64)
         if work.slot in self._sums:
             total = self._sums.pop(work.slot) + total

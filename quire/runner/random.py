@@ -88,7 +88,7 @@ class Draws:
         self._made = np.zeros((slots, AHEAD))
 
     def open(self, slot: int, seed: int) -> None:
-        """Another stream begins in this slot."""
+        """Begin the random stream of another sequence in this slot."""
         self._seeds[slot] = seed & _MASK
         self._first[slot] = -AHEAD
 

@@ -45,7 +45,7 @@ class History:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """One more generated token."""
+        """Add one generated token."""
         row = self._row.get(token)
         if row is None:
             row = self._row[token] = self._size
@@ -99,7 +99,7 @@ class Choice:
         self.mask = mask  # [V] True: a constraint allows it
 
     def keep(self, index: Index) -> None:
-        """Narrow to these places of `scores`, given in any order."""
+        """Narrow to these indices of `scores`, given in any order."""
         index = np.sort(index)
         self.scores = self.scores[index]
         self.ids = index if self.ids is None else self.ids[index]
@@ -112,7 +112,7 @@ class Choice:
         return peak
 
     def distances(self) -> F64:
-        """How far below the best, in bits."""
+        """How far each score is below the best one, in bits."""
         return distances(self.scores, self.peak(), self.by)
 
     def weights(self) -> F64:
@@ -183,7 +183,7 @@ class MinTokens:
 
 
 class Mask:
-    """What a constraint allows at this position. Comes with the step, not with the request."""
+    """A logits processor: rules out the tokens that a constraint does not allow here. Its mask comes with the step, not with the request."""
 
     def active(self, params: SamplingParams) -> bool:
         return False  # see `rules_for`
@@ -192,7 +192,7 @@ class Mask:
         if choice.mask is None:
             return
         if 2 * np.count_nonzero(choice.mask) > choice.mask.size:
-            choice.scores[~choice.mask] = -np.inf  # few places to write
+            choice.scores[~choice.mask] = -np.inf  # few entries to write
         else:  # few are left, and what follows looks at those alone
             choice.ids = np.flatnonzero(choice.mask)
             choice.scores = choice.scores[choice.ids]

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class Ticket:
-    """A step's answer, perhaps not there yet."""
+    """The answer of a step, which may not be there yet."""
 
     __slots__ = ("_done", "_failure", "_result")
 
     def __init__(self, waits: bool = True) -> None:
-        """`waits`: whether somebody else will settle it."""
+        """`waits`: whether another thread will settle it."""
         self._done = threading.Event() if waits else None
         self._result: Result | None = None
         self._failure: BaseException | None = None
@@ -75,7 +75,7 @@ class QueuedCopy:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """On the worker."""
+        """Make the copy; called on the worker thread."""
         try:
             self._copy = self._task()
         except Exception as error:
@@ -90,7 +90,7 @@ class QueuedCopy:
         return self._made().wait()
 
     def fence(self) -> None:
-        """Steps that are given after this are behind it anyway."""
+        """Do nothing: steps that are given later run later."""
 
     def _made(self) -> PageCopy:
         if self._copy is None:
@@ -151,7 +151,7 @@ class Runner:
         return pending
 
     def sample(self, pending: Pending, masks: Masks | None = None) -> Ticket:
-        """Choose the tokens of that forward. `masks` are by place in plan.work."""
+        """Choose the tokens of that forward. `masks` are by index in plan.work."""
         if pending is not self._unsampled:
             raise RuntimeError("sample was called for a forward that is not the last one")
         self._unsampled = None
@@ -168,7 +168,7 @@ class Runner:
         return ticket
 
     def step(self, plan: Plan) -> Result:
-        """forward, sample and result in one."""
+        """Run forward, sample and result in one."""
         return self.sample(self.forward(plan)).result()
 
     def adopt(self, loras: Loras) -> None:
@@ -194,11 +194,11 @@ class Runner:
         done.result()
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
-        """See Program."""
+        """A buffer for pages: see Program.page_buffer."""
         return self._program.page_buffer(group, count)
 
     def read_pages(self, group: int, pages: PageIds, out: PageBytes | None = None) -> PageCopy:
-        """Copy pages that no step writes any more, as those in the prefix tree, at once: steps in flight do not mind."""
+        """Copy, at once, pages that no step writes any more, such as those in the prefix tree; steps in flight go on."""
         return self._program.read_pages(group, pages, out)
 
     def write_pages(self, group: int, pages: PageIds, buffer: PageBytes) -> PageCopy:
@@ -244,7 +244,7 @@ class Runner:
             self._host.fail_step(pending, error)
 
     def _run_decode_only(self, pending: Pending) -> bool:
-        """A decode-only step, where the program builds its batch from the slots itself."""
+        """Run a decode-only step, where the program builds its batch from the slots itself."""
         if self._steps is None or (slot := self._host.decode_slots(pending.plan)) is None:
             return False
         pending.logits = self._steps.run(slot)
@@ -286,12 +286,12 @@ class Runner:
             pending.each()
         plan, rows, logits = pending.plan, pending.rows, pending.logits
         pending.logits = None
-        places = [j for j, i in enumerate(pending.sampled) if rows[i].error is None]
-        indices = [pending.sampled[j] for j in places]
+        good = [j for j, i in enumerate(pending.sampled) if rows[i].error is None]
+        indices = [pending.sampled[j] for j in good]
         if indices and logits is not None:
-            if len(places) < len(pending.sampled):
+            if len(good) < len(pending.sampled):
                 owner = np.repeat(np.arange(len(pending.sampled)), list(map(pending.rows_of, pending.sampled)))
-                logits = logits[np.isin(owner, places)]
+                logits = logits[np.isin(owner, good)]
             try:
                 self._choose(pending, indices, logits, masks or {})
             except Exception as error:

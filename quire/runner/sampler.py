@@ -65,7 +65,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Chosen:
-    """What one sequence got: the accepted drafts and one token more, or an error."""
+    """The tokens that one sequence got: the accepted drafts and one token more, or an error."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)

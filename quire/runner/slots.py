@@ -178,7 +178,7 @@ class Slots:
         return tokens
 
     def fail(self, slots: Sequence[int], why: str) -> None:
-        """These sequences cannot go on."""
+        """Note that the sequences in these slots failed, and why."""
         for slot in slots:
             self._failure[slot] = why
             if 0 <= slot < self.count:

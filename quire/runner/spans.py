@@ -36,12 +36,12 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def end(self) -> int:
-        """Behind its last token."""
+        """The index of the token behind its last one."""
         return self.start + self.length
 
     @property
     def shift(self) -> int:
-        """What it moves the positions after it by."""
+        """By how much it moves the positions of the tokens after it."""
         return self.advance - self.length if self.advance else 0
 
 

@@ -34,7 +34,7 @@ class Caller:
     behind: int = 0
 
     def namespace(self, asked: str) -> str:
-        """Where prefixes are looked for and kept: each owner's own, whatever salt a request has."""
+        """The namespace in which prefixes are looked for and kept: each owner's own, whatever salt a request has."""
         name = self.owner
         if not name:
             return asked
@@ -55,7 +55,7 @@ NOBODY = Caller()  # the server's own key, or none
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Who sent a request."""
+    """The caller that sent a request."""
     return scope.get(SCOPE, NOBODY)
 
 

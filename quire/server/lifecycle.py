@@ -238,8 +238,8 @@ async def _load(server: Server, opener: Opener, on_ready: Callable[[Model], None
 
 
 def _settle() -> None:
-    """What was made while loading stays (a tokenizer is hundreds of thousands of objects): the collector need not look at it again
-    and again, nor run after every few hundred tokens."""
+    """Exempt what was made while loading from garbage collection (a tokenizer is hundreds of thousands of objects), and collect
+    less often than after every few hundred tokens."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

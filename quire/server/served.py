@@ -46,8 +46,9 @@ class Running(Protocol):
 class Model:
     """One model of a server, from before it is loaded. Stages: loading -> ready <-> restarting -> failed, and draining at the end."""
 
-    def __init__(self, names: str | Sequence[str], *, expected: Iterable[str] = ()):
+    def __init__(self, names: str | Sequence[str], *, source: str = "", expected: Iterable[str] = ()):
         self.names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names)  # answers have the first
+        self.source = source  # what the model store calls it; empty for a file outside of the store
         self.created = int(time.time())
         self.client: EngineClient | None = None
         self.completer: Completer | None = None
@@ -213,7 +214,7 @@ class Models:
             self.add(model)
 
     def add(self, model: Model) -> None:
-        """One more. A name means one model."""
+        """Add a model. A name means one model."""
         for name in model.names:
             if any(name in other.names for other in self._models):
                 raise BadRequest(f"two models are called {name!r}", cure="give one of them another name", param="model")
@@ -232,7 +233,7 @@ class Models:
 
     @property
     def names(self) -> str:
-        """What is served, for people."""
+        """The names of what is served, for people."""
         return ", ".join(model.name for model in self._models)
 
     def get(self, name: str) -> Model | None:
@@ -251,7 +252,8 @@ class Models:
         return None
 
     def choose(self, name: str | None, *, first: bool = False) -> tuple[Model, str]:
-        """As `find`, and no name means the only model, or the `first` of several. 404 for a name that means nothing, 400 where one is needed."""
+        """What `find` gives, and for no name the only model, or the `first` of several. 404 for a name that means nothing, 400
+        where one is needed."""
         if name is None:
             if len(self._models) == 1 or first:
                 return self.first, ""

@@ -22,7 +22,7 @@ Opened: TypeAlias = "GGUF | Folder"
 
 
 class Tensor(Protocol):
-    """What is known of a tensor without reading it."""
+    """The name, type and shape of a tensor, known without reading it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -31,7 +31,7 @@ class Tensor(Protocol):
 
 
 class Checkpoint(Protocol):
-    """What a model asks of its weights."""
+    """The weights and the configuration of a model, as families read them."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]: ...
@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Let go of the pages of a tensor that a backend has taken over."""
+        """Give back the file pages of a tensor that a backend has taken over."""
         ...
 
     def file_of(self, name: str) -> str:

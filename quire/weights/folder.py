@@ -91,7 +91,7 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """What the folder is called; of a snapshot in the hub's cache, what its repository is."""
+        """The name of the folder; of a snapshot in the hub's cache, that of its repository."""
         path = Path(os.path.abspath(self.path))
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return path.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -103,7 +103,7 @@ class Folder:
         return self._tensors
 
     def notes(self, native: bool) -> list[str]:
-        """What is to be told of quantized weights, on the native backend or on another."""
+        """Sentences for people about quantized weights, on the native backend or on another."""
         return self._packed.notes(native) if self._packed else []
 
     @cached_property
@@ -147,7 +147,7 @@ class Folder:
         return self._shards[self._where[names[0]]].path if names else self.path
 
     def release(self, name: str) -> None:
-        """Let go of a tensor's pages; a later read brings them back from the file."""
+        """Give back the file pages of a tensor; a later read brings them back from the file."""
         for own in self._names(name):
             self._shards[self._where[own]].release(own)
 
@@ -279,7 +279,7 @@ def refuse_pickle(path: Path) -> Unsupported:
 
 
 def describe(folder: Folder) -> dict[str, object]:
-    """What `quire show` tells, by the same names as for a GGUF. What the folder does not say is None."""
+    """The facts that `quire show` tells, by the same names as for a GGUF. What the folder does not say is None."""
     config = folder.config
 
     def number(key: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What a user may call a model, parsed into a typed reference.
+"""The names by which a user may call a model, parsed into typed references.
 
     smollm2:135m                                  a short name from the catalogue; the tag may be left out
     ./model.gguf   /data/model.gguf   ~/x.gguf    a file, used in place
@@ -65,7 +65,7 @@ class Reference:
 
     @property
     def folder(self) -> bool:
-        """Whether it is a folder rather than a file."""
+        """Whether it means a folder rather than a file."""
         return bool(getattr(self.target, "folder", False))
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedInfo:
-    """What is known of a packed matrix without reading it."""
+    """The name, type and shape of a packed matrix, known without reading it."""
 
     name: str
     type: str
@@ -125,7 +125,7 @@ class Packed:
         return self._checked(name.removesuffix(".weight"), stored, lambda: self._scheme.read(stored))
 
     def notes(self, native: bool) -> list[str]:
-        """What is to be told: how matrices are kept in the files and by a backend, and what was left alone."""
+        """Sentences for people: how matrices are stored in the files and by a backend, and what was left alone."""
         told = [f"weights in the files: {self._scheme.label}, {len(self.matrices)} matrices", *self._scheme.notes]
         if native and self._scheme.float8:
             inside = sum(i.nbytes for i in self.matrices.values()) / 2**20

@@ -14,7 +14,7 @@ Index = npt.NDArray[np.intp]
 
 
 class Picked:
-    """What source[index] would be, as far as an array's users look."""
+    """An array like source[index], which is read only when it is used."""
 
     def __init__(self, source: Any, index: Index):
         self._source = source  # [N, …], an array or what becomes one

@@ -93,7 +93,7 @@ class Safetensors(MappedFile):
         return info, self._data[info.offset : info.offset + info.nbytes]
 
     def release(self, name: str) -> None:
-        """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""
+        """Give back the file pages of a tensor, once it has been repacked; a later read brings them back from the file."""
         info = self.tensors[name]
         self.release_range(info.offset, info.nbytes)
 

@@ -18,7 +18,7 @@ from quire.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which rows of which tensor a matrix is."""
+    """The tensor, and the rows of it, that a matrix is."""
 
     name: str
     first: int  # row
@@ -78,7 +78,7 @@ class Tensors:
         return tuple(_numbers(name, part) for part in parts)
 
     def cut(self, name: str, shape: tuple[int, ...], by: Callable[[Layout], tuple[Layout, ...]]) -> tuple[Layout, ...]:
-        """What `by` makes of a tensor, views or copies; the same ones whenever it is asked for."""
+        """The parts that `by` makes of a tensor, views or copies; the same ones whenever it is asked for."""
         if name not in self._parts:
             self._parts[name] = by(self._take(name, shape))
             self.made(self._parts[name], name)
@@ -90,7 +90,7 @@ class Tensors:
         return self._checkpoint.octets(name)
 
     def made(self, layouts: Iterable[Layout], *names: str) -> None:
-        """Those layouts were made of those tensors: so `release` knows what they stand for."""
+        """Note that those layouts were made of those tensors, so that `release` knows which pages they need."""
         for layout in layouts:
             self._made_of[id(layout)] = (layout, names)
             for name in names:

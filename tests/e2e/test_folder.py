@@ -1,4 +1,4 @@
-"""A folder of safetensors through every door: run, show, bench, serve and the library give what transformers gives."""
+"""A folder of safetensors by every way in: run, show, bench, serve and the library give what transformers gives."""
 
 from __future__ import annotations
 

@@ -213,16 +213,16 @@ class Run:
         )
         budget, drafts = rng.choice([rng.randint(max(4, slots + 1), 30), 160]), rng.choice([0, 0, 2])
         rows = slots + rng.choice([0, 4, 30])
-        guides = parts.enforce.ConstraintMasks(V)
+        masks = parts.enforce.ConstraintMasks(V)
         for i in range(3):
-            guides._kept[("regex", f"g{i}", None)] = Grammar(f"g{i}")
+            masks._kept[("regex", f"g{i}", None)] = Grammar(f"g{i}")
         self.scheduler = Scheduler(
             PrefixTree(Pool(pages), PAGE),
             slots=slots,
             budget=budget,
             context=context,
             draw=lambda: 0,
-            limits=(*standard(rows, PAGE, (4, budget) if drafts else None), guides.limit),
+            limits=(*standard(rows, PAGE, (4, budget) if drafts else None), masks.limit),
             drafts=drafts,
         )
         self.context = self.scheduler.context
@@ -237,7 +237,7 @@ class Run:
             overlap=depth > 0 and seed % 3 == 0,
             proposer=open_proposer("ngram", max_seqs=slots, max_context=context) if drafts else None,
         )
-        self.engine = Engine(self.scheduler, runner, depth, masks=guides)
+        self.engine = Engine(self.scheduler, runner, depth, masks=masks)
         self.engine.set_vocabulary(WORDS)
         self.requests = {r.id: r for r in workload(rng, self.context)}
 

@@ -29,8 +29,22 @@ def test_every_test_is_in_the_core_or_in_an_area():
         assert any(name == test or name.startswith(f"{test}/") for area in AREAS for test in area.tests)
 
 
-@pytest.mark.parametrize(
-    "folder", ["tests/unit/engine", "tests/unit/cache", "tests/unit/runner", "tests/null", "tests/unit/models"]
-)
+@pytest.mark.parametrize("folder", ["tests/null", "tests/unit/cache"])
 def test_the_core_is_never_left_out(folder: str):
     assert paths(AREAS, folder) == paths([], folder) != []
+
+
+@pytest.mark.parametrize("folder", ["engine", "runner", "backends", "models", "server", "cli"])
+def test_every_room_has_tests_in_the_core(folder: str):
+    assert paths(AREAS, f"tests/unit/{folder}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unit/backends/test_conformance", "unit/models/test_llama", "unit/engine/test_scheduler",
+        "e2e/test_structured", "e2e/test_determinism", "e2e/test_server_faults",
+    ],
+)  # fmt: skip
+def test_these_are_in_the_core(name: str):
+    assert any(path.startswith(f"tests/{name}") for path in paths(AREAS))

@@ -56,7 +56,7 @@ def moe_cases(weights: Mapping[str, MakeWeight], rng: np.random.Generator) -> It
 
 
 def within(share: float) -> Bound:
-    """That share of the root of the mean square."""
+    """An error bound: that share of the root of the mean square."""
     return lambda y: share * np.sqrt(np.mean(np.square(y))) + 1e-7
 
 

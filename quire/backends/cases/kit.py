@@ -1,4 +1,4 @@
-"""What a conformance case is made of: programs, steps, ragged batches, random numbers, and how large an error may be.
+"""The parts of a conformance case: programs, steps, ragged batches, random numbers, and how large an error may be.
 
 The bound of a product is what the op table allows: rounding of float32 sums, and for quantized weights the rounding of
 activations to int8, which is computed, not guessed: |error| <= sum over groups of (half a step of the activation) * (sum of
@@ -26,7 +26,7 @@ ROUND = float(np.finfo(np.float32).eps)
 
 @dataclass(slots=True)
 class Step:
-    """One run: its batch, its inputs, and the absolute error allowed for each element of the output."""
+    """One run of a program: its batch, its inputs, and the absolute error allowed for each element of the output."""
 
     batch: Batch
     inputs: dict[str, Floats]
@@ -45,7 +45,7 @@ class Case:
 
 
 def single(tokens: int, ids: np.ndarray | None = None, start: int = 0) -> Batch:
-    """One sequence of that many tokens, all of them wanted, in page 0 onward."""
+    """A batch of one sequence of that many tokens, all of whose rows are wanted, in page 0 onward."""
     pages = -(-(start + tokens) // 16)
     return ragged([(start, tokens, list(range(pages)))], ids=ids)
 

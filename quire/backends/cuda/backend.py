@@ -62,7 +62,7 @@ class CudaBackend(TorchBackend):
     def wrap(self, program: TorchProgram) -> TorchProgram:
         program.graphs = self.device.type == "cuda"
         program.shares = self.shares
-        program.adapts = program.has_sites
+        program.adapts = program.has_targets
         program.compile_only = compile_only
         return program
 

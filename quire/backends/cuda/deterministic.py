@@ -33,7 +33,7 @@ _SPACE = 1 << 28  # bytes that the parts of split contexts may take
 
 
 class DeterministicKernels(CudaKernels):
-    """The same bits for the same row: alone, in any batch, in any chunk, from a graph or not."""
+    """Kernels that give the same bits for the same row: alone, in any batch, in any chunk, from a graph or not."""
 
     skinny_rows = 0  # no product whose kernel depends on how many rows there are
     invariant = True

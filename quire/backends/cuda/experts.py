@@ -63,7 +63,7 @@ def mix(
 
 
 def _places(pairs: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the order of pairs goes, and where each expert's begin."""
+    """The buffers for the order of pairs, and for where each expert's begin."""
     made = torch.empty(pairs + count + 1, dtype=torch.int32, device=device)
     return made[:pairs], made[pairs:]
 

@@ -122,7 +122,7 @@ class CudaKernels(TorchKernels):
         taken: bool,
         alone: bool,
     ) -> Sequence[torch.Tensor]:
-        """In place, where ys are nobody else's: columns of one product stay neighbours."""
+        """Add the products of adapters in place, where nothing else uses ys: columns of one product stay neighbours."""
         if batch.adapters is None:
             return ys
         ys = ys if alone else [y.clone() for y in ys]
@@ -193,7 +193,7 @@ class CudaKernels(TorchKernels):
         return self._quantized.linear(x, weight, bias, loose=loose)
 
     def _mixed(self, x: torch.Tensor, weight: Mixed, bias: torch.Tensor | None) -> torch.Tensor:
-        """Each kind into its own columns."""
+        """Multiply with each kind of weight into its own columns."""
         out = torch.empty(x.shape[0], weight.shape[0], dtype=self.dtype, device=self.device)
         first = 0
         for part in weight.parts:
@@ -247,7 +247,7 @@ class CudaKernels(TorchKernels):
         return super().logits(x, weight, bias)
 
     def _wide(self, rows: int, n: int, into: torch.Tensor | None) -> torch.Tensor:
-        """Where float32 results go."""
+        """The buffer for float32 results."""
         if into is not None:
             return into[:rows]
         return torch.empty(rows, n, dtype=torch.float32, device=self.device)
@@ -410,7 +410,7 @@ class CudaKernels(TorchKernels):
         return out
 
     def _space(self, out: torch.Tensor, batch: DeviceBatch, parts: int) -> paged.Workspace:
-        """Where the parts of contexts leave results for `out`; layers of one kind share it."""
+        """The buffer where the parts of contexts leave results for `out`; layers of one kind share it."""
         tokens, heads, dim = out.shape
         return batch.once(
             ("parts", heads, dim, parts), lambda: paged.workspace(tokens, heads, dim, parts, out.device)
@@ -473,7 +473,7 @@ class CudaKernels(TorchKernels):
 
 
 def side_by_side(*parts: torch.Tensor) -> torch.Tensor | None:
-    """One view over tensors that are neighbouring columns of the same rows; None when they are not."""
+    """One view over tensors that are neighbouring columns of the same rows; None where they are not."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

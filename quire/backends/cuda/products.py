@@ -1,4 +1,4 @@
-"""How rows are multiplied with each kind of weight, by the number of rows.
+"""Products of rows with each kind of weight; the number of rows decides which kernel does them.
 
              one to 16 rows            17 to 64                  more
   half       skinny                    skinny                    cuBLAS (by who calls)
@@ -71,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where products run."""
+    """The device and the buffers that products use."""
 
     device: torch.device
     dtype: torch.dtype  # of rows: float16 or bfloat16
@@ -83,12 +83,12 @@ class Place:
         return chosen if self.chain or not chosen.pdl else replace(chosen, pdl=False, lines=0)
 
     def space(self, splits: int, rows: int, n: int) -> torch.Tensor | None:
-        """Where a split product leaves its parts."""
+        """The buffer where a split product leaves its parts."""
         return torch.empty(splits, rows, n, dtype=torch.float32, device=self.device) if splits > 1 else None
 
 
 def count(x: torch.Tensor | Unnormed | Rows | GroupedRows) -> int:
-    """How many rows."""
+    """The number of rows."""
     inner = x.x if isinstance(x, Unnormed) else x if isinstance(x, torch.Tensor) else x.codes
     return inner.shape[0]
 

@@ -46,7 +46,7 @@ class CudaSampler:
         return tokens
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """One row with every parameter, and one without: between them they launch all there is."""
+        """Sample one row with every parameter, and one without: between them they launch every kernel there is."""
         logits, vocab = logits[:1], logits.shape[1]
         ints = torch.zeros(3, dtype=torch.int32, device=self._device)
         zero, doubles = ints[1:2], torch.ones(len(COLUMNS) + 1, dtype=torch.float64, device=self._device)

@@ -27,7 +27,7 @@ _ACROSS = 4  # and tiles across in multiples of this
 
 
 class Place(Protocol):
-    """Where products run (products.py)."""
+    """The device and the buffers that products use (products.py)."""
 
     @property
     def device(self) -> torch.device: ...
@@ -65,7 +65,7 @@ class GroupedRows:
         return made
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
-        """As they were, or nearly."""
+        """The rows as they were before they were rounded to fp8, or nearly."""
         wide = self.scale.t().repeat_interleave(WIDTH, 1)[:, : self.codes.shape[1]]
         return (self.codes.float() * wide).to(dtype)
 

@@ -12,12 +12,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from quire.backends.adapters import Site, by_slot
+from quire.backends.adapters import Target, by_slot
 from quire.backends.early import take_early
 from quire.backends.elementwise import ELEMENTWISE
 from quire.backends.native import arena, extension, fuse
 from quire.backends.native.numerics import NUMERICS, sines
-from quire.backends.native.program import NativeProgram, Sites
+from quire.backends.native.program import NativeProgram, Targets
 from quire.backends.ops import KV, TABLE, Forward, HostSampler, Needs, check_kv
 from quire.backends.outputs import Hidden
 from quire.backends.recorder import Instruction, Recording, Segment, Value, record
@@ -104,7 +104,7 @@ class NativeBackend:
             kv,
             dict(inputs),
             kept,
-            Sites(numbers, self._pack_adapters),
+            Targets(numbers, self._pack_adapters),
             self.host_sampler,
             self._native.DecodeSteps,
         )
@@ -161,7 +161,8 @@ class NativeBackend:
         return f"native ({self.isa}, {threads})"
 
     def computes(self) -> str:
-        """No kernel set and no number of threads: those agree. The angles of rotations come from the system's library."""
+        """The arithmetic of this backend, as text. Kernel sets and numbers of threads are not in it: they agree. The angles of
+        rotations come from the system's library."""
         return f"native {NUMERICS}, sines {sines()}"
 
     def implementations(self) -> dict[str, str]:
@@ -221,7 +222,7 @@ class NativeBackend:
                 )
 
     def _room(self, i: Instruction, max_tokens: int, max_rows: int) -> arena.Room:
-        """What a mixture of experts needs between its steps."""
+        """The memory that a mixture of experts needs between its steps."""
         assert i.experts is not None and i.routing is not None
         w, out = i.experts, i.outputs[0]
 
@@ -272,7 +273,7 @@ class NativeBackend:
         return _INTEGERS if fuse.input_bytes(w) else _TYPES[w.dtype][0]
 
     def _weight_bytes(self, w: Layout) -> int:
-        """What `_pack` will take for it."""
+        """The bytes that `_pack` will take for a weight."""
         if _is_vector(w):
             return 4 * -(-w.shape[0] // 16) * 16
         if not isinstance(w, Affine):
@@ -281,8 +282,8 @@ class NativeBackend:
 
     def _emit(
         self, draft: _Draft, kv: KV, max_tokens: int, max_rows: int
-    ) -> tuple[Any, dict[Site, int], dict[Hidden, int]]:
-        """The plan, the numbers of its sites, and the slots of what it keeps."""
+    ) -> tuple[Any, dict[Target, int], dict[Hidden, int]]:
+        """The plan, the numbers of its targets, and the slots of what it keeps."""
         program, recording = draft.program, draft.recording
         first, *more = [
             (k.layers, k.pages, k.kv_heads, k.head_dim, CELLS[k.dtype], k.latent, k.state) for k in kv.groups
@@ -299,10 +300,10 @@ class NativeBackend:
         for i in program:
             if i.rope is not None and id(i.rope) not in ropes:
                 ropes[id(i.rope)] = _rope_table(plan, i.rope)
-        numbers: dict[Site, int] = {}
-        for site in (site for i in program for site in i.sites):
-            if site not in numbers:
-                numbers[site] = plan.site(site.n, site.k, site.rank, site.slots)
+        numbers: dict[Target, int] = {}
+        for target in (target for i in program for target in i.targets):
+            if target not in numbers:
+                numbers[target] = plan.site(target.n, target.k, target.rank, target.slots)
         for i in program:
             if i.op != "keep":  # that the tensor lives until the end is all that it asks
                 self._emit_one(plan, i, slots, ropes, numbers)
@@ -312,7 +313,7 @@ class NativeBackend:
         return plan, numbers, {i.hidden: slots[i.inputs[0]] for i in program if i.hidden is not None}
 
     def _emit_one(
-        self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int], numbers: dict[Site, int]
+        self, plan: Any, i: Instruction, slots: dict[Value, int], ropes: dict[int, int], numbers: dict[Target, int]
     ) -> None:
         ins, outs = [slots[v] for v in i.inputs], [slots[v] for v in i.outputs]
         whole = next((slots[v] for v in i.outputs if not v.quant), -1)
@@ -332,9 +333,9 @@ class NativeBackend:
         elif i.elementwise is not None:
             plan.elementwise(i.elementwise.name, ins, i.number, whole)
         elif i.op == "shrink":
-            plan.shrink(ins[0], [(numbers[site], at) for site, at in zip(i.sites, outs, strict=True)])
+            plan.shrink(ins[0], [(numbers[target], at) for target, at in zip(i.targets, outs, strict=True)])
         elif i.op == "adapt":
-            plan.adapt(*ins, numbers[i.sites[0]], whole)
+            plan.adapt(*ins, numbers[i.targets[0]], whole)
         elif i.op == "join":
             plan.join(*ins, i.heads, whole)
         elif i.op == "head_linear":
@@ -384,12 +385,12 @@ class NativeBackend:
         plan.moe(x, rounded, slots[logits], experts, routing, self._vector(how.bias), out, room)
 
     def _segment(
-        self, s: Segment, slots: dict[Value, int], numbers: dict[Site, int]
+        self, s: Segment, slots: dict[Value, int], numbers: dict[Target, int]
     ) -> tuple[Any, Any, int, int, int, int, int]:
         residual = -1 if s.residual is None else slots[s.residual]
         weight, bias = self._packed[id(s.weight)][1], self._vector(s.bias)
-        site, shrunk = (-1, -1) if s.site is None or s.shrunk is None else (numbers[s.site], slots[s.shrunk])
-        return weight, bias, slots[s.x], slots.get(s.out, -1), residual, site, shrunk
+        target, shrunk = (-1, -1) if s.target is None or s.shrunk is None else (numbers[s.target], slots[s.shrunk])
+        return weight, bias, slots[s.x], slots.get(s.out, -1), residual, target, shrunk
 
     def _vector(self, w: Layout | None) -> Any:
         """The handle of a vector; None for none."""

@@ -20,7 +20,7 @@ Pass: TypeAlias = Callable[[Program, Value], Program]
 
 
 def input_bytes(weight: Layout) -> int:
-    """How many bytes a number of x has in a product with this weight: 1 for quantized ones, 2 for f16; 0: x stays float32."""
+    """The bytes of a number of x in a product with this weight: 1 for quantized ones, 2 for f16; 0: x stays float32."""
     if isinstance(weight, Affine):
         return 1
     return 2 if isinstance(weight, Dense) and weight.dtype == "f16" and weight.shape[-1] % 32 == 0 else 0
@@ -56,12 +56,13 @@ def lower(program: Program) -> Program:
 
 
 def keep_last(program: Program) -> Program:
-    """What a program keeps is read at its end: so its tensor lives until then, and stands between no two other instructions."""
+    """Let tensors that a program keeps (hidden rows) live until its end, where they are read, and stand between no two
+    instructions."""
     return sorted(program, key=lambda i: i.op == "keep")
 
 
 def fold_adapters(program: Program) -> Program:
-    """What adapters add to a linear is added where its result is stored; a x comes from a shrink, one for each x.
+    """Fold each `adapt` into the linear before it, where the result is stored. The product a x becomes a shrink, one for each x.
 
     An adapt over anything else stays, and reads [y, a x].
     """
@@ -73,26 +74,26 @@ def fold_adapters(program: Program) -> Program:
         if i.op != "adapt":
             out.append(i)
             continue
-        (y, x), (site,) = i.inputs, i.sites
+        (y, x), (target,) = i.inputs, i.targets
         linear = maker.get(y)
         folds = linear is not None and _plain_linear(linear) and read[y] == 1
         user = linear if linear is not None and folds else i
         if x not in shrinks:
             before[id(user)] = shrinks[x] = Instruction("shrink", [x])
-        shrunk = Value(site.rank, x.per_token)
+        shrunk = Value(target.rank, x.per_token)
         shrinks[x].outputs.append(shrunk)
-        shrinks[x].sites.append(site)
+        shrinks[x].targets.append(target)
         if user is i:
             i.inputs = [y, shrunk]
             out.append(i)
         else:
             s = user.segments[0]
-            s.out, s.site, s.shrunk = i.outputs[0], site, shrunk
+            s.out, s.target, s.shrunk = i.outputs[0], target, shrunk
     return [each for i in out for each in ([before[id(i)], i] if id(i) in before else [i])]
 
 
 def share_quantize(program: Program, output: Value) -> Program:
-    """One integer form of each tensor, for all products that read it: the first byte of two is what the others need."""
+    """Quantize each tensor to integers once, for all products that read it: the first byte of two is what the others need."""
     first: dict[Value, Value] = {}
     same: dict[Value, Value] = {}
     out: Program = []
@@ -201,7 +202,7 @@ def rope_store(program: Program, output: Value) -> Program:
 
 
 def store_attend(program: Program, output: Value) -> Program:
-    """Where each sequence has one row, whoever attends stores it first: so what is stored is read, and lives, until then."""
+    """Where each sequence has one row, make attention store the row's K and V before it reads them, in one step instead of two."""
     for before, i in itertools.pairwise(program):
         if before.op == "store" and i.op == "attend" and len(i.inputs) == 1:
             i.inputs = [*i.inputs, *before.inputs]
@@ -209,7 +210,8 @@ def store_attend(program: Program, output: Value) -> Program:
 
 
 def attend_wanted(program: Program, output: Value) -> Program:
-    """What only takes read is computed for the rows they take: the last layer's attention, of a prompt."""
+    """Compute attention only for the rows that are taken afterwards, where only `take` reads its result: the last layer of a
+    prompt."""
     whole = {v for i in program for v in i.reads() if i.op != "take"} | {output}
     for i in program:
         i.wanted = i.op in ("attend", "attend_latent") and not whole.intersection(i.writes())

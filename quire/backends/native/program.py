@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.backends.adapters import Pair, Site
+from quire.backends.adapters import Pair, Target
 from quire.backends.batch import Batch
 from quire.backends.kv import KV
 from quire.backends.ops import HostSampler, HostSteps, SlotArrays
@@ -21,10 +21,10 @@ NUMBERS = {"f16": "float16", "int8": "int8", "int16": "int16"}  # what a cell ho
 
 
 @dataclass(slots=True)
-class Sites:
-    """The sites of a plan by their numbers there, and how matrices for them are packed."""
+class Targets:
+    """The targets of a plan by their numbers there, and how matrices for them are packed."""
 
-    number: dict[Site, int]
+    number: dict[Target, int]
     pack: Callable[[list[Dense]], list[Any]]
 
 
@@ -37,7 +37,7 @@ class NativeProgram:
         kv: KV,
         inputs: dict[str, int],
         keep: dict[Hidden, int],
-        sites: Sites,
+        targets: Targets,
         sampler: Callable[[int], HostSampler],
         steps: Callable[..., HostSteps],
     ):
@@ -47,10 +47,10 @@ class NativeProgram:
         self._steps = steps
         self.host_sampler = sampler
         self._inputs = inputs
-        self._sites = sites
+        self._targets = targets
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:
-        """One step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
+        """Run one step. The batch is checked first: a wrong one is a ValueError and touches nothing."""
         if inputs.keys() != self._inputs.keys():
             raise ValueError(f"the program takes the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
         given = [np.ascontiguousarray(inputs[name], np.float32) for name in self._inputs]
@@ -76,7 +76,8 @@ class NativeProgram:
     def read_pages(
         self, group: int, pages: PageIds, out: PageBytes | None = None, *, layers: range | None = None
     ) -> CopiedPages:
-        """See Program. Takes no lock and lets go of the interpreter's: a thread may copy while another one runs a step."""
+        """Read pages (see Program). Takes no lock and lets go of the interpreter's: a thread may copy while another one runs a
+        step."""
         asked, layout = PageRequest.checked(self._groups, group, pages, layers), self.page_layout(group)
         out = asked.fresh(layout) if out is None else out
         asked.check_buffer(out, layout, written=True)
@@ -84,7 +85,7 @@ class NativeProgram:
         return CopiedPages(out)
 
     def write_pages(self, group: int, pages: PageIds, buffer: PageBytes, *, layers: range | None = None) -> CopiedPages:
-        """See Program, and read_pages."""
+        """Write pages: see Program, and read_pages."""
         asked = PageRequest.checked(self._groups, group, pages, layers)
         asked.check_buffer(buffer, self.page_layout(group), written=False)
         self._plan.write_pages(group, asked.pages, asked.first, asked.layers, buffer)
@@ -97,16 +98,17 @@ class NativeProgram:
         arrays = (slots.last, slots.length, slots.position, slots.adapter, slots.live, slots.tables)
         return self._steps(self._plan, sampler, *arrays, page_size, max_context, most)
 
-    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
-        """From the next run on, slot `slot` holds these pairs and no others. They are packed first, so a failure changes nothing."""
-        strangers = [site.name for site in pairs if site not in self._sites.number]
-        if strangers:
-            raise ValueError(f"the program has no site {strangers[0]!r}")
+    def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
+        """Let slot `slot` hold these pairs and no others, from the next run on. They are packed first, so a failure changes
+        nothing."""
+        unknown = [target.name for target in pairs if target not in self._targets.number]
+        if unknown:
+            raise ValueError(f"the program has no target {unknown[0]!r}")
         flat = [half for pair in pairs.values() for half in (pair.a, pair.b)]
-        handles = iter(self._sites.pack(flat))
-        made = {site: (next(handles), next(handles), pair.scale) for site, pair in pairs.items()}
-        for site, number in self._sites.number.items():
-            self._plan.place(number, slot, *made.get(site, (None, None, 1.0)))
+        handles = iter(self._targets.pack(flat))
+        made = {target: (next(handles), next(handles), pair.scale) for target, pair in pairs.items()}
+        for target, number in self._targets.number.items():
+            self._plan.place(number, slot, *made.get(target, (None, None, 1.0)))
 
     def idle(self) -> bool:
         """Touch the next pages of keys and values: the system clears them then, and no step has to wait for that."""

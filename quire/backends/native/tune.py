@@ -1,4 +1,4 @@
-"""How many threads, and pinned or not: measured once on this machine, and kept.
+"""The choice of a number of threads, pinned or not: measured once on this machine, and remembered.
 
 What is timed is the real thing, small: one row through a matrix larger than most caches (decoding, bound by memory) and
 64 rows through one that fits (prefill, bound by arithmetic), with the kernels that will run. The decision is kept in the
@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a candidate reached."""
+    """The measured speed of a candidate."""
 
     candidate: Candidate
     stream: float  # bytes of weights a second, one row
@@ -54,7 +54,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to run with, and what it rests on."""
+    """The threads to run with, and the measurements behind the choice."""
 
     candidate: Candidate
     line: str
@@ -94,7 +94,7 @@ def obvious(cores: Cores) -> Decision | None:
 
 
 def candidates(cores: Cores) -> list[Candidate]:
-    """What is worth trying, the likeliest first; never more threads than can run at once."""
+    """The numbers of threads worth trying, the likeliest first; never more than can run at once."""
     whole, fast = len(cores.cores), len(cores.fast)
     counts = [fast, cores.threads, whole, fast // 2 if fast >= 8 else 0, 1]
     counts = list(dict.fromkeys(n for n in counts if 0 < n <= cores.most)) or [cores.most]
@@ -192,14 +192,14 @@ def _decision(day: str, speeds: tuple[Speed, ...], cores: Cores, kept: bool) -> 
 
 
 def _load_per_core() -> float:
-    """Of the last minute; what this process did itself is too short to show."""
+    """The load of each core in the last minute; what this process did itself is too short to show."""
     with suppress(OSError, AttributeError):
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     return 0.0
 
 
 def _load(path: Path, key: str) -> tuple[str, tuple[Speed, ...]] | None:
-    """What the file says under that key. Whatever is not as we write it is as if it were not there."""
+    """The remembered decision under that key. A file that is not as we write it counts as empty."""
     try:
         entry = json.loads(path.read_bytes())[key]
         speeds = tuple(

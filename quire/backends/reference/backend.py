@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.adapters import Pair, Site
+from quire.backends.adapters import Pair, Target
 from quire.backends.batch import I32, Batch, Table
 from quire.backends.elementwise import Elementwise, ElementwiseOps, evaluate, silu
 from quire.backends.kv import KV_DTYPES
@@ -35,7 +35,7 @@ class ReferenceOps(ElementwiseOps):
         self._keys = [Cache(own) for own in kv.groups]
         self._values = [None if own.latent else Cache(own) for own in kv.groups]
         self._states = [np.zeros((own.pages, own.layers, own.state), np.float32) for own in kv.groups]
-        self.adapters: dict[int, Mapping[Site, Pair]] = {}  # by slot
+        self.adapters: dict[int, Mapping[Target, Pair]] = {}  # by slot
         self.batch: Batch | None = None  # of the run
         self.marked: dict[int, Floats] | None = None  # of the run, by layer; None: nobody asks
 
@@ -74,11 +74,11 @@ class ReferenceOps(ElementwiseOps):
         y = x @ self._backend.dense(weight).T
         return y if bias is None else y + self._backend.dense(bias)
 
-    def adapt(self, y: Floats, x: Floats, rows: I32 | None, site: Site) -> Floats:
+    def adapt(self, y: Floats, x: Floats, rows: I32 | None, target: Target) -> Floats:
         out = y.copy()
         for slot in () if rows is None else np.unique(rows[rows >= 0]).tolist():
             placed = self.adapters.get(slot)
-            pair = site.pairs.get(slot) if placed is None else placed.get(site)
+            pair = target.pairs.get(slot) if placed is None else placed.get(target)
             if pair is not None:
                 own = rows == slot
                 inner = (x[own] @ pair.a.dequantize().T) * np.float32(pair.scale)
@@ -320,7 +320,7 @@ class ReferenceProgram:
         self._hidden: dict[Hidden, Floats] = {}
         self._keep = keep
 
-    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
+    def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
         self._ops.adapters[slot] = dict(pairs)
 
     def run(self, batch: Batch, inputs: Mapping[str, Floats] = {}) -> Floats:

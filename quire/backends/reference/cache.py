@@ -1,4 +1,4 @@
-"""Where the reference backend keeps K and V: numbers as the pool's dtype rounds them, and pages of them as bytes."""
+"""The KV cache of the reference backend: numbers as the pool's dtype rounds them, and pages of them as bytes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.backends.adapters import Pair, Site, by_slot
+from quire.backends.adapters import Pair, Target, by_slot
 from quire.backends.batch import Batch, Table
 from quire.backends.early import take_early
 from quire.backends.elementwise import ELEMENTWISE
@@ -49,7 +49,7 @@ class DeviceProgram(Protocol):
     kv: KV
     shares: bool  # whether it is worth telling a launch which rows share a prefix
     graphs: bool  # whether a launch may be captured and replayed
-    adapts: bool  # whether a launch may have adapters that a captured one serves: they lie where they lie
+    adapts: bool  # whether captured graphs serve steps with adapters: their memory never moves
     sampler: DeviceSampler  # who chooses from its logits
 
     keep: tuple[Hidden, ...]  # rows that every launch leaves in batch.hidden
@@ -113,11 +113,11 @@ class TorchProgram:
         return self._deliver(cells[own.output].float(), batch)
 
     @property
-    def has_sites(self) -> bool:
+    def has_targets(self) -> bool:
         """Whether adapters may be placed."""
         return self._adapted is not None
 
-    def place(self, slot: int, pairs: Mapping[Site, Pair]) -> None:
+    def place(self, slot: int, pairs: Mapping[Target, Pair]) -> None:
         self._held.place(slot, pairs)
 
     def page_layout(self, group: int) -> PageLayout:
@@ -221,18 +221,18 @@ class TorchBackend:
     ) -> TorchProgram:
         check_kv(kv, self)
         recording = take_early(record(forward, kv, inputs, keep))
-        sites = [site for i in recording.instructions for site in i.sites]
+        targets = [target for i in recording.instructions for target in i.targets]
         # Steps without adapters are what they always were: recorded, and fused, without them. Where bits may not depend on
         # who else is in a step, they too are those with adapters, which leave alone who has none.
-        plain = without(take_early(record(forward, kv, inputs, keep))) if sites else recording
-        first, second = self._load(plain, packed), self._load(recording, None) if sites else None
+        plain = without(take_early(record(forward, kv, inputs, keep))) if targets else recording
+        first, second = self._load(plain, packed), self._load(recording, None) if targets else None
         kernels = type(self).kernels(kv, self.device, self.dtype)
-        together = [i.sites for i in second or () if i.op == "adapt"]
+        together = [i.targets for i in second or () if i.op == "adapt"]
         held = type(self).stacks(together, self.device, self.dtype)
         adapted = None if second is None else self._steps(second, recording, kernels, held)
         usual = adapted if adapted is not None and kernels.invariant else self._steps(first, plain, kernels, held)
         made = TorchProgram(kernels, usual, adapted, held)
-        for slot, pairs in by_slot(sites).items():
+        for slot, pairs in by_slot(targets).items():
             made.place(slot, pairs)
         return self.wrap(made)
 
@@ -294,7 +294,7 @@ class TorchBackend:
         return f"{self.name} ({self.device}, {kind})"
 
     def computes(self) -> str:
-        """Another device or another release may sum in another order."""
+        """The arithmetic of this backend, as text: another device or another release of torch may sum in another order."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_model()
         return f"{self.name}, torch {torch.__version__}, {device}, {self.dtype}"
 

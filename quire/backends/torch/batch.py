@@ -20,7 +20,7 @@ from quire.backends.outputs import Hidden
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Which rows share a prefix. Rows of a group follow one another; every row of the batch is in exactly one group."""
+    """The rows that share prefixes. Rows of a group follow one another; every row of the batch is in exactly one group."""
 
     start: torch.Tensor  # int32 [G + 1] first row of each group
     length: torch.Tensor  # int32 [G] tokens of the shared prefix: whole pages before every row, 0 for none
@@ -30,7 +30,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """Where a group's K and V lie: see Table. Every entry is a page of the pool or the spare one behind it."""
+    """The page table of a group, on the device: see Table. Every entry is a page of the pool or the spare one behind it."""
 
     pages: torch.Tensor
     write: torch.Tensor
@@ -46,7 +46,7 @@ class DeviceGiven:
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """See Batch for the shapes."""
+    """A Batch on the device: see Batch for the shapes."""
 
     ids: torch.Tensor
     pos: torch.Tensor
@@ -111,7 +111,7 @@ class DeviceBatch:
         return self.once("shortest", lambda: int((host.q_start[1:] - host.q_start[:-1]).min()))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, computed at the first asking."""
+        """The value that `make` gives, computed at the first call."""
         if key not in self.derived:
             self.derived[key] = make()
         return self.derived[key]

@@ -1,4 +1,4 @@
-"""Where K and V lie on a torch device: a pool for each group of layers, and a cache for every layer of it.
+"""The KV cache on a torch device: a pool for each group of layers, and a cache for every layer of it.
 
 K and V lie in pages, [pages, page_size, kv_heads, head_dim] a layer, so that a flat index addresses [pages * page_size,
 kv_heads, head_dim]; one page more than the pool has takes what padding rows write, and stands in a page table for pages that are not
@@ -18,7 +18,7 @@ from quire.backends.torch.quantized import E4M3
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One layer's. `kv` is the pool that it is of; `group` says whose page table addresses it."""
+    """The KV cache of one layer. `kv` is the pool that it is of; `group` says whose page table addresses it."""
 
     group: int
     kv: KV
@@ -35,12 +35,12 @@ class Cache:
 
     @property
     def scales(self) -> dict[str, torch.Tensor | None]:
-        """What the codes are multiplied with, as kernels call it."""
+        """The scales of the codes, as kernels take them."""
         return {"k_scale": self.key_scale, "v_scale": self.value_scale}
 
 
 def kv_dtype(kv: KV, dtype: torch.dtype) -> torch.dtype:
-    """What K and V are kept as where `dtype` is computed in: float16 unless that is bfloat16, or codes."""
+    """The type of K and V where `dtype` is computed in: float16 unless that is bfloat16, or codes."""
     halves = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
     return {"f16": halves, "int8": torch.int8, "fp8": E4M3}[kv.dtype]
 

@@ -52,7 +52,7 @@ class Emitter:
         self._used = uses(program, output)
 
     def step(self, i: Instruction, gone: list[Value]) -> Step:
-        """One instruction; the values in `gone` are not needed after it."""
+        """The step that runs one instruction; the values in `gone` are not needed after it."""
         if i.op == "take":
             run = self._take(i, gone)
         elif i.elementwise is not None and i.op == i.elementwise.name:
@@ -257,7 +257,7 @@ class Emitter:
     def _adapt(self, i: Instruction) -> Step:
         kernels, outs, taken = self._kernels, self._at(i.outputs), not i.outputs[0].per_token
         *ys, x = self._at(i.inputs)
-        stacks = [self._stacks.by_site[site] for site in i.sites]
+        stacks = [self._stacks.by_target[target] for target in i.targets]
         alone = all(self._used[y] == 1 for y in i.inputs[:-1])
 
         def run(cells: Cells, batch: DeviceBatch) -> None:
@@ -371,7 +371,7 @@ def _pairs(experts: Experts) -> list[Layout]:
 
 
 def groups(program: list[Instruction]) -> Iterator[list[Layout]]:
-    """What is loaded together, in the order of use."""
+    """The weights that are loaded together, in the order of use."""
     for i in program:
         together = [[s.weight for s in i.segments]] if i.segments else []
         if i.experts is not None:

@@ -115,7 +115,7 @@ def _expert(rows: torch.Tensor, owner: torch.Tensor, m: Mixture) -> torch.Tensor
 
 
 def activate(both: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Of gate and up side by side, what down is multiplied with, in float32."""
+    """The input of down, in float32, from gate and up side by side."""
     gate, up = both.float().chunk(2, dim=-1)
     if limit is None:
         return F.silu(gate) * up

@@ -1,7 +1,7 @@
 """Passes over recorded instructions for a device: fewer, larger pieces of work. They change no sum, only who does it.
 
     linear, linear, … of one input    linear with several weights, whose outputs are columns of one tensor
-    adapt of several such columns     adapt with as many sites
+    adapt of several such columns     adapt with as many targets
     swiglu, say, of two such columns  gated: the product, and the activation over its halves
     add, then norm of the sum         add_norm, which gives both; with the product that is added, linear_add_norm
     (norm, rope,) store, attend       attention, with the norms and the rope that its queries and keys still need
@@ -61,7 +61,7 @@ def merge_linears(program: Program, output: Value) -> Program:
 
 
 def merge_adapts(program: Program, output: Value) -> Program:
-    """Adapters that add to columns of one product become one, at the first one's place: sites in the order of columns.
+    """Adapters that add to columns of one product become one, at the first one's place: targets in the order of columns.
 
     Its inputs are those columns, then what was multiplied.
     """
@@ -74,15 +74,15 @@ def merge_adapts(program: Program, output: Value) -> Program:
             if mate is not i and i.inputs[0] not in mate.inputs:
                 mate.inputs = [*mate.inputs[:-1], i.inputs[0], i.inputs[1]]
                 mate.outputs += i.outputs
-                mate.sites += i.sites
+                mate.targets += i.targets
                 continue
         out.append(i)
     for (_, x), i in first.items():
         linear = maker[i.inputs[0]]
         place = {s.out: at for at, s in enumerate(linear.segments)}
-        order = sorted(range(len(i.sites)), key=lambda at: place[i.inputs[at]])
+        order = sorted(range(len(i.targets)), key=lambda at: place[i.inputs[at]])
         i.inputs = [*(i.inputs[at] for at in order), x]
-        i.outputs, i.sites = [i.outputs[at] for at in order], [i.sites[at] for at in order]
+        i.outputs, i.targets = [i.outputs[at] for at in order], [i.targets[at] for at in order]
     return out
 
 

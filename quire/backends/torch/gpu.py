@@ -6,7 +6,7 @@ import torch
 
 
 def look() -> tuple[str | None, tuple[int, int], str]:
-    """Its name, its compute capability, and, where there is no name, why it cannot be used."""
+    """The GPU's name, its compute capability, and, where there is no name, why it cannot be used."""
     if torch.version.cuda is None:
         return None, (0, 0), f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():

@@ -33,7 +33,7 @@ _NUMBERS = 1 << 26  # of a quantized matrix, dequantized at a time
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a layer's attention sees, beyond every token of the past."""
+    """The part of the context that a layer's attention sees, where it is not all of it."""
 
     window: int = 0  # tokens a row sees at most, its own among them; 0: all
     softcap: float = 0.0  # 0: none
@@ -58,7 +58,7 @@ class TorchKernels:
         self.states = States(kv, device)
 
     def sampler(self) -> DeviceSampler:
-        """Who chooses tokens from the logits of a program here."""
+        """The sampler for the logits of a program here."""
         return TorchSampler()
 
     def embed(self, ids: torch.Tensor, table: Weight) -> torch.Tensor:
@@ -129,7 +129,7 @@ class TorchKernels:
         taken: bool,
         alone: bool,
     ) -> Sequence[torch.Tensor]:
-        """What adapters add to products of x, each with its stack.
+        """Add the products of adapters to products of x, each with its stack.
 
         `taken`: rows are those of batch.logit_rows. `alone`: nobody else reads ys, so their memory may be used.
         """

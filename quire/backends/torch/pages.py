@@ -60,14 +60,14 @@ class DeviceCopy:
 
 @dataclass(slots=True)
 class _Way:
-    """One direction: its stream and its staging buffer, which copies use in turn."""
+    """The copies in one direction: their stream and their staging buffer, which they use in turn."""
 
     stream: torch.cuda.Stream | None
     lock: threading.Lock
     staging: torch.Tensor | None = None
 
     def room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """That many bytes of the staging buffer."""
+        """A view of that many bytes of the staging buffer."""
         if self.staging is None or self.staging.numel() < nbytes:
             self.staging = None
             self.staging = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -46,7 +46,7 @@ class Scaled:
         return self.codes, self.scale
 
     def rows(self, first: int, end: int) -> Scaled:
-        """Some of its rows, in the same memory."""
+        """A view of some of its rows, in the same memory."""
         return Scaled(self.codes[first:end], self.scale[first:end])
 
     def fill(self, w: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class Tiled:
         return self.codes, self.scale
 
     def rows(self, first: int, end: int) -> Tiled:
-        """Some of its rows, in the same memory."""
+        """A view of some of its rows, in the same memory."""
         top, skip = divmod(first + self.skip, self.height)
         own = self.scale[top : -(-(end + self.skip) // self.height)]
         return Tiled(self.codes[first:end], own, self.height, skip)
@@ -152,7 +152,7 @@ class Int4:
         return self.packed, self.scale, self.zero
 
     def rows(self, first: int, end: int) -> Int4:
-        """Some of its rows, in the same memory."""
+        """A view of some of its rows, in the same memory."""
         return Int4(self.packed[first:end], self.scale[:, first:end], self.zero[:, first:end], self.group)
 
     def fill(self, w: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ class Mixed:
         return tuple(t for p in self.parts for t in tensors(p))
 
     def rows(self, first: int, end: int) -> Mixed:
-        """Some of its rows, in the same memory."""
+        """A view of some of its rows, in the same memory."""
         found: list[Part] = []
         for p in self.parts:
             n = p.shape[0]
@@ -212,7 +212,7 @@ Weight: TypeAlias = torch.Tensor | Quantized
 
 
 def tensors(weight: Weight) -> tuple[torch.Tensor, ...]:
-    """What a weight is made of."""
+    """The tensors that a weight is made of."""
     return (weight,) if isinstance(weight, torch.Tensor) else weight.tensors
 
 

@@ -22,7 +22,7 @@ COLUMNS = ("temperature", "top_k", "typical_p", "top_p", "min_p", "repetition", 
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """What n rows of one call want. Tensors on the device; the flags say what no row wants, and cost nothing then."""
+    """The sampling parameters of the n rows of one call. Tensors on the device; the flags tell what no row wants, which then costs nothing."""
 
     params: torch.Tensor  # float64 [n, len(COLUMNS)]
     rows: torch.Tensor | None  # int32 [n]: which rows of the logits these are; None: the first n
@@ -75,7 +75,8 @@ class DeviceSampler(Protocol):
         ...
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
-        """Of each row's token and of its `top` best: float64 [L, 2 + 2 * top] as logprob, rank, ids, their logprobs.
+        """Log probabilities of each row's token and of its `top` best: float64 [L, 2 + 2 * top] as logprob, rank, ids, their
+        logprobs.
 
         Log-softmax of the logits as the model gave them; ties by id. A row that is not numbers gives NaN.
         """

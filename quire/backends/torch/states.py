@@ -35,7 +35,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the rows bring to it, and what the heads are."""
+    """The inputs of a state layer for the rows of a step, and the shape of its heads."""
 
     qkv: torch.Tensor  # [T, 2 Hk Dk + H Dv]
     a: torch.Tensor  # [T, H]

@@ -157,7 +157,7 @@ class Weights:
         return self._told_quantized() + self._told_packed() + self._told_expanded()
 
     def _told_packed(self) -> list[str]:
-        """What is packed here though nobody asked for it: its numbers are the file's."""
+        """A line about weights that stay packed without having been asked for: their numbers are the file's."""
         own = [(w, held) for w, held in self._tensors.values() if isinstance(held, MxWords)]
         if not own:
             return []
@@ -168,7 +168,7 @@ class Weights:
         ]
 
     def _told_expanded(self) -> list[str]:
-        """What takes more than its codes do in the file."""
+        """A line about weights that take more memory than their codes do in the file."""
         found: dict[str, list[tuple[int, int]]] = {}
         for layout, held in self._tensors.values():
             if isinstance(layout, Dense) or not isinstance(held, torch.Tensor) or len(layout.shape) == 1:
@@ -205,7 +205,7 @@ class Weights:
         return _format(layout) if why is None else f"{_format(layout)} ({why})"
 
     def _kind(self, layout: Layout, products: Set[int]) -> Kind:
-        """What a layout becomes. Vectors (norms, biases) are small: they keep float32."""
+        """The form that a layout takes on the device. Vectors (norms, biases) are small: they keep float32."""
         if len(layout.shape) == 1:
             return torch.float32
         if id(layout) in products:
@@ -252,7 +252,7 @@ class Weights:
         return torch.empty(shape, dtype=kind, device=self.device)
 
     def _join(self, group: Sequence[Layout], products: Set[int]) -> tuple[Weight, list[Part]]:
-        """One matrix for all of them, and its rows that each of them is; neighbours of one kind share memory."""
+        """One matrix made of several, and for each of them its rows; neighbours of one kind share memory."""
         wholes: list[Part] = []
         parts: list[Part] = []
         for kind, run in groupby(group, lambda w: self._kind(w, products)):
@@ -265,7 +265,7 @@ class Weights:
         return wholes[0] if len(wholes) == 1 else Mixed(tuple(wholes)), parts
 
     def _quantize(self, layout: Layout, into: Weight, feed: Feed | None) -> None:
-        """Some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
+        """Quantize some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
         assert not isinstance(into, Mixed | torch.Tensor)  # a layout is of one kind, and who has tensors fills them
         if isinstance(into, MxWords) and isinstance(layout, Affine) and self._random is None:
             for first, end, data in self._stored(layout, feed):

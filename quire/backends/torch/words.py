@@ -62,7 +62,7 @@ class MxWords:
         return self.words, self.scale
 
     def rows(self, first: int, end: int) -> MxWords:
-        """Some of its rows, whole tiles of them, in the same memory."""
+        """A view of some of its rows, whole tiles of them, in the same memory."""
         own = _tiles(first, end)
         return MxWords(self.words[own], self.scale[own], self.k)
 
@@ -130,7 +130,7 @@ class IntWords:
         return self.words, self.scale
 
     def rows(self, first: int, end: int) -> IntWords:
-        """Some of its rows, whole tiles of them, in the same memory."""
+        """A view of some of its rows, whole tiles of them, in the same memory."""
         own = _tiles(first, end)
         return IntWords(self.words[own], self.scale[own], self.group)
 

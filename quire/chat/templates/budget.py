@@ -44,7 +44,7 @@ class Budget:
             self._late()
 
     def _late(self) -> None:
-        """So much time has passed. What counts is how much of it this thread worked: a busy machine makes no template hostile."""
+        """End a template whose time is up. What counts is how long this thread worked: a busy machine makes no template hostile."""
         left = self._began + self._seconds - time.thread_time()
         if left <= 0:
             raise OverBudget(f"more than {self._seconds:g} seconds")
@@ -106,7 +106,7 @@ def measure(value: Any, cap: int) -> int:
 
 
 def depth(value: Any) -> int:
-    """How deep lists and mappings lie in each other. Call it on values that were measured."""
+    """The depth of nested lists and mappings. Call it on values that were measured."""
     deepest, stack = 0, [(value, 1)]
     while stack:
         item, level = stack.pop()

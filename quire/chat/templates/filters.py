@@ -85,7 +85,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As `transformers` writes it: no HTML escapes, characters as they are."""
+    """JSON as `transformers` writes it in templates: no HTML escapes, characters as they are."""
     size = measure(value, current().value)
     if indent is not None:
         step = len(indent) if isinstance(indent, str) else within("indent", indent, 32)

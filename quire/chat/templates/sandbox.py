@@ -110,7 +110,7 @@ def _sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """What `{{ }}` prints. It takes the context, so that jinja2 never folds it at compile time."""
+    """The text that `{{ }}` prints. It takes the context, so that jinja2 never folds it at compile time."""
     if isinstance(value, str):
         current().pay(len(value))
     elif isinstance(value, list | tuple | Mapping):
@@ -262,7 +262,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             in_force.reset(token)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every call a template makes."""
+        """Check and make every call of a template."""
         if __obj in _OURS:
             return __obj(*args)
         budget = current()

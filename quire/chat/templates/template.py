@@ -42,7 +42,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "b
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template is given, in fresh lists and dicts of plain values."""
+    """The values that a template is given, in fresh lists and dicts of plain values."""
 
     template: ChatTemplate  # the one that writes it
     messages: list[dict[str, Any]]

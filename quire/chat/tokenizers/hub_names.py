@@ -1,4 +1,4 @@
-"""What the small files of a folder say of its tokens: their names, the added ones, and which end generation.
+"""The small files of a tokenizer's folder: the names of its tokens, the added ones, and which end generation.
 
 Knows tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json and config.json, and no
 tokenizer. Files are hostile: every complaint names its file.
@@ -83,7 +83,7 @@ def end_tokens(folder: Folder, count: int) -> list[int]:
 
 
 def vocab_size(folder: Folder) -> int:
-    """How many tokens the model has rows for, as config.json says; of a model in parts, its text part."""
+    """The number of rows that the model has for tokens, as config.json says; of a model in parts, its text part."""
     config = folder.config
     inner = config.inside("text_config")
     if "vocab_size" not in config and inner is not None:

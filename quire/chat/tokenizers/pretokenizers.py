@@ -1,4 +1,4 @@
-r"""How each byte-level BPE vocabulary cuts text into words before merging: the table behind `tokenizer.ggml.pre`.
+r"""The table behind `tokenizer.ggml.pre`: how each byte-level BPE vocabulary cuts text into words before merging.
 
 Pure data: a name maps to the regular expressions that its model's own tokenizer.json applies one after the other, each
 cutting the pieces the one before left. Nothing is inferred: a name that is not here is refused, because a wrong split

@@ -100,7 +100,7 @@ def _compiled(vocab: Vocabulary, known: dict[int, int]) -> Encode | None:
 
 
 def _by_library(vocab: Vocabulary) -> Encode:
-    """The same by the `tokenizers` library, from merges."""
+    """An encoder whose merges the `tokenizers` library does."""
     kept = _pieces(vocab)
     unk = vocab.tokens[vocab.unk_id] if vocab.unk_id is not None else None
     try:
@@ -158,7 +158,7 @@ def _merges(vocab: Vocabulary, kept: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def merges_of(listed: list[tuple[str, int]], scored: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
-    """Every (left, right) whose union is one of the pieces, best-scored union first.
+    """Every pair (left, right) of pieces whose union is a piece, best-scored union first.
 
     The candidates come from rolling hashes of all prefixes and suffixes at once; each is then checked as text, so a
     vocabulary built to collide gains nothing.

@@ -51,7 +51,7 @@ _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5  # wire types
 
 @dataclass(slots=True)
 class SentencePieceModel:
-    """What is looked at of a ModelProto, with the format's own defaults."""
+    """The fields of a ModelProto that are used, with the format's own defaults."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -148,7 +148,7 @@ def parse(where: str, data: bytes) -> SentencePieceModel:
 
 
 class _Malformed(Exception):
-    """What is wrong with the bytes, and where."""
+    """Bytes that are not a ModelProto: what is wrong with them, and where."""
 
 
 def _fields(data: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

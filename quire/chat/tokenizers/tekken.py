@@ -39,7 +39,7 @@ _SPECIAL = (
 
 
 class Config(msgspec.Struct):
-    """How the file is to be read."""
+    """The settings by which the file is read."""
 
     pattern: str
     default_vocab_size: int
@@ -62,7 +62,7 @@ class Entry(msgspec.Struct):
 
 
 class File(msgspec.Struct):
-    """What is looked at of a tekken.json."""
+    """The fields of a tekken.json that are used."""
 
     config: Config
     vocab: list[Entry]

@@ -343,7 +343,7 @@ class Tokenizer:
 
     @cached_property
     def ordinary_size(self) -> int:
-        """One more than the last token that ordinary text may become; control and added tokens may lie beyond it."""
+        """The id behind the last token that ordinary text may become; control and added tokens may have higher ones."""
         return max(where(self._vocab.types == NORMAL), default=-1) + 1
 
     @cached_property

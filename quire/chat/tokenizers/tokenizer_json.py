@@ -45,7 +45,7 @@ MODELS = ("BPE", "Unigram", "WordPiece")
 
 
 class Model(msgspec.Struct):
-    """What is looked at of the merging model; its vocabulary is the library's business."""
+    """The fields of the merging model that are used; its vocabulary is read by the library."""
 
     type: str | None = None
     unk_token: str | None = None
@@ -55,7 +55,7 @@ class Model(msgspec.Struct):
 
 
 class File(msgspec.Struct):
-    """What is looked at of a tokenizer.json."""
+    """The fields of a tokenizer.json that are used."""
 
     model: Model
     added_tokens: list[Added] = []
@@ -115,7 +115,7 @@ def read(folder: Folder) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What tokens are made of, and how they stand in a text."""
+    """The way from tokens to text: what they are made of, and how they are joined."""
 
     kind: Kind
     strips: bool = False  # a text loses the space in front of it
@@ -253,7 +253,7 @@ class HubEncoder:
 
     @cached_property
     def _run_rebuilt(self) -> Callable[[str], list[int]]:
-        """As `_run_plain`, by a whole second tokenizer in which the model does not know control tokens either."""
+        """Encode as `_run_plain` does, by a whole second tokenizer in which the model does not know control tokens either."""
         source = json.dumps(self._plain())
         if self._isolated is not None:
             return self._isolated(self._where, source).encode
@@ -275,7 +275,7 @@ class HubEncoder:
         return {**data, "normalizer": self._file.normalizer, "pre_tokenizer": self._file.pre_tokenizer}
 
     def _plain(self) -> dict[str, Any]:
-        """The same tokenizer, with control tokens under their hidden names. Ids stay what they are."""
+        """The same tokenizer, with control tokens under hidden names. Ids stay what they are."""
         data = self._whole(json.loads(self._library.to_str()))
         names = {self._vocab.tokens[i]: name for i, name in self._hidden.items()}
         for token in data["added_tokens"]:

@@ -151,7 +151,7 @@ def not_text(tokens: Sequence[str]) -> list[int]:
 
 
 def end_ids(tokens: Sequence[str], types: npt.NDArray[np.int32], named: list[int | None]) -> tuple[int, ...]:
-    """What ends generation: the ids the file names, then the known end-of-turn texts that are not ordinary tokens."""
+    """The ids that end generation: those the file names, then the known end-of-turn texts that are not ordinary tokens."""
     ends = [i for i in named if i is not None]
     special = where(types != NORMAL)
     texts = {tokens[i]: i for i in special if tokens[i] in END_TEXTS}

@@ -58,7 +58,7 @@ OFFERED = Tools(
 
 @dataclass(slots=True)
 class Score:
-    """How a format did."""
+    """The result of trying a format on samples."""
 
     format: str
     tools: tuple[int, int] | None = None  # read back, of how many; None: the format has none
@@ -67,7 +67,7 @@ class Score:
 
     @property
     def whole(self) -> bool:
-        """Whether everything came back."""
+        """Whether every sample came back as it was."""
         return all(s is None or s[0] == s[1] for s in (self.tools, self.reasoning))
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn."""
+    """One turn of a conversation, to be written by the template and read back."""
 
     text: str
     reasoning: str = ""
@@ -132,7 +132,7 @@ def samples(kind: str, rng: random.Random) -> Iterator[Sample]:
 
 
 def trial(renderer: TurnRenderer, form: Format, sample: Sample, *, split: bool) -> str | None:
-    """What went wrong with one turn; "" if nothing did, None where the template does not write it."""
+    """The reason why one turn did not come back; "" if it did, None where the template does not write it."""
     try:
         written = renderer.turn(sample.message(), TOOLS if sample.calls else None)
     except BadRequest:

@@ -1,4 +1,5 @@
-"""Which format a model writes tool calls and reasoning in: detected from what its chat template renders, never from the model's name.
+"""The detection of a model's format of tool calls and reasoning: from what its chat template renders, never from the model's
+name.
 
 The template renders conversations with calls and with reasoning, because a model was trained to write them as its template does. First,
 each format that has a file of its own (`formats/`; the listing is the registry) says whether the rendered turns are its own. Then three
@@ -54,7 +55,7 @@ NAMES = {
 
 
 class SpecialTokens(Protocol):
-    """What is asked of a tokenizer."""
+    """The methods of a tokenizer that are needed here."""
 
     eos_ids: tuple[int, ...]
 
@@ -64,7 +65,7 @@ class SpecialTokens(Protocol):
 
 
 class Style(Protocol):
-    """One file of `formats/`: a format that knows a template by what it writes."""
+    """A file of `formats/`: a format that recognizes a template by what it writes."""
 
     NAME: str
 
@@ -126,7 +127,7 @@ def think_of(seen: probe.RenderedTurns) -> Think | None:
 
 
 def header_of(seen: probe.RenderedTurns, think: Think | None) -> str:
-    """What begins an answer, without reasoning that is opened (and closed) there."""
+    """The text that begins an answer, without reasoning that is opened (and closed) there."""
     if think is not None and think.open in seen.header:
         return seen.header[: seen.header.index(think.open)]
     return seen.header

@@ -1,4 +1,4 @@
-"""One JSON value as its text comes: where it ends, and whether it is one. Constant work for each character.
+"""A reader for one JSON value as its text comes: where it ends, and whether it is one. Constant work for each character.
 
 What is handed on is the text as it was written, save one thing: a raw control character inside a string, which models write
 and JSON forbids, goes on as its escape. Depth is bounded; nothing recurses.

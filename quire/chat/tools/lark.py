@@ -20,7 +20,7 @@ SPACE = "/[ \\n\\t]{0,8}/"
 
 
 class Lark:
-    """One grammar in the making."""
+    """A grammar that is being written."""
 
     def __init__(self, cut: Cut):
         self._cut = cut
@@ -47,7 +47,7 @@ class Lark:
         return any(rule.startswith(f"{name}: ") for rule in self._rules)
 
     def part(self, constraint: Constraint) -> str:
-        """What another constraint describes."""
+        """A rule for what another constraint describes."""
         found = next((name for name, had in self._parts.items() if had == constraint), None)
         if found is None:
             found = f"p{len(self._parts)}"
@@ -93,7 +93,7 @@ def _pattern(text: str) -> str:
 
 
 def any_of(options: list[str]) -> str:
-    """One of these."""
+    """A rule for one of these."""
     return options[0] if len(options) == 1 else "(" + " | ".join(options) + ")"
 
 

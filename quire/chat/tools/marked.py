@@ -43,11 +43,11 @@ class Think:
 
 
 class Section(Protocol):
-    """How a format writes calls."""
+    """The part of an answer in which a format writes calls."""
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins calls. The first is what a grammar demands."""
+        """The texts that begin calls. The first is what a grammar demands."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class Marked:
         return f"({one})* {text}" if tools.parallel else any_of([f"{one} {SPACE}", text])
 
     def _wrapped(self, g: Lark, text: str) -> str:
-        """What may stand between the marks around a text."""
+        """A rule for what may stand between the marks around a text."""
         if not self.wrap:
             return text
         marks = g.rule(" | ".join(g.text(mark) for mark in self.wrap))
@@ -235,7 +235,7 @@ def arguments(g: Lark, tool: Tool, counts: bool, where: str = "tools") -> str:
 
 
 def schema_of(tool: Tool, counts: bool) -> dict[str, Any]:
-    """What the arguments must be."""
+    """The schema that the arguments must satisfy."""
     if not counts:
         return ANY_ARGUMENTS
     if tool.parameters is None:

@@ -24,7 +24,7 @@ FENCE = Stops("```")
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What the parts of a call are called."""
+    """The names of the parts of a call."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -42,7 +42,7 @@ def read_call(
     make_id: Callable[[], str] | None = None,
     whole: bool = False,
 ) -> Read[bool]:
-    """One object. False: it is no call, or its arguments are no JSON; those go on until `end`, which is not taken.
+    """Read one object. False: it is no call, or its arguments are no JSON; those go on until `end`, which is not taken.
 
     `whole`: without arguments it is none."""
     if not (yield from t.gets("{")):

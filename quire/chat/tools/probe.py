@@ -1,4 +1,4 @@
-"""What a chat template writes for an assistant's turn, found by rendering probe conversations. Names no format.
+"""Probes of a chat template: what it writes for an assistant's turn, found by rendering conversations. Names no format.
 
 `TurnRenderer.turn` gives the part of a rendered conversation that the assistant would have written, and what stands before it:
 the difference between a conversation with that turn and one that ends before it. `render_turns` is what formats are chosen by.
@@ -36,7 +36,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurns:
-    """What a template writes for the probe conversations."""
+    """The texts that a template writes for the probe conversations."""
 
     source: str
     header: str  # the generation prompt
@@ -76,7 +76,7 @@ class TurnRenderer:
         self._asked: dict[tuple[bool, str], tuple[str, str]] = {}
 
     def turn(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, **kwargs: Any) -> Turn:
-        """What the template writes for this turn. Raises BadRequest where it refuses it."""
+        """The text that the template writes for this turn. Raises BadRequest where it refuses it."""
         bare, prompt = self.asked(tools, **kwargs)
         whole = self._template.render([USER, message], add_generation_prompt=False, tools=tools, **kwargs)
         if whole.startswith(prompt):
@@ -101,7 +101,7 @@ class TurnRenderer:
         return Turn(whole[:start], text, prompt)
 
     def tried(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, **kwargs: Any) -> Turn | None:
-        """The same; None where it is refused."""
+        """The text for this turn, or None where the template refuses it."""
         try:
             return self.turn(message, tools, **kwargs)
         except BadRequest:
@@ -153,7 +153,7 @@ def render_turns(template: ChatTemplate, ends: Iterable[str]) -> RenderedTurns:
 
 
 def _called(renderer: TurnRenderer, calls: list[dict[str, Any]], think: tuple[str, str] | None) -> str:
-    """What is written for these calls; "" where some are not."""
+    """The text that is written for these calls; "" where some are not in it."""
     for tools in (TOOLS, None):
         seen = renderer.tried({"role": "assistant", "content": "", "tool_calls": calls}, tools)
         if seen is not None and all(call["function"]["name"] in seen.text for call in calls):
@@ -205,7 +205,7 @@ def from_mark(text: str) -> str:
 
 
 def common_prefix(a: str, b: str) -> str:
-    """What both begin with."""
+    """The longest text that both begin with."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -214,7 +214,7 @@ def common_prefix(a: str, b: str) -> str:
 
 
 def common_suffix(a: str, b: str) -> str:
-    """What both end with."""
+    """The longest text that both end with."""
     return common_prefix(a[::-1], b[::-1])[::-1]
 
 

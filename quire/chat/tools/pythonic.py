@@ -22,7 +22,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 def read_call(t: Text, known: Any = bool) -> Read[bool]:
-    """One call; False: it is none, and what was taken is still held."""
+    """Read one call. False: it is none, and what was read is still held back."""
     name = yield from t.matching(_NAME)
     if not name or name[0].isdigit() or not known(name) or (yield from t.next()) != "(":
         return False
@@ -36,7 +36,7 @@ def read_call(t: Text, known: Any = bool) -> Read[bool]:
 
 
 def _bracketed(t: Text) -> Read[str | None]:
-    """From an opening bracket to its closing one."""
+    """The text from an opening bracket to its closing one."""
     made: list[str] = []
     stack: list[str] = []
     quote = ""

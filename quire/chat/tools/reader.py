@@ -53,7 +53,7 @@ class Stops:
 
 
 class Text:
-    """What has come of an answer, what is left to read of it, and what was made of it."""
+    """The text of an answer on its way: what has come, what is left to read, and the pieces that were made of it."""
 
     def __init__(self) -> None:
         self.buffer = ""
@@ -72,7 +72,7 @@ class Text:
         self.at = 0
 
     def news(self) -> list[Pieces]:
-        """What was made since the last time."""
+        """The pieces that were made since the last time."""
         if not self._news:
             return []
         made: list[Pieces] = []
@@ -120,17 +120,17 @@ class Text:
         self.let_go()
 
     def let_go(self) -> None:
-        """No call can follow: spaces are text like any other."""
+        """Make text of held-back spaces, since no call can follow."""
         self._news += [(1, space) for space in self._spaces]
         self._spaces = []
 
     def end(self) -> None:
-        """Nothing follows. Spaces after the last call belong to it."""
+        """End the text. Spaces after the last call belong to it."""
         if not self._called:
             self.let_go()
 
     def drop_spaces(self) -> None:
-        """What follows is no text: the spaces before it belong to neither."""
+        """Drop held-back spaces, since what follows is no text: they belong to neither."""
         self._spaces = []
 
     def begin(self, name: str, id: str | None = None) -> None:
@@ -151,15 +151,15 @@ class Text:
         self._raw = [first]
 
     def forget(self) -> None:
-        """What was held back is part of no text."""
+        """Drop what was held back: it is part of no text."""
         self._raw = None
 
     def holds(self, start: str) -> bool:
-        """Whether what is held back begins so."""
+        """Whether the text that is held back begins so."""
         return self._raw is not None and "".join(self._raw).startswith(start)
 
     def settle(self) -> None:
-        """What was held back and became no call is text."""
+        """Make text of what was held back and became no call."""
         raw, self._raw = self._raw, None
         if raw:
             self.say("".join(raw))
@@ -184,7 +184,7 @@ class Text:
         return taken
 
     def sees(self, *options: str) -> Read[str | None]:
-        """Which of these the text goes on with, the longest first. It is not taken."""
+        """The longest of these that the text goes on with. It is not taken."""
         options = tuple(sorted(options, key=len, reverse=True))
         while True:
             wait = False

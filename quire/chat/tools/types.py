@@ -29,7 +29,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What one request says about tools."""
+    """The tools of one request, and its choice among them."""
 
     tools: Sequence[Tool] = ()
     choice: str = "auto"  # none, auto, required, or named
@@ -38,7 +38,7 @@ class Tools:
 
     @property
     def forced(self) -> bool:
-        """Whether an answer without a call is not one."""
+        """Whether an answer must have a call."""
         return self.choice in ("required", "named")
 
 
@@ -54,7 +54,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a stretch of text turned out to be, in this order: reasoning, then text, then calls."""
+    """The pieces of a stretch of text, in this order: reasoning, then text, then calls."""
 
     reasoning: str = ""
     text: str = ""
@@ -62,7 +62,7 @@ class Pieces:
 
 
 class Parser(Protocol):
-    """One answer as it comes."""
+    """Reads one answer as it comes."""
 
     def feed(self, text: str) -> list[Pieces]:
         """Take text in; give what is certain."""
@@ -82,19 +82,19 @@ class Reading(Protocol):
 
 
 class Format(Protocol):
-    """How one family of models writes what is not plain text."""
+    """The way in which a family of models writes reasoning and tool calls."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def reasons(self) -> bool:
-        """Whether there is reasoning to be found."""
+        """Whether the format has reasoning."""
         ...
 
     @property
     def calls(self) -> bool:
-        """Whether there are tool calls."""
+        """Whether the format has tool calls."""
         ...
 
     @property

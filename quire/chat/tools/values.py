@@ -50,7 +50,7 @@ class Schemas:
         return self.types(tool, key) == {"string"}
 
     def value(self, tool: str, key: str, text: str) -> Any:
-        """What the text means."""
+        """The value that the text of an argument means."""
         return value_of(text, self.types(tool, key))
 
 
@@ -82,7 +82,7 @@ def types_of(schema: Any, whole: dict[str, Any], depth: int = 0) -> frozenset[st
 
 
 def value_of(text: str, types: frozenset[str] | None) -> Any:
-    """What a bare text means, given the types it may have."""
+    """The value that a bare text means, given the types it may have."""
     if types == {"string"}:
         return text
     read, value = literal(text)

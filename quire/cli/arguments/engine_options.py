@@ -29,24 +29,24 @@ HIDDEN = frozenset(
         "max_lora_rank",
         "memory_share",
     }
-)  # the verb's own business, or nobody's on a command line
+)  # the verb's own options, or none on a command line
 HELP: dict[str, str] = {
     "backend": "auto, native, cuda, torch, or reference (slow, for checking).",
     "device": "auto (a GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "With cuda and torch: float32, bfloat16 or float16.",
     "quantize": "With cuda and torch: fp8, fp8-block, int8, int4, or keep (a file's codes).",
     "load_format": "dummy: random weights, for a MODEL that is shape:NAME or a config.json.",
-    "deterministic": "Bitwise the same in any batch; the CPU always is, a GPU pays for it.",
-    "threads": "Default: what was measured to be fastest here.",
+    "deterministic": "Bitwise the same results in any batch. Always so on a CPU; slower on a GPU.",
+    "threads": "CPU threads. Default: as many as were measured to be fastest here.",
     "isa": "Force a kernel set, such as avx2.",
-    "kv_memory": "Memory for the KV pool, such as 512MiB.",
-    "kv_dtype": "Type of the KV cache: f16, int16 (as exact, on a CPU), int8 (half the memory), or fp8 (the same, on a torch device).",
+    "kv_memory": "Memory for the KV cache, such as 512MiB.",
+    "kv_dtype": "Type of the KV cache: auto, f16, int16 (as exact, on a CPU), or with half the memory int8 or fp8 (fp8 with torch or cuda).",
     "context": "Longest prompt plus answer, in tokens.",
-    "max_seqs": "Sequences computed together; 0: 64, on a GPU 256.",
-    "max_batch_tokens": "Tokens in a step; 0: 512, on a GPU 8192.",
-    "prefix_cache": "Keep computed prefixes for the next request.",
-    "speculate": "Speculative decoding: ngram (draft tokens from what the text said before). The answer stays the same.",
-    "draft_tokens": "With --speculate: draft tokens for a sequence in a step at most.",
+    "max_seqs": "Most sequences that run at once; 0: 64, on a GPU 256.",
+    "max_batch_tokens": "Most tokens in one step of the engine; 0: 512, on a GPU 8192.",
+    "prefix_cache": "Keep the KV cache of prompts, for later requests that begin alike.",
+    "speculate": "Speculative decoding: ngram (draft tokens copied from earlier in the text). The tokens stay the same.",
+    "draft_tokens": "With --speculate: most draft tokens for a sequence in a step.",
 }
 SIZES = frozenset({"kv_memory"})  # bytes, written with a unit
 LEAST = {"threads": 1, "context": 1, "max_seqs": 0, "max_batch_tokens": 0, "draft_tokens": 1}

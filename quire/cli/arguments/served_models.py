@@ -27,6 +27,7 @@ class Wanted:
 
     model: str
     names: tuple[str, ...]
+    source: str = ""  # what the store calls it; empty for a file outside of the store
 
     @property
     def name(self) -> str:
@@ -44,8 +45,9 @@ def read_models(store: Store, given: Sequence[str], named: Sequence[str]) -> lis
             if aliases:
                 raise typer.BadParameter(f"{text!r} says already what it is called", param_hint="--name")
             aliases = named[i]
-        own = own_name(store, model)  # a wrong path is told here
-        found.append(Wanted(model, _names(aliases) if aliases else (own,)))
+        source = store_name(store, model)
+        own = source or _file_name(store, model)  # a wrong path is told here
+        found.append(Wanted(model, _names(aliases) if aliases else (own,), source))
     taken: set[str] = set()
     for one in found:
         for name in one.names:
@@ -74,11 +76,14 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def own_name(store: Store, model: str) -> str:
-    """What a model is called unless told otherwise. A path is nobody's business but this machine's: its last part is."""
+def store_name(store: Store, model: str) -> str:
+    """What the store calls a model; empty for a file outside of the store."""
     wanted = store.look_up(model)
-    if wanted.references[0].scheme != "file":
-        return wanted.name
+    return "" if wanted.references[0].scheme == "file" else wanted.name
+
+
+def _file_name(store: Store, model: str) -> str:
+    """What a file is called unless told otherwise: the last part of its path, since clients need not know the folder."""
     store.resolve(model)
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else path.stem

@@ -73,7 +73,7 @@ def _age() -> float | None:
 
 
 def _tame(text: str) -> str:
-    """Nothing a model says may steer the terminal."""
+    """The text without control sequences: nothing a model says may steer the terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -96,7 +96,7 @@ def report(output: Output, info: EngineInfo, params: SamplingParams, stats: bool
 
 
 def decisions(info: EngineInfo) -> None:
-    """What was decided at load."""
+    """Print the decisions taken at load."""
     for line in info.decisions:
         say(line)
 

@@ -74,7 +74,7 @@ class Conversation:
         }
 
     def loop(self) -> None:
-        """Until the user leaves."""
+        """Take turns until the user leaves."""
         history = _history()
         say(f"{self.llm.info.model} · quire {VERSION} · /help tells what there is")
         interrupted = False

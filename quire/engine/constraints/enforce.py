@@ -185,7 +185,7 @@ class ConstraintMasks:
             threading.stack_size(usual)
 
     def _compile(self, key: Key, constraint: Constraint) -> None:
-        """On a thread of its own. llguidance lets go of the interpreter while it works."""
+        """Compile a grammar, on a thread of its own. llguidance lets go of the interpreter's lock while it works."""
         try:
             with self._building:
                 if self._tokenizer is None and self._vocabulary is not None:
@@ -246,7 +246,7 @@ class ConstraintMasks:
     # ---- sequences come and go, told by the limit
 
     def opened(self, seq: Sequence) -> None:
-        """It has a constraint, and has taken a slot."""
+        """Give a sequence with a constraint that has taken a slot its own matcher."""
         constraint = seq.request.constraint
         if constraint is None or seq.key in self._states:  # the latter: it was preempted
             return
@@ -257,7 +257,7 @@ class ConstraintMasks:
         self.masking = True
 
     def ended(self, seq: Sequence) -> None:
-        """It had a constraint, and is finished."""
+        """Forget a sequence with a constraint that is finished."""
         self._states.pop(seq.key, None)
         self.masking = bool(self._states)
         self._made.pop(seq.request.id, None)  # it never had a slot

@@ -36,7 +36,7 @@ class Digits:
 
 
 class NumberWatch:
-    """One answer's place: within a string, or at so many digits of a number."""
+    """Where one answer is: within a string, or at so many digits of a number."""
 
     __slots__ = ("_digits", "_escaped", "_number", "_string")
 

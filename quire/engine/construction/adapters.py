@@ -48,7 +48,7 @@ class Adapted:
     def room(self) -> int:
         """Bytes that all its places take on a device when they are full. Only the CUDA backend takes the head's at once."""
         c, whole = self.config, self.config.backend == "cuda"
-        sizes = [site.n + site.k for site in self.targets.by_weight.values() if whole or site.name != HEAD]
+        sizes = [target.n + target.k for target in self.targets.by_weight.values() if whole or target.name != HEAD]
         return (4 if c.dtype == "float32" else 2) * c.max_loras * -(-c.max_lora_rank // 16) * 16 * sum(sizes)
 
     def hooks(self, program: Program, runner: Ordered, secret: Secret) -> Adapters:
@@ -67,7 +67,7 @@ class Adapted:
         return made
 
     def lines(self, loaded: list[AdapterInfo]) -> list[str]:
-        """What is to be told."""
+        """Lines for people about the adapters."""
         c = self.config
         later = "more can be loaded" if c.runtime_lora else "none can be loaded later"
         room = f"adapters: {len(loaded)} of at most {c.max_loras}, up to rank {c.max_lora_rank}; {later}"
@@ -75,7 +75,8 @@ class Adapted:
 
 
 def open_adapted(config: EngineConfig, model: Model, checkpoint: Opened | None) -> Adapted | None:
-    """None where nobody asked for adapters. Before the model is compiled, and after its layers have their groups."""
+    """The model made ready for adapters, or None where none were asked for. Called before the model is compiled, and after its
+    layers have their groups."""
     if not (config.loras or config.runtime_lora):
         return None
     from quire.backends.adapting import adaptable

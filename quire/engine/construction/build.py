@@ -1,4 +1,4 @@
-"""From a configuration to an engine that can run: file, model, memory, backend, scheduler, runner, in that order.
+"""Building an engine from a configuration: file, model, memory, backend, scheduler, runner, in that order.
 
 Everything decided on the way is a line in `EngineInfo.decisions`; nothing is printed here. What cannot be honoured as asked
 (a context the model was not made for, a pool that is not there) is refused before any weight is read.
@@ -147,7 +147,7 @@ def choose_backend(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
 
 
 def choose_threads(config: EngineConfig, env: Environment) -> tuple[int, tuple[int, ...], str]:
-    """How many threads, what they are pinned to, and the sentence that says why.
+    """The number of threads, what they are pinned to, and the sentence that says why.
 
     Who asks gets what was asked. Otherwise the native backend's choice is measured, once per machine, here and not later:
     the weights are about to be packed with these threads, and a quarter of a second once is less than a wrong choice

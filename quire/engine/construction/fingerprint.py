@@ -1,4 +1,5 @@
-"""What the bytes of this engine's pages depend on, as named parts, and the keys that follow from them.
+"""The fingerprint of an engine: everything that the bytes of its pages depend on, as named parts, and the keys that follow from
+them.
 
 The parts are the same in every process that computes the same bytes, on the same machine or on another. What is left out
 cannot change a bit of the cache: threads, kernel sets (they agree, see docs/kv-cache.md), batch and pool sizes, depth,
@@ -65,7 +66,7 @@ class Naming:
 
 
 def naming(config: EngineConfig, home: Path, parts: Parts, program: Program, groups: int, secret: Secret) -> Naming:
-    """That of an engine whose program has so many groups. Holds neither the model nor its file."""
+    """The naming of pages for an engine whose program has so many groups. Holds neither the model nor its file."""
     about = {"architecture": parts.model.config.architecture, **settings(config, isinstance(parts.model, Stretches))}
     backend = parts.backend
     return Naming(
@@ -74,13 +75,14 @@ def naming(config: EngineConfig, home: Path, parts: Parts, program: Program, gro
 
 
 def settings(config: EngineConfig, stretches: bool) -> dict[str, str]:
-    """What was asked for, where it changes numbers. `stretches`: the model is made for the context that it serves."""
+    """The settings that change numbers, as parts of the fingerprint. `stretches`: the model is made for the context that is
+    served."""
     found = {"version": VERSION, "quantize": config.quantize, "deterministic": str(config.deterministic)}
     return {**found, "context": str(config.context)} if stretches else found
 
 
 def computed(backend: Backend, program: Program, groups: int) -> dict[str, str]:
-    """Who computes, and how the bytes lie; the KV type and the page size are in that."""
+    """The backend's arithmetic and the layout of pages, as parts of the fingerprint; the KV type and the page size are in that."""
     who = backend.computes() if isinstance(backend, Computes) else backend.describe()
     return {"backend": who, **{f"pages {g}": program.page_layout(g).describe() for g in range(groups)}}
 

@@ -60,7 +60,7 @@ def build_writing(
     program = _program(config, parts, forward, kv, max_rows, budget)
     lap("weights")
     depth = int(budget.own) if config.depth is None else config.depth
-    guides = ConstraintMasks(model.config.vocab_size)
+    masks = ConstraintMasks(model.config.vocab_size)
     secret = Secret(env.home)
     tree = _tree(kv)
     runner = open_runner(
@@ -110,13 +110,13 @@ def build_writing(
     )
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
-    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, guides)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, masks)
     pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
-    return Engine(scheduler, runner, depth, masks=guides, hooks=hooks, idle=idle, pages=pages), info
+    return Engine(scheduler, runner, depth, masks=masks, hooks=hooks, idle=idle, pages=pages), info
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
-    """What this model or backend cannot do is refused before any weight is read."""
+    """Refuse what this model or backend cannot do, before any weight is read."""
     pool = pool_of(config, parts.model)
     check_kv(pool, parts.backend)
     if config.speculate != "none" and any(own.state for own in pool.groups):
@@ -151,7 +151,7 @@ def _scheduler(
     max_rows: int,
     drafts: int,
     step_drafts: int,
-    guides: ConstraintMasks,
+    masks: ConstraintMasks,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
     return Scheduler(
@@ -160,14 +160,14 @@ def _scheduler(
         budget=config.max_batch_tokens,
         context=context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), guides.limit),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks.limit),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
     )
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:
-    """What K and V are kept as, unless it is the plain thing, and what it costs."""
+    """A line for people about the KV type and what it costs, unless it is the plain one."""
     if config.kv_dtype == "auto":
         return []
 

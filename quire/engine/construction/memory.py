@@ -79,7 +79,7 @@ class Budget:
         )
 
     def _shared(self) -> str:
-        """How much of what is left is this model's, where there are several."""
+        """How much of the memory that is left this model may take, where several models share it."""
         return "" if self.share == 1 else f", and 1/{1 / self.share:.0f} of what its weights leave is for this model"
 
     def _parts(self, pool: str) -> str:

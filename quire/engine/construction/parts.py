@@ -1,5 +1,4 @@
-"""What is open before an engine is made of it: the model, and the backend it will run on; and what both kinds of engine ask
-of the two."""
+"""The parts that an engine is built from: the open model, and the backend it will run on; and what both kinds of engines need."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """See build_engine, which opens them."""
+    """An open model and its backend: see build_engine, which opens them."""
 
     model: Model
     name: str
@@ -32,7 +31,7 @@ class Parts:
 
     @property
     def weight_bytes(self) -> int:
-        """As the backend holds them, where it can say that."""
+        """The bytes of the weights as the backend holds them, where it can say that."""
         return self.backend.weight_bytes if isinstance(self.backend, Holds) else self.nbytes
 
     def budget(

@@ -105,7 +105,7 @@ def build_pooled(
 
 
 def _check(config: EngineConfig, model: Model, kv: KV, task: str) -> None:
-    """What has no meaning here is refused before any weight is read."""
+    """Refuse what has no meaning for a model that embeds or scores, before any weight is read."""
     if config.loras or config.runtime_lora:
         raise Unsupported(f"adapters are for models that generate: this one is loaded to {task}")
     if config.speculate != "none":
@@ -148,7 +148,7 @@ def _program(parts: Parts, encoder: Encoder | None, kv: KV, budget: int, rows: i
 
 
 def _room(parts: Parts, encoder: Encoder, kv: KV, budget: int, rows: int) -> list[str]:
-    """Whether an encoder fits, where its backend can say that beforehand."""
+    """Refuse an encoder that does not fit, where its backend can say so beforehand. Gives the line about its memory."""
     if not isinstance(parts.backend, Estimator):
         return []
     needs = parts.backend.estimate(parts.model.hidden, kv=kv, max_tokens=budget, max_rows=rows, inputs=encoder.inputs)

@@ -16,7 +16,7 @@ from quire.observe.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything, and the sentences that say why."""
+    """The context, pages and rows of an engine, and the sentences that say why."""
 
     context: int
     groups: tuple[int, ...]  # pages of each
@@ -24,7 +24,7 @@ class Sizes:
 
     @property
     def pages(self) -> int:
-        """Of the first group, which keeps the whole context if any does."""
+        """The pages of the first group, which keeps the whole context if any does."""
         return self.groups[0]
 
 
@@ -95,7 +95,7 @@ def _share_out(
 
 
 def choose_kv(config: EngineConfig, model: Model, backend: Backend) -> EngineConfig:
-    """Where nobody asked, K and V are kept as is best on this backend. Latent keys are f16 whatever is best."""
+    """The KV type where none was asked for: what is best on this backend. Latent keys are f16 whatever is best."""
     latent = any(k.latent for k in model.kv(1, PAGE_SIZE).groups)
     if config.kv_dtype != "auto" or backend.kv_dtype == "f16" or latent:
         return config

@@ -53,7 +53,7 @@ class Child:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a socket; who is at its other end is another question."""
+        """Whether there is a socket; it does not say whether the process at the other end answers."""
         return self._socket is not None
 
     @property
@@ -99,7 +99,7 @@ class Child:
         self._relay = asyncio.create_task(self._relay_stderr(self._process))
 
     async def wait(self) -> None:
-        """Until the process has ended."""
+        """Wait until the process has ended."""
         if self._process is not None:
             await self._process.wait()
 
@@ -129,7 +129,7 @@ class Child:
         self.hang_up()
 
     def unname(self) -> None:
-        """Once both ends are connected the socket needs no name, and nothing is left behind however we end."""
+        """Remove the name of the socket once both ends are connected, so that nothing is left behind however the processes end."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -173,7 +173,7 @@ class Child:
             self._socket = None
 
     def send(self, message: wire.ToEngine) -> None:
-        """Without waiting. Unavailable where nobody is at the other end."""
+        """Send a message without waiting. Raises Unavailable where no process is at the other end."""
         data = wire.encode(message)
         try:
             if self._socket is None:

@@ -1,4 +1,4 @@
-"""How anything above the engine talks to one: in this process, in another, over a network or to a fleet.
+"""The protocol by which everything above talks to an engine: in this process, in another, over a network or to a fleet.
 
 Callers cannot tell which. A client is used from one asyncio loop; `generate` yields events until one has `finish`, and
 leaving the iteration early (break, cancellation, aclose) aborts the request within one step.
@@ -61,7 +61,7 @@ class AdapterClient(Protocol):
 
     @property
     def adapters(self) -> list[AdapterInfo]:
-        """Those that requests may name now."""
+        """The adapters that requests may name now."""
         ...
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:

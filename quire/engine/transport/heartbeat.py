@@ -1,4 +1,4 @@
-"""Whether an engine process still lives: asked now and then, it answers between steps. Silence is judged by what it does.
+"""Finding out whether an engine process still works: it is asked now and then, and answers between steps.
 
 A process that is silent and does nothing (stopped, deadlocked) is lost after `seconds`. One that is silent and works may
 be in a long step: it is given the time that the longest step could take on a slow machine, which `patience` works out. Where
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Work | None:
-        """None where the system does not tell, or the process has gone."""
+        """What the process of that id has done. None where the system does not tell, or the process has gone."""
         try:
             with open(f"/proc/{pid}/stat") as f:
                 fields = f.read().rpartition(")")[2].split()
@@ -44,8 +44,8 @@ def patience(info: EngineInfo, seconds: float) -> float:
     return LONGER * seconds + info.max_batch_tokens * info.weight_bytes / SLOWEST
 
 
-class Pulse:
-    """Feels the pulse of one process. `ask` sends the question; whoever gets any message sets `heard`."""
+class Heartbeat:
+    """Watches one engine process. `ask` sends it a question; the client sets `heard` at every message that it gets from it."""
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class Pulse:
         self._ask = ask
         self._work = work
         self._sleep = sleep
-        self.heard = True  # it said something
+        self.heard = True  # the process sent a message
 
     async def lost(self) -> str:
         """Returns when the process is to be given up, with the reason in words."""
-        silent = still = 0  # ticks
+        silent = idle = 0  # ticks without a message; of these, the last ones in which the process did no work
         before = self._work()
         while True:
             if self.heard:
                 self.heard = False
-                silent = still = 0
+                silent = idle = 0
                 self._ask()
             await self._sleep(self._tick)
             now = self._work()
             if not self.heard:
                 silent += 1
-                still = still + 1 if _rested(before, now, self._tick) else 0
-                if still >= TICKS:
+                idle = idle + 1 if _rested(before, now, self._tick) else 0
+                if idle >= TICKS:
                     return f"did not answer for {silent * self._tick:.3g} s and did nothing"
                 if silent * self._tick >= self._patience:
                     return f"did not answer for {silent * self._tick:.3g} s"
@@ -84,7 +84,7 @@ class Pulse:
 
 
 def _rested(before: Work | None, now: Work | None, seconds: float) -> bool:
-    """It did nothing in between, as far as can be told."""
+    """Whether the process did no work in between, as far as the system tells."""
     if before is None or now is None:
         return False
     return now.cpu_seconds - before.cpu_seconds <= WORKS * seconds and now.page_ins == before.page_ins

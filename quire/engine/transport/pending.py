@@ -35,7 +35,7 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, events: Iterable[Event], error: QuireError | None = None) -> None:
-        """On the reader's loop only."""
+        """Put an item into the mailbox. Called on the reader's loop only."""
         self._events.extend(events)
         self._error = self._error or error
         if self._waiter is not None and not self._waiter.done():
@@ -110,7 +110,7 @@ class Pending:
         self._wake_if_idle()
 
     def fail(self, error: Callable[[], QuireError]) -> None:
-        """Every request raises; each gets an exception of its own."""
+        """Let every request raise; each gets an exception of its own."""
         with self._lock:
             boxes = list(self._boxes.values())
             self._boxes.clear()

@@ -24,7 +24,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.transport import wire
 from quire.engine.transport.child import Child
-from quire.engine.transport.heartbeat import Pulse, Work, patience
+from quire.engine.transport.heartbeat import Heartbeat, Work, patience
 from quire.engine.transport.pending import Pending
 from quire.engine.transport.remote_adapters import RemoteAdapters
 from quire.engine.transport.span_rows import SentRows
@@ -95,7 +95,7 @@ class ProcessClient:
         self._closing = False
         self._gave_up = False
         self._hangs = 0
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         self._failure: wire.Fatal | None = None  # what the engine said before it ended
         self._why = "the engine has not been started"  # ... when it is not up
 
@@ -119,7 +119,7 @@ class ProcessClient:
 
     @property
     def gave_up(self) -> bool:
-        """It died too often and is not started again; `why` says more."""
+        """Whether the engine died too often and is not started again; `why` says more."""
         return self._gave_up
 
     @property
@@ -234,7 +234,7 @@ class ProcessClient:
         if self._context is None:
             raise Unavailable(self._why)
         if self._info is not None:  # not the first: it begins with what the one before it still had
-            self._config = replace(self._config, loras=self._adapters.still(self._config.loras))
+            self._config = replace(self._config, loras=self._adapters.unchanged(self._config.loras))
         self._failure = None
         self._ready = asyncio.get_running_loop().create_future()
         self._child = Child(self._hear, self._on_line)
@@ -295,13 +295,13 @@ class ProcessClient:
             await child.wait()
             return None
         longest = patience(self._info, self._hang_seconds)
-        self._pulse = Pulse(self._hang_seconds, longest, self._ask, lambda: Work.of(pid))
-        ended, lost = asyncio.create_task(child.wait()), asyncio.create_task(self._pulse.lost())
+        self._heartbeat = Heartbeat(self._hang_seconds, longest, self._ask, lambda: Work.of(pid))
+        ended, lost = asyncio.create_task(child.wait()), asyncio.create_task(self._heartbeat.lost())
         try:
             await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
             return None if ended.done() else f"the engine process {lost.result()}: it hung and was killed"
         finally:
-            self._pulse = None
+            self._heartbeat = None
             for task in (ended, lost):
                 task.cancel()
 
@@ -380,8 +380,8 @@ class ProcessClient:
         self._child.send(message)
 
     def _hear(self, message: wire.FromEngine) -> None:
-        if self._pulse is not None:
-            self._pulse.heard = True
+        if self._heartbeat is not None:
+            self._heartbeat.heard = True
         match message:
             case wire.Events(events):
                 self._pending.deliver(events)

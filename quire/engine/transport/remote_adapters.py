@@ -47,15 +47,15 @@ class RemoteAdapters:
         return made
 
     async def unload(self, name: str) -> None:
-        """Let no more requests name it."""
+        """Let no more requests name an adapter."""
 
         def done(_: AdapterInfo | None) -> None:
             self.loaded.pop(name, None)
 
         await self._ask(lambda ticket: wire.Unload(ticket, name), done)
 
-    def still(self, loras: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        """Of what an engine was started with, the adapters that the next one is to be started with."""
+    def unchanged(self, loras: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """The adapters, of those an engine was started with, that are loaded now: what the next engine is to be started with."""
         return tuple((name, path) for name, path in loras if name in self.loaded and self.loaded[name].path == path)
 
     def started(self, info: EngineInfo) -> None:
@@ -70,7 +70,7 @@ class RemoteAdapters:
         self.loaded |= has
 
     def answered(self, answer: wire.Answer) -> None:
-        """What the engine said."""
+        """Take in the engine's answer to a request to load or unload."""
         waiting, done = self._errands.pop(answer.ticket, (None, _nothing))
         if answer.error is None:
             done(answer.adapter)

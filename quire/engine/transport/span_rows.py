@@ -1,4 +1,4 @@
-"""How the rows of spans reach an engine process: once each, in parts of bounded size, ahead of the requests that name them.
+"""The way of the rows of spans to an engine process: once each, in parts of bounded size, ahead of the requests that name them.
 
 Rows are large, and the n sequences of one request have the same ones. So a request goes over the socket without them; they are known there
 by the span's digest, its length and their size. The client counts the requests that need them, and says when none is left.
@@ -26,7 +26,7 @@ MAX_ROWS = 256 << 20  # ... and of one span
 
 
 def name_of(span: Span) -> bytes:
-    """What its rows are called on the way."""
+    """The name by which messages refer to the rows of a span."""
     return b"%d %d " % (span.length, len(span.rows)) + span.digest
 
 

@@ -1,4 +1,4 @@
-"""What a process client and its engine process say to each other: msgspec structs in msgpack, over one local socket.
+"""The messages between a process client and its engine process: msgspec structs in msgpack, over one local socket.
 
 Tagged unions, one per direction; sizes are bounded on both ends, and both ends carry the same protocol version in their
 first message. Nothing is pickled, nothing listens on a network: the socket lives in a directory only its owner can enter.
@@ -22,7 +22,7 @@ BUILDER = "quire.engine.construction.build:build_engine"
 
 
 class Boot(msgspec.Struct, frozen=True):
-    """On the child's standard input, as JSON: all it needs to become an engine."""
+    """Everything a child needs to become an engine: sent on its standard input, as JSON."""
 
     version: int
     config: EngineConfig
@@ -51,7 +51,7 @@ class Rows(msgspec.Struct, frozen=True, tag="rows"):
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
-    """No request that comes will name these rows."""
+    """Tell the engine that no later request will name these rows."""
 
     names: list[bytes]
 
@@ -63,7 +63,7 @@ class SetVocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Let these go."""
+    """Abort these requests."""
 
     ids: list[str]
 
@@ -81,7 +81,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
-    """Let no more requests name it. Answered with Answer."""
+    """Unload an adapter: no more requests may name it. Answered with Answer."""
 
     ticket: int
     name: str
@@ -95,7 +95,7 @@ class AskSteps(msgspec.Struct, frozen=True, tag="ask_steps"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Are you there? Answered between steps."""
+    """Ask whether the engine still answers, which it does between steps."""
 
 
 # From the engine.
@@ -128,7 +128,7 @@ class StatsUpdate(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here."""
+    """The answer to Ping."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
@@ -154,7 +154,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """What came of a Load or an Unload."""
+    """The outcome of a Load or an Unload."""
 
     ticket: int
     adapter: AdapterInfo | None = None  # loaded
@@ -162,7 +162,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    """What AskSteps asked for: no more than the engine keeps."""
+    """The records of steps that AskSteps asked for: no more than the engine keeps."""
 
     ticket: int
     steps: list[StepInfo]

@@ -40,15 +40,15 @@ class Stored(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def floats(self, *at: slice) -> Floats:
-        """Its numbers, or those in that part of it, of a floating type, as float32."""
+        """The tensor's numbers, or those in that part of it, of a floating type, as float32."""
         ...
 
     def integers(self) -> Any:
-        """Its numbers, of a whole type."""
+        """The tensor's numbers, of a whole type."""
         ...
 
     def octets(self) -> Bytes:
-        """Its bytes, in the shape of the tensor with the last axis as many times longer as a number has bytes."""
+        """The tensor's bytes, in its shape with the last axis as many times longer as a number has bytes."""
         ...
 
 
@@ -56,7 +56,7 @@ Parts = Mapping[str, Stored]  # by the last part of their names
 
 
 class Wrong(Exception):
-    """What is wrong with the part of that name."""
+    """A fault in the part of a packed matrix that has that name."""
 
     def __init__(self, part: str, what: str, supported: bool = True):
         super().__init__(what)
@@ -65,7 +65,7 @@ class Wrong(Exception):
 
 
 class Scheme(Protocol):
-    """How one folder keeps its matrices."""
+    """The way in which one folder stores its packed matrices."""
 
     label: str  # for people
     notes: tuple[str, ...]  # what is to be told about reading it
@@ -94,7 +94,7 @@ def modules() -> tuple[ModuleType, ...]:
 
 
 def methods() -> list[str]:
-    """Every quant_method that is read."""
+    """The names of every quant_method that is read."""
     return sorted(method for module in modules() for method in module.METHODS)
 
 

@@ -32,7 +32,7 @@ Zeros = Callable[[int, int], npt.NDArray[np.integer]]  # first row, end -> [rows
 
 
 class Rows:
-    """What rows will be, of blocks (bytes) or of plain numbers, as far as an array's users look."""
+    """An array of rows, of blocks (bytes) or of plain numbers, that are made when they are read."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ def _one(zeros: npt.NDArray[np.integer]) -> int | None:
 
 
 def _short(scales: Floats) -> bool:
-    """Whether a float16 holds each of them."""
+    """Whether float16 holds every number."""
     with np.errstate(over="ignore"):
         return np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
 

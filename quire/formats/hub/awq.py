@@ -24,7 +24,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """One folder's way."""
+    """The way in which one AWQ folder stores its matrices."""
 
     group: int  # -1: all columns
     label: str

@@ -27,7 +27,7 @@ IDLE = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """One folder's way."""
+    """The way in which one FP8 folder stores its matrices."""
 
     tile: tuple[int, int] | None  # None: a scale for all, or one a row
     label: str
@@ -108,7 +108,7 @@ def tile_of(where: str, key: str, tile: object) -> tuple[int, int]:
 
 
 def told(activations: object) -> tuple[str, ...]:
-    """What is to be said of activations that the file wants rounded."""
+    """A line for people where the file wants activations rounded."""
     if not activations:
         return ()
     return ("the file asks for rounded activations: they are rounded as the backend says, not as the file does",)

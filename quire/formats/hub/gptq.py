@@ -29,7 +29,7 @@ SCATTERED = (
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """One folder's way."""
+    """The way in which one GPTQ folder stores its matrices."""
 
     bits: int
     group: int  # -1: all columns

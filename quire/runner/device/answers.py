@@ -1,4 +1,4 @@
-"""What comes back from a device becomes rows of answers; and whom a failure hits is known by the opening of its slot.
+"""The results of a step, read from the device, become the rows of its answer.
 
 A step is read later than it was launched. By then its sequence may have failed in an earlier step, or its slot may belong to
 another: each opening of a slot has a number (`turns`), which a step remembers. Knows numbers and slots; launches nothing.
@@ -47,13 +47,13 @@ class Answers:
         return pending.rows
 
     def fail(self, pending: Launched, error: Exception) -> list[Row]:
-        """The same for a step that the device itself failed in: nobody in it can be answered."""
+        """The rows of a step that failed on the device as a whole: each has the error."""
         for i in np.flatnonzero(pending.openings >= 0).tolist():
             self._fail(pending, i, reason(error))
         return pending.rows
 
     def _lose(self, pending: Launched) -> None:
-        """Fail what was launched for an opening of a slot that had failed by then."""
+        """Fail the rows that were launched for a sequence before it was known that an earlier step of it failed."""
         for i in np.flatnonzero(pending.openings >= 0).tolist():
             slot, turn = pending.plan.work[i].slot, int(pending.openings[i])
             gone = self._lost.get(slot)
@@ -100,7 +100,7 @@ class Answers:
         return tokens
 
     def _note(self, drafting: Drafting, pending: Launched, index: int, tokens: list[int], drafted: int) -> None:
-        """What the host knows of a slot, once its tokens are known."""
+        """Tell the proposer the tokens of a row, and how many of its draft tokens were verified."""
         work, row = pending.plan.work[index], pending.rows[index]
         if work.tokens is None:
             row.accepted, row.drafted = len(tokens), drafted
@@ -108,7 +108,7 @@ class Answers:
             drafting.read(pending, index, tokens, drafted)
 
     def _fail(self, pending: Launched, index: int, why: str) -> None:
-        """This row's sequence cannot go on; the slot fails with it, unless another sequence has it by now."""
+        """Fail the sequence of this row, and its slot, unless another sequence has the slot by now."""
         slot, turn = pending.plan.work[index].slot, int(pending.openings[index])
         if pending.rows[index].error is None:
             pending.rows[index] = Row(accepted=0, error=why)

@@ -70,7 +70,7 @@ class Choosing:
         return Shape(min(top, self._vocab), wanted, prompt)
 
     def more(self, pending: Launched) -> list[np.ndarray]:
-        """What sampling needs on the device besides logits."""
+        """The arrays that sampling needs on the device besides logits."""
         shape, sampling = pending.shape, pending.sampling
         follow = [token for _, tokens, _ in shape.prompt for token in tokens]
         whole = [pending.slots, np.array(follow, np.int32), np.array([j for j, _ in shape.wanted], np.int32)]

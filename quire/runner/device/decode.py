@@ -26,7 +26,7 @@ ADAPTED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 76
 
 
 class Kind(NamedTuple):
-    """Prefixes are never shared in a step with adapters."""
+    """A size, and whether its steps share prefixes or have adapters: never both."""
 
     size: int
     shared: bool = False
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 class DecodeSteps:
-    """Logits and tokens of a step are valid until the next one."""
+    """Runs decode steps. Logits and tokens of a step are valid until the next one."""
 
     def __init__(self, program: DeviceProgram, state: DeviceState, max_seqs: int, max_context: int, vocab: int):
         self._program, self._state, self._reach = program, state, max_context
@@ -62,7 +62,7 @@ class DecodeSteps:
         adapters: I32 | None = None,
         more: Sequence[np.ndarray] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """One step: logits [n, V], the best token of each row (int64 [n]), and `more`, sent along for later.
+        """Run one step. Gives logits [n, V], the best token of each row (int64 [n]), and `more`, sent along for later.
 
         With `sharing`, rows are in its order. `adapters` are the slots of theirs; then nothing is shared.
         """
@@ -87,7 +87,7 @@ class DecodeSteps:
         return [Field(*own) for own in zip(counts, fills, blanks, strict=True)] if kind.shared else []
 
     def _groups(self, sharing: Sharing, slots: I32) -> list[I32]:
-        """The same of a step, as `_extra` lists it."""
+        """The inputs of a step that shares prefixes, in the order that `_extra` lists."""
         starts = np.cumsum([0, *sharing.counts])
         lengths = np.array(sharing.pages) * self._program.kv.page_size
         found = starts, lengths, slots[starts[:-1]], np.repeat(lengths, sharing.counts)

@@ -34,7 +34,7 @@ LEVEL = 16  # rows that may be computed in vain, so that every sequence has as m
 
 
 class Drafting:
-    """One proposer, and the books of who is how far. Lists and arrays are by slot."""
+    """One proposer, and for each slot how many tokens are known to the host. Lists and arrays are by slot."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Drafting:
     # ---- sequences come and go
 
     def follow(self, plan: Plan) -> None:
-        """Slots that are closed and opened."""
+        """Note the slots that a plan closes and opens."""
         for slot in plan.closed:
             if self._on_host is not None:
                 self._on_host.close(slot)
@@ -106,7 +106,7 @@ class Drafting:
         made.span = int(loose.max())
         made.rows = self._level(made, works, rows_for)
         pending.verification = made
-        pending.drafts = {i: [0] * n for i, n in zip(made.places, made.most, strict=True)}
+        pending.drafts = {i: [0] * n for i, n in zip(made.indices, made.most, strict=True)}
 
     def _predict(self, proposer: Proposer, made: Verification, slots: list[int], ahead: list[int]) -> None:
         """Ask the host's proposer, where there is room for draft tokens."""
@@ -123,8 +123,8 @@ class Drafting:
             made.predicted[j] = tokens if made.most[j] else []
 
     def _level(self, made: Verification, works: Works, rows_for: Callable[[int, int], int | None] | None) -> int:
-        """As many rows for every sequence, where that is not many more than there are. 0: as many as each has."""
-        if rows_for is None or len(works) > len(made.places):
+        """The same number of rows for every sequence, where that adds few rows. 0: each gets as many as it has draft tokens."""
+        if rows_for is None or len(works) > len(made.indices):
             return 0
         rows = rows_for(max(2, 1 + max(made.most)), len(works))
         needed = len(works) + sum(made.most)
@@ -133,22 +133,22 @@ class Drafting:
     def settle(self, pending: Launched) -> None:
         """Leave out rows that could not be computed after all."""
         made = pending.verification
-        if made is None or all(i in pending.works for i in made.places):
+        if made is None or all(i in pending.works for i in made.indices):
             return
-        kept = [j for j, i in enumerate(made.places) if i in pending.works]
+        kept = [j for j, i in enumerate(made.indices) if i in pending.works]
 
         def of(part: list[Any]) -> list[Any]:
             return [part[j] for j in kept] if part else []
 
-        places, most, predicted, told, sure = map(of, (made.places, made.most, made.predicted, made.told, made.sure))
-        left = Verification(places, most, predicted, told, sure, made.rows, made.span)
+        indices, most, predicted, told, sure = map(of, (made.indices, made.most, made.predicted, made.told, made.sure))
+        left = Verification(indices, most, predicted, told, sure, made.rows, made.span)
         pending.verification = left if kept else None
 
     def prepare(self, pending: Launched, where: np.ndarray, pages: list[np.ndarray]) -> None:
         """Put the step's lengths, draft tokens and counts where the forward reads them, by slot."""
         made, state = pending.verification, self._state
         assert made is not None
-        work = [pending.works[i] for i in made.places]
+        work = [pending.works[i] for i in made.indices]
         own = np.array([w.slot for w in work], np.int32)
         known = np.where(self.loose[own] > 0, -1, self._slots.length[own]).astype(np.int32)
         low = (self._slots.length[own] - self.loose[own]).astype(np.int32)
@@ -208,8 +208,8 @@ class Drafting:
         made = pending.verification
         assert made is not None
         order = {i: b for b, i in enumerate(pending.works)}
-        at = [order[i] for i in made.places]
-        own = np.array([pending.works[i].slot for i in made.places], np.int32)
+        at = [order[i] for i in made.indices]
+        own = np.array([pending.works[i].slot for i in made.indices], np.int32)
         most, widest = np.array(made.most), made.widest
         meant = np.arange(widest) <= most[:, None]
         to = (batch.q_start[at][:, None] + np.arange(widest))[meant].astype(np.int32)
@@ -222,10 +222,10 @@ class Drafting:
             tensor.index_copy_(0, rows, new.flatten()[source])
 
     def launched(self, pending: Launched) -> None:
-        """The host's books, once a step is on its way: lengths are the most that they can be."""
+        """Advance the host's lengths once a step is launched: as if all its draft tokens were right."""
         made = pending.verification
         if made is not None:
-            own = [pending.works[i].slot for i in made.places]
+            own = [pending.works[i].slot for i in made.indices]
             self.loose[own] += made.most
             self._slots.position[own] += made.most
 
@@ -243,11 +243,11 @@ class Drafting:
             self._hidden[which].index_copy_(0, slots, found.index_select(0, rows))
 
     def accept(self, pending: Launched, chosen: torch.Tensor, sampled: list[Work]) -> list[torch.Tensor]:
-        """What was sampled becomes the device's truth. How many draft tokens of each sampled sequence were right, and how many
-        there were: int64 [S] each."""
+        """Write the sampled tokens and lengths to the device's state. Gives how many draft tokens of each sampled sequence were
+        right, and how many there were: int64 [S] each."""
         made, state = pending.verification, self._state
         assert made is not None
-        firsts, verifies = pending.firsts(), set(made.places)
+        firsts, verifies = pending.firsts(), set(made.indices)
         arrays = [
             np.array([w.slot for w in sampled], np.int32),
             np.array(list(firsts.values()), np.int32),
@@ -269,9 +269,9 @@ class Drafting:
     # ---- its answer
 
     def read(self, pending: Launched, index: int, tokens: list[int], drafted: int) -> None:
-        """These are a sequence's tokens of a step, after so many draft tokens; the slot is still the one it had."""
+        """Correct the host's lengths by the tokens that a sequence got in a step, of `drafted` draft tokens. Its slot is still its own."""
         made, slot = pending.verification, pending.plan.work[index].slot
-        at = made.places.index(index) if made is not None and index in made.places else -1
+        at = made.indices.index(index) if made is not None and index in made.indices else -1
         missed = False
         if made is not None and at >= 0:
             rejected = made.most[at] + 1 - len(tokens)

@@ -35,7 +35,7 @@ A = TypeVar("A", I32, torch.Tensor)
 
 
 class Room(NamedTuple):
-    """What a step of one kind holds."""
+    """How much a step of one kind has room for."""
 
     tokens: int
     sequences: int
@@ -64,7 +64,7 @@ class Inputs(Generic[A]):
     extra: list[A] = field(default_factory=list)  # what only this kind of step has
 
     def __iter__(self) -> Iterator[A]:
-        """All of them, in the order in which they lie in the buffer."""
+        """The arrays, in the order in which the buffer has them."""
         yield from (self.ids, self.pos, self.slots, self.where)
         for write, pages in zip(self.writes, self.pages, strict=True):
             yield write
@@ -72,14 +72,14 @@ class Inputs(Generic[A]):
         yield from self.extra
 
     def batch(self: Inputs[I32], q_start: I32, kv_len: I32, logit_rows: I32) -> Batch:
-        """The same as a host's batch, without the page tables: those are on the device alone."""
+        """These inputs as a Batch of the host's kind, without page tables: those are on the device alone."""
         blank = np.zeros((kv_len.size, 1), np.int32)
         first, *others = [Table(blank, write) for write in self.writes]
         return Batch(self.ids, self.pos, q_start, kv_len, blank, first.write, logit_rows, tuple(others))
 
     @classmethod
     def of(cls, flat: Sequence[A], groups: int) -> Inputs[A]:
-        """From that order."""
+        """Inputs of arrays in the order in which the buffer has them."""
         end = 4 + 2 * groups
         ids, pos, slots, where = flat[:4]
         return cls(ids, pos, slots, where, list(flat[4:end:2]), list(flat[5:end:2]), list(flat[end:]))
@@ -122,7 +122,7 @@ class Ladder(Generic[Kind]):
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
 
     def _common(self, room: Room) -> list[Field]:
-        """What every step has, in the order of Inputs."""
+        """The inputs that every kind of step has, in the order of Inputs."""
         tokens, sequences, changes, _ = room
         state = self._state
         found = [Field(tokens, 0), Field(tokens, 0), Field(sequences, state.spare)]
@@ -132,7 +132,7 @@ class Ladder(Generic[Kind]):
         return found
 
     def run(self, kind: Kind, given: Inputs[I32], more: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """One step; gives `more` back as it lies on the device, for whoever samples."""
+        """Run one step. Gives `more` back as tensors on the device, for sampling."""
         if (
             given.where.size > self.rooms[kind].changes
         ):  # a long prefix was found, say: its pages are set ahead of the step
@@ -153,7 +153,7 @@ class Ladder(Generic[Kind]):
 
     @torch.inference_mode()
     def _launch(self, kind: Kind, host: Inputs[I32] | None = None) -> None:
-        """Run the body over what lies in the buffer."""
+        """Run the body over the inputs in the buffer."""
         views, at = [], 0
         for own in self._fields[kind]:
             views.append(self._staging.view(at, own.size))
@@ -186,7 +186,7 @@ class Ladder(Generic[Kind]):
 
 
 def up_to(sizes: Sequence[int], most: int) -> list[int]:
-    """Those of the sizes that are under `most`, and `most`."""
+    """The sizes that are less than `most`, and `most`."""
     return [*(size for size in sizes if size < most), most]
 
 
@@ -207,7 +207,7 @@ def pad(array: I32, count: int, fill: int) -> I32:
 def _graph_of(
     body: Callable[[], None], device: torch.device, pool: Any, stream: torch.cuda.Stream
 ) -> torch.cuda.CUDAGraph:
-    """What `body` launches, as a graph. It runs once before: whatever is set up at a first run must not be captured."""
+    """The kernels that `body` launches, as a CUDA graph. It runs once before: whatever is set up at a first run must not be captured."""
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         body()

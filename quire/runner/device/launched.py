@@ -19,7 +19,7 @@ NOTHING: Mapping[Hidden, torch.Tensor] = {}
 
 @dataclass(slots=True)
 class Shape:
-    """How the numbers that come back are to be read: rows of logprobs behind the tokens, all of one width."""
+    """The layout of the numbers that come back from the device: rows of logprobs behind the tokens, all of one width."""
 
     top: int  # alternatives in each row of logprobs
     wanted: list[tuple[int, int]]  # places among the sampled rows that have logprobs, and how many alternatives
@@ -28,9 +28,9 @@ class Shape:
 
 @dataclass(slots=True)
 class Verification:
-    """What a step has to verify. `places` are those of its decode rows in plan.work, in the order of all arrays."""
+    """The draft tokens that a step verifies. `indices` are those of its decode rows in plan.work; all lists are in this order."""
 
-    places: list[int]
+    indices: list[int]
     most: list[int]  # draft tokens of each
     predicted: list[list[int]] = field(default_factory=list)  # by the host; empty where the proposer is on the device
     told: list[int] = field(default_factory=list)  # tokens that the host knew of each sequence
@@ -41,10 +41,10 @@ class Verification:
         None  # int64: how far each length lies above the least that it can be; 0 behind the last one
     )
 
-    def owners(self, places: list[int]) -> list[int]:
-        """Where each of these places of plan.work stands among `places`; behind the last one for rows of prompts."""
-        known = {i: j for j, i in enumerate(self.places)}
-        return [known.get(i, len(known)) for i in places]
+    def owners(self, indices: list[int]) -> list[int]:
+        """For each of these indices of plan.work its place in `indices`; for rows of prompts the place behind the last one."""
+        known = {i: j for j, i in enumerate(self.indices)}
+        return [known.get(i, len(known)) for i in indices]
 
     @property
     def widest(self) -> int:
@@ -86,7 +86,7 @@ class Launched(Pending):
         self.hidden: Mapping[Hidden, torch.Tensor] = NOTHING
 
     def keep(self, hidden: Mapping[Hidden, torch.Tensor] | None, tokens: int, taken: int) -> None:
-        """Note what was kept: of a padded step the rows that are its own, so many tokens and logit rows."""
+        """Note the hidden rows that the program kept, without the rows that padded the step: `tokens` of them, or `taken` logit rows."""
         if hidden:
             self.hidden = {which: rows[: taken if which.taken else tokens] for which, rows in hidden.items()}
 
@@ -107,7 +107,7 @@ class Launched(Pending):
 
 
 def logprob_of(token: int, row: np.ndarray, top: int, width: int) -> Logprob:
-    """One row of numbers as the host tells it; what the model itself ruled out is no alternative."""
+    """A Logprob from one row of numbers. Tokens that the model gives no probability are no alternatives."""
     ids, probs = row[2 : 2 + width][:top].tolist(), row[2 + width :][:top].tolist()
     best = [(int(t), p) for t, p in zip(ids, probs, strict=True) if p > -math.inf]
     return Logprob(token, float(row[0]), int(row[1]), best)

@@ -76,7 +76,7 @@ class PrefillSteps:
     def run(
         self, kind: Kind, batch: Batch, slots: I32, where: I32, pages: Sequence[I32], more: Sequence[np.ndarray]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One step: the logits of batch.logit_rows, and `more`, sent along for later."""
+        """Run one step. Gives the logits of batch.logit_rows, and `more`, sent along for later."""
         writes = [batch.table(g).write for g in range(len(pages))]
         extra = [batch.q_start, batch.kv_len, batch.logit_rows]
         if batch.adapters is not None:

@@ -67,7 +67,7 @@ HiddenRows: TypeAlias = Mapping[Hidden, torch.Tensor]
 
 
 class DeviceProposer(Protocol):
-    """On the device. Nothing that it does may wait for the device, or depend on the host's clock."""
+    """A proposer whose draft tokens are made on the device. Nothing that it does may wait for the device, or depend on the host's clock."""
 
     on_device: ClassVar[bool] = True
     groups: Sequence[KV]  # of its own layers, each a group; none where it has no layers

@@ -116,7 +116,9 @@ class DeviceRunner:
         self._slots = self._host.slots
         max_pages = self._slots.table.shape[1]
         self._state = DeviceState(max_seqs, max_pages, [k.pages for k in kv.groups], kv.page_size, self._device)
-        self._shares = program.shares and not kv.window  # rows with pages missing in front begin alike for nothing
+        self._shares = (
+            program.shares and not kv.window
+        )  # a window's rows lack their first pages, so prefixes cannot be shared
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
         self._drafting: Drafting | None = None
         if proposer is not None and drafts:
@@ -203,7 +205,7 @@ class DeviceRunner:
         task()
 
     def page_buffer(self, group: int, count: int) -> PageBytes:
-        """See Program."""
+        """A buffer for pages: see Program.page_buffer."""
         return self._program.page_buffer(group, count)
 
     @torch.inference_mode()
@@ -226,7 +228,7 @@ class DeviceRunner:
     # ---- launching
 
     def _follow(self, plan: Plan) -> None:
-        """What the device must know of slots that come and go."""
+        """Tell the device which slots a plan opens and closes."""
         for slot in plan.closed:
             self._choosing.sampling.close(slot)
         for new in plan.opened:
@@ -251,8 +253,8 @@ class DeviceRunner:
         self._sharing = self._shared(np.array([w.slot for w in works.values()], np.intp))
         if self._sharing is None:
             return works
-        places = list(works)
-        return {places[at]: works[places[at]] for at in self._sharing.order.tolist()}
+        indices = list(works)
+        return {indices[at]: works[indices[at]] for at in self._sharing.order.tolist()}
 
     def _notice(self, works: Iterable[Work]) -> None:
         """Whatever a step is for: where old pages change, a slot may have changed hands, and what was shared may not be."""
@@ -262,7 +264,7 @@ class DeviceRunner:
             self._known = None, None
 
     def _shared(self, own: Index) -> Sharing | None:
-        """What the rows of these slots share, if that is worth it. Looks only where slots or old pages have changed."""
+        """The prefixes that the rows of these slots share, if sharing is worth it. Computed anew only where slots or old pages changed."""
         known = self._known[0]
         if not self._shares:
             return None
@@ -278,7 +280,7 @@ class DeviceRunner:
         It does what `_arrange` and `_launch` do for such a step, in arrays over all rows.
         """
         slot = None if self._decode is None else self._host.decode_only(pending.plan)
-        if self._decode is None or slot is None or (found := self._host.places(slot)) is None:
+        if self._decode is None or slot is None or (found := self._host.next_positions(slot)) is None:
             return False
         if self._drafting is not None and self._drafting.loose[slot].any():
             return False  # where they go on, the device alone knows
@@ -398,10 +400,10 @@ class DeviceRunner:
         adapted = [] if batch.adapters is None else [batch.adapters]
         sent = self._staging.send([*arrays, *self._choosing.more(pending), *adapted])
         adapters = sent.pop() if adapted else None
-        ids, pos, q_start, kv_len, rows, slots, places = sent[:7]
+        ids, pos, q_start, kv_len, rows, slots, indices = sent[:7]
         pending.sent = sent[len(arrays) :]
         if where.size:
-            self._state.set_pages(places, *sent[7 : 7 + kinds])
+            self._state.set_pages(indices, *sent[7 : 7 + kinds])
         if pending.verification is not None and self._drafting is not None:
             self._drafting.correct(pending, batch, ids, pos, kv_len, sent[7 + kinds : len(arrays)])
         tables = self._state.page_tables(slots, sent[7 + kinds : len(arrays)], batch.pages.shape[1])
@@ -456,16 +458,16 @@ class DeviceRunner:
 
 
 def _changes(works: Iterable[Work], state: DeviceState) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Flat places of the page tables that a step changes, and the pages that go there in each group.
+    """The entries of the page tables that a step changes, as flat indices, and the pages that go there in each group.
 
     For a page that is not there the device is told of the spare one: it has an address, and nobody reads it.
     """
     changed = [w for w in works if w.pages]
     first = [w.slot * state.max_pages + w.page_from for w in changed]
-    places = [at + i for at, w in zip(first, changed, strict=True) for i in range(len(w.pages))]
+    indices = [at + i for at, w in zip(first, changed, strict=True) for i in range(len(w.pages))]
     pages = [[page for w in changed for page in w.pages]]
     pages += [[page for w in changed for page in w.more[g]] for g in range(len(state.tables) - 1)]
     told = [np.array(own, np.int32) for own in pages]
     for own, spare in zip(told, state.spare_pages, strict=True):
         own[own < 0] = spare
-    return np.array(places, np.int32), told
+    return np.array(indices, np.int32), told

@@ -1,4 +1,4 @@
-"""Which decode rows share the beginning of their contexts: read from page tables, so that attention reads it once.
+"""Decode rows that share the beginning of their contexts, found from page tables, so that attention reads a shared prefix once.
 
 Sequences that hit the same prefix have the same page numbers in front. Rows with a common beginning form a group; a group
 that splits further on is cut where that saves more reading. Rows of a group must follow one another in the batch, so the

@@ -80,7 +80,7 @@ class SlotSampling:
             self._histories.open(slot, stream.history.ids, stream.history.counts)
 
     def close(self, slot: int) -> None:
-        """It is over."""
+        """Forget a slot: its sequence has ended."""
         self._streams[slot] = None
         self._histories.close(slot)
 
@@ -113,7 +113,7 @@ class SlotSampling:
         k, drawing = params[:, _AT["top_k"]], params[:, _AT["temperature"]] > 0.0
         narrow = ((k > 0) & (k < self._vocab)) | (params[:, _AT["top_p"]] < 1.0) | (params[:, _AT["min_p"]] > 0.0)
         typical = np.flatnonzero((params[:, _AT["typical_p"]] < 1.0) & drawing)
-        every, histories = rows.size == slots.size, self._histories.places(own)
+        every, histories = rows.size == slots.size, self._histories.rows(own)
         found = RowSampling(rows, every, params, narrow & drawing, histories, typical)
         if span and owner is not None and drawing.any():
             every_place = at[:, None] + np.arange(1 + span)
@@ -170,7 +170,7 @@ class SlotSampling:
         )
 
     def add(self, metadata: SamplingMetadata, tokens: torch.Tensor) -> None:
-        """These tokens were chosen; codes are ignored."""
+        """Add the chosen tokens to the histories of their slots; codes in place of tokens are ignored."""
         if metadata.history is not None:
             self._histories.add(metadata.history, tokens)
 
@@ -206,7 +206,7 @@ class Histories:
         if slot in self._rows:
             self._free.append(self._rows.pop(slot))
 
-    def places(self, slots: np.ndarray) -> npt.NDArray[np.int32]:
+    def rows(self, slots: np.ndarray) -> npt.NDArray[np.int32]:
         """The row of each slot; nothing when no slot has any."""
         rows = [self._rows.get(slot, 0) for slot in slots.tolist()] if self._rows else []
         return np.array(rows if any(rows) else [], np.int32)

@@ -43,10 +43,10 @@ class Staging:
 
         All but the first `known` of them: who knows where they lie needs no views, and making one costs as much as its copy.
         """
-        places, end = [], 0
+        offsets, end = [], 0
         for array in arrays:
             end += end % 2 if array.dtype == np.float64 else 0
-            places.append(end)
+            offsets.append(end)
             end += array.size * (array.itemsize // 4)
         if end > self.capacity:
             if self._fixed:
@@ -56,14 +56,14 @@ class Staging:
         if self._cuda:
             self._copied[self._turn].synchronize()
         flat = host.numpy()
-        for at, array in zip(places, arrays, strict=True):
+        for at, array in zip(offsets, arrays, strict=True):
             size = array.size * (array.itemsize // 4)
             flat[at : at + size] = array.view(np.int32)
         self.buffer[:end].copy_(host[:end], non_blocking=True)
         if self._cuda:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
         self._turn = (self._turn + 1) % len(self._hosts)
-        told = zip(places[known:], arrays[known:], strict=True)
+        told = zip(offsets[known:], arrays[known:], strict=True)
         return [self.view(at, array.size, array.dtype == np.float64) for at, array in told]
 
     def view(self, at: int, count: int, wide: bool = False) -> torch.Tensor:
@@ -89,11 +89,11 @@ class Arrival:
 
     @property
     def ready(self) -> bool:
-        """Whether it is here."""
+        """Whether the copy has arrived."""
         return self._event is None or self._event.query()
 
     def wait(self) -> np.ndarray:
-        """Its numbers."""
+        """Wait for the copy, and give its numbers."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy()

@@ -38,7 +38,7 @@ class DeviceState:
         self.drafts = self.last.new_zeros(slots, most)
 
     def set_drafts(self, slots: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor) -> None:
-        """Note draft tokens (int32 [B, k], k at most what there is room for) and how many of each row's are meant."""
+        """Write draft tokens (int32 [B, k], k at most what there is room for) and how many each row has."""
         self.counts.index_copy_(0, slots, counts.clamp(0, drafts.shape[1]).to(torch.int32))
         self.drafts[:, : drafts.shape[1]].index_copy_(0, slots, drafts.to(torch.int32))
 
@@ -63,7 +63,7 @@ class DeviceState:
         return ids, pos, length + 1 + count, writes
 
     def set_pages(self, where: torch.Tensor, *pages: torch.Tensor) -> None:
-        """Write pages of each group at flat places of its table."""
+        """Write pages of each group into its table, at flat indices."""
         at = where.long()
         for table, new in zip(self.tables, pages, strict=True):
             table.view(-1).index_copy_(0, at, new)
@@ -83,5 +83,5 @@ class DeviceState:
         return torch.where(ids < 0, self.last[(-1 - ids).clamp(min=0).long()], ids)
 
     def set_last(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note what was sampled. A code in place of a token is noted as token 0, which nobody will be told of."""
+        """Write the last sampled token of each slot. A code in place of a token is written as token 0, which is in no answer."""
         self.last.index_copy_(0, slots, tokens.clamp(min=0).to(torch.int32))

@@ -79,7 +79,7 @@ class VerifySteps:
         pages: Sequence[I32],
         more: Sequence[np.ndarray],
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """One step: logits of every row, the best token of each (int64), and `more`, sent along for later.
+        """Run one step. Gives logits of every row, the best token of each (int64), and `more`, sent along for later.
 
         `bounds` are the least and the most tokens that each sequence can have computed before the step.
         """

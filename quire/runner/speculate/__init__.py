@@ -33,7 +33,7 @@ class DraftRows:
 
 
 class Proposer(Protocol):
-    """On the host. It is told every token of a sequence, in order."""
+    """A proposer on the host. It is told every token of a sequence, in order."""
 
     on_device: ClassVar[bool] = False
 
@@ -42,16 +42,16 @@ class Proposer(Protocol):
         ...
 
     def close(self, slot: int) -> None:
-        """It is over. Closing a slot that is not open is harmless."""
+        """Forget the sequence in a slot. Closing a slot that is not open is harmless."""
         ...
 
     def propose(self, batch: DraftRows, hidden: Any = None) -> list[list[int]]:
-        """For each row at most `ahead + most` tokens that may come next: all that are predicted, then the draft tokens.
+        """Predict the next tokens of every row: at most `ahead + most` tokens that may come next: all that are predicted, then the draft tokens.
         None where there is nothing to go by. `hidden` is what it asked of the model; host proposers ask for nothing."""
         ...
 
     def learn(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
-        """These tokens came, after so many draft tokens: all but the last of them were drafted."""
+        """Add the tokens that a step gave, of which all but the last were draft tokens. `drafted`: how many draft tokens it verified."""
         ...
 
 

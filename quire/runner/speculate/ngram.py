@@ -49,7 +49,7 @@ class NGram:
         ]
 
     def _continue(self, slot: int, count: int) -> list[int]:
-        """So many tokens that may follow what the sequence has said; none where it has not said the like."""
+        """Up to that many tokens that followed the last n-gram where it occurred before; none where it did not."""
         said = self._tokens[slot, : self._length[slot]]
         end, same = _match(said)
         if same < self._need[slot]:
@@ -94,5 +94,5 @@ def _match(said: npt.NDArray[np.int32]) -> tuple[int, int]:
 
 
 def open(*, max_seqs: int, max_context: int) -> NGram:
-    """For an engine of that size."""
+    """The proposer, for an engine of that size."""
     return NGram(max_seqs, max_context)

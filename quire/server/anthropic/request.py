@@ -90,7 +90,7 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, kw_only=True):
-    """What is counted: the fields of /v1/messages/count_tokens."""
+    """The fields that are counted by /v1/messages/count_tokens."""
 
     model: str
     messages: list[Turn]

@@ -232,7 +232,7 @@ async def _answer(
 
 
 class _Told:
-    """What is told of one answer: an object for each piece of text, and a last one with the reason, the counts and the times."""
+    """The events of one answer: an object for each piece of text, and a last one with the reason, the counts and the times."""
 
     def __init__(self, model: str, asked: Common, ids: list[int], prompt: str | list[int]):
         self.model = model

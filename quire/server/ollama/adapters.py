@@ -131,7 +131,7 @@ class Loading:
                 say(f"{manifest.name} is not answered: its adapter could not be loaded: {error}")
 
     def _adapted(self, model: Model, path: str) -> list[tuple[Manifest, Path]]:
-        """Of a file that is served twice, the first model has the adapters."""
+        """The adapters that made names of this file have, with their files. Only the first model that serves the file gets them."""
         store = self._names.server.store
         return [] if store is None or self._names.model_at(path) is not model else store.adapted(path)
 

@@ -47,7 +47,7 @@ class Card:
     defaults: Defaults | None = None  # of a name that was made from another
 
     def listed(self) -> dict[str, Any]:
-        """As /api/tags has it."""
+        """The card as /api/tags lists it."""
         return {
             "name": self.name,
             "model": self.name,

@@ -85,7 +85,8 @@ def _abilities(model: Model | None) -> list[str]:
 
 
 def _shown(card: cards.Card, able: list[str]) -> dict[str, Any]:
-    """As /api/show has it. The template is the model's own, in Jinja; the parameters are what holds where a client says nothing."""
+    """The card as /api/show has it. The template is the model's own, in Jinja; the parameters are what holds where a client says
+    nothing."""
     made = card.defaults
     chosen: dict[str, Any] = {**requests.DEFAULTS, **({} if made is None else made.parameters)}
     lines: list[str] = []
@@ -112,7 +113,7 @@ def _shown(card: cards.Card, able: list[str]) -> dict[str, Any]:
 
 
 def _loaded(model: Model, card: cards.Card | None) -> dict[str, Any]:
-    """As /api/ps has a model. While it loads, and while its engine is down, it is not told of."""
+    """The model as /api/ps lists it. While it loads, and while its engine is down, it is not listed."""
     info = model.info
     taken = info.weight_bytes + info.kv_bytes
     kind = info.backend.partition(" ")[0]

@@ -54,6 +54,10 @@ class Names:
         """The first served model whose file that is."""
         return next((model for model in self.server.models if model.path == path), None)
 
+    def loaded_from(self, name: str) -> Model | None:
+        """The first served model that was loaded by that name of the store, whatever it is called here."""
+        return next((model for model in self.server.models if model.source == name), None)
+
     def defaults(self, name: str) -> tuple[Model, Defaults] | None:
         """What a name that was made from a served model says by default, and which model that is; None for any other name."""
         manifest, store = self.manifest(canonical(name)), self.server.store

@@ -98,8 +98,9 @@ def register(app: FastAPI, names: Names) -> None:
         store = writable(names.server, caller_of(request.scope))
         given = model_name(asked.model or asked.name)
         name = canonical(given)
-        if (model := names.get(given)) is not None:
-            raise BadRequest(f"{model.name} is being served", cure="stop its server first", param="model")
+        if (model := names.get(given) or names.loaded_from(name)) is not None:
+            called = "" if model.name == name else f", as {model.name}"
+            raise BadRequest(f"{name[:128]} is being served{called}", cure="stop its server first", param="model")
         if await in_thread(lambda: store.get(name)) is None:
             raise NotFound(f"model {given[:128]!r} is not here", cure="GET /api/tags lists what is", param="model")
         await in_thread(lambda: store.remove(name))
@@ -311,7 +312,7 @@ COMPAT = (
         dialect="Ollama",
         method="DELETE",
         path="/api/delete",
-        what="Of models in the store; the served one is not deleted.",
+        what="Of models in the store; one that is being served is not deleted.",
         fields=(Fields(shape=DeleteRequest, notes=_NAME),),
         example={"model": "none-such"},
         surface="model",

@@ -134,7 +134,7 @@ async def _encoded(served: Served, asked: CompletionRequest, prompt: str | list[
 
 
 def _until_filled(served: Served, sampling: SamplingParams) -> SamplingParams:
-    """The same, ended by the tokens that such models write when the gap is filled."""
+    """The sampling parameters, which also stop at the tokens that such models write when the gap is filled."""
     tokens = served.tokenizer.infill
     if tokens is None or sampling.ignore_eos:
         return sampling
@@ -261,12 +261,12 @@ class _Answer:
         return (item, receipt) if speaks or (tokens and self.asked.return_token_ids) else None
 
     def _reason(self, chunk: Chunk) -> str | int | None:
-        """What ended it, if the client named it: the ends of a filled gap are ours."""
+        """The stop text that ended it, if the client named it: the tokens that end a filled gap are not told."""
         named = not isinstance(chunk.stop_reason, int) or chunk.stop_reason in (self.asked.stop_token_ids or ())
         return chunk.stop_reason if named else None
 
     def _begin(self, choice: _Choice, prompt: int, item: dict[str, Any]) -> None:
-        """What goes before the first text of a choice: the echo, and scores of the prompt."""
+        """The text and scores that go before the first text of a choice: the echo of the prompt."""
         choice.begun = True
         source, scores = self.prompts[prompt], self.scores.get(prompt, [])
         if self.asked.prompt_logprobs is not None:

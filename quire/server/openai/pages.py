@@ -15,7 +15,7 @@ MAX_ID = 128
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which part of a list is asked for."""
+    """The part of a list that is asked for."""
 
     limit: int
     after: str | None

@@ -48,7 +48,7 @@ class Calls:
 
     @property
     def whole(self) -> bool:
-        """There are calls, and the arguments of each are JSON: none was cut."""
+        """Whether there are calls, and the arguments of each are JSON: none was cut."""
         return bool(self.ids) and all(arguments_of(call) is not None for call in self.all())
 
 
@@ -163,7 +163,7 @@ class Partial:
 
     @property
     def called(self) -> bool:
-        """It ended with calls to make: not cut by a length, nor by a stop string inside of one."""
+        """Whether it ended with calls to make: not cut by a length, nor by a stop string inside of one."""
         if self.finish != "stop" or not self.calls:
             return False
         return not isinstance(self.stop_reason, str) or self.calls.whole

@@ -68,7 +68,7 @@ class History:
 
     @property
     def unnumbered(self) -> bool:
-        """There are calls, and none has an id that the client knows."""
+        """Whether there are calls, and none has an id that the client knows."""
         return bool(self._names) and not self._numbered
 
     def called(self, where: str, id: str | None, name: str, arguments: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def usage(made: list[Embedded]) -> dict[str, int]:
 
 
 def cut(made: list[Embedded]) -> dict[str, Any]:
-    """What is to be said of texts that were cut: how many tokens of each, by index. Nothing where none was."""
+    """A field of the answer about texts that were cut: how many tokens of each, by index. Empty where none was."""
     cuts = {str(i): one.cut for i, one in enumerate(made) if one.cut}
     return {"quire": {"cut_tokens": cuts}} if cuts else {}
 

@@ -110,7 +110,7 @@ def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History)
 
 
 def _reasoning(where: str, message: ChatMessage) -> str | None:
-    """What was sent back of the reasoning, under either of its names."""
+    """The reasoning that was sent back, under either of its names."""
     old, new = message.reasoning_content, message.reasoning
     if old and new and old != new:
         raise BadRequest(f"{where}: reasoning and reasoning_content differ: send one", param=f"{where}.reasoning")

@@ -94,7 +94,7 @@ def _check_allowed(server: Server, request: Request) -> None:
 
 
 def _client(served: Served) -> AdapterClient:
-    """Who loads adapters."""
+    """The client that loads adapters."""
     client = served.client
     if not isinstance(client, AdapterClient):
         raise Unsupported("this server's engine has no adapters")

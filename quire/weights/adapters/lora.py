@@ -1,4 +1,4 @@
-"""What a LoRA adapter is once it is read, whichever of the two kinds of file it came in: pairs of matrices by module name.
+"""A LoRA adapter as it was read, from either kind of file: pairs of matrices by module name.
 
 Names are the file's own; which weight of a model they mean is for `models/adapter_targets.py`, which also checks every shape against that weight. Nothing here
 knows a model. Matrices are views of the mapped file. Pickled adapters are never opened.
@@ -25,7 +25,7 @@ MAX_MODULES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What an adapter adds to one module: scale * b a."""
+    """The pair of matrices that an adapter adds to one module: scale * b a."""
 
     module: str  # as the file calls it, without what the format puts around it
     a: Dense  # [r, k]
@@ -40,7 +40,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter, read and found consistent in itself."""
+    """An adapter that was read and found consistent in itself."""
 
     path: str  # the file that holds the tensors, for messages
     kind: str  # "peft" or "gguf": whose names its modules have, and whose order of rows
@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Of its largest module."""
+        """The rank of its largest module."""
         return max(m.rank for m in self.modules)
 
     @property
@@ -88,7 +88,7 @@ def pair_up(
 
 
 def _dense(layout: Layout) -> Dense:
-    """As it is, or as float32 where it is quantized."""
+    """The layout as it is, or as float32 where it is quantized."""
     return layout if isinstance(layout, Dense) else Dense(layout.dequantize(), "f32")
 
 

@@ -143,7 +143,7 @@ def _reading(archive: Path) -> Iterator[tuple[Callable[[], Iterator[Member]], st
 
 
 def _tar_members(archive: Path) -> Iterator[Member]:
-    """In the order of the archive, each read before the next: what is compressed cannot be read backwards."""
+    """The members of a tar file, in its order, each read before the next: what is compressed cannot be read backwards."""
     with tarfile.open(archive, "r:gz") as t:
         for count, info in enumerate(t):
             if count >= MAX_MEMBERS:

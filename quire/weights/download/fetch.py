@@ -34,7 +34,7 @@ LOOK = 64 << 10  # bytes of a file's beginning that are looked at while the rest
 
 
 class PartState(msgspec.Struct, frozen=True):
-    """What x.json says of x.part."""
+    """The contents of x.json, which describes the unfinished download x.part."""
 
     name: str  # what the user asked for, to tell how to resume
     url: str
@@ -45,7 +45,7 @@ class PartState(msgspec.Struct, frozen=True):
 
     @property
     def validator(self) -> str | None:
-        """What If-Range may carry: a strong ETag, else the date."""
+        """The value for If-Range: a strong ETag, else the date."""
         if self.etag and not self.etag.startswith("W/"):
             return self.etag
         return self.modified
@@ -66,7 +66,7 @@ def discard(part: Path) -> None:
 
 
 class Transfer:
-    """One remote file on its way into `part`. The caller holds the lock on it."""
+    """The download of one remote file into `part`. The caller holds the lock on it."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Transfer:
         self.state = PartState(self.name, self.remote.url, self.remote.sha256)
 
     def _attempt(self) -> bool:
-        """One request and what came of it: True when the file is whole, False to ask again from the start."""
+        """Make one request: True when the file is whole, False to ask again from the start."""
         headers: dict[str, str] = {}
         if self.have:
             headers["Range"] = f"bytes={self.have}-"
@@ -241,7 +241,7 @@ class Transfer:
         return self.lanes > 1 and ranges and known and missing > 2 * segments.SEGMENT
 
     def _stream(self, reply: Reply, until: int | None = None) -> None:
-        """What the answer holds, up to a byte if that is given."""
+        """The bytes of the response, up to a byte if that is given."""
         total = self.state.total
         bound = total if total is not None else self.remote.size
         with open_raw(self.part, "ab") as out:
@@ -355,7 +355,7 @@ def open_raw(path: Path, mode: Literal["ab", "wb"]) -> FileIO:
 
 
 def write_all(out: FileIO, data: bytes, path: Path) -> None:
-    """All of `data` to an unbuffered file, whose write may be short."""
+    """Write all of `data` to an unbuffered file, whose write may be short."""
     view = memoryview(data)
     with disk_errors(path):
         while view:

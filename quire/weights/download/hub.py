@@ -72,7 +72,7 @@ class _File:
 
 
 class RepositoryPull:
-    """One pull of one repository. `accepts` raises for a configuration that cannot be run."""
+    """The download of one repository. `accepts` raises for a configuration that cannot be run."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class RepositoryPull:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def _bring(self, files: list[_File], commit: str) -> list[Path]:
-        """Each file's content, in the cache."""
+        """Bring each file's content into the cache."""
         wanted = [(f, self.folder / "blobs" / (f.etag or key(f"{commit}/{f.path}"))) for f in files]
         here = [b.exists() and not (self.force and self._damaged(f, b)) for f, b in wanted]
         parts = [_size(b.with_name(f"{b.name}.part")) for _, b in wanted]
@@ -250,7 +250,7 @@ class RepositoryPull:
 
 
 def _git_id(path: Path) -> str:
-    """What git calls a file's content."""
+    """The id that git gives a file's content."""
     data = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 

@@ -69,7 +69,7 @@ class Slice:
 
 
 def run_all(jobs: Sequence[Callable[[], T]], stop: threading.Event, threads: int = THREADS) -> list[T]:
-    """What each job gives, in their order. Raises the first failure once the others have stopped."""
+    """The results of all jobs, in their order. Raises the first failure once the others have stopped."""
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for i in range(len(jobs)):
         left.put(i)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Where a transfer tells how it goes. `start` comes again when a transfer starts over."""
+    """The listener to a transfer's progress. `start` comes again when a transfer starts over."""
 
     def start(self, total: int | None, label: str, done: int = 0) -> None:
         """A transfer of `total` bytes (None: unknown) begins, `done` of them being here already."""

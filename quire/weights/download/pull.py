@@ -1,4 +1,4 @@
-"""One pull of one model: its sources in turn, until one gives the bytes that are wanted, verified, in the store.
+"""The download of one model: its sources in turn, until one gives the bytes that are wanted, verified, in the store.
 
 A source gives a file, parts of a file, a file or a folder inside an archive, or a repository (hub.py). The lock of the model is held by
 the caller. Whatever fails, what a later try can use is kept, and an interrupt says how much that is.

@@ -1,4 +1,4 @@
-"""Which files of a repository make a model: its configuration, its tokenizer and its weights, and nothing else.
+"""The files of a repository that make a model: its configuration, its tokenizer and its weights, and nothing else.
 
 One rule for the hub and for folders inside packages. Weights are safetensors: the index names the shards, without one it is
 model.safetensors or the only such file. A repository that has weights only as pickles is refused, with the reason and the way out; so is

@@ -95,7 +95,7 @@ class Http:
     sleep: Callable[[float], None] = time.sleep
 
     def trusting(self, cafile: str | None) -> Http:
-        """This client, with the certificates in `cafile` trusted too."""
+        """A client like this one, with the certificates in `cafile` trusted too."""
         return replace(self, cafile=cafile) if cafile else self
 
     def head(self, url: str, *, auth: str | None = None, cures: Mapping[int, str] | None = None) -> Reply:

@@ -33,7 +33,7 @@ SPLIT = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
 class _File(MappedFile):
-    """One mapped file: its keys, and its own tensors."""
+    """A mapped file: its keys, and its own tensors."""
 
     wanted = "name a .gguf file"
 
@@ -87,11 +87,11 @@ class GGUF(_File):
         return formats.load(info.type).read(self._where.get(name, self).bytes_of(info), info.shape)
 
     def octets(self, name: str) -> Bytes:
-        """No format of this file has tensors of bytes that mean nothing by themselves."""
+        """Refuse: no format of GGUF has tensors of bytes that mean nothing by themselves."""
         raise BadModelFile(f"{self.path}: tensor {name!r} is {self.tensors[name].type}: bytes are needed")
 
     def release(self, name: str) -> None:
-        """Let go of a tensor's pages, once it has been repacked; a later read brings them back from the file."""
+        """Give back the file pages of a tensor, once it has been repacked; a later read brings them back from the file."""
         self._where.get(name, self).release_tensor(self.tensors[name])
 
     def file_of(self, name: str) -> str:
@@ -173,7 +173,7 @@ def expanded(gguf: GGUF) -> list[str]:
 
 
 def describe(gguf: GGUF) -> dict[str, object]:
-    """What `quire show` tells about a file. What the file does not say is None.
+    """The facts that `quire show` tells about a file. What the file does not say is None.
 
     Text is safe to print: control characters and bytes that are not text are replaced, and a long one is cut.
     """

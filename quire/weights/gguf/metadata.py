@@ -1,4 +1,4 @@
-"""What a GGUF file says about itself: keys with typed values.
+"""The metadata of a GGUF file: keys with typed values.
 
 A read-only mapping with getters that either return what the caller can use or raise BadModelFile naming the key.
 Integers, floats and booleans are Python's; text is `str` (bytes that are not UTF-8 are escaped, see `gguf_strings`);

@@ -27,7 +27,7 @@ class HeaderStart:
 
 
 def peek(name: str, head: bytes) -> HeaderStart | None:
-    """What those first bytes say, or None where they do not say it. Raises BadModelFile for what is no GGUF."""
+    """The facts in those first bytes of a file, or None where they are not in them. Raises BadModelFile for what is no GGUF."""
     if not head.startswith(MAGIC):
         raise BadModelFile(f"{name} is not a GGUF file: it starts with {head[:4]!r}")
     at = 24  # magic, version, two counts

@@ -59,7 +59,7 @@ class Strings(Sequence[str]):
         return int(self._heads[-1] - self._heads[0]) - 8 * len(self)
 
     def tolist(self) -> list[str]:
-        """All of them."""
+        """All strings as a list."""
         # If the only zeros are those of the lengths, one zero can stand for each length: then one decode and one split
         # do the work of a loop. Lengths below 65,536 are all zeros once their two low bytes are blotted out.
         heads = self._heads[:-1]
@@ -73,7 +73,7 @@ class Strings(Sequence[str]):
         return [text.decode("utf-8", ESCAPE) for text in self.tobytes()]
 
     def tobytes(self) -> list[bytes]:
-        """All of them, as the bytes they are in the file."""
+        """All strings, as the bytes they are in the file."""
         data, heads = self._data.tobytes(), self._heads.tolist()
         return [data[a + 8 : b] for a, b in pairwise(heads)]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """What a source parsed. Its text is canonical: parsing it again gives an equal target."""
+    """A name that a source has parsed. Its text is canonical: parsing it again gives an equal target."""
 
     def __str__(self) -> str: ...
 
@@ -62,7 +62,7 @@ class Remote:
 
 
 class Source(Protocol):
-    """What a module of this folder offers."""
+    """The functions that each module of this folder has."""
 
     def parse(self, rest: str, part: bool = False) -> Target:
         """The target that `rest` (the name without its scheme) means; a part may have any suffix.

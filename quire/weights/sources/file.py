@@ -77,7 +77,7 @@ def locate(target: FileTarget, env: Environment, http: Http) -> Local:
 
 
 def _hub(path: Path) -> str:
-    """How a file of the hub is written; the name itself, where it could be one."""
+    """The name of a hub file as it should be written; the name itself, where it could be one."""
     parts = path.parts
     deep_enough = (
         len(parts) > 2 if path.suffix == ".gguf" else len(parts) == 2

@@ -73,7 +73,7 @@ def authorization(env: Environment) -> str | None:
 
 
 def cures(target: HubTarget, env: Environment) -> dict[int, str]:
-    """What to do about the hub's refusals."""
+    """Advice for each of the hub's refusals."""
     gated = (
         "the token in HF_TOKEN may not read it: accept the model's terms on its page, or use another token"
         if env.hf_token

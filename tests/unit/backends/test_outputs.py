@@ -15,7 +15,7 @@ import pytest
 
 from quire import models
 from quire.backends import cases
-from quire.backends.adapters import Pair, Site
+from quire.backends.adapters import Pair, Target
 from quire.backends.batch import Batch, Table
 from quire.backends.choose import open_backend
 from quire.backends.early import take_early
@@ -280,14 +280,14 @@ def test_a_model_marks_a_layer_once_and_before_rows_are_taken():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_with_adapters_are_kept_too(variant: str):
-    """Rows whose slot has a pair at a site, and rows that have none."""
+    """Rows whose slot has a pair for a target, and rows that have none."""
     rng = np.random.default_rng(3)
     weight, a, b = (Dense(cases.floats(rng, *shape, scale=0.3), "f32") for shape in ((8, 8), (2, 8), (8, 2)))
-    site = Site("own", 8, 8, 2, 2)
-    site.pairs[1] = Pair(a, b, 0.5)
+    target = Target("own", 8, 8, 2, 2)
+    target.pairs[1] = Pair(a, b, 0.5)
 
     def forward(ops: Ops, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-        x = ops.add(inputs["x"], ops.adapt(ops.linear(inputs["x"], weight), inputs["x"], batch.adapters, site))
+        x = ops.add(inputs["x"], ops.adapt(ops.linear(inputs["x"], weight), inputs["x"], batch.adapters, target))
         ops.mark(x, 1)
         return ops.take(ops.scale(x, 2.0), batch.logit_rows)
 

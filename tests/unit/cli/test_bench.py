@@ -388,6 +388,7 @@ def test_a_dataset_that_is_not_there(lab: Lab, model: str, tmp_path: Path) -> No
 def test_the_progress_line_is_for_terminals(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     with bench.Line() as line:
         line.show("round 1")
     assert capsys.readouterr().err == ""

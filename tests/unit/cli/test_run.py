@@ -297,6 +297,7 @@ def test_on_a_terminal_the_model_cannot_steer_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_spinner_moves_on_a_terminal_only_and_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     err = Screen()
     monkeypatch.setattr(sys, "stderr", err)
     with run.Spinner("loading"):

@@ -119,6 +119,7 @@ def test_several_models_and_their_names(started: list[Any], tmp_path: Path):
     models, server, engines = started
     assert [one.names for one in models] == [("chat", "default"), ("a=b",), ("qwen2.5-coder:1.5b",)]
     assert models[0].model == "smollm2:135m"
+    assert [one.source for one in models] == ["smollm2:135m", "", "qwen2.5-coder:1.5b"]
     assert [e.name for e in engines] == ["chat", "a=b", "qwen2.5-coder:1.5b"]
     assert [e.memory_share for e in engines] == [1 / 3] * 3
     assert server.state_dir is not None and server.state_dir.name == "chat"

@@ -89,7 +89,7 @@ class CountingRunner:
 
 
 class OpenHooks(NoAdapters):
-    """Adapters that are nothing but names. A load waits for the file `door`, and dies where the file `mark` is."""
+    """Adapters that are nothing but names. A load waits for the file `release`, and dies where the file `mark` is."""
 
     def __init__(self, loras: tuple[tuple[str, str], ...]):
         self.loaded: dict[str, AdapterInfo] = {}
@@ -101,9 +101,9 @@ class OpenHooks(NoAdapters):
 
     def load(self, name: str, path: str) -> AdapterInfo:
         words = dict(w.partition("=")[::2] for w in os.path.basename(path).split(","))
-        if door := words.get("door", "").replace("|", "/"):
-            open(f"{door}.reached", "w").close()
-            while not os.path.exists(door):
+        if release := words.get("release", "").replace("|", "/"):
+            open(f"{release}.reached", "w").close()
+            while not os.path.exists(release):
                 time.sleep(0.005)
         if "bad" in words:
             raise BadModelFile("no adapter")

@@ -119,12 +119,12 @@ def test_a_row_gets_the_same_bits_in_any_mixture(quantize: str | None, tmp_path:
             differs(others[a], others[b])
 
 
-def test_a_program_with_sites_gives_a_plain_row_the_bits_of_one_without(tmp_path: Path):
+def test_a_program_with_targets_gives_a_plain_row_the_bits_of_one_without(tmp_path: Path):
     from tests.unit.models.programs import Loaded
 
     path = tiny.write_gguf(tiny.build(hidden_size=128, num_attention_heads=4), tmp_path / "m.gguf", "Q8_0")
-    with_sites = Adapted(path, [], "native", most=64).logits(TOKENS, -1, 9)
-    np.testing.assert_array_equal(with_sites, Loaded(path, "native", most=64).logits(TOKENS, 9))
+    with_targets = Adapted(path, [], "native", most=64).logits(TOKENS, -1, 9)
+    np.testing.assert_array_equal(with_targets, Loaded(path, "native", most=64).logits(TOKENS, 9))
 
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
@@ -138,7 +138,7 @@ def test_slots_are_filled_cleared_and_filled_again(backend: str, tmp_path: Path)
     fit = loaded.targets.fit
     from quire.weights.adapters.read import open_adapter
 
-    loaded.program.place(0, fit(open_adapter(tmp_path / "b")))  # other sites than before: what is left out is gone
+    loaded.program.place(0, fit(open_adapter(tmp_path / "b")))  # other targets than before: what is left out is gone
     close(loaded.logits(TOKENS, 0), exact(second, TOKENS))
     loaded.program.place(0, {})
     np.testing.assert_array_equal(loaded.logits(TOKENS, 0), before)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.backends.adapters import Pair as Halves
-from quire.backends.adapters import Site
+from quire.backends.adapters import Target
 from quire.backends.native.backend import NativeBackend
 from quire.layouts import Dense
 from quire.runner.lora import Loras
@@ -233,10 +233,10 @@ def test_a_peak_tells_of_what_is_not_a_number(what: float, token: int) -> None:
 class Adapted(TinyLlama):
     """With a place for adapters at its logits."""
 
-    site = Site("head", V, WIDTH, slots=2, rank=4)
+    target = Target("head", V, WIDTH, slots=2, rank=4)
 
     def logits(self, ops: Any, batch: Any, x: Any) -> Any:
-        return ops.adapt(super().logits(ops, batch, x), x, batch.taken_adapters, self.site)
+        return ops.adapt(super().logits(ops, batch, x), x, batch.taken_adapters, self.target)
 
 
 def test_adapters_beside_none_and_in_any_order() -> None:
@@ -247,7 +247,7 @@ def test_adapters_beside_none_and_in_any_order() -> None:
         rng = np.random.default_rng(3)
         for key in ("one", "two"):
             a, b = (Dense(4 * rng.standard_normal(shape).astype(np.float32), "f32") for shape in ((4, WIDTH), (V, 4)))
-            loras.put(key, {Adapted.site: Halves(a, b, 1.0)})
+            loras.put(key, {Adapted.target: Halves(a, b, 1.0)})
     names = ["", "two", "one", "one", "", "two"]
     prompts = [[8, 9, 10 + s] for s in range(6)]
     opened = [msgspec.structs.replace(opening(s, p, GREEDY), adapter=names[s]) for s, p in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""The whole house without a model: HTTP, dialects, chat, the engine's loop and its guides, over logits that are noise.
+"""The whole server without a model: HTTP, dialects, chat, the engine's loop and its masks, over logits that are noise.
 
 What comes back was never meant by anybody, so whatever satisfies its constraint does so because it was held to it. The
 template has reasoning and tool calls, whose marks are control tokens, and the noise likes to write them.
@@ -63,8 +63,8 @@ class Noise:
 
 def build(config: EngineConfig, env: Any, progress: Any = None) -> tuple[Engine, EngineInfo]:
     """As `build_engine`."""
-    guides = ConstraintMasks(V)
-    limits = (*standard(SLOTS + 8, PAGE), guides.limit)
+    masks = ConstraintMasks(V)
+    limits = (*standard(SLOTS + 8, PAGE), masks.limit)
     tree = PrefixTree(Pool(PAGES), PAGE)
     scheduler = Scheduler(tree, slots=SLOTS, budget=BUDGET, context=CONTEXT, draw=lambda: 7, limits=limits)
     runner = Runner(
@@ -90,7 +90,7 @@ def build(config: EngineConfig, env: Any, progress: Any = None) -> tuple[Engine,
         weight_bytes=1,
         kv_bytes=1,
     )
-    return Engine(scheduler, runner, 0, masks=guides), info
+    return Engine(scheduler, runner, 0, masks=masks), info
 
 
 @contextmanager

@@ -24,6 +24,7 @@ VLLM = {
     "vllm:generation_tokens": "counter",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
+    "vllm:external_prefix_cache_hits": "counter",
     "vllm:request_success": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
@@ -76,7 +77,7 @@ async def test_the_engines_own_numbers():
     service = service_over(completer)
     completer.client.snapshot = Stats(
         running=3, waiting=4, pages_total=200, pages_used=50, prompt_tokens=11, output_tokens=12, prefix_queries=13,
-        prefix_hits=5, preemptions=2, steps=99,
+        prefix_hits=5, preemptions=2, steps=99, loading=1, loaded_tokens=7,
     )  # fmt: skip
     service.models.first.restarted = 6
     completer.client.hangs = 2
@@ -84,11 +85,13 @@ async def test_the_engines_own_numbers():
         scrape = Scrape((await http.get("/metrics")).text)
     assert scrape.value("vllm:num_requests_running") == 3
     assert scrape.value("vllm:num_requests_waiting") == 4
+    assert scrape.value("quire_num_requests_loading") == 1
     assert scrape.value("vllm:kv_cache_usage_perc") == 0.25
     assert scrape.value("vllm:prompt_tokens_total") == 11
     assert scrape.value("vllm:generation_tokens_total") == 12
     assert scrape.value("vllm:prefix_cache_queries_total") == 13
     assert scrape.value("vllm:prefix_cache_hits_total") == 5
+    assert scrape.value("vllm:external_prefix_cache_hits_total") == 7
     assert scrape.value("vllm:num_preemptions_total") == 2
     assert scrape.value("quire_engine_restarts_total") == 6
     assert scrape.value("quire_engine_hangs_total") == 2

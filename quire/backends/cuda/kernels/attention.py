@@ -31,7 +31,7 @@ from quire.backends.torch.quantized import LARGEST
 
 @triton.jit
 def tanh(x):
-    """By one exponential: exact at both ends, 1e-7 absolute between."""
+    """tanh by one exponential: exact at both ends, 1e-7 absolute between."""
     return 1.0 - 2.0 / (tl.exp2(x * 2.0 * LOG2E) + 1.0)
 
 
@@ -274,7 +274,7 @@ def verify_tile(rows: int) -> Tile:
 
 
 def choose_splits(sequences: int, kv_heads: int, max_kv: int, processors: int = 132) -> int:
-    """How many parts fill the device: about four programs a processor, none shorter than a block of 64."""
+    """The number of parts of a context that fill the device: about four programs a processor, none shorter than a block of 64."""
     wanted = (4 * processors) // max(1, sequences * kv_heads)
     return max(1, min(wanted, max_kv // 64, 64))
 
@@ -338,7 +338,7 @@ def attend(
     part_first: int = 0,
     pdl: bool = False,
 ) -> None:
-    """One launch of the kernel, over the sequences with min_rows < rows <= max_rows.
+    """Launch the kernel once, over the sequences with min_rows < rows <= max_rows.
 
     `blocks` bounds the tiles of query rows; None means one tile for each sequence (max_rows must then fit the tile).
     Caches of codes have scales [pages, Hk, page], one for each token and head. Without `pos` no row is hidden from any

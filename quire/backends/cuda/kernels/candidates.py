@@ -1,4 +1,4 @@
-"""From a row of scores over the vocabulary to the few tokens that matter, in three passes and without a sort.
+"""Finding the few tokens that matter in a row of scores over the vocabulary, in three passes and without a sort.
 
   peaks    each chunk's best score, its place, and its probability mass relative to that
   bins     how many tokens lie how far below the row's best, in steps of a quarter of a nat
@@ -46,7 +46,7 @@ def row_peak(peaks, row, chunks, CHUNKS_PAD: tl.constexpr):
 
 @triton.jit
 def distance_bin(value, peak, temperature):
-    """How far below the peak, in bins. Monotone, so equal scores share a bin."""
+    """The distance of a score to the peak, in bins. Monotone, so equal scores share a bin."""
     far = (peak - value) / temperature * STEPS
     return tl.minimum(far, BINS - 1.0).to(tl.int32)
 

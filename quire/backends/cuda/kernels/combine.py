@@ -26,7 +26,7 @@ _AHEAD = 8  # parts that are loaded before the first of them is merged
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where parts of a context leave their results before they are merged."""
+    """The memory where parts of a context leave their results before they are merged."""
 
     part: torch.Tensor  # [tokens, heads, parts, head_dim] float32
     lse: torch.Tensor  # [tokens, heads, parts] float32, base 2; for parts at fixed positions their peak
@@ -52,7 +52,7 @@ def merge(acc, peak, total, next_acc, next_peak, next_total):
 
 @triton.jit
 def with_sink(acc, peak, total, sink):
-    """One more key, that weighs and says nothing."""
+    """Add an attention sink: one more key, that has weight and no value."""
     new = tl.maximum(peak, sink)
     fade = tl.exp2(peak - new)
     return acc * fade[:, None], new, tl.fma(total, fade, tl.exp2(sink - new))

@@ -1,4 +1,4 @@
-"""One row times a function of another, elementwise: x * sigmoid(gate), or silu(gate) * x where the two are no one product."""
+"""A row times a function of another, elementwise: x * sigmoid(gate), or silu(gate) * x where the two are not one product."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportReturnType=false

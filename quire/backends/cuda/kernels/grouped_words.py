@@ -42,7 +42,7 @@ _FEW = 4, 4  # so many rows at most, and parts of k that fill the device then
 
 
 def block_of(pairs: int, count: int, top: int, gated: bool = False) -> Block:
-    """Which configuration so many pairs of rows and their `top` choices get."""
+    """The launch configuration for so many pairs of rows and their `top` choices."""
     block = next((b for most, b in BLOCKS if pairs <= most * count), LARGEST)
     rows = pairs // max(top, 1)
     return replace(block, splits=_FEW[1]) if rows <= _FEW[0] and not gated else block

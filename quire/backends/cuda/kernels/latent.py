@@ -182,12 +182,12 @@ WIDE = Tile(16, 32, 4, 1)  # float32
 
 
 def tile_of(dtype: torch.dtype, heads: int, max_q: int) -> Tile:
-    """For rows of that type; the most rows of a sequence."""
+    """The tile for rows of that type; the most rows of a sequence."""
     return WIDE if dtype == torch.float32 else FEW if triton.next_power_of_2(heads) * max_q <= FEW.rows else MANY
 
 
 def latent_splits(rows: int, heads: int, max_kv: int, processors: int = 132) -> int:
-    """How many parts of a context fill the device: two programs a processor, none under 128 tokens."""
+    """The number of parts of a context that fill the device: two programs a processor, none under 128 tokens."""
     programs = -(-rows * heads // MANY.rows) if heads > FEW.rows else rows
     return max(1, min(2 * processors // programs, max_kv // 128, 64))
 

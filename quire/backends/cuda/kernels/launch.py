@@ -80,7 +80,7 @@ class Launcher:
             self._ready[key] = compiled, [named[name] for name in self._kernel.arg_names[len(args) :]]
 
     def _sort(self, args: tuple[Any, ...]) -> None:
-        """Which arguments the choice of a compiled kernel depends on."""
+        """The properties of arguments that the choice of a compiled kernel depends on."""
         self._sorted = True
         if not isinstance(self._kernel, JITFunction):
             return

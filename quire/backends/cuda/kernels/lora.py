@@ -1,7 +1,7 @@
-"""What adapters add to a product, for rows of any mixture of them: y += b (a x), with the pair of each row's own slot.
+"""The products of adapters, for rows of any mixture of them: y += b (a x), with the pair of each row's own slot.
 
 `_shrink` multiplies rows with the a of their slots and leaves sums of parts of k, `_expand` adds those up and multiplies them with
-b. Sites that add to columns of one product are done together. A program has some rows, finds out which slots they use, and takes these one after another: what it computes for rows of others is
+b. Targets that add to columns of one product are done together. A program has some rows, finds out which slots they use, and takes these one after another: what it computes for rows of others is
 thrown away, not multiplied by zero, so numbers that are none stay where they are. Rows without an adapter, and slots without a
 pair here (rank 0), cost a look. Slots and ranks are read on the device: a captured step serves any of them. A row is summed in one
 order, whatever its batch.
@@ -32,12 +32,12 @@ NONE = tl.constexpr(1 << 30)  # more than any slot
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of every slot, of one site or of several whose channels are neighbours. What lies past a rank is zero."""
+    """The pairs of every slot, of one target or of several whose channels are neighbours. What lies past a rank is zero."""
 
-    a: torch.Tensor  # [slots, sites * rank, k]
+    a: torch.Tensor  # [slots, targets * rank, k]
     b: torch.Tensor  # [slots, n, rank]
-    ranks: torch.Tensor  # int32 [sites, slots]; 0 where there is no pair
-    blocks: torch.Tensor  # int32 [blocks, 3]: the site, the first channel and the end of each piece of channels
+    ranks: torch.Tensor  # int32 [targets, slots]; 0 where there is no pair
+    blocks: torch.Tensor  # int32 [blocks, 3]: the target, the first channel and the end of each piece of channels
 
     @property
     def rank(self) -> int:
@@ -53,14 +53,14 @@ def _shrink(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     column = tl.program_id(2) * RANK + tl.arange(0, RANK)
-    site = tl.program_id(2) * RANK // R
+    target = tl.program_id(2) * RANK // R
     lane = tl.arange(0, BLOCK_K)
     there = row < tokens
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row, mask=there, other=-1)
-    rank = tl.load(ranks + site * count + slot, mask=slot >= 0, other=0)
+    rank = tl.load(ranks + target * count + slot, mask=slot >= 0, other=0)
     wanted = rank > tl.program_id(2) * RANK % R
     left = tl.where(wanted, slot, NONE)
     own = tl.min(left, 0)
@@ -93,7 +93,7 @@ def _expand(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     piece = blocks + tl.program_id(1) * 3
-    site = tl.load(piece)
+    target = tl.load(piece)
     channel = tl.load(piece + 1) + tl.arange(0, BLOCK_N)
     keep = channel < tl.load(piece + 2)
     lane = tl.arange(0, RANK)
@@ -102,7 +102,7 @@ def _expand(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row, mask=there, other=-1)
-    rank = tl.load(ranks + site * count + slot, mask=slot >= 0, other=0)
+    rank = tl.load(ranks + target * count + slot, mask=slot >= 0, other=0)
     wanted = rank > 0
     left = tl.where(wanted, slot, NONE)
     own = tl.min(left, 0)
@@ -115,7 +115,7 @@ def _expand(
         of_slot = b + own.to(tl.int64) * stride_slot + channel[None, :] * R
         for first in range(0, tl.max(tl.where(mine, rank, 0), 0), RANK):
             column = first + lane
-            source = inner + row[:, None] * stride_row + site * R + column[None, :]
+            source = inner + row[:, None] * stride_row + target * R + column[None, :]
             low = tl.zeros([ROWS, RANK], tl.float32)
             for part in range(parts):
                 low += tl.load(source + part * tokens * stride_row, mask=mine[:, None], other=0.0)
@@ -133,14 +133,14 @@ def _expand(
 
 
 def adapt(y: torch.Tensor, x: torch.Tensor, pairs: Pairs, slots: torch.Tensor, *, pdl: bool = False) -> None:
-    """y [T, n] += b[s] (a[s] x), by site, for each row whose slot s has a pair there. slots int32 [T], -1: none."""
+    """y [T, n] += b[s] (a[s] x), by target, for each row whose slot s has a pair there. slots int32 [T], -1: none."""
     tokens, n = y.shape
     (count, width, k), rank = pairs.a.shape, pairs.rank
-    sites = pairs.ranks.shape[0]
+    targets = pairs.ranks.shape[0]
     if (
         x.shape != (tokens, k)
         or pairs.b.shape[1] != n
-        or width != sites * rank
+        or width != targets * rank
         or rank % RANK
         or slots.shape != (tokens,)
     ):

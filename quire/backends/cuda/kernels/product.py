@@ -48,7 +48,7 @@ WIDE_TILES = (Tile(16, 64, 4, 2),)
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """What may be used for x and w of that type."""
+    """The tiles that may be used for x and w of that type."""
     return WIDE_TILES if dtype == torch.float32 else TILES
 
 

@@ -1,4 +1,4 @@
-"""What a program of an attention kernel works on, and where it leaves what it found: the same for paged and latent keys.
+"""The work of one program of an attention kernel, and where it leaves its result: the same for paged and latent keys.
 
 A program has a block of one sequence's rows, and a part of its context. Parts are cut evenly from the true length, or with
 SPLIT at its multiples.

@@ -33,7 +33,7 @@ def _head_norm(a, b, rest, weight, first, second, tail, half_keep, tail_keep, ep
 
 @triton.jit
 def _load(source, columns, keep, stride_p, PARTS: tl.constexpr):
-    """Those columns of the heads, from the parts of a split product, added in their order."""
+    """Load those columns of the heads, from the parts of a split product, added in their order."""
     x = tl.load(source + columns[None, :], mask=keep, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         x += tl.load(source + i * stride_p + columns[None, :], mask=keep, other=0.0).to(tl.float32)

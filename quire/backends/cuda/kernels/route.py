@@ -1,4 +1,5 @@
-"""Which experts each row goes to, and the pairs of (row, choice) in the order of experts: two launches, no host.
+"""Routing: the experts of each row, and the pairs of (row, choice) in the order of experts, in two launches and without the
+host.
 
 `route` is one program a row: scores, groups, and the highest in turn, of two equal ones the lower number. Experts are
 written in ascending order, with what each counts. `place` is one program an expert: it counts the pairs of those before

@@ -1,4 +1,4 @@
-"""What is said about single tokens, before a token is chosen: logit_bias, penalties, the constraint's mask, min_tokens.
+"""Changes to the scores of single tokens, before a token is chosen: logit_bias, penalties, the constraint's mask, min_tokens.
 
 Order and meaning are the host's. Scores are a float32 copy of the rows in question; the logits stay as the model gave them
 (log probabilities are of those). Histories are read where they lie, masks as bits. A logit that is NaN or +inf becomes
@@ -22,7 +22,7 @@ from quire.backends.cuda.kernels.launch import Launcher
 _CHUNK = tl.constexpr(4096)
 
 
-# What a row wants is no reason to compile another kernel: these are flags, told by numbers. Neither is where arrays lie.
+# Arguments that must not cause another compilation: which rules the rows use (flags as numbers), and the alignment of arrays.
 @Launcher
 @triton.jit(
     do_not_specialize=["words", "first", "pick", "penalty", "masked"],

@@ -1,4 +1,4 @@
-"""Which launch configuration a shape gets: small static tables, found by `benchmarks.gpu_kernels --sweep` on an H200.
+"""Launch configurations by shape: small static tables, found by `benchmarks.gpu_kernels --sweep` on an H200.
 
 A choice depends on the shape of the weights and on the class of rows (one, up to 16, up to 64), never on the rows
 themselves, so that a row's sums do not depend on how many others its class has. `processors` is the device's.
@@ -59,7 +59,7 @@ def skinny_shape(
     eight: bool = False,
     processors: int = 132,
 ) -> Shape:
-    """For y [rows, n] = x @ w[n, k].T, weights of `dtype`.
+    """The launch configuration for y [rows, n] = x @ w[n, k].T, weights of `dtype`.
 
     `fused`: the norm on the way in (one row), or a result without parts: all of k in one program. `eight`: x has one
     byte too.
@@ -144,7 +144,7 @@ TILED_MANY = (
 
 
 def tiled_many(n: int, rows: int, processors: int = 132) -> tuple[Shape, int]:
-    """For the same weights and more rows, in fp8."""
+    """The launch configuration for the same weights and more rows, in fp8."""
     for high, shape in TILED_MANY:
         if -(-rows // high) * -(-n // shape.block_n) >= processors:
             return shape, high

@@ -24,7 +24,7 @@ def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
 
 @dataclass(frozen=True, slots=True)
 class ApertusSection:
-    """How it writes calls."""
+    """The section of an answer in which Apertus writes calls."""
 
     openers: tuple[str, ...] = (OPEN,)
     markers: tuple[str, ...] = (OPEN, CLOSE)

@@ -51,7 +51,7 @@ def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
 
 @dataclass(frozen=True, slots=True)
 class GemmaSection:
-    """How it writes calls."""
+    """The section of an answer in which Gemma writes calls."""
 
     openers: tuple[str, ...] = (OPEN,)
     markers: tuple[str, ...] = (OPEN, CLOSE, QUOTE)

@@ -33,7 +33,7 @@ def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
 
 @dataclass(frozen=True, slots=True)
 class KimiSection:
-    """How it writes calls."""
+    """The section of an answer in which Kimi K2 writes calls."""
 
     openers: tuple[str, ...] = (BEGIN, CALL)
     markers: tuple[str, ...] = (BEGIN, END, CALL, ARGUMENTS, CLOSE)

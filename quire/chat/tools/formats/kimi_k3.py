@@ -39,7 +39,7 @@ def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
 
 @dataclass(frozen=True, slots=True)
 class KimiSection:
-    """How it writes calls."""
+    """The section of an answer in which Kimi K3 writes calls."""
 
     openers: tuple[str, ...] = (TOOLS,)
     markers: tuple[str, ...] = ("<|open|>", "<|close|>", SEP)

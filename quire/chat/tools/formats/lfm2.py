@@ -33,7 +33,7 @@ def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
 
 @dataclass(frozen=True, slots=True)
 class PythonSection:
-    """How it writes calls."""
+    """The section of an answer in which LFM2 writes calls."""
 
     openers: tuple[str, ...] = (OPEN,)
     markers: tuple[str, ...] = (OPEN, CLOSE)

@@ -38,7 +38,7 @@ def found(seen: RenderedTurns, cut: Cut) -> Marked | None:
 
 @dataclass(frozen=True, slots=True)
 class ElementSection:
-    """How it writes calls."""
+    """The section of an answer in which MiniMax M3 writes calls."""
 
     openers: tuple[str, ...] = (OPEN,)
     markers: tuple[str, ...] = (NS, "<tool_call>", "</tool_call>")
@@ -129,7 +129,7 @@ _TAKEN = {  # keywords that can be enforced, by type
 
 
 def _value(text: str, schema: Any, whole: dict[str, Any]) -> Any:
-    """What a run of elements, or a bare text, means."""
+    """The value of a run of elements, or of a bare text."""
     root: list[tuple[str, Any]] = []
     stack: list[tuple[str, list[Any]]] = [("", root)]
     parts = text.split(NS)

@@ -111,7 +111,7 @@ _EXPIRES = ("expires_after[anchor]", "expires_after[seconds]")
 
 
 def expiry(anchor: Any, seconds: int, name: str) -> int:
-    """How long a file is kept, checked."""
+    """The seconds after which a file is deleted, checked."""
     if anchor != "created_at":
         raise BadRequest(f"{name}.anchor must be created_at", param=f"{name}.anchor")
     if not EXPIRY[0] <= seconds <= EXPIRY[1]:

@@ -31,7 +31,7 @@ MAX_BYTES = 16 << 30  # of all files together
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file."""
+    """A file as the journal knows it; its bytes are on disk."""
 
     id: str
     name: str
@@ -70,7 +70,7 @@ class Files:
         self._strays = [path.name for path in folder.iterdir()]  # until they are found in the table
 
     def path(self, file: str) -> Path:
-        """Where the bytes of one of our ids lie."""
+        """The path of the bytes of a file, by its id."""
         return self.folder / file
 
     async def check_room(self) -> None:

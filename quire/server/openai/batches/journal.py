@@ -52,7 +52,7 @@ TOGETHER = 8 << 20  # bytes of results that are read together
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch: where it lies in the input file."""
+    """One request of a batch, and where it is in the input file."""
 
     batch: str
     n: int  # from 0
@@ -184,22 +184,22 @@ class Journal:
     # What becomes of a batch
 
     async def clear(self, batch: str) -> None:
-        """Before its file is read (again)."""
+        """Delete the lines of a batch before its file is read (again)."""
         await self._run(lambda link: link.execute("DELETE FROM lines WHERE batch = ?", (batch,)))
 
     async def add(self, lines: Sequence[Line]) -> None:
-        """Lines of a batch that is validating."""
+        """Record lines of a batch that is validating."""
         rows = [(line.batch, line.n, line.custom_id, line.start, line.length) for line in lines]
         insertion = "INSERT INTO lines (batch, n, custom_id, start, length) VALUES (?, ?, ?, ?, ?)"
         await self._run(lambda link: link.executemany(insertion, rows))
 
     async def begin(self, batch: str, total: int, model: str | None = None) -> bool:
-        """Its lines are all here: they may run, by that model if it is known. Not if it was cancelled meanwhile."""
+        """Let a batch run, whose lines are all recorded, by that model if it is known. False if it was cancelled meanwhile."""
         known = {} if model is None else {"model": model}
         return await self._run(lambda link: _move(link, batch, "validating", "in_progress", total=total, **known))
 
     async def refuse(self, batch: str, faults: list[dict[str, Any]]) -> None:
-        """Its file is no batch."""
+        """End a batch whose input file is not valid, with what is wrong."""
 
         def work(link: sqlite3.Connection) -> None:
             link.execute("DELETE FROM lines WHERE batch = ?", (batch,))
@@ -208,7 +208,7 @@ class Journal:
         await self._run(work)
 
     async def cancel(self, batch: str, owner: str | None = None) -> Batch:
-        """Ask it to stop. What is over is over, and told so."""
+        """Ask a batch to stop. Answers that are there already stay."""
 
         def work(link: sqlite3.Connection) -> Batch:
             found = _read(link, batch, owner)
@@ -236,7 +236,7 @@ class Journal:
         return await self._run(work)
 
     async def record(self, line: Line, state: int, result: bytes) -> bool:
-        """What came of a line, with the batch's counts. False when it had been told before, or is not wanted any more."""
+        """Record the result of a line, and count it. False when it has one already, or is not wanted any more."""
 
         def work(link: sqlite3.Connection) -> bool:
             update = "UPDATE lines SET state = ?, result = ? WHERE batch = ? AND n = ? AND state = 0"
@@ -249,7 +249,7 @@ class Journal:
         return await self._run(work)
 
     async def finalize(self, batch: Batch, outcome: str) -> Batch:
-        """No more lines will run. The files that will be made get their ids now, for good."""
+        """End the running of a batch: no more lines run. The files that will be made get their ids now, for good."""
 
         def work(link: sqlite3.Connection) -> Batch:
             if batch.status != "finalizing":
@@ -267,7 +267,7 @@ class Journal:
         return await self._run(work)
 
     async def results(self, batch: str, state: int, after: int) -> list[tuple[Line, bytes]]:
-        """What came of some lines, in their order; of waiting ones, nothing. Not more at a time than memory should hold."""
+        """The results of some lines, in their order; none of waiting ones. Not more at a time than memory should hold."""
         query = "SELECT * FROM lines WHERE batch = ? AND state = ? AND n > ? ORDER BY n LIMIT 1000"
 
         def work(link: sqlite3.Connection) -> list[tuple[Line, bytes]]:

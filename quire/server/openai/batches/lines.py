@@ -92,7 +92,7 @@ def _line(text: bytes, number: int, endpoint: str, seen: set[str]) -> Line | Fau
 
 
 def fault(line: int | None, code: str, message: str, param: str | None = None) -> Fault:
-    """What is wrong with a line, as a batch tells it."""
+    """The fault of a line, as a batch reports it."""
     return {"code": code, "line": line, "message": message, "param": param}
 
 
@@ -104,7 +104,7 @@ def read(path: Path, line: Line) -> bytes:
 
 
 def answered(line: Line, status: int, body: bytes) -> bytes:
-    """What a request got, as a line of the output file or, with an error's status, of the error file."""
+    """The answer to one request, as a line of the output file or, with an error's status, of the error file."""
     raw = msgspec.Raw(body if _is_json(body) else msgspec.json.encode(body.decode(errors="replace")))
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": raw}
     return _written(line, response, None)
@@ -139,13 +139,13 @@ class Writing:
         self._out = self._part.open("wb")
 
     def write(self, lines: list[bytes]) -> None:
-        """More of it."""
+        """Append lines."""
         for line in lines:
             self._out.write(line)
             self.size += len(line)
 
     def end(self) -> None:
-        """It is whole: on disk, under its name. An empty one is not made."""
+        """Put the file on disk under its name, whole. An empty one is not made."""
         self._out.flush()
         os.fsync(self._out.fileno())
         self._out.close()

@@ -54,13 +54,13 @@ class Queue:
         self._models: dict[tuple[str, int], Model] = {}  # whose room each of them takes
 
     def start(self) -> None:
-        """Begin, or look again: something is to be done."""
+        """Start the queue, or wake it when there is something to do."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
         self._news.set()
 
     async def stop(self) -> None:
-        """Let everything go; the journal has what is done."""
+        """Cancel all that runs; the journal has what is done."""
         tasks = [*self._running.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -88,7 +88,7 @@ class Queue:
                 pass
 
     async def _advance(self) -> float | None:
-        """What can be done now; the time at which something becomes due by itself."""
+        """Do what can be done now. Gives the time at which something becomes due by itself."""
         soonest: float | None = None
         active = await self._journal.active()
         for batch in active:
@@ -187,7 +187,7 @@ class Queue:
             await asyncio.sleep(TROUBLE)
 
     async def _answer(self, endpoint: str, body: bytes, caller: Caller) -> tuple[int, bytes]:
-        """Of one request. Tried again for as long as the server cannot take it, and a few times when its engine dies."""
+        """Answer one request. It is tried again for as long as the server cannot take it, and a few times when its engine dies."""
         deaths = 0
         pause, longest = PATIENCE
         while True:
@@ -268,7 +268,7 @@ def _code(answer: bytes) -> str | None:
 
 
 class _Asked(msgspec.Struct):
-    """Of a request: which model it is for."""
+    """The field of a request that names its model."""
 
     model: str | None = None
 
@@ -279,7 +279,7 @@ class _Details(msgspec.Struct):
 
 
 class _Tokens(msgspec.Struct):
-    """What an answer says of its cost, in either of OpenAI's spellings."""
+    """The token counts of an answer's usage, in either of OpenAI's spellings."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -304,7 +304,7 @@ class _Written(msgspec.Struct):
 
 
 class _Usage:
-    """What a batch cost: the sum of its answers."""
+    """The token counts of a batch: the sum of its answers."""
 
     _decoder = msgspec.json.Decoder(_Written)
 

@@ -25,7 +25,7 @@ log = logging.getLogger("quire.server")
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What the routes of files and batches work with."""
+    """The objects that the routes of files and batches work with."""
 
     files: Files
     journal: Journal

@@ -181,7 +181,7 @@ class _Form:
         self.ended = True
 
     def result(self) -> Upload:
-        """What came, if it came whole."""
+        """The upload, if all of the form came."""
         if not self.ended:
             raise BadRequest("the form ends before its last boundary", code="invalid_form")
         if self.filename is None:

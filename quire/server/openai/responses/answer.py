@@ -68,13 +68,13 @@ class Answer:
     # Events
 
     def created(self) -> Iterator[Event]:
-        """It exists; a background one waits for its turn."""
+        """The events of a response that was created; a background one waits for its turn."""
         yield self._event("response.created", response=self.body())
         if self._body["status"] == "queued":
             yield self._event("response.queued", response=self.body())
 
     def begun(self) -> Iterator[Event]:
-        """It runs."""
+        """The events of a response that begins to run."""
         self._body["status"] = "in_progress"
         yield self._event("response.in_progress", response=self.body())
 
@@ -87,7 +87,7 @@ class Answer:
             yield from self._chunk(chunk)
 
     def closing(self) -> Iterable[Event]:
-        """It ended as it should, or for want of tokens."""
+        """The events of a response that ended as it should, or for want of tokens."""
         cut = self._finish == "length"
         if not self._items and self._open is None:
             yield from self._switch("message")
@@ -103,7 +103,7 @@ class Answer:
             yield self._event("response.completed", response=self.body())
 
     def failing(self, error: QuireError) -> Iterable[Event]:
-        """It did not end as it should."""
+        """The events of a response that did not end as it should."""
         said = errors.text(error)
         code = (
             "rate_limit_exceeded"
@@ -233,7 +233,7 @@ class Answer:
         return arguments_of(Call(item.call, item.name, "".join(item.texts))) is None
 
     def _abandon(self) -> None:
-        """What is open stays as far as it came, without events."""
+        """Keep open items as far as they came, without events."""
         if self._open is not None:
             self._items.append(self._done(self._open, "incomplete"))
             self._open = None
@@ -277,7 +277,7 @@ class _Open:
         self.logprobs: list[Any] = []
 
     def at(self) -> dict[str, Any]:
-        """Which item an event is about."""
+        """The fields by which an event names its item."""
         return {"item_id": self.id, "output_index": self.index}
 
     def begun(self) -> Item:
@@ -290,7 +290,7 @@ class _Open:
         return head | {"call_id": self.call, "name": self.name, "arguments": ""}
 
     def part(self, whole: bool = True) -> dict[str, Any]:
-        """Its one part."""
+        """The one content part of the item."""
         text = "".join(self.texts) if whole else ""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}

@@ -169,7 +169,7 @@ def seal(text: str) -> str:
 
 
 def unseal(where: str, sealed: str) -> str:
-    """What `seal` wrapped."""
+    """The text that `seal` wrapped."""
     try:
         data = base64.b64decode(sealed, validate=True)
         if data.startswith(SEAL):

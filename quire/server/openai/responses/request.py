@@ -145,7 +145,7 @@ class ResponseRequest(Sampling, kw_only=True):
     service_tier: str | None = None
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be."""
+        """The constraint that the answer must satisfy."""
         other = super().constraint()
         own = _format(self.text.format if self.text else None)
         if own is not None and other is not None:
@@ -154,7 +154,7 @@ class ResponseRequest(Sampling, kw_only=True):
 
     @property
     def stored(self) -> bool:
-        """Whether the answer is kept, which it is unless told otherwise."""
+        """Whether the answer is stored, which it is unless the request says otherwise."""
         return self.store is not False
 
     def includes(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class ResponseRequest(Sampling, kw_only=True):
 
     @property
     def summary(self) -> str | None:
-        """What kind of summary of the reasoning is asked for."""
+        """The kind of summary of the reasoning that is asked for."""
         return (self.reasoning.summary or self.reasoning.generate_summary) if self.reasoning else None
 
 
@@ -373,7 +373,7 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
 
 
 async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> Generation:
-    """What the engine is asked for."""
+    """The Generation that the engine is asked for."""
     sampling = asked.params(
         served.info.vocab_size,
         max_tokens=asked.max_output_tokens,

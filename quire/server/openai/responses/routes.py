@@ -270,7 +270,7 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
 
 
 def _spend(events: Any) -> None:
-    """Let the answer grow; nobody listens."""
+    """Read events to their end, which makes the answer whole, where nobody reads them."""
     for _ in events:
         pass
 

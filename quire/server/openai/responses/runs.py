@@ -32,7 +32,7 @@ MAX_ENDED_BYTES = 64 << 20
 
 
 class Run:
-    """One response in the background."""
+    """A response that runs in the background."""
 
     def __init__(self, answer: Answer, owner: str):
         self.answer = answer
@@ -63,7 +63,7 @@ class Run:
 
 
 class Runs:
-    """All of them; one is found by its owner alone. `keep` stores what an answer has become."""
+    """The responses that run in the background; one is found by its owner alone. `keep` stores what an answer has become."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -92,7 +92,7 @@ class Runs:
         arrived: float,
         keep: Callable[[], Awaitable[None]],
     ) -> Run:
-        """Let it run."""
+        """Start a response in the background."""
         run = Run(answer, served.caller.owner)
         run.tell(answer.created())
         self._running[answer.id] = run
@@ -114,7 +114,7 @@ class Runs:
             await asyncio.wait({run.task})
 
     def forget(self, response: str, owner: str) -> None:
-        """Its log is not wanted any more."""
+        """Drop the log of events of a response."""
         if _of(self._ended.get(response), owner) is not None:
             del self._ended[response]
 

@@ -49,7 +49,7 @@ ROW_BYTES = 256  # what a row costs beside its body
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is kept."""
+    """The bounds on what is stored."""
 
     count: int = 10_000
     bytes: int = 256 << 20
@@ -126,11 +126,11 @@ class StoredResponses:
         return await self._database.run(find)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._database.close()
 
     async def _wake(self) -> None:
-        """Once: what was running when the process ended will not go on."""
+        """Fail, once, the responses that were running when the last process ended."""
         if not self._woken:
             await self._database.run(self._interrupt)
 

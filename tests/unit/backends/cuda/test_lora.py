@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends.adapters import Pair, Site
+from quire.backends.adapters import Pair, Target
 from quire.backends.cuda.adapters import Bundle, FixedStack
 from quire.backends.cuda.kernels.lora import adapt
 from quire.layouts import Dense
@@ -24,10 +24,10 @@ RANKS = (16, 40, 3, 0, 17)  # the fourth has nothing here
 
 
 def made(n: int, k: int, dtype: torch.dtype, device: str) -> tuple[FixedStack, list[np.ndarray | None]]:
-    """A site with those pairs, and what each adds to a weight. The last pair is no numbers at all."""
+    """A target with those pairs, and what each adds to a weight. The last pair is no numbers at all."""
     rng = np.random.default_rng(n + k)
-    site = Site("here", n, k, slots=SLOTS, rank=RANK)
-    stack = Bundle([site], torch.device(device), dtype).stacks[site]
+    target = Target("here", n, k, slots=SLOTS, rank=RANK)
+    stack = Bundle([target], torch.device(device), dtype).stacks[target]
     whole: list[np.ndarray | None] = []
     for slot, rank in enumerate(RANKS):
         if not rank:
@@ -75,23 +75,25 @@ def test_rows_of_any_mixture(n: int, k: int, tokens: int, half: torch.dtype, dev
         assert torch.equal(wide[:, :8], before[:, :8]) and torch.equal(wide[:, 8 + n :], before[:, 8 + n :])
 
 
-def test_sites_of_one_product_are_done_together(device: str):
-    """Three sites whose channels are neighbours, of other widths and ranks, against each for itself."""
+def test_targets_of_one_product_are_done_together(device: str):
+    """Three targets whose channels are neighbours, of other widths and ranks, against each for itself."""
     rng, k = np.random.default_rng(3), 80
-    sites = [Site(f"s{n}", n, k, slots=2, rank=20) for n in (70, 16, 33)]
-    bundle = Bundle(sites, torch.device(device), torch.float32)
-    for site, ranks in zip(sites, ((20, 3), (5, 0), (0, 18)), strict=True):
+    targets = [Target(f"s{n}", n, k, slots=2, rank=20) for n in (70, 16, 33)]
+    bundle = Bundle(targets, torch.device(device), torch.float32)
+    for target, ranks in zip(targets, ((20, 3), (5, 0), (0, 18)), strict=True):
         for slot, rank in enumerate(ranks):
             if rank:
-                halves = (Dense(rng.standard_normal(s).astype(np.float32), "f32") for s in ((rank, k), (site.n, rank)))
-                bundle.stacks[site].set(slot, Pair(*halves, scale=0.1))
+                halves = (
+                    Dense(rng.standard_normal(s).astype(np.float32), "f32") for s in ((rank, k), (target.n, rank))
+                )
+                bundle.stacks[target].set(slot, Pair(*halves, scale=0.1))
     x = torch.from_numpy(rng.standard_normal((19, k)).astype(np.float32)).to(device)
     slots = torch.tensor([t % 3 - 1 for t in range(19)], dtype=torch.int32, device=device)
     whole = torch.ones(19, 119, device=device)
     apart = whole.clone()
     adapt(whole, x, bundle.pairs, slots)
-    for y, site in zip(apart.split([site.n for site in sites], 1), sites, strict=True):
-        adapt(y, x, bundle.stacks[site].pairs, slots)
+    for y, target in zip(apart.split([target.n for target in targets], 1), targets, strict=True):
+        adapt(y, x, bundle.stacks[target].pairs, slots)
     assert torch.equal(whole, apart) and (whole[1:3] != 1.0).any() and torch.equal(whole[0], torch.ones_like(whole[0]))
 
 

@@ -1,4 +1,4 @@
-"""An engine without a model whose logits are noise: the real loop, scheduler, guides, runner and sampler.
+"""An engine without a model whose logits are noise: the real loop, scheduler, masks, runner and sampler.
 
 The logits of a row depend on its token and place alone, so a sequence gets the same noise whatever batch it rides in, however
 often it is preempted and however deep the loop is. Tokens that close things are favoured, or hardly anything would ever end.
@@ -94,14 +94,14 @@ class Noise:
 
 def make(*, depth: int = 0, seed: int = 0, pages: int = 256, slots: int = 8, context: int = 512) -> Engine:
     """An engine on the host's runner. Few pages make it preempt."""
-    guides = ConstraintMasks(V)
+    masks = ConstraintMasks(V)
     scheduler = Scheduler(
         PrefixTree(Pool(pages), PAGE),
         slots=slots,
         budget=32,
         context=context,
         draw=lambda: 7,
-        limits=(*standard(slots + 8, PAGE), guides.limit),
+        limits=(*standard(slots + 8, PAGE), masks.limit),
     )
     runner = Runner(
         Noise(seed),
@@ -113,7 +113,7 @@ def make(*, depth: int = 0, seed: int = 0, pages: int = 256, slots: int = 8, con
         max_rows=slots + 8,
         overlap=depth > 0,
     )
-    engine = Engine(scheduler, runner, depth, masks=guides)
+    engine = Engine(scheduler, runner, depth, masks=masks)
     engine.set_vocabulary(WORDS)
     return engine
 

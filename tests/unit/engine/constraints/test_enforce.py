@@ -139,8 +139,8 @@ def test_tokens_are_the_same_at_any_depth_in_any_batch_and_through_preemption() 
 
 def test_tokens_that_are_no_text_satisfy_nothing() -> None:
     """Not control tokens, not tokens without bytes, not rows of logits without a token."""
-    guides = ConstraintMasks(V)
-    guides.set_vocabulary(WORDS)
+    masks = ConstraintMasks(V)
+    masks.set_vocabulary(WORDS)
     engine = make()
     outcome = run(engine, [ask(Constraint.regex(r"(?s:.)*"), seed=i, max_tokens=40) for i in range(20)])
     for tokens, _ in outcome.values():
@@ -158,7 +158,7 @@ def test_the_end_comes_exactly_where_the_grammar_accepts() -> None:
 
 
 def test_greedy_and_penalties_keep_to_it_too() -> None:
-    wishes: list[dict[str, Any]] = [
+    asked: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "repetition_penalty": 1.8, "presence_penalty": 2.0},
         {"top_k": 1},
@@ -167,8 +167,8 @@ def test_greedy_and_penalties_keep_to_it_too() -> None:
         {"logit_bias": {SPECIAL[0]: 100.0, V - 1: 100.0}},
         {"temperature": 0.0, "logprobs": 2},
     ]
-    for wish in wishes:
-        for text in finished(run(make(), [ask(Constraint.json_schema(PERSON), **wish)])):
+    for one in asked:
+        for text in finished(run(make(), [ask(Constraint.json_schema(PERSON), **one)])):
             jsonschema.validate(json.loads(text), PERSON)
 
 
@@ -237,8 +237,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(constraint: Constraint, said
 
 def test_what_contradicts_it_is_refused() -> None:
     yes = Constraint.choice(["yes"])
-    for wish, param in (({"ignore_eos": True}, "ignore_eos"), ({"min_tokens": 3}, "min_tokens")):
-        ((_, last),) = run(make(), [ask(yes, **wish)]).values()
+    for one, param in (({"ignore_eos": True}, "ignore_eos"), ({"min_tokens": 3}, "min_tokens")):
+        ((_, last),) = run(make(), [ask(yes, **one)]).values()
         assert (last.finish, last.param) == ("error", param)
     engine = make()
     bare = Request(id="bare", tokens=[1], constraint=yes)
@@ -325,13 +325,13 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch: pytes
     assert compiled == ["a{3}"]
     for i in range(5):
         finished(run(engine, [ask(Constraint.regex(f"b{{{i + 1}}}"))]))
-    gate: Any = engine._masks
-    assert [text for _, text, _ in gate._kept] == ["b{3}", "b{4}", "b{5}"]
-    assert gate._kept_bytes == 12
+    masks: Any = engine._masks
+    assert [text for _, text, _ in masks._kept] == ["b{3}", "b{4}", "b{5}"]
+    assert masks._kept_bytes == 12
     monkeypatch.setattr(guides_module, "TEXT_BYTES", 10)
     finished(run(engine, [ask(Constraint.regex("c{1}"))]))
-    assert gate._kept_bytes <= 10
-    assert not gate._made and not gate._jobs
+    assert masks._kept_bytes <= 10
+    assert not masks._made and not masks._jobs
 
 
 def test_blanks_are_part_of_what_is_kept() -> None:
@@ -419,15 +419,15 @@ def test_what_takes_too_long_is_given_up_and_does_not_lock_others_out(
     outcome = run(engine, slow)
     errors = [str(last.error) for _, last in outcome.values()]
     assert all("too long" in e or "to compile" in e for e in errors) and len(errors) == 8
-    gate: Any = engine._masks
-    assert 4 <= gate._overdue <= 5  # two are compiled at a time
+    masks: Any = engine._masks
+    assert 4 <= masks._overdue <= 5  # two are compiled at a time
     monkeypatch.setattr(guides_module, "SECONDS", 60.0)
     free.set()  # they end at last
     for thread in threading.enumerate():
         if thread.name == "quire-grammar":
             thread.join(30)
     assert finished(run(engine, [ask(Constraint.choice(["fine"]))])) == ["fine"]
-    assert gate._overdue == 0
+    assert masks._overdue == 0
 
 
 def test_a_fault_in_a_mask_fails_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,8 +442,8 @@ def test_a_fault_in_a_mask_fails_that_request_alone(monkeypatch: pytest.MonkeyPa
             tokens[event.id] += event.tokens
             if event.finish:
                 ends[event.id] = event
-        gate: Any = engine._masks
-        for state in gate._states.values():
+        masks: Any = engine._masks
+        for state in masks._states.values():
             if state.seq.request.id == bad.id and state.taken == 3:
                 state.matcher = object()
     assert ends[bad.id].finish == "error" and "could not be enforced" in ends[bad.id].error
@@ -462,16 +462,16 @@ def test_a_constrained_sequence_has_one_step_in_flight_and_free_ones_go_on() -> 
 
 def test_masks_are_as_wide_as_the_logits() -> None:
     engine = make()
-    gate: Any = engine._masks
+    masks: Any = engine._masks
     seen = []
-    real = gate.masks
+    real = masks.masks
 
     def spy(plan: Any) -> Any:
         masks, lost = real(plan)
         seen.extend((masks or {}).values())
         return masks, lost
 
-    gate.masks = spy
+    masks.masks = spy
     finished(run(engine, [ask(Constraint.choice(["yes", "no"]))]))
     assert seen and all(mask.shape == (V,) and mask.dtype == np.bool_ for mask in seen)
     assert not any(mask[len(TOKENS) - 1 :].any() or mask[SPECIAL[0]] for mask in seen)
@@ -479,8 +479,8 @@ def test_masks_are_as_wide_as_the_logits() -> None:
 
 
 def test_bad_input_raises_before_it_is_held() -> None:
-    guides = ConstraintMasks(V)
-    guides.set_vocabulary(WORDS)
+    masks = ConstraintMasks(V)
+    masks.set_vocabulary(WORDS)
     with pytest.raises(BadRequest):
-        guides.hold(ask(Constraint(kind="frob")))
-    assert not guides.holding
+        masks.hold(ask(Constraint(kind="frob")))
+    assert not masks.holding

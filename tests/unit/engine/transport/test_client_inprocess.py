@@ -247,7 +247,7 @@ async def test_idle_costs_nothing() -> None:
 
 
 async def test_who_stops_waiting_for_an_adapter_harms_nobody(tmp_path: Path) -> None:
-    door = tmp_path / "door"
+    release = tmp_path / "release"
     c = client("slow=0.05")
     await c.start()
     running = asyncio.create_task(collect(c, request("a", 1, 8)))
@@ -255,13 +255,13 @@ async def test_who_stops_waiting_for_an_adapter_harms_nobody(tmp_path: Path) -> 
     early = asyncio.create_task(c.load_adapter("early", "x"))  # waits for a step to end
     await asyncio.sleep(0)
     early.cancel()
-    late = asyncio.create_task(c.load_adapter("late", "door=" + str(door).replace("/", "|")))
-    await until(door.with_suffix(".reached").exists)  # it is being loaded
+    late = asyncio.create_task(c.load_adapter("late", "release=" + str(release).replace("/", "|")))
+    await until(release.with_suffix(".reached").exists)  # it is being loaded
     late.cancel()
     for task in (early, late):
         with pytest.raises(asyncio.CancelledError):
             await task
-    door.touch()
+    release.touch()
     assert tokens(await running) == list(range(2, 10))
     await until(lambda: [a.name for a in c.adapters] == ["late"])  # as the engine has it
     await c.unload_adapter("late")

@@ -486,20 +486,20 @@ async def again(c: ProcessClient) -> None:
 
 
 async def test_the_books_of_adapters_follow_the_engine_and_not_who_asked(tmp_path: Path) -> None:
-    door = tmp_path / "door"
-    held = "door=" + str(door).replace("/", "|")
+    release = tmp_path / "release"
+    held = "release=" + str(release).replace("/", "|")
     c = client(loras=(("first", "one"), ("slow", "two")))
     await c.start()
     try:
         assert [a.name for a in c.adapters] == ["first", "slow"]
         loading = asyncio.create_task(c.load_adapter("late", held))
         unloading = asyncio.create_task(c.unload_adapter("slow"))
-        await until(door.with_suffix(".reached").exists)
+        await until(release.with_suffix(".reached").exists)
         for task in (loading, unloading):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        door.touch()
+        release.touch()
         await until(lambda: [a.name for a in c.adapters] == ["first", "late"])
         await c.unload_adapter("first")
         await c.load_adapter("first", "another")

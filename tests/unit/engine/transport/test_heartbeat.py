@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from quire.engine.transport.heartbeat import Pulse, Work, patience
+from quire.engine.transport.heartbeat import Heartbeat, Work, patience
 from quire.engine.types import EngineInfo
 
 
@@ -24,7 +24,7 @@ class Patient:
         self.ticks: list[float] = []
         self.asked = 0
         self.cpu, self.page_ins = 0.0, 0
-        self.pulse = Pulse(seconds, patience, self.ask, self.work, self.sleep)
+        self.heartbeat = Heartbeat(seconds, patience, self.ask, self.work, self.sleep)
 
     def ask(self) -> None:
         self.asked += 1
@@ -40,12 +40,12 @@ class Patient:
         self.cpu += {"w": 0.5, ".": 0.005}.get(letter, 0.0) * seconds
         self.page_ins += letter == "p"
         if letter == "a":
-            self.pulse.heard = True
+            self.heartbeat.heard = True
 
     async def lost(self) -> str | None:
         """Why it was given up; None when it lives on."""
         try:
-            return await self.pulse.lost()
+            return await self.heartbeat.lost()
         except Enough:
             return None
 

@@ -321,6 +321,27 @@ async def test_delete(service: Server):
     assert service.store.get(MODEL) is not None
 
 
+async def test_what_is_served_by_an_alias_is_not_deleted(tmp_store: Store, tmp_path: Path):
+    """By any of its names: its alias, and the store's. Other names of the store go, made ones and copies of it too."""
+    service = Server(ServerConfig(), [Model("chat", source="other:7b")])
+    service.store = tmp_store
+    blob = tmp_store.blob(put(tmp_store, "other:7b", model_file(tmp_path / "b.gguf", "b")))
+    service.models.first.path = str(blob)
+    tmp_store.copy("other:7b", "mine")
+    async with client_for(service=service) as http:
+
+        async def delete(name: str) -> httpx.Response:
+            return await http.request("DELETE", "/api/delete", json={"model": name})
+
+        for name in ("other:7b", "chat", "chat:latest"):
+            r = await delete(name)
+            assert (r.status_code, list(r.json())) == (400, ["error"]), name
+            assert "is being served" in r.json()["error"], name
+        assert "other:7b is being served, as chat" in (await delete("other:7b")).json()["error"]
+        assert (await delete("mine")).status_code == 200
+    assert tmp_store.get("other:7b") is not None and blob.exists()
+
+
 async def test_copy_is_a_second_name(service: Server):
     assert service.store is not None
     async with client_for(service=service) as http:
