@@ -51,8 +51,10 @@ AREAS = (
         tuple(f"tests/unit/models/test_{name}.py" for name in FAMILIES),
         ("quire/models/", "quire/weights/", *TENSORS),
     ),
-    # Every kernel set of the CPU: the fastest and the portable one are in the core.
-    Area(tuple(f"tests/unit/backends/test_{name}.py" for name in KERNEL_SETS), TENSORS),
+    # Every kernel set of the CPU, and every type of keys and values: the fastest, the portable one and f16 are in the core.
+    Area(
+        (*(f"tests/unit/backends/test_{name}.py" for name in KERNEL_SETS), "tests/e2e/test_determinism_kv.py"), TENSORS
+    ),
     Area(
         ("tests/unit/backends/cuda", "tests/gpu", "tests/unit/runner/device", *INTERPRETED),
         ("quire/backends/", "quire/runner/device/", "quire/formats/hub/"),

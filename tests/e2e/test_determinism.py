@@ -163,9 +163,13 @@ def long_requests(model_path: Path) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["f16", "int8", "int16"])
-def test_long_pasts_and_kv_dtypes(model_path, long_requests, dtype):
-    """Cut into chunks by several threads, read once for sequences that share pages, from the tree: nobody can tell."""
+def test_long_pasts(model_path, long_requests):
+    long_pasts_agree(model_path, long_requests, "f16")
+
+
+def long_pasts_agree(model_path: Path, long_requests: list[Request], dtype: str) -> None:
+    """Long prompts are cut into chunks by several threads, read once for sequences that share pages, or come from the tree: nobody
+    can tell."""
     settings = {"context": 1024, "kv_memory": 128 << 20, "kv_dtype": dtype}
     bench = Bench(model_path, prefix_cache=False, threads=1, **settings)
     alone = {}
