@@ -25,7 +25,7 @@ from benchmarks.host_times import STEP, HostTimes
 from benchmarks.record import machine, median, save
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
@@ -136,7 +136,7 @@ def engine_of(kind: str, sequences: int, context: int, depth: int) -> Engine:
         budget=BUDGET,
         context=context,
         draw=lambda: 1,
-        limits=(*standard(max(sequences, 512), PAGE), masks),
+        limits=(*standard(max(sequences, 512), PAGE), masks.limit),
     )
     return Engine(scheduler, RUNNERS[kind](kv, sequences, context), depth, masks=masks)
 

@@ -130,7 +130,7 @@ def rates(model: str, kinds: dict[str, SamplingParams], tokens: int, rounds: int
 
 def noting(rows: int, steps: int = 2000) -> dict[str, float]:
     """Median microseconds of a step of so many decoding sequences that computes nothing: to note it, and to plan and commit it."""
-    from quire.cache.pool import Pool
+    from quire.cache.pages import Pool
     from quire.cache.prefix_tree import PrefixTree
     from quire.engine.limits import standard
     from quire.engine.scheduler import Scheduler

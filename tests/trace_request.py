@@ -3,7 +3,7 @@
 Starts `quire serve` with the default model (or another) under a profiler, sends one request to warm up, and then counts the files
 whose functions are called while a second one is answered: in the server's process and in the engine's.
 
-    python -m tests.trace_request [MODEL] [--most 54]
+    python -m tests.trace_request [MODEL] [--most 43]
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from quire.cache.groups import Group
-from quire.cache.lease import Lease, Node
-from quire.cache.pool import Pool
+from quire.cache.pages import Lease, Node, Pool
 
 
 @dataclass(frozen=True, slots=True)

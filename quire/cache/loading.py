@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.backends.pages import PageBytes, PageCopy, PageIds
-from quire.cache.lease import Lease
+from quire.cache.pages import Lease
 from quire.cache.prefix_tree import PrefixTree
 from quire.cache.tiers import Job, Part, Tier
 

@@ -26,8 +26,7 @@ from quire.cache.events import DEVICE, Listener, Removed, Stored, tell
 from quire.cache.groups import Full, Group
 from quire.cache.invariants import Books
 from quire.cache.keys import Keys
-from quire.cache.lease import Lease, Node
-from quire.cache.pool import Pool
+from quire.cache.pages import Lease, Node, Pool
 
 
 class PrefixTree:

@@ -160,17 +160,8 @@ class Completer:
         Raises BadRequest where the tools cannot be honoured."""
         ready = self._looked or self.template is None or not _shows_more(self.template)
         form = self.answer_format if ready else await asyncio.to_thread(lambda: self.answer_format)
-        if tools.forced and not tools.tools:
-            raise BadRequest("tool_choice demands a call, but there are no tools", param="tool_choice")
-        if tools.choice == "named" and all(tool.name != tools.name for tool in tools.tools):
-            raise BadRequest(f"tool_choice names {tools.name!r}, which is not among the tools", param="tool_choice")
-        if tools.tools and tools.choice != "none" and (form is None or not form.calls):
-            raise BadRequest(
-                "this model's chat template writes no tool calls, so it cannot be given tools",
-                param="tools",
-                cure="use a model with tools (quire show MODEL tells), or say in the prompt what it may ask for",
-                code="unsupported_tools",
-            )
+        if tools.choice != "none":
+            _check_tools(tools, form)
         if form is None:
             return None, answer
         tail = self.tokenizer.decode(prompt[-TAIL:], at_start=False)
@@ -274,6 +265,21 @@ class Completer:
             )
             for i in range(sampling.n)
         ]
+
+
+def _check_tools(tools: Tools, form: Format | None) -> None:
+    """Raise BadRequest where tools that the model may call cannot be honoured."""
+    if tools.forced and not tools.tools:
+        raise BadRequest("tool_choice demands a call, but there are no tools", param="tool_choice")
+    if tools.choice == "named" and all(tool.name != tools.name for tool in tools.tools):
+        raise BadRequest(f"tool_choice names {tools.name!r}, which is not among the tools", param="tool_choice")
+    if tools.tools and (form is None or not form.calls):
+        raise BadRequest(
+            "this model's chat template writes no tool calls, so it cannot be given tools",
+            param="tools",
+            cure="use a model with tools (quire show MODEL tells), or say in the prompt what it may ask for",
+            code="unsupported_tools",
+        )
 
 
 def _size(value: object) -> int:

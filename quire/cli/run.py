@@ -35,6 +35,9 @@ TOP_P = 0.9
 SEED = 0
 MAX_TOKENS = 1024
 
+KV_DTYPE = "Type of the KV cache: f16, int16, or with half the memory int8 or fp8."
+SPECULATE = "Speculative decoding: ngram (draft tokens copied from earlier in the text). The tokens stay the same."
+
 
 def command(
     model: Annotated[
@@ -60,9 +63,7 @@ def command(
     ] = None,
     context: Annotated[int | None, Option(help="Longest conversation, in tokens.")] = None,
     kv_memory: Annotated[str | None, Option(help="Memory for the KV cache, such as 512MiB.")] = None,
-    kv_dtype: Annotated[
-        str, Option(help="Type of the KV cache: f16, int16, or with half the memory int8 or fp8.")
-    ] = "auto",
+    kv_dtype: Annotated[str, Option(help=KV_DTYPE)] = "auto",
     backend: Annotated[str, Option(help="auto, native, cuda, torch, or reference (slow).")] = "auto",
     device: Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, Option(help="With cuda and torch: float32, bfloat16 or float16.")] = "auto",
@@ -74,12 +75,7 @@ def command(
         bool,
         Option("--deterministic", help="Bitwise the same results in any batch. Always so on a CPU; slower on a GPU."),
     ] = False,
-    speculate: Annotated[
-        str,
-        Option(
-            help="Speculative decoding: ngram (draft tokens copied from earlier in the text). The tokens stay the same."
-        ),
-    ] = "none",
+    speculate: Annotated[str, Option(help=SPECULATE)] = "none",
     draft_tokens: Annotated[int, Option(help="With --speculate: most draft tokens in a step.")] = 4,
 ) -> None:
     """Chat with a model, or ask it one thing.

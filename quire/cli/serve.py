@@ -31,27 +31,17 @@ if TYPE_CHECKING:
 
 DEFAULTS = ServerConfig()
 ENGINE = EngineConfig(path="")
+MODELS = f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are served together. ALIAS=MODEL: what clients call it. Default: {DEFAULT_MODEL}."
+HOST = "Address to listen on; 0.0.0.0 is every address of the machine."
+NAMES = "Name that clients send, or several with commas between them. Repeat it for each further model. Default: the model's own name."
 
 
 @engine_options(without=("load_format", "isa"))
 def command(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are served together. ALIAS=MODEL: what clients call it. Default: {DEFAULT_MODEL}.",
-            show_default=False,
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of the machine.")
-    ] = DEFAULTS.host,
+    models: Annotated[list[str] | None, typer.Argument(help=MODELS, show_default=False)] = None,
+    host: Annotated[str, typer.Option(help=HOST)] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = DEFAULTS.port,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name that clients send, or several with commas between them. Repeat it for each further model. Default: the model's own name."
-        ),
-    ] = None,
+    name: Annotated[list[str] | None, typer.Option(help=NAMES)] = None,
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,

@@ -50,6 +50,8 @@ class _Resident:
 class Adapters:
     """The adapters of one engine. Used from its thread."""
 
+    fields = ("adapter",)
+
     def __init__(
         self,
         targets: AdapterTargets,

@@ -8,7 +8,8 @@ It decides nothing else, knows no feature, and keeps going when a step fails: th
        └ hold ┘                       └ masks.masks ┘                up to `depth`
 
 A MaskProvider may hold a request back until it is prepared, and says which tokens may come while the forward runs.
-RequestHooks see every request first, may change how it is run, and are told when it ends.
+RequestHooks see a request first, may change how it is run, and are told when it ends. Both name the fields of a request that they
+are about, and are not asked about a request without.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from quire.engine.hooks import NoAdapters, RequestHooks
 from quire.engine.pages import Pages
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
 from quire.observe.errors import QuireError
-from quire.observe.steps import KEPT, StepInfo, StepRing
+from quire.observe.steps import KEPT, StepInfo
 from quire.runner.plan import Plan, Result, Row
 from quire.runner.sampler import Masks
 
@@ -76,13 +77,20 @@ class Schedules(Protocol):
 class MaskProvider(Protocol):
     """What may hold a request back until it is prepared, and says which tokens may be sampled. Only `hold` raises."""
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Take the bytes of the tokens."""
-        ...
+    field: str  # of a request: where it is None, there is nothing to hold or to mask
 
     @property
     def holding(self) -> bool:
         """Whether some request is held back, so that `ready` will give it later."""
+        ...
+
+    @property
+    def masking(self) -> bool:
+        """Whether some sequence may need a mask."""
+        ...
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Take the bytes of the tokens."""
         ...
 
     def hold(self, request: Request) -> bool:
@@ -108,6 +116,7 @@ class _Times:
     """The times at which a request arrived, was admitted and got its first token; -1: not yet."""
 
     arrived: float
+    hooked: bool  # hooks have seen it
     admitted: float = -1.0
     first: float = -1.0
 
@@ -140,13 +149,15 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._masks = masks
+        self._masked_field = "" if masks is None else masks.field
         self.hooks = hooks
+        self._hooked_fields = hooks.fields
         self._idle = idle
         self.pages = pages  # what others may know of the cache; None: there is none
         self._clock = clock
         self._flight: deque[tuple[Plan, Ticket, _Told]] = deque()
         self._completed = clock()  # when the newest step was that has come back
-        self._steps = StepRing()
+        self._steps: deque[StepInfo] = deque(maxlen=KEPT)  # the newest that have come back
         self._times: dict[str, _Times] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._idle_steps = 0
@@ -167,7 +178,7 @@ class Engine:
 
     def steps(self, most: int = KEPT) -> list[StepInfo]:
         """The newest steps that have come back, in their order."""
-        return self._steps.newest(most)
+        return list(self._steps)[-most:] if most > 0 else []
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The bytes of the tokens."""
@@ -180,18 +191,21 @@ class Engine:
             # Not an event: it would end the other request of that name.
             log.error("request id %r is already running: the second one is ignored", request.id)
             return
-        now = self._clock()
+        now, hooked = self._clock(), any(getattr(request, field) for field in self._hooked_fields)
+        masks = None if self._masks is None or getattr(request, self._masked_field) is None else self._masks
         try:
-            request = self.hooks.on_request(request)
-            if self._masks is None or not self._masks.hold(request):
+            if hooked:
+                request = self.hooks.on_request(request)
+            if masks is None or not masks.hold(request):
                 self._scheduler.add(request)
         except QuireError as e:
-            if self._masks is not None:
-                self._masks.drop(request.id)
-            self.hooks.on_end(request.id)
+            if masks is not None:
+                masks.drop(request.id)
+            if hooked:
+                self.hooks.on_end(request.id)
             self._owed.append(_refused(request, e))
             return
-        self._times[request.id] = _Times(now)
+        self._times[request.id] = _Times(now, hooked)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
@@ -267,7 +281,7 @@ class Engine:
         lost: list[tuple[str, str, str | None]] = []
         try:
             pending, masks = self._runner.forward(plan), None
-            if self._masks is not None:  # while the forward runs, where it does so by itself
+            if self._masks is not None and self._masks.masking:  # while the forward runs, where it does so by itself
                 masks, lost = self._masks.masks(plan)
             ticket = self._runner.sample(pending) if masks is None else self._runner.sample(pending, masks)
         except Exception as e:
@@ -297,7 +311,7 @@ class Engine:
         seconds = now - max(told.began, self._completed)
         self._completed = now
         self._scheduler.learn(plan, seconds)
-        self._steps.add(StepInfo(plan.step, seconds, now, told.rows, told.waiting, told.held))
+        self._steps.append(StepInfo(plan.step, seconds, now, told.rows, told.waiting, told.held))
 
     def _stalled(self) -> list[Event]:
         """End every request in an error: there is work, but no plan and nothing in flight, which is a fault in the scheduler."""
@@ -329,7 +343,8 @@ class Engine:
             if event.finish is None:
                 continue
             del self._times[event.id]
-            self.hooks.on_end(event.id)
+            if times.hooked:
+                self.hooks.on_end(event.id)
             admitted = times.admitted if times.admitted >= 0 else now
             first = times.first if times.first >= 0 else now
             receipt = msgspec.structs.replace(

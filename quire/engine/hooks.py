@@ -19,7 +19,13 @@ GREEDY = SamplingParams(temperature=0.0)  # a runner that chooses a token for ev
 
 
 class RequestHooks(Protocol):
-    """What looks at a request before anything else, and is told when it has ended."""
+    """What looks at a request before anything else, and is told when it has ended.
+
+    `fields` are the fields of a request that it is about: a request in which all of these are empty passes it by, and so does its end.
+    """
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
 
     def on_request(self, request: Request) -> Request:
         """The request as it is to be run. Raises QuireError to refuse it."""
@@ -44,6 +50,8 @@ class RequestHooks(Protocol):
 
 class NoAdapters:
     """No adapters: who names one is refused."""
+
+    fields: tuple[str, ...] = ("adapter", "spans")
 
     def on_request(self, request: Request) -> Request:
         if request.spans:
@@ -74,6 +82,7 @@ class TextsBeside:
 
     def __init__(self, inner: RequestHooks, *, context: int, vocab_size: int, whole: bool) -> None:
         """`whole`: a vector is made of every row, so none may come from the prefix cache."""
+        self.fields = ("vector", *inner.fields)
         self._inner = inner
         self._context = context
         self._vocab_size = vocab_size

@@ -248,6 +248,47 @@ class SamePrompt(Limit):
         return seq.request.namespace, tuple(seq.tokens[: self._size])
 
 
+class Watcher(Protocol):
+    """What is told of the sequences that have a constraint: that one has taken a slot, and that one is finished."""
+
+    def opened(self, seq: Sequence) -> None: ...
+    def ended(self, seq: Sequence) -> None: ...
+
+
+class OneInFlight(Limit):
+    """A sequence with a constraint has one step in flight that samples, and no draft tokens: what its next token may be depends on
+    its last one. A watcher is told of these sequences, and of no others.
+    """
+
+    __slots__ = ("_keys", "_watcher")
+    admission_only = False
+    reason = "constraint"
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._keys: set[int] = set()  # of those that have had a slot
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        if seq.request.constraint is None:
+            return n
+        if seq.sampling:
+            return 0
+        return min(n, max(1, len(seq.tokens) - start))  # no drafts
+
+    def passes(self, count: int) -> bool:
+        return not self._keys
+
+    def opened(self, seq: Sequence) -> None:
+        if seq.request.constraint is not None:
+            self._keys.add(seq.key)
+            self._watcher.opened(seq)
+
+    def ended(self, seq: Sequence) -> None:
+        if seq.request.constraint is not None:
+            self._keys.discard(seq.key)
+            self._watcher.ended(seq)
+
+
 def _computing(seq: Sequence) -> bool:
     return seq.status == RUNNING and not seq.prompt_done
 

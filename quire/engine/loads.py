@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.cache.lease import Lease
 from quire.cache.loading import Found, Load
+from quire.cache.pages import Lease
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.sequence import Sequence
 

@@ -7,25 +7,26 @@ arrives behind one of 32k has its first token when the 32k are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Protocol
 
 from quire.engine.types import Request
 
 PARTS = 5  # later prompts get one part in so many: the first is slowed by a quarter at most
 
+by_priority = attrgetter("priority")  # lower values first
 
-def by_priority(request: Request) -> int:
-    """Lower priority values first."""
-    return request.priority
+
+class Rank(Protocol):
+    """The key that sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
+
+    def __call__(self, request: Request, /) -> Any: ...
 
 
 class Policy(Protocol):
     """Asked by one scheduler: a policy may keep what it owes."""
 
-    def rank(self, request: Request) -> Any:
-        """The key that sorts requests. Those of one rank share steps, and a lower rank is served before a higher one."""
-        ...
+    rank: Rank
 
     def share(self, tokens: int) -> int:
         """How many of the tokens left in a step are for the prompts behind one that could use them all."""
@@ -39,13 +40,11 @@ class Policy(Protocol):
 class FirstCome:
     """One prompt after the other: the first takes what it can use."""
 
-    __slots__ = ("_rank",)
+    __slots__ = ("rank",)
+    rank: Rank
 
-    def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
-        self._rank = rank
-
-    def rank(self, request: Request) -> Any:
-        return self._rank(request)
+    def __init__(self, rank: Rank = by_priority) -> None:
+        self.rank = rank
 
     def share(self, tokens: int) -> int:
         return 0
@@ -61,14 +60,12 @@ class FairShare:
     time, and the first never waits for more than one step beyond a quarter.
     """
 
-    __slots__ = ("_owed", "_rank")
+    __slots__ = ("_owed", "rank")
+    rank: Rank
 
-    def __init__(self, rank: Callable[[Request], Any] = by_priority) -> None:
-        self._rank = rank
+    def __init__(self, rank: Rank = by_priority) -> None:
+        self.rank = rank
         self._owed = PARTS - 1  # in parts of a token: rounded up at first
-
-    def rank(self, request: Request) -> Any:
-        return self._rank(request)
 
     def share(self, tokens: int) -> int:
         return (tokens + self._owed) // PARTS

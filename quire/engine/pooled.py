@@ -16,6 +16,8 @@ from quire.engine.types import Request
 class Texts(NoAdapters):
     """The hooks of an engine that embeds or scores: every request wants a vector."""
 
+    fields = ("id", "tokens")  # no request is without
+
     def __init__(self, *, context: int, vocab_size: int) -> None:
         self._context = context
         self._vocab_size = vocab_size

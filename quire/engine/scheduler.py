@@ -7,42 +7,30 @@ token and true length, and while steps are in flight the scheduler knows an uppe
   * running sequences come first: those with one token to compute (nobody waits behind a long prompt), then chunks of
     prompts; then waiting ones are admitted, each group in `order` (policy, then arrival)
   * the first prompt that could use all that is left of a step leaves a share to those behind it: see policy.py
-  * what a plan costs does not depend on what waits: one that found no room is not tried again before pages came back, one
-    that a limit lets wait for another sequence is out of the queue until then, and a plan asks limits about few others
+  * what a plan costs does not depend on what waits: who takes a slot is admission.py's to say, and limits are asked about few
   * no pages left: the last running sequence in that order is preempted, which may be the one that asked. So the first
     always moves, and since one sequence alone fits the pools, all of them finish
-  * a waiting sequence never preempts a running one, whatever its priority: it is next when a slot or pages come free.
-    (Taking them by force can throw work away and still not make enough room.)
   * stale work (sequence gone, or an older epoch) is dropped, never delivered; only verified KV is published
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
 from quire.cache.prefix_tree import PrefixTree
+from quire.engine.admission import FULL, HELD_BACK, TAKEN, Admission, opening
 from quire.engine.limits import Limit, TokenBudget, standard
-from quire.engine.loads import Loads, Source
+from quire.engine.loads import Source
 from quire.engine.policy import FairShare, Policy
-from quire.engine.queue import Queue
-from quire.engine.sequence import FINISHED, LOADING, RUNNING, WAITING, NoRoom, Sequence, mix_seed
+from quire.engine.sequence import FINISHED, RUNNING, Sequence
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
-from quire.observe.steps import LOADING as PAGES_COMING
-from quire.observe.steps import PAGES, SLOTS, TOKENS
 from quire.runner.plan import Logprob, Open, Plan, Result, Row, Work
 
 PASSED = 32  # waiting sequences that limits may hold back in one plan, before it stops asking
-LOOKED_UP = 64  # pages of a prefix that may be looked up for each plan in which there was no room
-FEW = 4  # steps: a prompt that its share takes longer to compute does not take the last slot while an earlier one is computed
-
-# What became of a waiting sequence. Held: it is out of the queue, because of another one (queue.py) or of a load (loads.py).
-TAKEN, HELD, HELD_BACK, FULL = "taken", "held", "held back", "full"
-
-_order, _left = attrgetter("order"), attrgetter("left")
+_left = attrgetter("left")
 
 
 class Scheduler:
@@ -88,19 +76,13 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._vectors = vectors
         self._policy = FairShare() if policy is None else policy
-        self._queue = Queue()
-        self._loads: Loads | None = None
-        self._running: list[Sequence] = []  # sorted by order
-        self._cuts: dict[str, int] = {}  # in this plan: sequences that got less than they asked for, by the reason
-        self._promised: list[int] | None = None  # in this plan: pages that running sequences will still need
+        self._admission = Admission(tree, self._limits, self._budget, slots, prefix_cache)
+        self._queue, self._running, self._slots = self._admission.queue, self._admission.running, self._admission.slots
         self._ids: dict[str, Sequence] = {}
         self._keys: dict[int, Sequence] = {}
-        self._slots = list(range(slots - 1, -1, -1))
-        self._closed: list[int] = []  # slots left since the last plan
         self._arrivals = 0
         self._planned = 0
         self._committed = 0
-        self._preemptions = 0
         self._prompt_tokens = 0
         self._computed_prompt_tokens = 0
         self._output_tokens = 0
@@ -119,7 +101,8 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        tree, loading = self.tree, len(self._loads or ())
+        tree, loads = self.tree, self._admission.loads
+        loading = len(loads or ())
         return Stats(
             running=len(self._running),
             waiting=len(self._queue) + loading,
@@ -133,8 +116,8 @@ class Scheduler:
             output_tokens=self._output_tokens,
             prefix_queries=tree.queries,
             prefix_hits=tree.hits,
-            loaded_tokens=0 if self._loads is None else self._loads.loaded,
-            preemptions=self._preemptions,
+            loaded_tokens=0 if loads is None else loads.loaded,
+            preemptions=self._admission.preemptions,
             evictions=tree.evictions,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
@@ -142,8 +125,7 @@ class Scheduler:
 
     def load_from(self, source: Source) -> None:
         """Let waiting sequences wait, from now on, for pages that the source has and the tree has not."""
-        if self._loads is None:
-            self._loads = Loads(self.tree, source, len(self._slots) + len(self._running))
+        self._admission.load_from(source)
 
     # ---- requests come and go
 
@@ -180,12 +162,7 @@ class Scheduler:
         return [] if seq is None else [self._finish(seq, FINISH_ABORT)]
 
     def _finish(self, seq: Sequence, reason: str, **news: Any) -> Event:
-        if seq.status == RUNNING:
-            self._leave(seq)
-        elif seq.status == LOADING and self._loads is not None:
-            self._loads.leave(seq)
-        else:
-            self._queue.remove(seq)
+        self._admission.leave(seq)
         seq.status = FINISHED
         del self._ids[seq.request.id], self._keys[seq.key]
         self._queue.come(seq)
@@ -193,72 +170,36 @@ class Scheduler:
             limit.ended(seq)
         return Event(id=seq.request.id, finish=reason, receipt=seq.receipt(), **news)
 
-    def _leave(self, seq: Sequence) -> None:
-        """Take the slot and the lease from a running sequence."""
-        _take(self._running, seq)
-        if seq.lease is not None:
-            self.tree.release(seq.lease)
-        self._closed.append(seq.slot)
-        self._slots.append(seq.slot)
-        seq.lease, seq.slot, seq.again = None, -1, None
-        seq.computed = seq.in_flight = seq.sampling = 0
-        seq.sampled_here = False
-
-    def _cut(self, reason: str) -> None:
-        self._cuts[reason] = self._cuts.get(reason, 0) + 1
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Put a running sequence back among the waiting ones, in its place. What it published is still cached: resuming is a
-        hit."""
-        self._leave(seq)
-        seq.epoch += 1
-        seq.loads = 0
-        seq.preemptions += 1
-        self._preemptions += 1
-        self._cut(PAGES)
-        seq.status = WAITING
-        self._queue.come(seq)
-        self._queue.add(seq)
-
     # ---- the next step
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to compute before the next commit."""
         self.admitted = []
-        self._promised = None
-        self._cuts = {}
-        if self._loads:
-            self._loaded(self._loads)
+        admission = self._admission
+        admission.begin(self._planned)
         for limit in self._limits:
             limit.begin(self._ids, len(self._running))
         work: list[Work] = []
         opened: list[Open] = []
-        preemptions = self._preemptions
+        preemptions = admission.preemptions
         chunks = self._single(work)
-        if self._budget.left and (
-            chunks or (self._queue and self._slots)
-        ):  # where something gave way there is no room for more
-            self._prompts(chunks, work, opened, self._preemptions == preemptions)
-        if self._preemptions != preemptions:  # planned, then preempted by a chunk of a better one
+        if self._budget.left and (chunks or (self._queue and self._slots)):
+            # where something gave way there is no room for more
+            self._prompts(chunks, work, opened, admission.preemptions == preemptions)
+        if admission.preemptions != preemptions:  # planned, then preempted by a chunk of a better one
             work = [w for w in work if self._keys[w.key].epoch == w.epoch]
             slots = {w.slot for w in work}
             for new in [
                 new for new in opened if new.slot not in slots
             ]:  # they came and went, and no device heard of them
                 opened.remove(new)
-                self._closed.remove(new.slot)
+                admission.closed.remove(new.slot)
         if not work:
             return None
-        plan = Plan(step=self._planned, work=work, opened=opened, closed=self._closed)
+        plan = Plan(step=self._planned, work=work, opened=opened, closed=admission.closed)
         self._planned += 1
-        self._closed = []
+        admission.closed = []
         return plan
-
-    def _loaded(self, loads: Loads) -> None:
-        """Put sequences back into the queue whose pages have come, or will not come in time."""
-        for seq in loads.settle():
-            seq.status = WAITING
-            self._queue.add(seq)
 
     def _single(self, work: list[Work]) -> list[Sequence]:
         """Plan the running sequences that have one token to compute. Returns those that have more.
@@ -290,19 +231,19 @@ class Scheduler:
 
     def _prompts(self, chunks: list[Sequence], work: list[Work], opened: list[Open], admits: bool) -> None:
         """Give the tokens that are left to prompts: to running ones, then to waiting ones, in order."""
-        preemptions = self._preemptions
-        done: set[int] = set()  # by key: what the later ones got
+        admission, done = self._admission, set[int]()  # by key: what the later ones got
+        preemptions = admission.preemptions
         for i, seq in enumerate(chunks):
             if not self._budget.left:
                 return
             if seq.status != RUNNING or seq.key in done:
                 continue
-            admits = admits and self._preemptions == preemptions
+            admits = admits and admission.preemptions == preemptions
             if i + 1 < len(chunks) or (admits and self._queue and self._slots):
                 done |= self._share(seq, chunks[i + 1 :], work, opened, admits)
             if seq.status == RUNNING:
                 self._compute(seq, work)
-        if admits and self._preemptions == preemptions:
+        if admits and admission.preemptions == preemptions:
             self._admit(work, opened)
 
     def _share(
@@ -334,7 +275,8 @@ class Scheduler:
         self, first: Sequence, running: list[Sequence], work: list[Work], opened: list[Open], admits: bool
     ) -> set[int]:
         """Plan prompts behind `first`, the shortest first."""
-        budget, rank, preemptions, share = self._budget, first.order[0], self._preemptions, self._budget.left
+        admission, budget, rank, share = self._admission, self._budget, first.order[0], self._budget.left
+        preemptions = admission.preemptions
         rest = sorted((seq for seq in running if seq.order[0] == rank), key=_left, reverse=True)
         done: set[int] = set()
         tried: set[int] = set()
@@ -342,11 +284,11 @@ class Scheduler:
             while rest and rest[-1].status != RUNNING:
                 rest.pop()
             seq = None
-            if admits and self._slots and len(tried) < PASSED and self._preemptions == preemptions:
-                seq = self._overtaking(first, rest[-1].left if rest else None, share, tried)
+            if admits and self._slots and len(tried) < PASSED and admission.preemptions == preemptions:
+                seq = admission.overtaking(first, rest[-1].left if rest else None, share, tried)
             if seq is not None:
                 tried.add(seq.key)
-                how = self._take_slot(seq)
+                how = admission.take(seq)
                 if how == TAKEN:
                     self._start(seq, work, opened)
                 admits = how != FULL
@@ -356,17 +298,6 @@ class Scheduler:
             else:
                 break
         return done
-
-    def _overtaking(self, first: Sequence, left: int | None, share: int, tried: set[int]) -> Sequence | None:
-        """The waiting sequence that gets the share of those behind `first` next: one shorter than what is `left` of the running
-        ones among them. Nobody overtakes a sequence that waits for pages: it would never have enough."""
-        head = self._queue.first()
-        if head is None or head.no_room is not None or head.order < first.order:
-            return None if head is None or head.key in tried else head
-        seq = next((seq for seq in self._queue.shortest(first.order[0]) if seq.key not in tried), None)
-        if seq is None or (left is not None and seq.left >= left):
-            return None
-        return None if len(self._slots) == 1 and seq.left > FEW * share else seq
 
     def _compute(self, seq: Sequence, work: list[Work]) -> None:
         """Plan what a running sequence can compute now, making room by preemption if it must."""
@@ -382,7 +313,7 @@ class Scheduler:
             granted = limit.grant(seq, start, n)
             if granted < n:
                 n = granted
-                self._cut(limit.reason)
+                self._admission.cut(limit.reason)
                 if n <= 0:
                     return
         lease = seq.held
@@ -390,14 +321,14 @@ class Scheduler:
         if on_device and n > 1 and upto > lease.room and not self.tree.extend(lease, upto):
             n, upto = 1, start + 1  # nobody gives way to draft tokens
         if upto > lease.room:
-            self._promised = None
+            self._admission.promised = None
             while not self.tree.extend(lease, upto):
                 if self._drafts and on_device and seq.in_flight > seq.sampling:
                     return  # `start` counts drafts in flight: nobody gives way to these, either
                 victim = self._running[-1]
                 if victim is seq and seq.in_flight:
                     return  # what it has in flight may let pages go when it comes back; if not, the next plan decides
-                self._preempt(victim)
+                self._admission.preempt(victim)
                 if victim is seq:
                     return
         for limit in self._step_limits:
@@ -431,7 +362,7 @@ class Scheduler:
         """Give slots to waiting sequences, in order. One that a limit holds back is passed over; one without room ends it."""
         queue, budget, passed = self._queue, self._budget, 0
         while self._slots and budget.left and passed < PASSED and (seq := queue.first()) is not None:
-            how = self._take_slot(seq)
+            how = self._admission.take(seq)
             if how == TAKEN:
                 if queue and self._slots and budget.left > 1:  # it must start itself
                     self._share(seq, [], work, opened)
@@ -444,132 +375,29 @@ class Scheduler:
         if passed < PASSED:  # else those behind them are asked about in the next plan
             queue.step_back(2 * PASSED)
 
-    def _take_slot(self, seq: Sequence) -> str:
-        """Give a waiting sequence a slot and a lease on its cached prefix, if there is room. `_start` must follow."""
-        tree, memo = self.tree, seq.no_room
-        if self._running and memo is not None and memo.returned == tree.returned:
-            return FULL
-        if self._running and seq.not_before > self._planned:
-            return HELD_BACK if memo is None else FULL
-        for limit in self._limits:
-            if not limit.grant(seq, 0, 1):
-                awaited = limit.waits_for(seq)
-                if awaited is None:
-                    self._cut(limit.reason)
-                    return HELD_BACK
-                self._queue.hold(seq, *awaited, limit.reason)
-                return HELD
-        promised = self._promises()
-        need = [1] * len(tree.pools) if memo is None else memo.need
-        if not tree.fits(promised, need):
-            seq.no_room = NoRoom(need, tree.returned)
-            return FULL
-        before = [tree.available(g) for g in range(len(need))]
-        seq.lease = lease = tree.match(seq.request.namespace, seq.tokens, self._reusable(seq))
-        short = self._short(seq)
-        if not tree.fits(promised, short):
-            need = [pages + before[g] - tree.available(g) for g, pages in enumerate(short)]
-            tree.release(lease)
-            seq.lease, seq.no_room = None, NoRoom(need, tree.returned)
-            if memo is not None:
-                self._not_soon(seq)
-            return FULL
-        if self._loads is not None and self._loads.begin(seq, self._reusable(seq)):
-            self._queue.remove(seq)
-            seq.status, seq.no_room = LOADING, None
-            return HELD
-        self._queue.remove(seq)
-        seq.computed, seq.slot, seq.no_room = seq.held.shared * tree.page_size, self._slots.pop(), None
-        insort(self._running, seq, key=_order)
-        self._promise(seq, promised)
-        seq.status = RUNNING
-        for limit in self._limits:
-            limit.opened(seq)
-        return TAKEN
-
     def _start(self, seq: Sequence, work: list[Work], opened: list[Open]) -> str:
         """Plan the first tokens of a sequence that has just taken a slot. It gives it back if a limit holds it back after all."""
-        planned, found, promised = len(work), seq.computed, self._promises()
-        self._promise(seq, promised, -1)
+        admission, planned, found = self._admission, len(work), seq.computed
+        promised = admission.starting(seq)
         self._compute(seq, work)
         if len(work) == planned:
-            _take(self._running, seq)
-            self.tree.release(seq.held)
-            self._slots.append(seq.slot)
-            seq.lease, seq.slot, seq.computed, seq.status = None, -1, 0, WAITING
-            self._not_soon(seq)
-            self._queue.come(seq)
-            self._queue.add(seq)
+            admission.back(seq)
             return HELD_BACK
-        self._promise(seq, promised)
-        self._promised = promised
-        self._opened(seq, self._reusable(seq), found, opened)
-        return TAKEN
-
-    def _reusable(self, seq: Sequence) -> int:
-        return seq.reusable if self._prefix_cache else 0
-
-    def _not_soon(self, seq: Sequence) -> None:
-        """Put off the next lookup of a prefix that was looked up in vain: the longer it may be, the more plans pass."""
-        seq.not_before = self._planned + 1 + len(seq.tokens) // (self.tree.page_size * LOOKED_UP)
-
-    def _promises(self) -> list[int]:
-        """Pages of each group that running sequences still need for the tokens they have and the next one: not to be given away."""
-        promised = self._promised
-        if promised is None:
-            promised = self._promised = [0] * len(self.tree.pools)
-            for seq in self._running:
-                self._promise(seq, promised)
-        return promised
-
-    def _short(self, seq: Sequence) -> list[int]:
-        """The pages of each group that a sequence still needs for the tokens it has and the next one."""
-        wanted = seq.wanted
-        return self.tree.short(seq.lease, wanted, max(1, min(self._budget.most, wanted - seq.computed)))
-
-    def _promise(self, seq: Sequence, promised: list[int], times: int = 1) -> None:
-        for g, pages in enumerate(self._short(seq)):
-            promised[g] += times * pages
-
-    def _opened(self, seq: Sequence, reusable: int, found: int, opened: list[Open]) -> None:
-        """Note a sequence that has just taken a slot."""
-        request = seq.request
+        admission.started(seq, promised)
         if not seq.admitted:
             seq.admitted = True
             seq.cached = found
-            self.admitted.append(request.id)
+            self.admitted.append(seq.request.id)
             self._prompt_tokens += seq.prompt_len
-            self.tree.count(reusable, found)
-        opened.append(
-            Open(
-                slot=seq.slot,
-                sampling=request.sampling,
-                seed=mix_seed(seq.seed, request.index),
-                tokens=seq.tokens.copy(),
-                prompt_len=seq.prompt_len,
-                stop_ids=list(seq.stop_ids),
-                adapter=request.adapter,
-                spans=request.spans,
-                vector=request.vector,
-            )
-        )
+            self.tree.count(admission.reusable(seq), found)
+        opened.append(opening(seq))
+        return TAKEN
 
     def told(self, plan: Plan) -> tuple[list[tuple[str, int]], int, dict[str, int]]:
         """The newest plan in numbers: its sequences and their tokens, how many have no slot, and what holds others back."""
-        keys, queue, held = self._keys, self._queue, self._cuts
+        keys = self._keys
         rows = [(keys[work.key].request.id, work.n) for work in plan.work]
-        waiting, loading = len(queue), len(self._loads or ())
-        if loading:
-            held[PAGES_COMING] = loading
-        if waiting:
-            held |= queue.held
-            if queue.asking and not self._slots:
-                held[SLOTS] = queue.asking
-            elif queue.asking and not self._budget.left:
-                held[TOKENS] = held.get(TOKENS, 0) + queue.asking
-            elif queue and (head := queue.first()) is not None and head.no_room is not None:
-                held[PAGES] = held.get(PAGES, 0) + queue.asking
-        return rows, waiting + loading, held
+        return rows, *self._admission.told()
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """Tell the limits how long a step took."""
@@ -665,11 +493,3 @@ class Scheduler:
             tokens, logprobs = tokens[:taken], logprobs[:taken]
         stop = tokens[-1] if finish == FINISH_STOP else None
         return [self._finish(seq, finish, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt, stop_id=stop)]
-
-
-def _take(sequences: list[Sequence], seq: Sequence) -> None:
-    """Remove a sequence from a list sorted by order."""
-    i = bisect_left(sequences, seq.order, key=_order)
-    if i == len(sequences) or sequences[i] is not seq:
-        raise RuntimeError(f"sequence {seq.key} is {seq.status}, but not where such sequences are")
-    del sequences[i]

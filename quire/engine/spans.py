@@ -34,6 +34,7 @@ class SpanHooks:
     def __init__(self, inner: RequestHooks, *, width: int, axes: int = 1):
         """`width` of the model's embedding; `axes` along which it looks at positions."""
         self._inner = inner
+        self.fields = ("spans", *(field for field in inner.fields if field != "spans"))
         self._width = width
         self._axes = axes
 

@@ -1,16 +1,13 @@
-"""The newest steps of an engine: who rode in each, how many tokens, how long it took, and what held others back.
+"""What is told of a step of an engine: who rode in it, how many tokens, how long it took, and what held others back.
 
-A ring of a fixed size with one writer, the engine's thread, which also reads it. Nothing is kept beyond the ring: it holds
-numbers and the ids of requests, never their tokens.
+An engine keeps the newest `KEPT` of these. They hold numbers and the ids of requests, never their tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 
-KEPT = 256  # steps in the ring
+KEPT = 256  # steps that an engine keeps
 
 # Why a sequence computes less in a step than it could, or nothing. What limits add to these is theirs: see engine/limits.py.
 TOKENS = "tokens"  # the step is full
@@ -35,21 +32,3 @@ class StepInfo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def tokens(self) -> int:
         """The tokens of all rows."""
         return sum(n for _, n in self.rows)
-
-
-class StepRing:
-    """The newest `size` steps."""
-
-    __slots__ = ("_steps",)
-
-    def __init__(self, size: int = KEPT) -> None:
-        self._steps: deque[StepInfo] = deque(maxlen=size)
-
-    def add(self, step: StepInfo) -> None:
-        """The newest; it takes the place of the oldest."""
-        self._steps.append(step)
-
-    def newest(self, most: int) -> list[StepInfo]:
-        """The newest steps, `most` of them at most, in the order in which they ran."""
-        steps = list(self._steps)
-        return steps[-most:] if most > 0 else []

@@ -17,8 +17,7 @@ import numpy as np
 from quire.backends.batch import I32, Batch
 from quire.backends.ops import KV
 from quire.observe.errors import QuireError
-from quire.runner.batch_builder import FEW, BadWork, BatchBuilder
-from quire.runner.decode_only import DecodeOnly, Index
+from quire.runner.batch_builder import FEW, BadWork, BatchBuilder, DecodeOnly, Index
 from quire.runner.lora import Loras
 from quire.runner.plan import Open, Plan, Row, Work
 from quire.runner.slots import Slots

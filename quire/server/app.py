@@ -1,6 +1,6 @@
 """The HTTP application: routes from every dialect, probes, and the layers in front of them.
 
-    Access (log, count, drain) -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> router -> a dialect's handler
+    Access (log, count, drain) -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> KnownPaths -> router -> a dialect's handler
 
 Every layer is pure ASGI, so streams flow and a client's departure is seen. A dialect is a package beside this file that has
 `register(app, server)`: it is found by listing, and nothing here names one.
@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from quire import server as room
 from quire.config import VERSION, ServerConfig
@@ -29,7 +29,16 @@ from quire.observe.errors import BadRequest, QuireError
 from quire.observe.metrics import CONTENT_TYPE
 from quire.server import errors
 from quire.server.errors import ClientGone
-from quire.server.middleware import LOOPBACK_NAMES, Access, BodyLimit, Cors, HostCheck, KeyCheck, is_loopback
+from quire.server.middleware import (
+    LOOPBACK_NAMES,
+    Access,
+    BodyLimit,
+    Cors,
+    HostCheck,
+    KeyCheck,
+    KnownPaths,
+    is_loopback,
+)
 from quire.server.replies import reply
 from quire.server.served import Model
 from quire.server.server import Server
@@ -92,25 +101,8 @@ def create_app(config: ServerConfig, source: Server | Completer) -> FastAPI:
     _probes(app, server)
     for dialect in dialects():
         dialect.register(app, server)
-    _shorten(app)
+    app.router.middleware_stack = KnownPaths(app.router)
     return app
-
-
-def _shorten(app: FastAPI) -> None:
-    """Find paths without a variable by one look, not by a walk along eighty routes; what is not found walks."""
-    router = app.router
-    walk = router.app
-    plain = [route for route in router.routes if isinstance(route, _Route) and "{" not in route.path]
-    known = {(route.path, method): route for route in reversed(plain) for method in route.methods or ()}
-
-    async def find(scope: Scope, receive: Receive, send: Send) -> None:
-        route = known.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
-        if route is None:
-            return await walk(scope, receive, send)
-        scope.update(router=router, route=route, endpoint=route.endpoint, path_params={})
-        return await route.handle(scope, receive, send)
-
-    router.middleware_stack = find
 
 
 def _layers(config: ServerConfig, server: Server) -> list[Middleware]:

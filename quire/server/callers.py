@@ -51,7 +51,7 @@ class Caller:
             raise Forbidden(f"{what} takes the server's own key", cure="ask who runs it", code="forbidden")
 
 
-NOBODY = Caller()
+NOBODY = Caller()  # the server's own key, or none
 
 
 def caller_of(scope: Scope) -> Caller:

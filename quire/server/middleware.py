@@ -1,6 +1,6 @@
-"""The layers in front of the router: log and drain, the Host a server is called by, origins of web pages, API keys, size of bodies.
+"""The layers in front of the router: log and drain, the Host a server is called by, origins of web pages, API keys, size of bodies, known paths.
 
-    Access -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> router
+    Access -> HostCheck -> Cors -> KeyCheck -> BodyLimit -> KnownPaths -> router
 
 Pure ASGI, so that streams and disconnects pass untouched. Default deny: only the paths in OPEN answer without the key, compared
 exactly, and keys are compared in constant time, every one of them. The label of a route in metrics is the route's pattern, so that a client cannot
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from urllib.parse import quote
 
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.errors import QuireError, TooLarge, Unavailable
@@ -179,7 +180,8 @@ class KeyCheck:
                 cure="send Authorization: Bearer KEY, or x-api-key: KEY",
             )
             return await errors.response(refusal)(scope, receive, send)
-        scope[SCOPE] = Caller(owner)
+        if owner:
+            scope[SCOPE] = Caller(owner)
         return await self.app(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:
@@ -284,3 +286,21 @@ class _Refused(BaseException):
 
     def __init__(self, error: QuireError):
         self.error = error
+
+
+class KnownPaths:
+    """Finds paths without a variable by one look, not by a walk along eighty routes; what is not found walks."""
+
+    def __init__(self, router: Router):
+        """Every route is there already."""
+        self.router = router
+        self.walk = router.app
+        plain = [route for route in router.routes if isinstance(route, Route) and "{" not in route.path]
+        self.known = {(route.path, method): route for route in reversed(plain) for method in route.methods or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.known.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
+        if route is None:
+            return await self.walk(scope, receive, send)
+        scope.update(router=self.router, route=route, endpoint=route.endpoint, path_params={})
+        return await route.handle(scope, receive, send)

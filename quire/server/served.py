@@ -24,7 +24,7 @@ from quire.engine.transport.client import AdapterClient, EngineClient
 from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, QuireError, Unavailable
 from quire.observe.metrics import ModelMetrics
-from quire.server.callers import Caller
+from quire.server.callers import NOBODY, Caller
 from quire.weights.store.catalogue import look_up
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from quire.chat.types import Generation
 
 MAX_NAME = 512  # characters of a name that is looked for
-NO_CALLER = Caller()
 
 
 class Running(Protocol):
@@ -141,7 +140,7 @@ class Model:
         """Whether requests may name that adapter; while the model loads, whether they will."""
         return name in (self.adapters if self.client is not None else self.expected)
 
-    def served(self, adapter: str = "", caller: Caller = NO_CALLER) -> Served:
+    def served(self, adapter: str = "", caller: Caller = NOBODY) -> Served:
         """What a request for it is answered by; 503 while it cannot be."""
         return Served(self, self.ready(), adapter or self.name, adapter, caller)
 
@@ -154,7 +153,7 @@ class Served:
     completer: Completer  # the model's own, or one with the template that the request's name has
     name: str  # what the answer calls it: the model's name, or the adapter's
     adapter: str = ""  # empty: the model as it is
-    caller: Caller = field(default=NO_CALLER)
+    caller: Caller = field(default=NOBODY)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -202,11 +201,10 @@ class Served:
 
     def placed(self, generation: Generation) -> Generation:
         """The generation with its adapter, behind whom it stands, and whose prefixes it may find."""
+        if self.caller is NOBODY and self.adapter == generation.adapter:
+            return generation  # as nearly all are: nothing of it changes
         priority = self.caller.priority(generation.priority)
         namespace = self.caller.namespace(generation.namespace)
-        asked = (generation.priority, generation.namespace, generation.adapter)
-        if (priority, namespace, self.adapter) == asked:
-            return generation
         return replace(generation, priority=priority, namespace=namespace, adapter=self.adapter)
 
 
@@ -278,7 +276,7 @@ class Models:
             )
         return found
 
-    async def resolve(self, name: str | None, caller: Caller = NO_CALLER, *, first: bool = False) -> Served:
+    async def resolve(self, name: str | None, caller: Caller = NOBODY, *, first: bool = False) -> Served:
         """What a request is answered by. 404 and 400 as `choose` has them, 503 while the model cannot answer."""
         model, adapter = self.choose(name, first=first)
         return model.served(adapter, caller)

@@ -16,7 +16,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.engine.transport.client import EngineClient
 from quire.observe.errors import Unavailable
 from quire.observe.metrics import Metrics
-from quire.server.callers import caller_of
+from quire.server.callers import NOBODY, SCOPE
 from quire.server.served import Model, Models, Running, Served
 from quire.server.state import State
 
@@ -81,7 +81,7 @@ class Server:
 
     async def resolve(self, request: Request, name: str | None, *, first: bool = False) -> Served:
         """What the request is answered by, by the name it has for a model. See `Models.resolve`."""
-        return await self.models.resolve(name, caller_of(request.scope), first=first)
+        return await self.models.resolve(name, request.scope.get(SCOPE, NOBODY), first=first)
 
     def attach(self, model: Model, client: EngineClient, completer: Completer) -> None:
         """A model is loaded: from now on its requests are taken."""

@@ -19,14 +19,13 @@ from typing import Any
 import quire.cache.groups
 import quire.cache.keys
 import quire.cache.loading
-import quire.cache.pool
+import quire.cache.pages
 import quire.cache.prefix_tree
 import quire.cache.sealed
 import quire.cache.tiers
 import quire.engine.limits
 import quire.engine.loads
 import quire.engine.policy
-import quire.engine.queue
 import quire.engine.scheduler
 import quire.engine.sequence
 import quire.engine.spans
@@ -49,7 +48,7 @@ DRAWN = 1234567  # the seed of requests without one
 class Parts:
     """The code under test; a planted fault replaces one of these."""
 
-    pool: ModuleType | Any = quire.cache.pool
+    pages: ModuleType | Any = quire.cache.pages
     tree: ModuleType | Any = quire.cache.prefix_tree
     groups: ModuleType | Any = quire.cache.groups
     scheduler: ModuleType | Any = quire.engine.scheduler
@@ -61,7 +60,6 @@ class Parts:
     seals: bool = True  # False: the tier's bytes are taken as they come
     ids: ModuleType | Any = quire.engine.spans  # what stands for a span in the tree
     spans: ModuleType | Any = quire.runner.spans
-    queue: ModuleType | Any = quire.engine.queue
     policy: ModuleType | Any = quire.engine.policy
     limits: ModuleType | Any = quire.engine.limits
     check: bool = True  # False: leave out the checks of the books, so that the device has to notice
@@ -246,7 +244,7 @@ class Order:
         self.lookups.clear()
         self.preemptions = scheduler.stats().preemptions
         self.running = bool(scheduler._running)
-        loads = scheduler._loads._flights if scheduler._loads else []
+        loads = scheduler._admission.loads._flights if scheduler._admission.loads else []
         self.settles = any(flight.load.ended or flight.load.late for flight in loads)  # which may give pages back
         self.returned = scheduler.tree.returned
         self.left = {s.key: s.left for s in scheduler._running if not s.sampling and s.left > 1}
@@ -328,7 +326,7 @@ class Run:
             parts.groups.State(3 * PAGE) if w == STATE else parts.groups.Window(w) if w else parts.groups.Full()
             for _, w in pools
         ]
-        lent = [(kind, parts.pool.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
+        lent = [(kind, parts.pages.Pool(n)) for kind, (n, _) in zip(kinds, pools, strict=True)]
         self.tree = parts.tree.PrefixTree(lent[0][1], PAGE, lent[0][0], lent[1:])
         self.pools, self.report.grouped = pools, report.grouped + (pools != [(pages, 0)])
         self.scheduler = parts.scheduler.Scheduler(
@@ -346,7 +344,6 @@ class Run:
             prefix_cache=rng.random() < 0.9,
             policy=parts.policy.FairShare() if seed % 5 else parts.policy.FirstCome(),
         )
-        self.scheduler._queue = parts.queue.Queue()
         self.order = Order(self.scheduler, free=self.rows == 64, fair=seed % 5 > 0)
         fail = 0.02 if rng.random() < 0.15 else 0.0
         self.device = Device(pools, PAGE, self.slots, rng, fail, rng.choice([0.3, 0.6, 0.95]))
@@ -384,7 +381,7 @@ class Run:
         loader = parts.loading.Loader(self.tree, pages, lambda: self.time.now, rng.choice([2, 8, 30]))
         loader.tier = sealed
         self.loader = loader
-        self.scheduler._loads = parts.loads.Loads(self.tree, loader, rng.choice([1, self.slots]))
+        self.scheduler._admission.loads = parts.loads.Loads(self.tree, loader, rng.choice([1, self.slots]))
 
     def pass_time(self, steps: int) -> None:
         """What goes on beside the steps."""
@@ -404,7 +401,7 @@ class Run:
 
     def flights(self) -> list[Any]:
         """The loads under way."""
-        return [] if self.loader is None else self.scheduler._loads._flights
+        return [] if self.loader is None else self.scheduler._admission.loads._flights
 
     def go(self) -> None:
         """Run it to the end, checking as it goes."""
@@ -431,7 +428,8 @@ class Run:
                 flight.append((plan, self.device.launch(plan, self.namespaces(plan))))
             elif not flight:
                 expect(
-                    not scheduler.has_work or bool(scheduler._loads), "work, but nothing planned and nothing in flight"
+                    not scheduler.has_work or bool(scheduler._admission.loads),
+                    "work, but nothing planned and nothing in flight",
                 )
             if flight and (plan is None or len(flight) > self.depth):
                 plan, result = flight.popleft()
@@ -524,7 +522,7 @@ class Run:
     def finish(self, steps: int) -> None:
         """Everything is over: compare with the naive answers, and look for leaks."""
         report = self.report
-        while self.loader is not None and self.scheduler._loads:  # some go on when nobody waits any more
+        while self.loader is not None and self.scheduler._admission.loads:  # some go on when nobody waits any more
             self.time.tick()
             self.loader.advance()
             self.scheduler.plan()

@@ -19,14 +19,13 @@ import numpy as np
 
 import quire.engine.constraints.enforce
 import quire.runner.batch_builder
-import quire.runner.decode_only
 import quire.runner.host_state
 import quire.runner.runner
 import quire.runner.sampler
 import quire.runner.slots
 from quire.backends.batch import Batch
 from quire.backends.ops import KV
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.engine import Engine
 from quire.engine.limits import standard
@@ -50,7 +49,6 @@ class Parts:
     host_state: ModuleType | Any = quire.runner.host_state
     slots: ModuleType | Any = quire.runner.slots
     batch_builder: ModuleType | Any = quire.runner.batch_builder
-    decode_only: ModuleType | Any = quire.runner.decode_only
     sampler: ModuleType | Any = quire.runner.sampler
     enforce: ModuleType | Any = quire.engine.constraints.enforce
 
@@ -224,7 +222,7 @@ class Run:
             budget=budget,
             context=context,
             draw=lambda: 0,
-            limits=(*standard(rows, PAGE, (4, budget) if drafts else None), masks),
+            limits=(*standard(rows, PAGE, (4, budget) if drafts else None), masks.limit),
             drafts=drafts,
         )
         self.context = self.scheduler.context

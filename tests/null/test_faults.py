@@ -14,15 +14,14 @@ import pytest
 
 import quire.cache.groups
 import quire.cache.keys
-import quire.cache.lease
 import quire.cache.loading
-import quire.cache.pool
+import quire.cache.pages
 import quire.cache.prefix_tree
 import quire.cache.sealed
+import quire.engine.admission
 import quire.engine.limits
 import quire.engine.loads
 import quire.engine.policy
-import quire.engine.queue
 import quire.engine.scheduler
 import quire.engine.spans
 import quire.runner.spans
@@ -31,15 +30,14 @@ from tests.null.fuzz import Parts, fuzz
 
 MODULES = {
     "keys": quire.cache.keys,
-    "lease": quire.cache.lease,  # the tree is made of a broken one, too
     "loading": quire.cache.loading,
     "loads": quire.engine.loads,
     "sealed": quire.cache.sealed,
-    "pool": quire.cache.pool,
     "groups": quire.cache.groups,
     "tree": quire.cache.prefix_tree,
+    "pages": quire.cache.pages,
     "scheduler": quire.engine.scheduler,
-    "queue": quire.engine.queue,
+    "admission": quire.engine.admission,
     "policy": quire.engine.policy,
     "limits": quire.engine.limits,
     "ids": quire.engine.spans,
@@ -47,6 +45,7 @@ MODULES = {
 }
 
 
+MADE_OF = {"pages": "tree", "admission": "scheduler"}  # parts whose names another one has imported
 UNCHANGED = '"""\n\nfrom __future__'  # what is replaced by itself, in a copy without a fault
 
 
@@ -112,7 +111,7 @@ FAULTS = [
         "lease.dirty = min(lease.dirty, held)",
         "lease.dirty = max(lease.dirty, held)",
     ),
-    Fault("a slot reused without being closed", "scheduler", "self._closed.append(seq.slot)", "pass"),
+    Fault("a slot reused without being closed", "admission", "self.closed.append(seq.slot)", "pass"),
     Fault(
         "shared pages freed with the private ones",
         "tree",
@@ -217,7 +216,7 @@ FAULTS = [
     ),
     Fault(
         "a row that is only in the first group",
-        "lease",
+        "pages",
         "[row[dirty:] for row in self.rows[1:]]",
         "[row[dirty:][:-1] + [0] for row in self.rows[1:]]",
     ),
@@ -241,7 +240,7 @@ FAULTS = [
     ),
     Fault(
         "a match that takes the last token too",
-        "scheduler",
+        "admission",
         "seq.reusable if self._prefix_cache else 0",
         "len(seq.tokens) if self._prefix_cache else 0",
     ),
@@ -289,7 +288,7 @@ FAULTS = [
     ),
     Fault(
         "the same work again in another slot",
-        "scheduler",
+        "admission",
         "seq.lease, seq.slot, seq.again = None, -1, None",
         "seq.lease, seq.slot = None, -1",
         depths=(1, 2),
@@ -318,7 +317,7 @@ FAULTS = [
     ),
     Fault(
         "one random stream for every index",
-        "scheduler",
+        "admission",
         "seed=mix_seed(seq.seed, request.index)",
         "seed=mix_seed(seq.seed, 0)",
     ),
@@ -344,7 +343,7 @@ FAULTS = [
     Fault("a picture of one id", "ids", "(numbers % FIRST + FIRST).tolist()", "[FIRST] * span.length"),
     Fault(
         "spans that are forgotten when a sequence comes back",
-        "scheduler",
+        "admission",
         "spans=request.spans",
         "spans=() if seq.preemptions else request.spans",
     ),
@@ -372,7 +371,7 @@ FAULTS = [
         "range(bisect_right(self._ends, start), len(self._starts))",
         "range(bisect_right(self._ends, start), len(self._starts))[:1]",
     ),
-    Fault("a page handed out twice", "pool", "del free[-count:]", "del free[-count:-1]"),
+    Fault("a page handed out twice", "pages", "del free[-count:]", "del free[-count:-1]"),
     Fault(
         "a key of a page's own tokens alone",
         "keys",
@@ -485,14 +484,14 @@ FAULTS = [
     ),
     Fault(
         "a waiting sequence that is looked up in every plan",
-        "scheduler",
-        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "admission",
+        "if running and memo is not None and memo.returned == tree.returned:",
         "if False:",
     ),
     Fault(
         "a waiting sequence that is never tried again",
-        "scheduler",
-        "if self._running and memo is not None and memo.returned == tree.returned:",
+        "admission",
+        "if running and memo is not None and memo.returned == tree.returned:",
         "if memo is not None:",
     ),
     Fault(
@@ -509,14 +508,14 @@ FAULTS = [
     Fault(
         "a slot that was never opened is closed",
         "scheduler",
-        "                self._closed.remove(new.slot)\n",
+        "                admission.closed.remove(new.slot)\n",
         "",
         seeds=400,
         depths=(1, 2),
     ),
     Fault(
         "overtaking who waits for pages",
-        "scheduler",
+        "admission",
         "if head is None or head.no_room is not None or head.order < first.order:",
         "if head is None or head.order < first.order:",
         seeds=600,
@@ -530,13 +529,15 @@ FAULTS = [
     ),
     Fault(
         "waiting for a sequence that was preempted",
-        "scheduler",
-        "        self._queue.come(seq)\n        self._queue.add(seq)\n\n    # ---- the next",
-        "        self._queue.add(seq)\n\n    # ---- the next",
+        "admission",
+        "        self.queue.come(seq)\n        self.queue.add(seq)\n\n    def _remove",
+        "        self.queue.add(seq)\n\n    def _remove",
         seeds=600,
     ),
-    Fault("a sequence that is lost in the queue", "queue", "self._list(seq)\n        of_rank", "of_rank"),
-    Fault("a sequence that steps aside for good", "queue", "while self._aside and most:", "while False:", seeds=600),
+    Fault("a sequence that is lost in the queue", "admission", "self._list(seq)\n        of_rank", "of_rank"),
+    Fault(
+        "a sequence that steps aside for good", "admission", "while self._aside and most:", "while False:", seeds=600
+    ),
     Fault("a follower that does not wait", "limits", "leader.prompt_done or leader.key >= seq.key", "leader.computed"),
     Fault(
         "drafts beyond what is left of a step",
@@ -547,21 +548,18 @@ FAULTS = [
 ]
 
 
-def planted(fault: Fault) -> ModuleType:
-    """A copy of the module with the fault in it."""
-    if fault.part == "lease":
-        return made_of(replaced(fault))
-    return replaced(fault)
-
-
-def made_of(lease: ModuleType) -> ModuleType:
-    """A tree whose nodes and leases are those of that module."""
-    kept = sys.modules["quire.cache.lease"]
-    sys.modules["quire.cache.lease"] = lease
+def planted(fault: Fault) -> dict[str, ModuleType]:
+    """A copy of the module with the fault in it, and of the one that is made of it."""
+    broken, made = replaced(fault), MADE_OF.get(fault.part)
+    if made is None:
+        return {fault.part: broken}
+    name = MODULES[fault.part].__name__
+    kept, sys.modules[name] = sys.modules[name], broken
     try:
-        return replaced(Fault("none", "tree", UNCHANGED, UNCHANGED))
+        whole = replaced(Fault("none", made, UNCHANGED, UNCHANGED))
     finally:
-        sys.modules["quire.cache.lease"] = kept
+        sys.modules[name] = kept
+    return {made: whole} if fault.part == "admission" else {fault.part: broken, made: whole}
 
 
 def replaced(fault: Fault) -> ModuleType:
@@ -582,8 +580,7 @@ def replaced(fault: Fault) -> ModuleType:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_caught(fault: Fault) -> None:
-    part = "tree" if fault.part == "lease" else fault.part
-    parts = replace(Parts(tiers=fault.tiers), **{part: planted(fault)})
+    parts = replace(Parts(tiers=fault.tiers), **planted(fault))
     with pytest.raises(Exception) as caught:
         fuzz(0, fault.seeds, fault.depths, parts)
     assert any("seed" in note for note in caught.value.__notes__)
@@ -596,11 +593,12 @@ ALONE = [*FAULTS[:4], *(fault for fault in FAULTS if fault.name == "the checkpoi
 def test_the_device_alone_notices(fault: Fault) -> None:
     """Without the check of the tree's books: wrong KV is seen where it is read, or wrong news where it arrives."""
     with pytest.raises(Caught):
-        fuzz(0, fault.seeds, fault.depths, replace(Parts(check=False), **{fault.part: planted(fault)}))
+        fuzz(0, fault.seeds, fault.depths, replace(Parts(check=False), **planted(fault)))
 
 
 def test_unbroken_copies_pass() -> None:
     """The way a fault is planted is not itself a fault."""
-    copies = {part: planted(Fault("none", part, UNCHANGED, UNCHANGED)) for part in MODULES}
-    copies["tree"] = copies.pop("lease")
+    copies: dict[str, ModuleType] = {}
+    for part in MODULES:
+        copies |= planted(Fault("none", part, UNCHANGED, UNCHANGED))
     assert fuzz(0, 30, parts=replace(Parts(), **copies)).runs == 90

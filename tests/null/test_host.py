@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 import quire.engine.constraints.enforce
+import quire.engine.limits
 import quire.runner.batch_builder
-import quire.runner.decode_only
 import quire.runner.host_state
 import quire.runner.runner
 import quire.runner.sampler
@@ -24,16 +24,16 @@ MODULES = {
     "host_state": quire.runner.host_state,
     "slots": quire.runner.slots,
     "batch_builder": quire.runner.batch_builder,
-    "decode_only": quire.runner.decode_only,
     "sampler": quire.runner.sampler,
     "enforce": quire.engine.constraints.enforce,
+    "limits": quire.engine.limits,
 }
 USED = {  # where the module that uses a part has its name
     "host_state": (quire.runner.runner, "HostState"),
     "slots": (quire.runner.host_state, "Slots"),
     "batch_builder": (quire.runner.host_state, "BatchBuilder"),
-    "decode_only": (quire.runner.host_state, "DecodeOnly"),
     "sampler": (quire.runner.runner, "Sampler"),
+    "limits": (quire.engine.constraints.enforce, "OneInFlight"),
 }
 
 
@@ -151,13 +151,13 @@ FAULTS = [
     Fault("constrained rows that are left out", "enforce", "masks[i] = mask", "masks[len(masks)] = mask"),
     Fault(
         "two steps in flight under one mask",
-        "enforce",
+        "limits",
         "        if seq.sampling:\n            return 0\n",
         "",
     ),
     Fault(
         "drafts that no mask was made for",
-        "enforce",
+        "limits",
         "return min(n, max(1, len(seq.tokens) - start))",
         "return n",
         seeds=120,
@@ -166,12 +166,12 @@ FAULTS = [
     Fault(
         "a grammar that begins again after a preemption",
         "enforce",
-        "seq.request.constraint is None or seq.key in self._states:",
-        "seq.request.constraint is None:",
+        "constraint is None or seq.key in self._states:",
+        "constraint is None:",
         seeds=120,
     ),
     Fault("an end that no grammar accepts", "enforce", "mask[self._ends] = False", "mask[self._ends] = True"),
-    Fault("constrained rows that pass with the others", "enforce", "return not self._states", "return True"),
+    Fault("constrained rows that pass with the others", "limits", "return not self._keys", "return True"),
 ]
 
 

@@ -11,10 +11,11 @@ import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.adapters import FixedStacks
+from quire.backends.cuda.elementwise import OWN
 from quire.backends.cuda.kernels import fp8
 from quire.backends.cuda.kernels.gates import KINDS
 from quire.backends.cuda.kernels.launch import compile_only
-from quire.backends.cuda.ops import OWN, CudaKernels
+from quire.backends.cuda.ops import CudaKernels
 from quire.backends.cuda.tiles import library_takes
 from quire.backends.torch.backend import TorchBackend, TorchProgram
 from quire.observe.errors import Unsupported

@@ -14,18 +14,17 @@ import triton
 
 from quire.backends.cuda import library, states
 from quire.backends.cuda.adapters import FixedStack
+from quire.backends.cuda.elementwise import OWN
 from quire.backends.cuda.experts import fits, mix
 from quire.backends.cuda.kernels import attention as paged
 from quire.backends.cuda.kernels import latent
 from quire.backends.cuda.kernels.combine import combine
-from quire.backends.cuda.kernels.gate import gate as gate_by
 from quire.backends.cuda.kernels.gates import KINDS
 from quire.backends.cuda.kernels.head_norm import head_norm
 from quire.backends.cuda.kernels.lora import adapt
 from quire.backends.cuda.kernels.norm import rms_norm
 from quire.backends.cuda.kernels.prefix import prefix_splits, shared_attention
 from quire.backends.cuda.kernels.rope import angle_table, rope_write
-from quire.backends.cuda.kernels.softcap import softcap
 from quire.backends.cuda.kernels.tuning import ROWS
 from quire.backends.cuda.products import (
     Place,
@@ -111,11 +110,7 @@ class CudaKernels(TorchKernels):
 
     def elementwise(self, op: Elementwise, number: float = 0.0) -> Callable[..., torch.Tensor]:
         own = OWN.get(op.name)
-        return function_of(op, number, None if own is None else partial(own, self))
-
-    def empty(self, shape: torch.Size) -> torch.Tensor:
-        """Room for a result in the compute dtype."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return function_of(op, number, None if own is None else partial(own, self.dtype, self._chain))
 
     def adapt(
         self,
@@ -487,21 +482,3 @@ def side_by_side(*parts: torch.Tensor) -> torch.Tensor | None:
         end += part.shape[-1]
     width = end - first.storage_offset()
     return first.as_strided((*first.shape[:-1], width), first.stride()) if width <= first.stride(-2) else None
-
-
-def _softcap(k: CudaKernels, cap: float, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    softcap(x, out, cap, pdl=k._chain)
-    return out
-
-
-def _swiglu(k: CudaKernels, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return gate_by(up, gate, k.empty(up.shape), silu=True, pdl=k._chain)
-
-
-def _sigmoid_gate(k: CudaKernels, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return gate_by(x, gate, k.empty(x.shape), pdl=k._chain)
-
-
-# Elementwise ops that have a Triton kernel of their own here; torch has an expression for every one.
-OWN: dict[str, Callable[..., torch.Tensor]] = {"softcap": _softcap, "swiglu": _swiglu, "sigmoid_gate": _sigmoid_gate}

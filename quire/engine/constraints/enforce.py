@@ -1,4 +1,4 @@
-"""Constraints at run time: a MaskProvider of the engine loop and a Limit of its scheduler, which thereby never hear of grammars.
+"""Constraints at run time: a MaskProvider of the engine loop, with a Limit for its scheduler: neither hears of grammars.
 
     hold ──► compile, on a thread, once for each text ──► ready ──► the scheduler ──► opened: a matcher of its own
     plan ──► masks: the matcher takes in the tokens that were sampled since, and says what may come next
@@ -32,7 +32,7 @@ from quire.engine.constraints.grammar import (
     tokenizer_of,
 )
 from quire.engine.constraints.numbers import Digits, NumberWatch
-from quire.engine.limits import Limit
+from quire.engine.limits import OneInFlight
 from quire.engine.sequence import Sequence
 from quire.engine.types import Constraint, Request, Vocabulary
 from quire.observe.errors import BadRequest, QuireError, Unavailable, Unsupported
@@ -70,11 +70,10 @@ class _State:
     numbers: NumberWatch | None = None  # of a JSON answer
 
 
-class ConstraintMasks(Limit):
+class ConstraintMasks:
     """Holds requests until their constraint is compiled, and masks their tokens. Used from the engine's thread."""
 
-    admission_only = False
-    reason = "constraint"  # its last token must be known before the next one is
+    field = "constraint"
 
     def __init__(self, width: int, clock: Callable[[], float] = time.monotonic):
         self._width = width  # of the logits
@@ -92,6 +91,9 @@ class ConstraintMasks(Limit):
         self._overdue = 0
         self._made: dict[str, Matcher] = {}  # by request id, until it has a slot
         self._states: dict[int, _State] = {}  # by key in plans
+        self.limit = OneInFlight(self)  # for the scheduler
+        self.holding = False  # somebody waits for a compilation; one that nobody waits for is taken in later
+        self.masking = False  # some sequence has a state
 
     # ---- requests that are prepared before the scheduler has them
 
@@ -100,10 +102,6 @@ class ConstraintMasks(Limit):
         if self._vocabulary is None:
             self._vocabulary = vocabulary
             self._ends = np.array([i for i in vocabulary.eos_ids if i < self._width], np.intp)
-
-    @property
-    def holding(self) -> bool:
-        return any(job.waiting for job in self._jobs.values())  # what nobody waits for is taken in later
 
     def hold(self, request: Request) -> bool:
         constraint = request.constraint
@@ -128,6 +126,7 @@ class ConstraintMasks(Limit):
             self._queue.append(key)
             self._begin()
         job.waiting.append(request)
+        self.holding = True
         return True
 
     def drop(self, request_id: str) -> bool:
@@ -136,6 +135,7 @@ class ConstraintMasks(Limit):
             for i, request in enumerate(job.waiting):
                 if request.id == request_id:
                     del job.waiting[i]
+                    self._count()
                     return True
         return False
 
@@ -149,7 +149,11 @@ class ConstraintMasks(Limit):
             pass
         self._expire(out)
         self._begin()
+        self._count()
         return out
+
+    def _count(self) -> None:
+        self.holding = any(job.waiting for job in self._jobs.values())
 
     def _begin(self) -> None:
         """Start what may be started. What is overdue does not count, until there is too much of it."""
@@ -239,35 +243,28 @@ class ConstraintMasks(Limit):
                 out += [(request, busy) for request in waiting]
             self._queue.clear()
 
-    # ---- the limit: one sampling step in flight
-
-    def grant(self, seq: Sequence, start: int, n: int) -> int:
-        if seq.key not in self._states:
-            return n
-        if seq.sampling:
-            return 0
-        return min(n, max(1, len(seq.tokens) - start))  # no drafts
-
-    def passes(self, count: int) -> bool:
-        return not self._states
+    # ---- sequences come and go, told by the limit
 
     def opened(self, seq: Sequence) -> None:
-        if seq.request.constraint is None or seq.key in self._states:  # the latter: it was preempted
+        """Give a sequence with a constraint that has taken a slot its own matcher."""
+        constraint = seq.request.constraint
+        if constraint is None or seq.key in self._states:  # the latter: it was preempted
             return
         made = self._made.pop(seq.request.id, None)
-        digits = self._digits if seq.request.constraint.kind in (JSON_OBJECT, JSON_SCHEMA) else None
+        digits = self._digits if constraint.kind in (JSON_OBJECT, JSON_SCHEMA) else None
         numbers = None if digits is None else NumberWatch(digits)
         self._states[seq.key] = _State(seq, None if made is None else made.deep_copy(), numbers=numbers)
+        self.masking = True
 
     def ended(self, seq: Sequence) -> None:
+        """Forget a sequence with a constraint that is finished."""
         self._states.pop(seq.key, None)
+        self.masking = bool(self._states)
         self._made.pop(seq.request.id, None)  # it never had a slot
 
     # ---- masks: between logits and tokens
 
     def masks(self, plan: Plan) -> tuple[Masks | None, list[tuple[str, str, str | None]]]:
-        if not self._states:
-            return None, []
         masks: dict[int, npt.NDArray[np.bool_]] = {}
         lost: list[tuple[str, str, str | None]] = []
         for i, work in enumerate(plan.work):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
 from quire.backends.outputs import Hidden
 from quire.cache.loading import Loader
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.cache.secret import Secret
 from quire.config import PAGE_SIZE, EngineConfig, Environment
@@ -208,7 +208,7 @@ def _scheduler(
         budget=config.max_batch_tokens,
         context=context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks.limit),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
         vectors=vectors,

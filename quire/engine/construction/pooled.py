@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.backends.ops import KV, Estimator, Program
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import PAGE_SIZE, EngineConfig, Environment
 from quire.engine.construction.memory import Budget

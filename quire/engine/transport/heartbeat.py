@@ -45,7 +45,7 @@ def patience(info: EngineInfo, seconds: float) -> float:
 
 
 class Heartbeat:
-    """Watches one engine process. `ask` sends it a question; the client calls `heard` for every message that it gets from it."""
+    """Watches one engine process. `ask` sends it a question; the client sets `heard` at every message that it gets from it."""
 
     def __init__(
         self,
@@ -60,24 +60,20 @@ class Heartbeat:
         self._ask = ask
         self._work = work
         self._sleep = sleep
-        self._heard = True
-
-    def heard(self) -> None:
-        """The process sent a message."""
-        self._heard = True
+        self.heard = True  # the process sent a message
 
     async def lost(self) -> str:
         """Returns when the process is to be given up, with the reason in words."""
         silent = idle = 0  # ticks without a message; of these, the last ones in which the process did no work
         before = self._work()
         while True:
-            if self._heard:
-                self._heard = False
+            if self.heard:
+                self.heard = False
                 silent = idle = 0
                 self._ask()
             await self._sleep(self._tick)
             now = self._work()
-            if not self._heard:
+            if not self.heard:
                 silent += 1
                 idle = idle + 1 if _rested(before, now, self._tick) else 0
                 if idle >= TICKS:

@@ -381,7 +381,7 @@ class ProcessClient:
 
     def _hear(self, message: wire.FromEngine) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.heard()
+            self._heartbeat.heard = True
         match message:
             case wire.Events(events):
                 self._pending.deliver(events)

@@ -7,7 +7,8 @@ A step is one copy to the device (tokens, positions, page-table changes, what sa
 The host knows every length and position ahead, because a sequence grows by what was planned; it does not know tokens,
 so `-1 - slot` stands for "what that slot sampled last". Steps of one row a sequence go through decode.DecodeSteps, short ones
 with prompts through prefill.PrefillSteps, those that verify draft tokens through verify.VerifySteps, all others are launched as
-they come. Everything is put on one stream in the order of the plans, from one thread.
+they come, and choosing.Choosing launches the choice of tokens. Everything is put on one stream in the order of the plans, from
+one thread.
 
 With a proposer a step may verify draft tokens, and then only the device knows a sequence's length and position until the step
 is read: drafting.py keeps both sides' books, and no step waits for the one before it. The one exception is a rule that asks for
@@ -33,15 +34,15 @@ from quire.backends.outputs import Hidden
 from quire.backends.pages import PageBytes, PageCopy, PageIds
 from quire.backends.torch.backend import DeviceProgram
 from quire.backends.torch.batch import DeviceBatch, beside
-from quire.runner.decode_only import Index
+from quire.runner.batch_builder import Index
 from quire.runner.device.answers import Answers
+from quire.runner.device.choosing import Choosing
 from quire.runner.device.decode import DecodeSteps
 from quire.runner.device.drafting import Drafting
-from quire.runner.device.launched import Launched, Shape
+from quire.runner.device.launched import Launched
 from quire.runner.device.prefill import PrefillSteps
 from quire.runner.device.proposer import DeviceProposer, Followed
 from quire.runner.device.sharing import LEAST, Sharing, find
-from quire.runner.device.slot_sampling import RowSampling, SlotSampling
 from quire.runner.device.staging import Arrival, Staging
 from quire.runner.device.state import DeviceState
 from quire.runner.device.texts import TextRows
@@ -107,9 +108,7 @@ class DeviceRunner:
                 DeviceProgram, Followed(program, cast(DeviceProposer, proposer), len(kv.groups) - len(groups))
             )
         self._program = program
-        self._sampler = program.sampler
         self._device = program.device
-        self._vocab = vocab_size
         self._page_size = kv.page_size
         self._host = HostState(
             kv,
@@ -125,9 +124,7 @@ class DeviceRunner:
         self._shares = (
             program.shares and not kv.window
         )  # a window's rows lack their first pages, so prefixes cannot be shared
-        self._sampling = SlotSampling(max_seqs, vocab_size, self._device)
         self._staging = Staging(self._device, 4 * max_tokens + 64 * max_seqs)
-        self._late = Staging(self._device)
         self._pooler = pooler
         self._drafting: Drafting | None = None
         if proposer is not None and drafts:
@@ -135,6 +132,9 @@ class DeviceRunner:
                 proposer, self._host, self._state, drafts=drafts, model_groups=len(kv.groups) - len(groups),
                 max_context=max_context, page_size=kv.page_size
             )  # fmt: skip
+        self._choosing = Choosing(
+            program.sampler, self._host, self._state, self._drafting, vocab_size=vocab_size, device=self._device
+        )
         self._decode: DecodeSteps | None = None
         self._prefill: PrefillSteps | None = None
         self._verify: VerifySteps | None = None
@@ -191,7 +191,7 @@ class DeviceRunner:
         ticket = DeviceTicket(self, pending)
         if pending.logits is not None:
             try:
-                ticket.news = self._sample(pending, masks or {})
+                ticket.news = self._choosing.launch(pending, masks or {})
             except Exception as error:
                 self._recover(pending, error)
                 ticket.news = None
@@ -238,11 +238,11 @@ class DeviceRunner:
     def _follow(self, plan: Plan) -> None:
         """Tell the device which slots a plan opens and closes."""
         for slot in plan.closed:
-            self._sampling.close(slot)
+            self._choosing.sampling.close(slot)
         for new in plan.opened:
             if self._slots.failure(new.slot) is None:
                 self._answers.openings[new.slot] += 1
-                self._sampling.open(new.slot, self._slots.stream(new.slot))
+                self._choosing.sampling.open(new.slot, self._slots.stream(new.slot))
         if self._drafting is not None:
             self._drafting.follow(plan)
 
@@ -304,10 +304,10 @@ class DeviceRunner:
             pending.sampled = order.tolist()
             slot, pos, writes = slot[order], pos[order], [write[order] for write in writes]
         pending.decode_only, pending.slots = True, slot
-        pending.shape = self._shape(pending)
+        pending.shape = self._choosing.shape(pending)
         pending.positions = slots.position[slot]
-        pending.sampling = self._gather(pending)
-        more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+        pending.sampling = self._choosing.gather(pending)
+        more = self._choosing.more(pending) if pending.sampling or pending.shape.wanted else []
         own = slot.astype(np.int32)
         pending.logits, pending.best, pending.sent = self._decode.run(
             -1 - own, pos, writes, own, *_changes(changed, self._state), sharing=sharing, more=more
@@ -332,8 +332,8 @@ class DeviceRunner:
             self._launch_verification(self._drafting, pending, batch, own, where, pages)
         else:
             pending.positions = self._slots.position[slots]
-            pending.shape = self._shape(pending)
-            pending.sampling = self._gather(pending)
+            pending.shape = self._choosing.shape(pending)
+            pending.sampling = self._choosing.gather(pending)
             self._launch_plain(pending, batch, own, where, pages)
         if self._slots.vectors and self._pooler is not None and (parts := self._pooler.find(works, batch)):
             pending.texts = TextRows(self._pooler, parts, pending.hidden)
@@ -358,7 +358,7 @@ class DeviceRunner:
         if captured and decoding and self._decode is not None:
             writes = [batch.table(g).write for g in range(len(pages))]
             arrays = batch.ids, batch.pos, writes, own, where, pages
-            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+            more = self._choosing.more(pending) if pending.sampling or pending.shape.wanted else []
             sharing = self._sharing
             if sharing is not None and sharing.order.size != own.size:  # of rows that could not be computed
                 sharing = None
@@ -367,7 +367,7 @@ class DeviceRunner:
             )
             pending.keep(self._decode.hidden, batch.tokens, batch.tokens)
         elif captured and self._prefill is not None and (kind := self._prefill.kind_for(batch)) is not None:
-            more = self._more(pending)
+            more = self._choosing.more(pending)
             pending.logits, pending.sent = self._prefill.run(kind, batch, own, where, pages, more)
             pending.keep(self._prefill.hidden, batch.tokens, batch.logit_rows.size)
         else:
@@ -389,52 +389,18 @@ class DeviceRunner:
         counts = [pending.rows_of(i) for i in pending.sampled]
         pending.slots, pending.ahead = np.repeat(slots, counts), np.concatenate([np.arange(n) for n in counts])
         pending.positions = (self._slots.position - drafting.loose)[pending.slots] + pending.ahead
-        pending.shape = self._shape(pending)
-        pending.sampling = self._gather(pending)
+        pending.shape = self._choosing.shape(pending)
+        pending.sampling = self._choosing.gather(pending)
         if made.rows and self._verify is not None:
             most = self._slots.length[own]
             least = (most - drafting.loose[own]).astype(np.int32)
-            more = self._more(pending) if pending.sampling or pending.shape.wanted else []
+            more = self._choosing.more(pending) if pending.sampling or pending.shape.wanted else []
             pending.logits, pending.best, pending.sent = self._verify.run(
                 made.rows, own, (least, most), where, pages, more
             )
             pending.keep(self._verify.hidden, made.rows * own.size, made.rows * own.size)
         else:
             pending.logits = self._eager(pending, batch, own, where, pages)
-
-    def _gather(self, pending: Launched, masks: Masks | None = None) -> RowSampling | None:
-        """How the sampled rows of a step choose their tokens."""
-        made = pending.verification
-        if made is None:
-            return self._sampling.gather(pending.slots, pending.positions, masks)
-        owner = np.repeat(made.owners(pending.sampled), [pending.rows_of(i) for i in pending.sampled])
-        meant = pending.ahead <= np.array([*made.most, 0])[owner]
-        return self._sampling.gather(pending.slots, pending.positions, masks, meant=meant, owner=owner, span=made.span)
-
-    def _shape(self, pending: Launched) -> Shape:
-        """Which log probabilities this step owes. A sequence whose prompt tokens are not known is failed."""
-        tops = self._sampling.logprobs[pending.slots]
-        wanted = [(j, int(tops[j])) for j in np.flatnonzero(tops >= 0).tolist()]
-        prompt: list[tuple[int, list[int], int]] = []
-        for i, w in pending.works.items():
-            if w.prompt_logits:
-                try:
-                    tokens = self._slots.after(w.slot, w.start, w.prompt_logits)
-                except ValueError as error:
-                    self._host.fail(pending, [i], str(error))
-                    tokens = [0] * w.prompt_logits
-                prompt.append((i, tokens, self._slots.stream(w.slot).params.prompt_logprobs or 0))
-        if not wanted and not prompt:
-            return Shape(0, [], [])
-        top = max((*(top for _, top in wanted), *(top for _, _, top in prompt)))
-        return Shape(min(top, self._vocab), wanted, prompt)
-
-    def _more(self, pending: Launched) -> list[np.ndarray]:
-        """The arrays that sampling needs on the device besides logits."""
-        shape, sampling = pending.shape, pending.sampling
-        follow = [token for _, tokens, _ in shape.prompt for token in tokens]
-        whole = [pending.slots, np.array(follow, np.int32), np.array([j for j, _ in shape.wanted], np.int32)]
-        return [*(x.astype(np.int32) for x in whole), *(sampling.arrays() if sampling is not None else [])]
 
     def _eager(
         self, pending: Launched, batch: Batch, own: np.ndarray, where: np.ndarray, pages: list[np.ndarray]
@@ -444,7 +410,7 @@ class DeviceRunner:
         writes = [batch.table(g).write for g in range(kinds)]
         arrays = (batch.ids, batch.pos, batch.q_start, batch.kv_len, batch.logit_rows, own, where, *pages, *writes)
         adapted = [] if batch.adapters is None else [batch.adapters]
-        sent = self._staging.send([*arrays, *self._more(pending), *adapted])
+        sent = self._staging.send([*arrays, *self._choosing.more(pending), *adapted])
         adapters = sent.pop() if adapted else None
         ids, pos, q_start, kv_len, rows, slots, indices = sent[:7]
         pending.sent = sent[len(arrays) :]
@@ -482,54 +448,6 @@ class DeviceRunner:
         for ladder in ladders:
             ladder.capture()
         warm_up(self._program, self._state, self._staging, *sizes)
-
-    # ---- choosing
-
-    def _sample(self, pending: Launched, masks: Masks) -> Arrival:
-        """Launch the choice of tokens and the copy back."""
-        count, logits, tokens, shape = pending.slots.size, pending.logits, pending.best, pending.shape
-        own = {j: masks[i] for i, j in pending.firsts().items() if i in masks} if masks else None
-        if own:  # only now is it known what they want: this costs copies of its own
-            pending.sampling = self._gather(pending, own)
-            pending.sent = self._late.send(self._more(pending))
-        drafting = self._drafting
-        noted = drafting is not None and (pending.verification is not None or drafting.remembers)
-        if not pending.sent and not noted:  # decoded, and nobody wants more than the best token
-            assert tokens is not None
-            return Arrival(tokens)
-        sent = pending.sent or self._late.send(self._more(pending))
-        slots, follow, wanted = (x.long() for x in sent[:3])
-        tokens = self._choose(pending, logits[:count])
-        parts = [tokens]
-        if pending.verification is not None and drafting is not None:
-            parts += drafting.accept(pending, tokens, [pending.works[i] for i in pending.sampled])
-        else:
-            self._state.set_last(slots, tokens)
-            if drafting is not None:
-                drafting.remember(pending, slots, torch.arange(count, device=self._device))
-        if shape.wanted or shape.prompt:
-            parts = [part.double() for part in parts]
-        if shape.wanted:
-            every = len(shape.wanted) == count
-            of, to = (logits[:count], tokens) if every else (logits[wanted], tokens[wanted])
-            parts.append(self._sampler.logprobs(of, to, shape.top).ravel())
-        if shape.prompt:
-            parts.append(self._sampler.logprobs(logits[count:], follow, shape.top).ravel())
-        return Arrival(torch.cat(parts) if len(parts) > 1 else tokens)
-
-    def _choose(self, pending: Launched, logits: torch.Tensor) -> torch.Tensor:
-        """A token, or a code, for each sampled row."""
-        best = pending.best
-        if best is None and (pending.sampling is None or not pending.sampling.every):
-            best = self._sampler.greedy(logits)
-        if pending.sampling is None:
-            assert best is not None
-            return best
-        made = pending.verification
-        metadata = self._sampling.metadata(pending.sampling, pending.sent[3:], None if made is None else made.shift)
-        chosen = self._sampler.choose(logits, metadata)
-        self._sampling.add(metadata, chosen)
-        return chosen if best is None or metadata.rows is None else best.index_copy(0, metadata.rows.long(), chosen)
 
     def _recover(self, pending: Launched, error: Exception) -> None:
         """A step that could not be launched fails its sequences; memory that it held is given back."""

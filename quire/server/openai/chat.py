@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat.tools.types import Tools
 from quire.chat.types import CallPart, Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
@@ -31,7 +32,7 @@ from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
 from quire.server.shared.messages import ChatMessage, turns
 from quire.server.shared.sampling import Sampling, generation
-from quire.server.shared.tools import NOTHING, Raw, at, openai_choice, openai_tools
+from quire.server.shared.tools import NO_TOOLS, NOTHING, Raw, at, openai_choice, openai_tools
 
 TIERS = (None, "auto", "default")
 MAX_DOCUMENTS = 1024
@@ -170,12 +171,18 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
         kwargs = conversation.thinking(served, None, effort, "reasoning_effort") | kwargs
     return Conversation(
         turns(served, asked.messages),
-        openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls),
+        _tools(asked),
         kwargs,
         asked.add_generation_prompt is not False,
         continues,
         _documents(asked.documents),
     )
+
+
+def _tools(asked: ChatRequest) -> Tools:
+    if asked.tools is None and asked.tool_choice is NOTHING:
+        return NO_TOOLS
+    return openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls)
 
 
 def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:

@@ -239,9 +239,10 @@ async def encode_text(served: Served, text: str, param: str, add_special: bool |
 async def encode(served: Served, said: Conversation, param: str = "messages") -> list[int]:
     """Tokens of a conversation, through the model's own template."""
     completer = served.completer
-    check_callable(served, said.tools)
-    tools = shown(said.tools)
-    if tools is not None:
+    tools = None
+    if said.tools.tools:
+        check_callable(served, said.tools)
+        tools = shown(said.tools)
         check_text(served, msgspec.json.encode(tools).decode(), "tools")
     check_text(served, "".join(_texts(said.turns)), param)
     kwargs: dict[str, Any] = dict(said.kwargs)

@@ -160,10 +160,8 @@ def choose(
     return Tools(tuple(tools), choice or "auto", name, parallel=parallel is not False)
 
 
-def shown(tools: Tools) -> list[dict[str, Any]] | None:
-    """The tools as templates expect them, or None."""
-    if not tools.tools:
-        return None
+def shown(tools: Tools) -> list[dict[str, Any]]:
+    """The tools as templates expect them."""
     nothing = {"type": "object", "properties": {}}
     return [
         {

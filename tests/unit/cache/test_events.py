@@ -11,8 +11,7 @@ import pytest
 from quire.cache.events import DEVICE, Listener, Removed, Stored
 from quire.cache.groups import Full, Group, State, Window
 from quire.cache.keys import Keys, fingerprint
-from quire.cache.lease import Lease
-from quire.cache.pool import Pool
+from quire.cache.pages import Lease, Pool
 from quire.cache.prefix_tree import PrefixTree
 
 P = 4

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.cache.groups import Full, State, Window
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import Lease, PrefixTree
 
 P = 4

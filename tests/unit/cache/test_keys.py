@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from quire.cache.keys import SIZE, Keys, fingerprint
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 
 PARTS = {"weights": "a" * 64, "backend": "native 1", "pages 0": "kind=full dtype=float16"}

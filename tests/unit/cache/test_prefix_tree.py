@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from quire.cache.groups import Full
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import Lease, PrefixTree
 
 P = 4

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import EngineConfig, Environment, resolve_step
 from quire.engine.engine import Engine

@@ -7,15 +7,18 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from quire.config import EngineConfig
 from quire.engine.engine import STALL, Engine
+from quire.engine.hooks import NoAdapters
 from quire.engine.transport import wire
 from quire.engine.transport.process_main import serve
 from quire.engine.types import Event, Request, Stats
 from quire.runner.params import SamplingParams
+from quire.runner.spans import Span
 from tests.unit.engine.fake_engine import POISON, CountingRunner, Ticket, make
 
 
@@ -277,3 +280,44 @@ def test_what_was_loaded_is_left_alone_by_the_collector_until_the_end():
     assert gc.get_freeze_count() > 0
     engine.close()
     assert gc.get_freeze_count() == 0
+
+
+class Watching(NoAdapters):
+    """Hooks about one field, which note what they see."""
+
+    fields = ("adapter",)
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_request(self, request: Request) -> Request:
+        self.seen.append(f"+{request.id}")
+        return msgspec.structs.replace(request, adapter="")
+
+    def on_end(self, request_id: str) -> None:
+        self.seen.append(f"-{request_id}")
+
+
+def test_hooks_see_the_requests_that_have_one_of_their_fields() -> None:
+    engine = make(config(), CountingRunner())
+    hooks = Watching()
+    engine = Engine(engine._scheduler, engine._runner, hooks=hooks)
+    engine.add(request("plain", [5]))
+    engine.add(request("own", [5], adapter="x"))
+    engine.add(request("too long", [5] * 10_000, adapter="x"))
+    news = run(engine)
+    assert {name: events[-1].finish for name, events in news.items()} == {
+        "plain": "length",
+        "own": "length",
+        "too long": "error",
+    }
+    assert hooks.seen == ["+own", "+too long", "-too long", "-own"]
+
+
+def test_an_engine_without_adapters_and_spans_refuses_both() -> None:
+    engine = make(config(), CountingRunner())
+    span = Span(start=0, length=1, kind="image", digest=bytes(16), rows=bytes(4))
+    engine.add(request("adapter", [5], adapter="x"))
+    engine.add(request("span", [5], spans=(span,)))
+    news = run(engine)
+    assert "not loaded" in (news["adapter"][-1].error or "") and "text alone" in (news["span"][-1].error or "")

@@ -201,10 +201,10 @@ def test_a_late_load_is_a_miss_and_its_pages_come_back_when_it_ends(models: Path
         heard += engine.step()
     assert said(heard) == answer and receipt(heard).cached_tokens == 0
     scheduler: Any = engine._scheduler
-    assert len(tier.jobs) == 1 and bool(scheduler._loads) and engine.stats().pages_used == 6
+    assert len(tier.jobs) == 1 and bool(scheduler._admission.loads) and engine.stats().pages_used == 6
     tier.jobs[0].well = True
     again = run(engine, request("b"))["b"]
-    assert said(again) == answer and not scheduler._loads and engine.stats().pages_used == 0
+    assert said(again) == answer and not scheduler._admission.loads and engine.stats().pages_used == 0
     engine.close()
 
 

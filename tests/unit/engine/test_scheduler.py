@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import Limit
 from quire.engine.policy import FairShare, FirstCome
@@ -469,7 +469,7 @@ def test_stale_rows_are_dropped() -> None:
     desk.step()
     first = desk.plan()
     seq = desk.scheduler._ids["b"]
-    desk.scheduler._preempt(seq)
+    desk.scheduler._admission.preempt(seq)
     assert [e.id for e in desk.commit(first)] == ["a"]
     assert len(seq.tokens) == 7 and seq.steps == 1
 

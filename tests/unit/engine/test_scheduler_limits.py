@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import Drafts, Follows, Limit, LogitRows, SamePrompt, TokenBudget, common, standard
 from quire.engine.policy import FirstCome, Policy
@@ -218,7 +218,7 @@ def test_prompt_logprobs_survive_a_preemption() -> None:
     scheduler.add(request("a", 14, prompt_logprobs=0, max_tokens=1))
     run(scheduler, scheduler.plan() or pytest.fail("no plan"))
     seq = scheduler._ids["a"]
-    scheduler._preempt(seq)
+    scheduler._admission.preempt(seq)
     plan = scheduler.plan()
     assert plan is not None
     assert (plan.work[0].start, plan.work[0].prompt_logits) == (4, 6)  # six were there: one page of them is reused

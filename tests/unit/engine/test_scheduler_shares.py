@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import standard
 from quire.engine.policy import FairShare, FirstCome, Policy

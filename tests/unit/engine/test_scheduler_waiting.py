@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from quire.cache.groups import Window
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import Lease, PrefixTree
+from quire.engine.admission import LOOKED_UP
 from quire.engine.limits import Limit, standard
 from quire.engine.policy import FirstCome, Policy
-from quire.engine.scheduler import LOOKED_UP, PASSED, Scheduler
+from quire.engine.scheduler import PASSED, Scheduler
 from quire.engine.sequence import Sequence
 from quire.engine.types import Request
 from quire.runner.params import SamplingParams

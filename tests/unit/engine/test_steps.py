@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
@@ -19,7 +19,7 @@ from quire.engine.transport.inprocess import InProcessClient
 from quire.engine.transport.process_client import ProcessClient
 from quire.engine.types import Request
 from quire.observe.errors import Unavailable
-from quire.observe.steps import KEPT, StepInfo, StepRing
+from quire.observe.steps import KEPT
 from quire.runner.params import SamplingParams
 from quire.runner.plan import Plan, Result, Row
 from tests.unit.engine.fake_engine import build
@@ -178,19 +178,16 @@ def test_a_step_that_fails_is_noted_with_its_time() -> None:
 
 
 def test_the_ring_is_bounded() -> None:
-    ring = StepRing(4)
-    for i in range(10):
-        ring.add(StepInfo(i, 1.0, float(i), [("a", i)]))
-    assert [s.step for s in ring.newest(100)] == [6, 7, 8, 9]
-    assert [s.step for s in ring.newest(2)] == [8, 9]
-    assert ring.newest(0) == ring.newest(-5) == []
     engine, _, _ = make()
     engine.add(ask("a", 3, max_tokens=500))
     engine._scheduler.context = 1000  # type: ignore[attr-defined]
     for _ in range(KEPT + 50):
         engine.add(ask(f"r{_}", 2, max_tokens=1))
         engine.step()
-    assert len(engine.steps(1 << 30)) == KEPT
+    told = [step.step for step in engine.steps(1 << 30)]
+    assert told == list(range(told[-1] - KEPT + 1, told[-1] + 1))
+    assert [step.step for step in engine.steps(2)] == told[-2:]
+    assert engine.steps(0) == engine.steps(-5) == []
 
 
 def clients() -> list[Callable[[], Any]]:

@@ -8,7 +8,7 @@ import pytest
 
 from quire.backends.adapters import Adapts
 from quire.backends.ops import KV
-from quire.runner.decode_only import DecodeOnly
+from quire.runner.batch_builder import DecodeOnly
 from quire.runner.host_state import HostState, Pending
 from quire.runner.lora import Loras
 from quire.runner.params import SamplingParams

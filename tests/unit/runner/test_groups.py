@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 
 from quire.cache.groups import Full, Window
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.limits import standard
 from quire.engine.scheduler import Scheduler

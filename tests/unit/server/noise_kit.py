@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.backends.ops import KV
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.chat.completer import Completer
 from quire.chat.templates.template import ChatTemplate
@@ -64,7 +64,7 @@ class Noise:
 def build(config: EngineConfig, env: Any, progress: Any = None) -> tuple[Engine, EngineInfo]:
     """As `build_engine`."""
     masks = ConstraintMasks(V)
-    limits = (*standard(SLOTS + 8, PAGE), masks)
+    limits = (*standard(SLOTS + 8, PAGE), masks.limit)
     tree = PrefixTree(Pool(PAGES), PAGE)
     scheduler = Scheduler(tree, slots=SLOTS, budget=BUDGET, context=CONTEXT, draw=lambda: 7, limits=limits)
     runner = Runner(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.backends.ops import KV
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 from quire.cache.prefix_tree import PrefixTree
 from quire.engine.constraints.enforce import ConstraintMasks
 from quire.engine.engine import Engine
@@ -101,7 +101,7 @@ def make(*, depth: int = 0, seed: int = 0, pages: int = 256, slots: int = 8, con
         budget=32,
         context=context,
         draw=lambda: 7,
-        limits=(*standard(slots + 8, PAGE), masks),
+        limits=(*standard(slots + 8, PAGE), masks.limit),
     )
     runner = Runner(
         Noise(seed),

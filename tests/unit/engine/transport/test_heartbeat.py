@@ -40,7 +40,7 @@ class Patient:
         self.cpu += {"w": 0.5, ".": 0.005}.get(letter, 0.0) * seconds
         self.page_ins += letter == "p"
         if letter == "a":
-            self.heartbeat.heard()
+            self.heartbeat.heard = True
 
     async def lost(self) -> str | None:
         """Why it was given up; None when it lives on."""

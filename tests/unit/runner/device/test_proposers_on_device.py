@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from quire.backends.ops import KV  # noqa: E402
 from quire.backends.torch.batch import DeviceBatch  # noqa: E402
 from quire.cache.groups import Full, Window  # noqa: E402
-from quire.cache.pool import Pool  # noqa: E402
+from quire.cache.pages import Pool  # noqa: E402
 from quire.cache.prefix_tree import PrefixTree  # noqa: E402
 from quire.engine.limits import Limit, standard  # noqa: E402
 from quire.engine.scheduler import Scheduler  # noqa: E402

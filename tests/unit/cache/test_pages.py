@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cache.pool import Pool
+from quire.cache.pages import Pool
 
 
 def test_alloc_hands_out_every_page_once() -> None:
