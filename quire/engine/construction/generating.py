@@ -10,6 +10,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from quire.backends.ops import KV, Backend, Forward, Idles, Program, check_kv
 from quire.backends.outputs import Hidden
 from quire.cache.loading import Loader
@@ -22,7 +24,7 @@ from quire.engine.construction.adapters import open_adapted
 from quire.engine.construction.fingerprint import naming
 from quire.engine.construction.memory import Budget, group_of
 from quire.engine.construction.parts import Parts
-from quire.engine.construction.sizes import pool_of, resolve_sizes
+from quire.engine.construction.sizes import Sizes, pool_of, resolve_sizes
 from quire.engine.construction.tasks import declared
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.hooks import TextsBeside
@@ -105,38 +107,47 @@ def build_writing(
         whole=pooling is not None and pooling.kind != "last",
     )
     lap("engine")
-    info = EngineInfo(
-        model=parts.name,
-        architecture=model.config.architecture,
-        vocab_size=model.config.vocab_size,
-        context=sizes.context,
-        max_seqs=config.max_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        pages=sizes.pages,
-        page_size=PAGE_SIZE,
-        backend=backend.describe(),
-        weight_bytes=parts.weight_bytes,
-        kv_bytes=kv.nbytes,
-        dimensions=0 if pooling is None else model.config.width,
-        cuts=None if pooling is None else pooling.cuts,
-        prompts={} if pooling is None else pooling.prompts,
-        decisions=[
-            *sizes.lines,
-            *_kv_line(config, kv, backend),
-            *([] if adapted is None else adapted.lines(hooks.listed())),
-            f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
-            f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
-            *_drafts_line(config, drafts, step_drafts),
-            *pooling_lines,
-        ],
-        adapters=hooks.listed(),
-        max_adapters=0 if adapted is None else config.max_loras,
-    )
+    lines = [
+        *sizes.lines,
+        *_kv_line(config, kv, backend),
+        *([] if adapted is None else adapted.lines(hooks.listed())),
+        f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
+        f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
+        *_drafts_line(config, drafts, step_drafts),
+        *pooling_lines,
+    ]
+    info = _info(config, parts, sizes, kv, pooling, lines)
+    if adapted is not None:
+        info = msgspec.structs.replace(info, adapters=hooks.listed(), max_adapters=config.max_loras)
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
     scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, masks, pooler is not None)
     pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
     return Engine(scheduler, runner, depth, masks=masks, hooks=hooks, idle=idle, pages=pages), info
+
+
+def _info(
+    config: EngineConfig, parts: Parts, sizes: Sizes, kv: KV, pooling: Pooling | None, lines: list[str]
+) -> EngineInfo:
+    """The description of an engine without adapters."""
+    model = parts.model.config
+    return EngineInfo(
+        model=parts.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        context=sizes.context,
+        max_seqs=config.max_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        pages=sizes.pages,
+        page_size=PAGE_SIZE,
+        backend=parts.backend.describe(),
+        weight_bytes=parts.weight_bytes,
+        kv_bytes=kv.nbytes,
+        dimensions=0 if pooling is None else model.width,
+        cuts=None if pooling is None else pooling.cuts,
+        prompts={} if pooling is None else pooling.prompts,
+        decisions=lines,
+    )
 
 
 def _check(config: EngineConfig, parts: Parts) -> None:
