@@ -77,25 +77,14 @@ class NoAdapters:
         raise NotFound(f"there is no adapter {name[:128]!r}", param="lora_name", code="adapter_not_found")
 
 
-class TextsBeside:
-    """Hooks around those of an engine that generates: some requests want a vector."""
+class Around:
+    """Hooks that hand everything on to `inner`; what is built on them looks at requests that have its `own` field, before or after."""
 
-    def __init__(self, inner: RequestHooks, *, context: int, vocab_size: int, whole: bool) -> None:
-        """`whole`: a vector is made of every row, so none may come from the prefix cache."""
-        self.fields = ("vector", *inner.fields)
+    def __init__(self, inner: RequestHooks, own: str) -> None:
+        self.fields = (own, *(field for field in inner.fields if field != own))
         self._inner = inner
-        self._context = context
-        self._vocab_size = vocab_size
-        self._whole = whole
 
     def on_request(self, request: Request) -> Request:
-        if request.vector:
-            from quire.engine.texts import check
-
-            check(request, self._context, self._vocab_size)
-            if request.constraint is not None:
-                raise BadRequest("a vector has no tokens to constrain", param="constraint")
-            request = msgspec.structs.replace(request, sampling=GREEDY, fresh=self._whole)
         return self._inner.on_request(request)
 
     def on_end(self, request_id: str) -> None:
@@ -109,3 +98,24 @@ class TextsBeside:
 
     def unload(self, name: str) -> None:
         self._inner.unload(name)
+
+
+class TextsBeside(Around):
+    """Hooks of an engine that generates, in which some requests want a vector."""
+
+    def __init__(self, inner: RequestHooks, *, context: int, vocab_size: int, whole: bool) -> None:
+        """`whole`: a vector is made of every row, so none may come from the prefix cache."""
+        super().__init__(inner, "vector")
+        self._context = context
+        self._vocab_size = vocab_size
+        self._whole = whole
+
+    def on_request(self, request: Request) -> Request:
+        if request.vector:
+            from quire.engine.texts import check
+
+            check(request, self._context, self._vocab_size)
+            if request.constraint is not None:
+                raise BadRequest("a vector has no tokens to constrain", param="constraint")
+            request = msgspec.structs.replace(request, sampling=GREEDY, fresh=self._whole)
+        return self._inner.on_request(request)

@@ -15,8 +15,8 @@ import hashlib
 import msgspec
 import numpy as np
 
-from quire.engine.hooks import RequestHooks
-from quire.engine.types import AdapterInfo, Request
+from quire.engine.hooks import Around, RequestHooks
+from quire.engine.types import Request
 from quire.observe.errors import BadRequest, TooLarge
 from quire.runner.spans import Span
 
@@ -28,13 +28,12 @@ MAX_KIND = 64  # characters
 DIGEST = 16, 64  # bytes
 
 
-class SpanHooks:
+class SpanHooks(Around):
     """Checks the spans of requests against the model, then hands on to `inner`."""
 
     def __init__(self, inner: RequestHooks, *, width: int, axes: int = 1):
         """`width` of the model's embedding; `axes` along which it looks at positions."""
-        self._inner = inner
-        self.fields = ("spans", *(field for field in inner.fields if field != "spans"))
+        super().__init__(inner, "spans")
         self._width = width
         self._axes = axes
 
@@ -48,18 +47,6 @@ class SpanHooks:
         for span in spans:
             tokens[span.start : span.end] = ids_of(span, request.namespace)
         return msgspec.structs.replace(request, tokens=tokens, spans=spans)
-
-    def on_end(self, request_id: str) -> None:
-        self._inner.on_end(request_id)
-
-    def listed(self) -> list[AdapterInfo]:
-        return self._inner.listed()
-
-    def load(self, name: str, path: str) -> AdapterInfo:
-        return self._inner.load(name, path)
-
-    def unload(self, name: str) -> None:
-        self._inner.unload(name)
 
 
 def ids_of(span: Span, namespace: str) -> list[int]:
