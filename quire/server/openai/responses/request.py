@@ -44,7 +44,10 @@ INCLUDES = (
     *(LOGPROBS, SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
-IGNORED = {"prompt_cache_options": "prefixes are found without being told"}
+IGNORED = {
+    "prompt_cache_options": "prefixes are found without being told",
+    "client_metadata": "the client's own notes, such as Codex's; they are not kept",
+}
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (None,),
     "prompt": (None,),

@@ -316,7 +316,7 @@ COMPAT = (
         example={"input": "hi"},
         surface=f"{_PROMPT} background context_management include max_output_tokens max_tool_calls metadata prompt prompt_cache_key "
         "prompt_cache_options prompt_cache_retention safety_identifier service_tier store stream stream_options temperature "
-        "top_logprobs top_p user moderation image access_programs",
+        "top_logprobs top_p user moderation image access_programs client_metadata",
     ),
     Endpoint(
         dialect="OpenAI",

@@ -589,6 +589,7 @@ async def test_harmless_fields():
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
+        "client_metadata": {"session_id": "s1"},
         "service_tier": "auto",
         "max_tool_calls": 3,
         "include": ["web_search_call.action.sources"],
@@ -607,5 +608,6 @@ async def test_harmless_fields():
     assert r.status_code == 200, r.text
     last = told(r.text)[-1]["response"]
     assert (last["prompt_cache_key"], last["safety_identifier"], last["max_tool_calls"]) == ("k", "s", 3)
+    assert "client_metadata" not in last
     assert last["quire"]["receipts"][0]["seed"] == 7
     assert (completer.seen[0].sampling.top_k, completer.seen[0].sampling.seed) == (5, 7)
