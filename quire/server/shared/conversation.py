@@ -125,7 +125,7 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
     A template that only knows on and off takes every effort but none and minimal as on.
     """
     completer, reads = served.completer, template_reads(served)
-    reasons = completer.answer_format is not None and completer.answer_format.reasons
+    reasons = reasons_apart(served)
     level = next((name for name in LEVELS if name in reads), None)
     switches = [name for name in SWITCHES if name in reads]
     made: dict[str, Any] = {}
@@ -137,7 +137,12 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
         if level is not None and (not off or f'"{effort}"' in words or f"'{effort}'" in words):
             made[level] = effort
         elif not off and not switches:
-            raise _no_effort(served, effort, param, reasons)
+            raise BadRequest(
+                f"{param} is {effort}: {_no_place(served)}",
+                cure="leave it out",
+                param=param,
+                code="unsupported_parameter",
+            )
         on = not off if level not in made or not off else on
     if on is None:
         return made
@@ -157,14 +162,23 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
     return made | {name: SWITCHES[name][on] for name in switches}
 
 
-def _no_effort(served: Served, effort: str, param: str, reasons: bool) -> BadRequest:
-    why = "always reasons, as much as it will" if reasons else "does not reason apart from its answers"
-    return BadRequest(
-        f"{param} is {effort}: {served.model.name} {why}; its chat template has no place for it",
-        cure="leave it out",
-        param=param,
-        code="unsupported_parameter",
-    )
+def effort_ignored(served: Served, effort: str) -> str | None:
+    """Why an effort has no effect where an API takes it as a hint: the template has no place for it. None where it has one, and
+    for `none`, which is a demand."""
+    if effort not in EFFORTS or effort == "none" or not template_reads(served).isdisjoint((*LEVELS, *SWITCHES)):
+        return None
+    return _no_place(served)
+
+
+def _no_place(served: Served) -> str:
+    why = "always reasons, as much as it will" if reasons_apart(served) else "does not reason apart from its answers"
+    return f"{served.model.name} {why}; its chat template has no place for it"
+
+
+def reasons_apart(served: Served) -> bool:
+    """Whether the model writes reasoning that can be told from its answers."""
+    answers = served.completer.answer_format
+    return answers is not None and answers.reasons
 
 
 def can_switch(served: Served) -> bool:

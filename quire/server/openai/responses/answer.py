@@ -94,7 +94,8 @@ class Answer:
         yield from self._close("incomplete" if cut or self._half_a_call() else "completed")
         self._body["usage"] = self._usage()
         if self._told:
-            self._body["quire"] = {"receipts": [receipt_body(0, self._receipt)]}
+            told = {"receipts": [receipt_body(0, self._receipt)]}
+            self._body["quire"] = self._body.get("quire", {}) | told
         if cut:
             self._body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
             yield self._event("response.incomplete", response=self.body())

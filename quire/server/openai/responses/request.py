@@ -66,6 +66,10 @@ ELSEWHERE = {
     "return_token_ids": (True, "use /v1/chat/completions"),
     "request_id": ("x", "ids are the server's own here"),
 }
+# Values of fields that are hints: known ones are taken, and the answer says which have no effect.
+VERBOSITIES = ("medium", "low", "high")
+TIERS = ("default", "auto", "flex", "priority", "scale", "fast")
+SUMMARIES = ("auto", "detailed", "concise")
 MAX_NAME = 512  # characters of user, prompt_cache_key and the like
 
 
@@ -213,7 +217,7 @@ def _checked(asked: ResponseRequest) -> ResponseRequest:
             code="unsupported_parameter",
         )
     if asked.text is not None:
-        _only("text.verbosity", asked.text.verbosity, "medium")
+        _only("text.verbosity", asked.text.verbosity, *VERBOSITIES)
         _format(asked.text.format)
     if asked.reasoning is not None:
         _only("reasoning.context", asked.reasoning.context, "auto", "all_turns")
@@ -244,15 +248,10 @@ def check(asked: ResponseRequest) -> None:
         )
     if asked.max_tool_calls is not None and asked.max_tool_calls < 1:
         raise BadRequest("max_tool_calls must be at least 1", param="max_tool_calls")
-    _only("service_tier", asked.service_tier, "auto", "default")
+    _only("service_tier", asked.service_tier, *TIERS)
     if asked.background and not asked.stored:
         raise BadRequest("background needs store to be true: nobody could ask for the answer", param="background")
-    if asked.summary not in (None, "auto", "detailed"):
-        raise BadRequest(
-            "reasoning.summary must be auto or detailed: nothing here writes a shorter one than the reasoning itself",
-            param="reasoning.summary",
-            code="unsupported_parameter",
-        )
+    _only("reasoning.summary", asked.summary, *SUMMARIES)
 
 
 def _only(name: str, value: str | None, *allowed: str) -> None:
@@ -262,6 +261,29 @@ def _only(name: str, value: str | None, *allowed: str) -> None:
             param=name,
             code="unsupported_parameter",
         )
+
+
+def _hints(served: Served, asked: ResponseRequest) -> dict[str, str]:
+    """The fields of a request that ask for something this model cannot be told and that does not change what an answer is, with why."""
+    made: dict[str, str] = {}
+    effort = asked.reasoning.effort if asked.reasoning else None
+    if effort is not None and (why := conversation.effort_ignored(served, effort)):
+        made["reasoning.effort"] = why
+    if asked.summary is not None and not conversation.reasons_apart(served):
+        made["reasoning.summary"] = (
+            f"{served.model.name} does not reason apart from its answers: there is nothing to tell"
+        )
+    elif asked.summary == "concise":
+        raise BadRequest(
+            "reasoning.summary must be auto or detailed: nothing here writes a shorter one than the reasoning itself",
+            param="reasoning.summary",
+            code="unsupported_parameter",
+        )
+    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+        made["text.verbosity"] = "a model here cannot be told how much to write but in words"
+    if asked.service_tier not in (None, "auto", "default"):
+        made["service_tier"] = "there is one tier"
+    return made
 
 
 def _format(asked: TextFormat | None) -> Constraint | None:
@@ -344,6 +366,7 @@ class Prepared:
     tools: list[Tool]
     choice: Tools
     prompt: list[int]
+    no_effect: dict[str, str]  # what was asked for and changes nothing, with why
 
     @property
     def input(self) -> list[Item]:
@@ -368,11 +391,12 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     tools, choice = tools_of(asked)
     kwargs = template_kwargs(asked.chat_template_kwargs)
     effort = asked.reasoning.effort if asked.reasoning else None
-    if effort is not None:
+    no_effect = _hints(served, asked)
+    if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
     turns = response_items.turns(served, asked.instructions, items, len(before))
     prompt = await conversation.encode(served, Conversation(turns, choice, kwargs), "input")
-    return Prepared(items, len(before), tools, choice, prompt)
+    return Prepared(items, len(before), tools, choice, prompt, no_effect)
 
 
 async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> Generation:

@@ -131,7 +131,7 @@ class _Responses:
         served = await self.server.resolve(request, asked.model)
         served.generates()
         ready = await prepare(served, self.stored, asked)
-        return reply({"object": "response.input_tokens", "input_tokens": len(ready.prompt)})
+        return reply({"object": "response.input_tokens", "input_tokens": len(ready.prompt)} | _without_effect(ready))
 
     async def retrieve(self, request: Request) -> Response:
         response, query, owner = request.path_params["response"], request.query_params, caller_of(request.scope).owner
@@ -226,7 +226,8 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
     if text is not None and text.type == "json_schema":
         shape |= {"name": text.name, "schema": schema_of(text), "strict": True}  # a schema is always enforced
         shape |= {} if text.description is None else {"description": text.description}
-    effort = asked.reasoning.effort if asked.reasoning else None
+    effort = asked.reasoning.effort if asked.reasoning and "reasoning.effort" not in ready.no_effect else None
+    summary = None if "reasoning.summary" in ready.no_effect else asked.summary
     return {
         "id": f"resp_{secrets.token_hex(24)}",
         "object": "response",
@@ -245,7 +246,7 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
         "previous_response_id": asked.previous_response_id,
         "prompt_cache_key": asked.prompt_cache_key,
         "prompt_cache_retention": asked.prompt_cache_retention,
-        "reasoning": {"effort": effort, "summary": asked.summary},
+        "reasoning": {"effort": effort, "summary": summary},
         "safety_identifier": asked.safety_identifier,
         "service_tier": "default",
         "store": asked.stored,
@@ -266,7 +267,13 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
         "top_p": top_p,
         "truncation": "disabled",
         **({} if asked.user is None else {"user": asked.user}),
+        **_without_effect(ready),
     }
+
+
+def _without_effect(ready: Prepared) -> dict[str, Any]:
+    """What the request asked for and got nothing of, for its answer; no word of it where there is nothing."""
+    return {"quire": {"no_effect": ready.no_effect}} if ready.no_effect else {}
 
 
 def _spend(events: Any) -> None:
@@ -283,11 +290,11 @@ _NOTES = SAMPLING | {
     "input": "a string or items: messages of text, calls, their results, reasoning, references",
     "instructions": "of this request alone",
     "previous_response_id": "a stored response that is over",
-    "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` only medium",
+    "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` has no effect, and the answer says so",
     "tools": "functions, up to 1024; of a model whose template has tools",
     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
     "parallel_tool_calls": "false: at most one call, enforced",
-    "reasoning": "`effort` as the template can be told it; `summary` auto or detailed",
+    "reasoning": "`effort` as the template can be told it, `summary` auto or detailed; where the model has no place for them the answer says so",
     "truncation": "only disabled: nothing is ever cut",
     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
@@ -301,7 +308,7 @@ _NOTES = SAMPLING | {
     "safety_identifier": "told back",
     "prompt_cache_key": "told back",
     "prompt_cache_retention": "told back",
-    "service_tier": "`auto` or `default`",
+    "service_tier": "there is one: the answer says that another had no effect",
     "stream_options": "`include_obfuscation` only false",
 }
 _PROMPT = "model input instructions previous_response_id tools tool_choice parallel_tool_calls reasoning text truncation conversation"

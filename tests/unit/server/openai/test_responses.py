@@ -347,6 +347,55 @@ async def test_reasoning_effort_reaches_the_template():
     assert body["reasoning"] == {"effort": "none", "summary": None}
 
 
+HINTS: list[tuple[dict[str, Any], str]] = [
+    ({"reasoning": {"effort": "minimal"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"service_tier": "flex"}, "service_tier"),
+]
+
+
+async def test_a_hint_that_has_no_effect_is_told():
+    """By a model that does not reason: in the object, its first event, a count and a stored response, beside receipts."""
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        plain = await post(http, reasoning={"effort": "none"}, text={"verbosity": "medium"}, service_tier="default")
+        for more, name in HINTS:
+            body = await post(http, **more)
+            assert list(body["quire"]["no_effect"]) == [name] and body["quire"]["no_effect"][name], more
+            assert (body["reasoning"]["summary"], body["text"]["verbosity"]) == (None, "medium")
+            assert body["reasoning"]["effort"] is None and body["service_tier"] == "default"
+            stored = (await http.get(f"/v1/responses/{body['id']}")).json()
+            assert stored["quire"] == body["quire"]
+        events = told(
+            (await http.post("/v1/responses", json=HI | HINTS[1][0] | {"stream": True, "receipts": True})).text
+        )
+        counted = await http.post("/v1/responses/input_tokens", json=HI | HINTS[1][0])
+    assert "quire" not in plain and plain["reasoning"]["effort"] == "none"
+    for quire in (events[0]["response"]["quire"], events[-1]["response"]["quire"], counted.json()["quire"]):
+        assert MODEL in quire["no_effect"]["reasoning.effort"]
+    assert events[-1]["response"]["quire"]["receipts"]
+    assert len({str((g.prompt, g.constraint)) for g in completer.seen}) == 1
+    assert all(list(kwargs) == ["add_generation_prompt"] for _, kwargs in completer.rendered)
+
+
+async def test_hints_of_a_model_that_reasons():
+    """What can be told to it is; a demand that it cannot meet is refused, and so is a summary that nobody writes."""
+    completer = caller(*THINKS_AND_CALLS, source="{{ messages }} tools")
+    async with client_for(completer) as http:
+        body = await post(http, reasoning={"effort": "high", "summary": "auto"})
+        off = await http.post("/v1/responses", json=HI | {"reasoning": {"effort": "none"}})
+        short = await http.post("/v1/responses", json=HI | {"reasoning": {"summary": "concise"}})
+        completer.template = FakeTemplate("{{ messages }} tools reasoning_effort")
+        heard = await post(http, reasoning={"effort": "high"})
+    assert "always reasons" in body["quire"]["no_effect"]["reasoning.effort"]
+    assert body["reasoning"] == {"effort": None, "summary": "auto"} and body["output"][0]["summary"]
+    assert [r.json()["error"]["param"] for r in (off, short)] == ["reasoning.effort", "reasoning.summary"]
+    assert "quire" not in heard and completer.rendered[-1][1]["reasoning_effort"] == "high"
+
+
 async def test_a_conversation_goes_on():
     completer = FakeCompleter(context=1000)
     async with client_for(completer) as http:
@@ -453,10 +502,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": True}}}, "text.format.schema"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
-    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"text": {"verbosity": "mute"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-    ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "heroic"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "short"}}, "reasoning.summary"),
     ({"include": ["everything"]}, "include"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
@@ -469,7 +518,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"background": True, "store": False}, "background"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),
-    ({"service_tier": "flex"}, "service_tier"),
+    ({"service_tier": "gold"}, "service_tier"),
     ({"temperature": -1}, "temperature"),
     ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ({"max_output_token": 3}, "max_output_token"),
