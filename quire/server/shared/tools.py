@@ -20,7 +20,8 @@ from quire.server.shared import bodies
 
 MAX_TOOLS = 1024
 MAX_DESCRIPTION = 64 * 1024  # characters
-NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+MAX_NAME = 128  # characters
+NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME}}}")
 NO_TOOLS = Tools(choice="none")
 
 Raw = msgspec.Raw

@@ -10,7 +10,7 @@ texts, and their numbers count from 0 without a gap. Knows chunks and OpenAI's s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quire.chat.types import Call, CallPart, Chunk
@@ -29,7 +29,15 @@ class Answer:
     """One response. `body` is the object without its output; `prompt` counts the tokens of its input."""
 
     def __init__(
-        self, body: dict[str, Any], prompt: int, *, summarized: bool, logprobs: bool, sealed: bool, told: bool
+        self,
+        body: dict[str, Any],
+        prompt: int,
+        *,
+        summarized: bool,
+        logprobs: bool,
+        sealed: bool,
+        told: bool,
+        spaces: Mapping[str, tuple[str, str]],
     ):
         self._body = body
         self._prompt = prompt
@@ -37,6 +45,7 @@ class Answer:
         self._logprobs = logprobs
         self._sealed = sealed  # reasoning items carry themselves wrapped up
         self._told = told  # receipts are asked for
+        self._spaces = spaces  # namespace and name of functions that the model knows by one name
         self._number = 0
         self._items: list[Item] = []  # whole ones
         self._open: _Open | None = None
@@ -171,7 +180,8 @@ class Answer:
             self._calls += 1
             item = new_id("function_call")
             call = part.id or f"call_{item.partition('_')[2]}"
-            self._open = _Open("function_call", item, len(self._items), call, part.name or "")
+            space, name = self._spaces.get(part.name or "", ("", part.name or ""))
+            self._open = _Open("function_call", item, len(self._items), call, name, space)
             yield from self._opened(self._open)
         if self._open is None or self._open.kind != "function_call" or part.index != self._calls - 1:
             raise QuireError("the answer went back to a call that was over")
@@ -268,12 +278,13 @@ class Answer:
 class _Open:
     """An item on its way."""
 
-    def __init__(self, kind: str, id: str, index: int, call: str = "", name: str = ""):
+    def __init__(self, kind: str, id: str, index: int, call: str = "", name: str = "", space: str = ""):
         self.kind = kind
         self.id = id
         self.index = index
         self.call = call
         self.name = name
+        self.space = space  # the namespace that the name is of
         self.texts: list[str] = []
         self.logprobs: list[Any] = []
 
@@ -288,7 +299,8 @@ class _Open:
             return head | {"role": "assistant", "content": []}
         if self.kind == "reasoning":
             return head | {"summary": [], "content": []}
-        return head | {"call_id": self.call, "name": self.name, "arguments": ""}
+        space = {"namespace": self.space} if self.space else {}
+        return head | {"call_id": self.call, "name": self.name, **space, "arguments": ""}
 
     def part(self, whole: bool = True) -> dict[str, Any]:
         """The one content part of the item."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -21,13 +21,14 @@ from quire.server.shared.conversation import MAX_CALLS, History, arguments_text,
 from quire.server.shared.tools import at
 
 Item = dict[str, Any]
+KnownAs: TypeAlias = Callable[[str | None, str], str]
 
 ROLES = ("user", "assistant", "system", "developer")
 # What each kind may have; a field that is not here may come only empty.
 FIELDS: dict[str, frozenset[str]] = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
-    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
-    "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "namespace"}),
     "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
     "item_reference": frozenset({"type", "id"}),
 }
@@ -123,12 +124,14 @@ def _parts(where: str, content: Any, kinds: tuple[str, ...]) -> list[dict[str, A
 
 
 def _read_call(where: str, item: dict[str, Any]) -> Item:
+    space = _text(where, item, "namespace", optional=True)
     return {
         "id": "",
         "type": "function_call",
         "status": "completed",
         "call_id": _text(where, item, "call_id"),
         "name": _text(where, item, "name"),
+        **({"namespace": space} if space else {}),
         "arguments": _text(where, item, "arguments"),
     }
 
@@ -183,8 +186,11 @@ def unseal(where: str, sealed: str) -> str:
     )
 
 
-def turns(served: Served, instructions: str | None, items: Sequence[Item], new_from: int) -> list[dict[str, Any]]:
-    """Items as turns for the model's template. `items[new_from:]` are the request's input, for the names in refusals."""
+def turns(
+    served: Served, instructions: str | None, items: Sequence[Item], new_from: int, known_as: KnownAs
+) -> list[dict[str, Any]]:
+    """Items as turns for the model's template. `items[new_from:]` are the request's input, for the names in refusals; `known_as` is
+    the model's name of a function in a namespace, or in none."""
     knows_developer = "developer" in str(getattr(served.template, "source", ""))
     history = History()
     made: list[dict[str, Any]] = []
@@ -192,11 +198,13 @@ def turns(served: Served, instructions: str | None, items: Sequence[Item], new_f
         made.append({"role": "system", "content": instructions})
     for i, item in enumerate(items):
         where = f"input[{i - new_from}]" if i >= new_from else "previous_response_id"
-        _add(made, where, item, history, knows_developer)
+        _add(made, where, item, history, knows_developer, known_as)
     return _one_system(made)
 
 
-def _add(made: list[dict[str, Any]], where: str, item: Item, history: History, knows_developer: bool) -> None:
+def _add(
+    made: list[dict[str, Any]], where: str, item: Item, history: History, knows_developer: bool, known_as: KnownAs
+) -> None:
     kind = item["type"]
     if kind == "function_call_output":
         output = item["output"]
@@ -218,7 +226,7 @@ def _add(made: list[dict[str, Any]], where: str, item: Item, history: History, k
         if len(calls) >= MAX_CALLS:
             raise BadRequest(f"{where}: a turn has at most {MAX_CALLS} calls", param=where)
         text = arguments_text(f"{where}.arguments", item["arguments"])
-        calls.append(history.called(where, item["call_id"], item["name"], text))
+        calls.append(history.called(where, item["call_id"], known_as(item.get("namespace"), item["name"]), text))
 
 
 def _assistant(made: list[dict[str, Any]], closed_by: tuple[str, ...]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from quire.chat.tools.types import Tool, Tools
 from quire.chat.types import Generation
 from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
@@ -19,23 +18,15 @@ from quire.observe.errors import BadRequest, NotFound
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.openai import metadata
 from quire.server.openai.responses import items as response_items
+from quire.server.openai.responses import tools as response_tools
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.stored import UNFINISHED, StoredResponses
+from quire.server.openai.responses.tools import Toolset
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
 from quire.server.shared.sampling import Sampling, generation
-from quire.server.shared.tools import (
-    NOTHING,
-    Kind,
-    Raw,
-    at,
-    check_count,
-    check_distinct,
-    choose,
-    chosen_by_word,
-    tool,
-)
+from quire.server.shared.tools import NOTHING, Raw, at
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
@@ -98,31 +89,6 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     generate_summary: str | None = None  # its old name
     context: str | None = None
     mode: str | None = None
-
-
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool, flat as this API writes it."""
-
-    type: str
-    name: str
-    description: str | None = None
-    parameters: Raw = NOTHING
-    strict: bool | None = None
-
-
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
-    """`tool_choice` that names a function, and a tool of `allowed_tools`."""
-
-    type: str
-    name: str
-
-
-class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
-    """`tool_choice` that leaves some of the tools."""
-
-    type: str
-    mode: str
-    tools: list[NamedTool]
 
 
 class ResponseRequest(Sampling, kw_only=True):
@@ -312,59 +278,13 @@ def schema_of(asked: TextFormat) -> dict[str, Any]:
     return schema
 
 
-def tools_of(asked: ResponseRequest) -> tuple[list[Tool], Tools]:
-    """The tools of a request: all of them, and what the model may call."""
-    items = asked.tools or ()
-    check_count(items)
-    made: list[Tool] = []
-    for i, raw in enumerate(items):
-        where = f"tools[{i}]"
-        kind = at(where, raw, Kind).type
-        if kind != "function":
-            raise BadRequest(
-                f"{where}.type is {str(kind)[:64]!r}: only function tools are supported",
-                param=f"{where}.type",
-                code="unsupported_parameter",
-            )
-        given = at(where, raw, FunctionTool)
-        made.append(tool(where, given.name, given.description, given.parameters, given.strict))
-    check_distinct(made)
-    return made, _choice(made, asked.tool_choice, asked.parallel_tool_calls)
-
-
-def _choice(tools: list[Tool], raw: Raw, parallel: bool | None) -> Tools:
-    where = "tool_choice"
-    if (worded := chosen_by_word(tools, raw, parallel)) is not None:
-        return worded
-    kind = at(where, raw, Kind).type
-    if kind == "function":
-        return choose(tools, "named", at(where, raw, NamedTool).name, parallel)
-    if kind != "allowed_tools":
-        raise BadRequest(
-            f"{where}.type is {str(kind)[:64]!r}: it must be function or allowed_tools",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    allowed = at(where, raw, AllowedTools)
-    if allowed.mode not in ("auto", "required"):
-        raise BadRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
-    check_count(allowed.tools, f"{where}.tools")
-    names = {one.name for one in allowed.tools}
-    if unknown := names - {one.name for one in tools}:
-        raise BadRequest(
-            f"{where}.tools names {min(unknown)[:128]!r}, which is not among the tools", param=f"{where}.tools"
-        )
-    return choose([one for one in tools if one.name in names], allowed.mode, parallel=parallel)
-
-
 @dataclass(slots=True)
 class Prepared:
     """A request, ready."""
 
     items: list[Item]  # the whole conversation
     new_from: int  # where the request's own input begins
-    tools: list[Tool]
-    choice: Tools
+    tools: Toolset
     prompt: list[int]
     no_effect: dict[str, str]  # what was asked for and changes nothing, with why
 
@@ -388,15 +308,15 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     ]
     if not items:
         raise BadRequest("input is missing", param="input")
-    tools, choice = tools_of(asked)
+    tools = response_tools.read(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls)
     kwargs = template_kwargs(asked.chat_template_kwargs)
     effort = asked.reasoning.effort if asked.reasoning else None
     no_effect = _hints(served, asked)
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
-    turns = response_items.turns(served, asked.instructions, items, len(before))
-    prompt = await conversation.encode(served, Conversation(turns, choice, kwargs), "input")
-    return Prepared(items, len(before), tools, choice, prompt, no_effect)
+    turns = response_items.turns(served, asked.instructions, items, len(before), tools.known_as)
+    prompt = await conversation.encode(served, Conversation(turns, tools.choice, kwargs), "input")
+    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect)
 
 
 async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> Generation:
@@ -408,7 +328,7 @@ async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> 
     )
     check_prompt(served, ready.prompt, sampling.max_tokens, "input", "max_output_tokens")
     made = generation(asked, ready.prompt, sampling)
-    reading, constraint = await conversation.answering(served, ready.prompt, ready.choice, made.constraint)
+    reading, constraint = await conversation.answering(served, ready.prompt, ready.tools.choice, made.constraint)
     return replace(made, reading=reading, constraint=constraint)
 
 

@@ -101,6 +101,7 @@ class _Responses:
             logprobs=asked.includes(LOGPROBS),
             sealed=asked.includes(SEALED),
             told=bool(asked.receipts),
+            spaces=ready.tools.spaces,
         )
 
         async def keep() -> None:
@@ -253,16 +254,7 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
         "temperature": temperature,
         "text": {"format": shape, "verbosity": "medium"},
         "tool_choice": "auto" if bytes(asked.tool_choice) in (b"", b"null") else msgspec.json.decode(asked.tool_choice),
-        "tools": [
-            {
-                "type": "function",
-                "name": one.name,
-                "description": one.description or None,
-                "parameters": one.parameters,
-                "strict": one.strict,
-            }
-            for one in ready.tools
-        ],
+        "tools": ready.tools.told,
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": top_p,
         "truncation": "disabled",
@@ -291,8 +283,8 @@ _NOTES = SAMPLING | {
     "instructions": "of this request alone",
     "previous_response_id": "a stored response that is over",
     "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` has no effect, and the answer says so",
-    "tools": "functions, up to 1024; of a model whose template has tools",
-    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
+    "tools": "functions and namespaces of them, up to 1024 in all, of a model whose template has tools; web search is left out, and the answer says so",
+    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced; a web search cannot be demanded",
     "parallel_tool_calls": "false: at most one call, enforced",
     "reasoning": "`effort` as the template can be told it, `summary` auto or detailed; where the model has no place for them the answer says so",
     "truncation": "only disabled: nothing is ever cut",

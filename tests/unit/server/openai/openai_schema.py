@@ -25,7 +25,7 @@ ROOTS = (
 PROSE = ("description", "example", "examples", "title", "deprecated", "externalDocs", "default")
 _ELSEWHERE = re.compile(
     r"FileSearch|WebSearch|Computer|M[Cc][Pp]|CodeInterpreter|ImageGen|Shell|ApplyPatch|Program|ToolSearch|AdditionalTools"
-    r"|Compaction|Custom|Namespace|Audio|Transcript|Image|FileContent|InputFile|LocalShell|ToolChoiceTypes|Citation|FilePath"
+    r"|Compaction|Custom|Audio|Transcript|Image|FileContent|InputFile|LocalShell|ToolChoiceTypes|Citation|FilePath"
     r"|Screenshot|Vector|SafetyCheck|Conversation"
 )
 

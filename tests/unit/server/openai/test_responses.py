@@ -495,7 +495,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
     ({"tools": [TOOL]}, "tools"),  # this model has no way to call
     ({"tool_choice": "required"}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
