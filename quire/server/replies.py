@@ -95,7 +95,7 @@ class EventStream(Response):
                 await write(b"".join(map(self.frame, self.encoder.opening())))
                 async for items in feed.batches(KEEP_ALIVE_SECONDS):
                     # An empty batch is silence.
-                    data = b"".join(map(self.frame, self.encoder.news(items))) if items else self.waiting
+                    data = b"".join(map(self.frame, self.encoder.news(items))) if items else self.silence()
                     if data:
                         await write(data)
             closing = b"".join(map(self.frame, self.encoder.closing()))
@@ -112,6 +112,10 @@ class EventStream(Response):
                 errors.log.error("unexpected %s in a stream", type(error).__name__, exc_info=error)
                 error = QuireError("the server failed on this request; its log has the cause")
             await write(self.trouble(scope["path"], error) + self.done, more=False)
+
+    def silence(self) -> bytes:
+        """What is sent when nothing came for long."""
+        return self.waiting
 
     async def settle(self) -> None:
         """Between the last news and its telling: what must be done before a client hears of the end."""

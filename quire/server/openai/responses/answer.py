@@ -133,6 +133,10 @@ class Answer:
         self._body["status"] = "cancelled"
         yield self._event("error", code="response_cancelled", message="the response was cancelled", param=None)
 
+    def waiting(self) -> Event:
+        """The event of a long silence. Clients that count the seconds between events do not count comments."""
+        return self._event("keepalive")
+
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1

@@ -202,6 +202,9 @@ class _Events(EventStream):
         self.answer = answer
         self.keep = keep
 
+    def silence(self) -> bytes:
+        return named_event(self.answer.waiting())
+
     async def settle(self) -> None:
         await self.keep()
 

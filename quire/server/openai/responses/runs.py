@@ -53,6 +53,13 @@ class Run:
         for listener in self._listeners:
             listener.set()
 
+    def remind(self, seen: int) -> bool:
+        """Log that it still runs, as an event, so that every listener sees the same numbers, unless more than `seen` are there by now.
+        False for a listener who has nothing to read then: the end is being stored, or he asked for later events."""
+        if len(self.frames) == seen and not (self.ending or self.over):
+            self.tell([self.answer.waiting()])
+        return len(self.frames) > seen
+
     def listen(self) -> asyncio.Event:
         news = asyncio.Event()
         self._listeners.add(news)
@@ -198,7 +205,7 @@ class Listening(Response):
                     await write(data)
                 elif self.run.over:
                     break
-                elif not await _within(news, KEEP_ALIVE_SECONDS):
+                elif not await _within(news, KEEP_ALIVE_SECONDS) and not self.run.remind(at):
                     await write(b": waiting\n\n")
             await write(b"", more=False)
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any, get_args
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
@@ -13,7 +14,7 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from quire.chat.types import CallPart, Chunk
 from quire.engine.types import Receipt
 from quire.observe.errors import Busy, EngineDead
-from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for
+from tests.unit.server.fakes import CALLER, MODEL, FakeCompleter, FakeTemplate, client_for, opened_by
 from tests.unit.server.openai.openai_schema import conforms, conforms_event
 from tests.unit.server.scripts import bench, scripts
 
@@ -59,8 +60,11 @@ def told(text: str) -> list[dict[str, Any]]:
             name, _, data = block.removeprefix("event: ").partition("\ndata: ")
             event = json.loads(data)
             assert event["type"] == name
-            EVENTS[name].model_validate(event)
-            conforms_event(event)
+            if name == "keepalive":  # sent by OpenAI's servers, and in none of its types
+                assert event.keys() == {"type", "sequence_number"}
+            else:
+                EVENTS[name].model_validate(event)
+                conforms_event(event)
             found.append(event)
         else:
             assert not block or block.startswith(":"), block
@@ -134,6 +138,20 @@ async def test_the_events_of_a_text():
     (item,) = {e["item_id"] for e in events if "item_id" in e}
     assert events[-1]["response"]["output"][0]["id"] == item
     assert "[DONE]" not in r.text
+
+
+async def test_a_long_wait_is_told_by_numbered_events(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("quire.server.replies.FIRST_SECONDS", 0.02)
+    monkeypatch.setattr("quire.server.replies.KEEP_ALIVE_SECONDS", 0.01)
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        completer.gate = opened_by(http, b"event: keepalive", 2)
+        r = await http.post("/v1/responses", json=HI | {"stream": True})
+    events = told(r.text)
+    assert ": waiting" not in r.text
+    assert kinds(events)[:4] == ["created", "in_progress", "keepalive", "output_item.added"]
+    assert [e["sequence_number"] for e in events if e["type"] == "keepalive"][:2] == [2, 3]
+    assert kinds(events)[-1] == "completed" and len(events[-1]["response"]["output"]) == 1
 
 
 async def test_the_events_of_reasoning_text_and_calls():

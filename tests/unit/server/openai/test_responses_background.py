@@ -12,7 +12,7 @@ from quire.config import ServerConfig
 from quire.observe.errors import EngineDead
 from quire.server.openai.responses import runs
 from quire.server.openai.responses.stored import UNFINISHED, Record, StoredResponses
-from tests.unit.server.fakes import FakeCompleter, client_for, service_over, settled
+from tests.unit.server.fakes import FakeCompleter, client_for, opened_by, service_over, settled
 from tests.unit.server.openai.test_responses import HI, kinds, post, told
 
 
@@ -76,6 +76,40 @@ async def test_a_listener_gets_what_comes_and_may_leave():
         events = told((await listening).text)
     assert kinds(events)[-1] == "completed"
     assert completer.aborted == 0  # nobody's leaving stops a background response
+
+
+async def test_a_long_wait_has_the_same_events_for_every_listener(monkeypatch: pytest.MonkeyPatch):
+    """A keepalive is logged, so that the numbers that a client resumes from stay true."""
+    monkeypatch.setattr(runs, "KEEP_ALIVE_SECONDS", 0.01)
+    completer = FakeCompleter()
+    async with client_for(completer) as http:
+        completer.gate = opened_by(http, b"event: keepalive", 4)
+        body = await post(http, background=True)
+        path = f"/v1/responses/{body['id']}?stream=true"
+        texts = [r.text for r in await asyncio.gather(http.get(path), http.get(path))]
+        again = (await http.get(path)).text
+        beyond = (await http.get(f"{path}&starting_after={len(told(again))}")).text
+    assert texts == [again, again] and beyond == ""
+    assert kinds(told(again))[2:5] == ["in_progress", "keepalive", "output_item.added"]
+    assert kinds(told(again))[-1] == "completed" and ": waiting" not in again
+
+
+async def test_nothing_is_logged_between_the_end_and_its_telling(
+    monkeypatch: pytest.MonkeyPatch, stored: tuple[asyncio.Event, asyncio.Event]
+):
+    """The end has its numbers already while it is being stored: who waits then gets a comment."""
+    monkeypatch.setattr(runs, "KEEP_ALIVE_SECONDS", 0.01)
+    begun, go = stored
+    async with client_for() as http:
+        twice = opened_by(http, b": waiting", 2)
+        body = await post(http, background=True)
+        listening = asyncio.create_task(http.get(f"/v1/responses/{body['id']}?stream=true"))
+        await begun.wait()
+        async with asyncio.timeout(10):
+            await twice.wait()
+        go.set()
+        text = (await listening).text
+    assert ": waiting" in text and kinds(told(text))[-1] == "completed"
 
 
 async def test_cancelling():
