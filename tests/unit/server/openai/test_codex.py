@@ -1,0 +1,60 @@
+"""A body as Codex sends it, whole: it streams to its end, and what has no effect is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from quire.chat.types import CallPart, Chunk
+from tests.unit.server.fakes import client_for
+from tests.unit.server.openai.test_responses import DONE, caller, kinds, told
+
+BODY: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "codex.json").read_text())
+SCRIPT = (
+    Chunk(reasoning="Again.", tokens=[65]),
+    Chunk(text="Reading.", tokens=[66]),
+    Chunk(calls=[CallPart(0, "call_3", "mcp__files__read", '{"path":"a"}')], tokens=[67]),
+    Chunk(finish="stop", receipt=DONE),
+)
+
+
+async def test_a_whole_body_of_a_model_that_reasons():
+    completer = caller(*SCRIPT)
+    completer.info = msgspec.structs.replace(completer.info, context=4000)
+    async with client_for(completer) as http:
+        r = await http.post("/v1/responses", json=BODY)
+        after = [*BODY["input"], *told(r.text)[-1]["response"]["output"]]
+        after.append({"type": "function_call_output", "call_id": "call_3", "output": "x"})
+        again = await http.post("/v1/responses", json=BODY | {"input": after})
+    events = told(r.text)
+    assert kinds(events)[-1] == kinds(told(again.text))[-1] == "completed"
+    response = events[-1]["response"]
+    assert list(response["quire"]["no_effect"]) == ["text.verbosity", "service_tier", "tools[2]"]
+    thought, said, call = response["output"]
+    assert thought["encrypted_content"] and thought["summary"][0]["text"] == "Again."
+    assert said["content"][0]["text"] == "Reading."
+    assert (call["namespace"], call["name"], call["call_id"]) == ("mcp__files", "read", "call_3")
+    assert response["store"] is False and response["prompt_cache_key"] == BODY["prompt_cache_key"]
+    turns, kwargs = completer.rendered[0]
+    assert [turn["role"] for turn in turns] == ["system", "user", "user", "assistant", "tool", "tool"]
+    assert turns[3]["reasoning_content"] == "I should look." and turns[3]["content"] == "Looking."
+    assert [one["function"]["name"] for one in turns[3]["tool_calls"]] == ["exec_command", "mcp__files__read"]
+    assert [one["function"]["name"] for one in kwargs["tools"]] == ["exec_command", "mcp__files__read"]
+    assert kwargs["enable_thinking"] is True
+
+
+async def test_a_whole_body_of_a_model_that_only_calls():
+    completer = caller(*SCRIPT[1:], source="{{ messages }} tools")
+    completer.info = msgspec.structs.replace(completer.info, context=4000)
+    completer.answer_format = SimpleNamespace(name="fake", reasons=False, calls=True, markers=())
+    async with client_for(completer) as http:
+        events = told((await http.post("/v1/responses", json=BODY)).text)
+    assert kinds(events)[-1] == "completed"
+    assert list(events[0]["response"]["quire"]["no_effect"]) == [
+        *("reasoning.effort", "reasoning.summary", "text.verbosity", "service_tier", "tools[2]")
+    ]
+    assert events[-1]["response"]["reasoning"] == {"effort": None, "summary": None}
