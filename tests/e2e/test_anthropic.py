@@ -141,7 +141,7 @@ def test_errors_are_the_clients_own(claude: Any):
         (anthropic.BadRequestError, "invalid_request", {"max_tokens": 0}),
         (anthropic.BadRequestError, "unsupported_parameter", {"tools": [{"name": "f", "input_schema": {}}]}),
         (anthropic.BadRequestError, "unknown_parameter", {"extra_body": {"seed": 7}}),
-        (anthropic.BadRequestError, "unsupported_parameter", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        (anthropic.BadRequestError, "unsupported_parameter", {"extra_body": {"container": "x"}}),
         (
             anthropic.BadRequestError,
             "context_length_exceeded",

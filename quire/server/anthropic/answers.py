@@ -22,7 +22,8 @@ PING = {"type": "ping"}
 class Blocks:
     """Content blocks of one answer, in the order in which they were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, omits: bool = False) -> None:
+        self.omits = omits  # thinking is a block without its text
         self.content: list[dict[str, Any]] = []  # whole blocks, as a body has them
         self._kind = ""  # of the block that is open, if one is
         self._parts: list[str] = []  # of it
@@ -32,7 +33,8 @@ class Blocks:
         if chunk.reasoning:
             if self._kind != "thinking":
                 yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._more({"type": "thinking_delta", "thinking": chunk.reasoning}, chunk.reasoning)
+            if not self.omits:
+                yield self._more({"type": "thinking_delta", "thinking": chunk.reasoning}, chunk.reasoning)
         if chunk.text:
             if self._kind != "text":
                 yield from self._start({"type": "text", "text": ""})
@@ -80,19 +82,25 @@ class Blocks:
         yield {"type": "content_block_stop", "index": index}
 
 
+def told(notes: list[str]) -> dict[str, Any]:
+    """Quire's own field, which is there where there is something to tell."""
+    return {"quire": {"notes": notes}} if notes else {}
+
+
 class Answer:
     """What both answers say, whatever their form."""
 
-    def __init__(self, model: str, prompt: int, overlong: bool):
+    def __init__(self, model: str, prompt: int, overlong: bool, notes: list[str]):
         self.id = f"msg_{secrets.token_hex(12)}"
         self.model = model
         self.prompt = prompt  # tokens
         self.overlong = overlong  # max_tokens is over what the context leaves
+        self.notes = notes  # what of the request has no effect
 
     def message(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         """The message object."""
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
-        return {**head, "content": content, **stop, "usage": usage}
+        return {**head, "content": content, **stop, "usage": usage, **told(self.notes)}
 
     def opening(self) -> dict[str, Any]:
         """The answer before its first token. What the cache gave is told at the end, so it is not known here."""
@@ -129,10 +137,10 @@ class Answer:
 class Stream:
     """Events of an answer: its start, blocks in pieces, why it stopped and what it cost."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, omits: bool = False):
         self.answer = answer
         self.said = Partial()
-        self.blocks = Blocks()
+        self.blocks = Blocks(omits)
 
     def opening(self) -> Iterable[object]:
         yield {"type": "message_start", "message": self.answer.opening()}

@@ -15,6 +15,7 @@ from quire.engine.constraints.grammar import JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
+from quire.server.anthropic.thinking import Thinking, keywords
 from quire.server.anthropic.turns import Turn, reworded, turns
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
@@ -59,14 +60,6 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
     input_examples: list[Any] | None = None
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
-
-
-class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """`thinking`."""
-
-    type: str
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class Format(msgspec.Struct, forbid_unknown_fields=True):
@@ -146,8 +139,8 @@ def parse(body: bytes, shape: type[T]) -> T:
         raise reworded(error) from None
 
 
-def conversation_of(served: Served, asked: Prompt) -> Conversation:
-    """The conversation that a request asks for."""
+def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
+    """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
     try:
         tools = _chosen(asked)
         said = turns(asked.messages, asked.system)
@@ -165,7 +158,8 @@ def conversation_of(served: Served, asked: Prompt) -> Conversation:
         )
     if continues and asked.thinking is not None and asked.thinking.type == "enabled":
         raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
-    return Conversation(said, tools, _thinking(served, asked), continues=continues)
+    effort = None if asked.output_config is None else asked.output_config.effort
+    return Conversation(said, tools, keywords(served, asked.thinking, effort, notes), continues=continues)
 
 
 async def encode(served: Served, asked: Conversation) -> list[int]:
@@ -220,31 +214,3 @@ def _tool(where: str, raw: msgspec.Raw) -> Tool:
             place = f"{where}.{name}"
             raise BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter")
     return request_tools.tool(where, given.name, given.description, given.input_schema, given.strict, "input_schema")
-
-
-def _thinking(served: Served, asked: Prompt) -> dict[str, Any]:
-    """Keywords for the template. No word means no thinking, as it does for Anthropic, where that can be said."""
-    effort = None if asked.output_config is None else asked.output_config.effort
-    made = {} if effort is None else conversation.thinking(served, None, effort, "output_config.effort")
-    wanted = asked.thinking
-    if wanted is None:
-        return made or (
-            conversation.thinking(served, False, None, "thinking") if conversation.can_switch(served) else {}
-        )
-    if wanted.display not in (None, "summarized"):
-        raise BadRequest(
-            "thinking.display: not supported: thinking is shown", param="thinking.display", code="unsupported_parameter"
-        )
-    if wanted.type == "disabled":
-        return made | conversation.thinking(served, False, None, "thinking")
-    if wanted.type == "adaptive":  # as much as the model will, which may be nothing
-        return made | (conversation.thinking(served, True, None, "thinking") if conversation.can_switch(served) else {})
-    if wanted.type != "enabled":
-        raise BadRequest("thinking.type: must be enabled, disabled or adaptive", param="thinking.type")
-    if wanted.budget_tokens is None:
-        raise BadRequest("thinking.budget_tokens: Field required", param="thinking.budget_tokens")
-    if wanted.budget_tokens < 1:
-        raise BadRequest("thinking.budget_tokens: must be at least 1", param="thinking.budget_tokens")
-    if "thinking_budget" in conversation.template_reads(served):
-        made["thinking_budget"] = wanted.budget_tokens
-    return made | conversation.thinking(served, True, None, "thinking")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from quire.chat.types import Generation
 from quire.observe.errors import QuireError
 from quire.server import errors
-from quire.server.anthropic.answers import PING, Answer, Stream
+from quire.server.anthropic.answers import PING, Answer, Stream, told
 from quire.server.anthropic.request import (
     IGNORED,
     NEUTRAL,
@@ -57,7 +57,8 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         sampling = asked.params(served.info.vocab_size)
-        said = conversation_of(served, asked)
+        notes: list[str] = []
+        said = conversation_of(served, asked, notes)
         wanted = asked.constraint()
         prompt = await encode(served, said)
         left = room(served, prompt)
@@ -66,7 +67,8 @@ def register(app: FastAPI, server: Server) -> None:
         reading, constraint = await conversation.answering(served, prompt, said.tools, wanted)
         made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
         feed = Feed(served, [made], request.receive, arrived)
-        stream = Stream(Answer(served.name, len(prompt), asked.max_tokens > left))
+        answer = Answer(served.name, len(prompt), asked.max_tokens > left, notes)
+        stream = Stream(answer, asked.thinking is not None and asked.thinking.omits)
         if asked.stream:
             return _NamedEvents(feed, stream)
         async with feed:
@@ -79,7 +81,9 @@ def register(app: FastAPI, server: Server) -> None:
         asked = parse(await read_json(request), Prompt)
         served = await server.resolve(request, asked.model)
         served.generates()
-        return reply({"input_tokens": len(await encode(served, conversation_of(served, asked)))})
+        notes: list[str] = []
+        prompt = await encode(served, conversation_of(served, asked, notes))
+        return reply({"input_tokens": len(prompt), **told(notes)})
 
     app.add_api_route(PATH, messages, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/count_tokens", count_tokens, methods=["POST"], response_model=None)
@@ -123,8 +127,8 @@ COMPAT = (
                     "messages": "text, tool_use, tool_result and thinking blocks; an assistant's last message is continued",
                     "tools": "the client's own; of a model whose template has tools",
                     "tool_choice": "`any` and `tool` are enforced",
-                    "thinking": "`enabled` of a model that reasons; the budget is a target",
-                    "output_config": "`format` is enforced; `effort` as the template can be told it",
+                    "thinking": "of a model that reasons, else no effect, told in `quire.notes`; the budget is a target",
+                    "output_config": "`format` is enforced; `effort` as the template can be told it, else no effect, told in `quire.notes`",
                     "output_format": "the older place of `output_config.format`",
                 },
             ),

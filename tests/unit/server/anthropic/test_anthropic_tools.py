@@ -307,14 +307,11 @@ ENABLED = {"type": "enabled", "budget_tokens": 2000}
         (LEVEL, True, {"output_config": {"effort": "low"}, "thinking": ENABLED}, {"reasoning_effort": "low"}),
         (LEVEL, True, {"thinking": ENABLED}, {}),  # it does in any case
         (LEVEL, True, {"thinking": {"type": "disabled"}}, "thinking"),
-        ("{{ messages }}", False, {"thinking": {"type": "adaptive"}}, {}),
         ("{{ messages }}", False, {"thinking": {"type": "disabled"}}, {}),
-        ("{{ messages }}", False, {"thinking": ENABLED}, "thinking"),
-        ("{{ messages }}", False, {"output_config": {"effort": "low"}}, "output_config.effort"),
         (SWITCH, True, {"output_config": {"effort": "x"}}, "output_config.effort"),
         (SWITCH, True, {"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         (SWITCH, True, {"thinking": ENABLED | {"budget_tokens": 0}}, "thinking.budget_tokens"),
-        (SWITCH, True, {"thinking": ENABLED | {"display": "omitted"}}, "thinking.display"),
+        (SWITCH, True, {"thinking": ENABLED | {"display": "loud"}}, "thinking.display"),
         (SWITCH, True, {"thinking": {"type": "between_tools"}}, "thinking.type"),
         (SWITCH, True, {"thinking": {"type": "enabled", "x": 1}}, "thinking.x"),
     ],
@@ -331,6 +328,48 @@ async def test_thinking(source: str, reasons: bool, fields: dict[str, Any], kwar
         return
     assert r.status_code == 200, r.text
     assert completer.rendered[0][1] == kwargs | {"add_generation_prompt": True}
+    assert "quire" not in r.json()
+
+
+@pytest.mark.parametrize(
+    ("source", "reasons", "fields", "begins"),
+    [
+        ("", False, {"output_config": {"effort": "low"}}, ["output_config.effort is low"]),
+        ("", True, {"output_config": {"effort": "high"}}, ["output_config.effort is high"]),  # as much as it will
+        ("", True, {"output_config": {"effort": "minimal"}}, ["output_config.effort: the reasoning of"]),
+        ("", False, {"thinking": ENABLED}, ["thinking: "]),
+        ("", False, {"thinking": {"type": "adaptive"}}, ["thinking: "]),
+        ("", False, {"thinking": ENABLED, "output_config": {"effort": "max"}}, ["output_config.effort", "thinking: "]),
+        (LEVEL, False, {"thinking": {"type": "adaptive"}}, ["thinking: "]),
+    ],
+)
+async def test_reasoning_that_a_model_cannot_do_is_told(
+    source: str, reasons: bool, fields: dict[str, Any], begins: list[str]
+):
+    completer = caller(script(Chunk(text="ok")))
+    completer.template = FakeTemplate("{{ messages }}" + source)
+    completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
+    whole = await answer(completer, **fields)
+    stream = await answer(completer, stream=True, **fields)
+    async with client_for(completer) as http:
+        count = await http.post(COUNT, json={k: v for k, v in ask(**fields).items() if k != "max_tokens"})
+    for body in (whole, stream[0]["message"], count.json()):
+        notes = body["quire"]["notes"]
+        assert len(notes) == len(begins)
+        for note, beginning in zip(notes, begins, strict=True):
+            assert note.startswith(beginning) and note.endswith("; no effect")
+    assert all(kwargs.keys() <= {"tools", "add_generation_prompt"} for _, kwargs in completer.rendered)
+
+
+async def test_thinking_that_is_omitted_is_a_block_without_text():
+    omitted = ENABLED | {"display": "omitted"}
+    whole = await answer(caller(), thinking=omitted)
+    streamed = await answer(caller(), thinking=omitted, stream=True)
+    assert whole["content"][0] == {"type": "thinking", "thinking": "", "signature": signature("")}
+    assert [b["type"] for b in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert assembled(streamed) == whole["content"] and "Let me see" not in json.dumps([whole, streamed])
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
+    assert [note[:17] for note in whole["quire"]["notes"]] == ["thinking.display:"]
 
 
 async def test_the_form_of_the_answer():
