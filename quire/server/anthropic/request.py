@@ -27,13 +27,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED = frozenset({"cache_control"})  # prefixes are shared without being told
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "service_tier": (None, "auto", "standard_only"),
-    "speed": (None, "standard"),
     "container": (None,),
     "context_management": (None,),
-    "diagnostics": (None,),
-    "inference_geo": (None,),
     "mcp_servers": (None, []),
+}
+# Hints on how to serve a request: the values that ask for nothing, and why any other has no effect here.
+HINTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "service_tier": (("auto", "standard_only"), "every request is served alike"),
+    "speed": (("standard",), "there is one speed"),
+    "inference_geo": ((), "the model runs where this server does"),
 }
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NULL = msgspec.Raw(b"null")
@@ -74,6 +76,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
     effort: str | None = None
     format: Format | None = None
+    task_budget: msgspec.Raw = _NULL
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,6 +96,23 @@ class Prompt(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
+    service_tier: str | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
+    diagnostics: msgspec.Raw = _NULL
+
+    def hints(self) -> list[str]:
+        """What is sent and has no effect on any model, with the reason."""
+        notes: list[str] = []
+        for name, (usual, why) in HINTS.items():
+            value = getattr(self, name)
+            if value is not None and value not in usual:
+                notes.append(f"{name} is {value[:64]!r}: {why}; no effect")
+        if bytes(self.diagnostics) != b"null":
+            notes.append("diagnostics: none are made here; no effect")
+        if self.output_config is not None and bytes(self.output_config.task_budget) != b"null":
+            notes.append("output_config.task_budget: no model here is told of it; no effect")
+        return notes
 
     def constraint(self) -> Constraint | None:
         """What the answer's text must be."""

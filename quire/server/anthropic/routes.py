@@ -19,6 +19,7 @@ from quire.observe.errors import QuireError
 from quire.server import errors
 from quire.server.anthropic.answers import PING, Answer, Stream, told
 from quire.server.anthropic.request import (
+    HINTS,
     IGNORED,
     NEUTRAL,
     MessagesRequest,
@@ -57,7 +58,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         sampling = asked.params(served.info.vocab_size)
-        notes: list[str] = []
+        notes = asked.hints()
         said = conversation_of(served, asked, notes)
         wanted = asked.constraint()
         prompt = await encode(served, said)
@@ -81,7 +82,7 @@ def register(app: FastAPI, server: Server) -> None:
         asked = parse(await read_json(request), Prompt)
         served = await server.resolve(request, asked.model)
         served.generates()
-        notes: list[str] = []
+        notes = asked.hints()
         prompt = await encode(served, conversation_of(served, asked, notes))
         return reply({"input_tokens": len(prompt), **told(notes)})
 
@@ -108,6 +109,9 @@ class _NamedEvents(EventStream):
     done = b""
 
 
+_HINTS = dict.fromkeys(HINTS, "a hint; no effect, told in `quire.notes`") | {
+    "diagnostics": "none are made; no effect, told in `quire.notes`"
+}
 _USER = [{"role": "user", "content": "hi"}]
 COMPAT = (
     Endpoint(
@@ -130,6 +134,7 @@ COMPAT = (
                     "thinking": "of a model that reasons, else no effect, told in `quire.notes`; the budget is a target",
                     "output_config": "`format` is enforced; `effort` as the template can be told it, else no effect, told in `quire.notes`",
                     "output_format": "the older place of `output_config.format`",
+                    **_HINTS,
                 },
             ),
         ),
@@ -141,7 +146,7 @@ COMPAT = (
         method="POST",
         path="/v1/messages/count_tokens",
         what="Renders and counts the same prompt, and runs nothing.",
-        fields=(Fields(shape=Prompt, ignored=IGNORED, neutral=NEUTRAL),),
+        fields=(Fields(shape=Prompt, ignored=IGNORED, neutral=NEUTRAL, notes=_HINTS),),
         example={"model": "", "messages": _USER},
         surface="model messages system tools tool_choice thinking",
     ),

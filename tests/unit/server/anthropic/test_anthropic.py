@@ -235,6 +235,34 @@ async def test_what_the_template_is_given(fields: dict[str, Any], rendered: list
     assert len(completer.rendered) == 2
 
 
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"service_tier": "auto", "speed": "standard", "inference_geo": None, "diagnostics": None}, []),
+        ({"service_tier": "priority"}, ["service_tier is 'priority': "]),
+        ({"speed": "fast"}, ["speed is 'fast': "]),
+        ({"inference_geo": "us", "speed": "fast"}, ["speed is 'fast': ", "inference_geo is 'us': "]),
+        ({"diagnostics": {"previous_message_id": "msg_1"}}, ["diagnostics: "]),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9000}}}, ["output_config.task_budget: "]),
+    ],
+)
+async def test_hints_have_no_effect_and_are_told(fields: dict[str, Any], begins: list[str]):
+    completer = FakeCompleter()
+    body = {"model": MODEL, "messages": USER} | fields
+    async with client_for(completer) as http:
+        plain = await http.post(MESSAGES, json=ask())
+        whole = await http.post(MESSAGES, json=ask(**fields))
+        stream = await http.post(MESSAGES, json=ask(stream=True, **fields))
+        count = await http.post(COUNT, json=body)
+    assert whole.json()["content"] == plain.json()["content"]
+    assert len({str((g.prompt, g.sampling, g.constraint)) for g in completer.seen}) == 1
+    for answer in (whole.json(), events(stream.text)[0]["message"], count.json()):
+        notes = answer.get("quire", {"notes": []})["notes"]
+        assert ("quire" in answer) == bool(begins) and len(notes) == len(begins), notes
+        for note, beginning in zip(notes, begins, strict=True):
+            assert note.startswith(beginning) and note.endswith("; no effect")
+
+
 async def test_counting_runs_nothing_and_has_no_bound_but_work():
     completer = FakeCompleter(context=20)
     async with client_for(completer) as http:
