@@ -103,9 +103,9 @@ class Answer:
         return {**head, "content": content, **stop, "usage": usage, **told(self.notes)}
 
     def opening(self) -> dict[str, Any]:
-        """The answer before its first token. What the cache gave is told at the end, so it is not known here."""
+        """The answer before its first token. What the cache gives is not known yet: clients add numbers up, so it is 0 until the end."""
         usage = {"input_tokens": self.prompt, "output_tokens": 0}
-        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": None}
+        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         return self.message([], {"stop_reason": None, "stop_sequence": None}, usage)
 
     def stop(self, said: Partial) -> dict[str, Any]:
