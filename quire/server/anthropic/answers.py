@@ -90,12 +90,15 @@ def told(notes: list[str]) -> dict[str, Any]:
 class Answer:
     """What both answers say, whatever their form."""
 
-    def __init__(self, model: str, prompt: int, overlong: bool, notes: list[str]):
+    def __init__(
+        self, model: str, prompt: int, overlong: bool, notes: list[str], applied: list[dict[str, Any]] | None = None
+    ):
         self.id = f"msg_{secrets.token_hex(12)}"
         self.model = model
         self.prompt = prompt  # tokens
         self.overlong = overlong  # max_tokens is over what the context leaves
         self.notes = notes  # what of the request has no effect
+        self.edits = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
     def message(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         """The message object."""
@@ -153,11 +156,13 @@ class Stream:
 
     def closing(self) -> Iterable[object]:
         yield from self.blocks.end()
-        yield {"type": "message_delta", "delta": self.answer.stop(self.said), "usage": self.answer.usage(self.said)}
+        stop, usage = self.answer.stop(self.said), self.answer.usage(self.said)
+        yield {"type": "message_delta", "delta": stop, "usage": usage, **self.answer.edits}
         yield {"type": "message_stop"}
 
     def whole(self) -> dict[str, Any]:
         """The answer as one body, once all news have come."""
         for _ in self.blocks.end():
             pass
-        return self.answer.message(self.blocks.content, self.answer.stop(self.said), self.answer.usage(self.said))
+        stop, usage = self.answer.stop(self.said), self.answer.usage(self.said)
+        return self.answer.message(self.blocks.content, stop, usage) | self.answer.edits

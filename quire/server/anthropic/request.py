@@ -6,6 +6,7 @@ Owns the request structs and the table of fields that are taken without effect. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from quire.engine.constraints.grammar import JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
+from quire.server.anthropic.editing import ContextManagement, Edit, edits
 from quire.server.anthropic.thinking import Thinking, keywords
 from quire.server.anthropic.turns import Turn, reworded, turns
 from quire.server.served import Served
@@ -28,7 +30,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 IGNORED = frozenset({"cache_control"})  # prefixes are shared without being told
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (None,),
-    "context_management": (None,),
     "mcp_servers": (None, []),
 }
 # Hints on how to serve a request: the values that ask for nothing, and why any other has no effect here.
@@ -100,6 +101,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     speed: str | None = None
     inference_geo: str | None = None
     diagnostics: msgspec.Raw = _NULL
+    context_management: ContextManagement | None = None
 
     def hints(self) -> list[str]:
         """What is sent and has no effect on any model, with the reason."""
@@ -159,6 +161,14 @@ def parse(body: bytes, shape: type[T]) -> T:
         raise reworded(error) from None
 
 
+def edits_of(asked: Prompt) -> list[Edit]:
+    """The edits that a request asks for."""
+    try:
+        return edits(asked.context_management)
+    except BadRequest as error:
+        raise reworded(error) from None
+
+
 def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
     """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
     try:
@@ -182,10 +192,31 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
     return Conversation(said, tools, keywords(served, asked.thinking, effort, notes), continues=continues)
 
 
-async def encode(served: Served, asked: Conversation) -> list[int]:
-    """Tokens of the conversation, through the model's own template."""
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt, and what became of the edits that were to make it shorter."""
+
+    tokens: list[int]
+    before: int  # how many tokens there were before the edits
+    applied: list[dict[str, Any]]  # edits that cleared something, as an answer tells them
+
+
+async def encode(served: Served, said: Conversation, wanted: list[Edit]) -> Encoded:
+    """Tokens of the conversation, through the model's own template, after the edits that clear something in it."""
     try:
-        return await conversation.encode(served, asked)
+        tokens = await conversation.encode(served, said)
+        before, applied = len(tokens), []
+        for edit in wanted:
+            edited = edit.edited(said.turns, len(tokens))
+            if edited is None:
+                continue
+            shorter = replace(said, turns=edited.turns)
+            fewer = await conversation.encode(served, shorter)
+            saved = len(tokens) - len(fewer)
+            if saved >= edited.at_least:
+                said, tokens = shorter, fewer
+                applied.append({"type": edit.asked.type, **edited.cleared, "cleared_input_tokens": saved})
+        return Encoded(tokens, before, applied)
     except BadRequest as error:
         if error.code == "context_length_exceeded":  # the words that clients look for
             error.message = f"prompt is too long: {error.message}"

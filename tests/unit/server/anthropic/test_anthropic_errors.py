@@ -110,7 +110,6 @@ FIELDS: list[tuple[Any, str]] = [
     (ask(output_config={"effort": "lots"}), "output_config.effort is 'lots'"),
     (ask(container="x"), "container is not supported"),
     (ask(mcp_servers=[{}]), "mcp_servers is not supported"),
-    (ask(context_management={"edits": []}), "context_management is not supported"),
     (ask(n=2), f"n: {EXTRA}"),
     (ask(seed=2), f"seed: {EXTRA}"),
     (ask(max_token=2), f"max_token: {EXTRA} (did you mean max_tokens?)"),
