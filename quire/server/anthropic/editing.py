@@ -21,7 +21,7 @@ Turns = list[dict[str, Any]]
 
 
 class Amount(msgspec.Struct, forbid_unknown_fields=True):
-    """So many of something."""
+    """An amount, in units of its type: of a trigger, or of what is kept."""
 
     type: str
     value: int
@@ -107,7 +107,7 @@ def edits(asked: ContextManagement | None) -> list[Edit]:
     for i, raw in enumerate((asked and asked.edits) or ()):
         where = f"context_management.edits[{i}]"
         kind = at(where, raw, Kind).type
-        if kind not in _KINDS:
+        if kind is None or kind not in _KINDS:
             raise BadRequest(
                 f"{where}.type: must be one of {', '.join(_KINDS)}",
                 param=f"{where}.type",
@@ -150,7 +150,7 @@ def _check_compaction(where: str, asked: Compaction) -> None:
     _amount(f"{where}.trigger", asked.trigger, ("input_tokens",))
 
 
-_KINDS: dict[str | None, tuple[Any, Any]] = {
+_KINDS: dict[str, tuple[Any, Any]] = {
     "clear_tool_uses_20250919": (ToolUses, _check_tool_uses),
     "clear_thinking_20251015": (ThinkingEdit, _check_thinking),
     "compact_20260112": (Compaction, _check_compaction),

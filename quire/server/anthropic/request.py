@@ -11,17 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.chat.tools.types import Tool, Tools
 from quire.engine.constraints.grammar import JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
 from quire.server.anthropic.editing import ContextManagement, Edit, edits
 from quire.server.anthropic.thinking import Thinking, keywords
+from quire.server.anthropic.tools import ToolChoice, chosen
 from quire.server.anthropic.turns import Turn, reworded, turns
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
-from quire.server.shared import tools as request_tools
 from quire.server.shared.conversation import Conversation
 from quire.server.shared.sampling import sampling
 
@@ -38,31 +37,7 @@ HINTS: dict[str, tuple[tuple[str, ...], str]] = {
     "speed": (("standard",), "there is one speed"),
     "inference_geo": ((), "the model runs where this server does"),
 }
-_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NULL = msgspec.Raw(b"null")
-
-
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """`tool_choice`."""
-
-    type: str
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool of the client's own; those that Anthropic runs are refused by their type."""
-
-    name: str
-    input_schema: msgspec.Raw
-    description: str | None = None
-    type: str | None = None
-    strict: bool | None = None
-    cache_control: msgspec.Raw = _NULL
-    eager_input_streaming: bool | None = None  # arguments always come as they are made
-    input_examples: list[Any] | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
 
 
 class Format(msgspec.Struct, forbid_unknown_fields=True):
@@ -172,8 +147,8 @@ def edits_of(asked: Prompt) -> list[Edit]:
 def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
     """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
     try:
-        tools = _chosen(asked)
-        said = turns(asked.messages, asked.system)
+        said, references = turns(asked.messages, asked.system)
+        tools = chosen(asked.tools, asked.tool_choice, references, notes)
     except BadRequest as error:
         raise reworded(error) from None
     if not said:
@@ -230,38 +205,3 @@ def room(served: Served, prompt: list[int]) -> int:
     if len(prompt) > most:
         raise BadRequest(f"prompt is too long: {len(prompt)} tokens > {most} maximum", code="context_length_exceeded")
     return most + 1 - len(prompt)
-
-
-def _chosen(asked: Prompt) -> Tools:
-    items = asked.tools or []
-    request_tools.check_count(items)
-    made = [_tool(f"tools[{i}]", raw) for i, raw in enumerate(items)]
-    request_tools.check_distinct(made)
-    choice = asked.tool_choice
-    if choice is None:
-        return request_tools.choose(made, None)
-    if choice.type not in _CHOICES:
-        raise BadRequest(f"tool_choice.type: must be one of {', '.join(_CHOICES)}", param="tool_choice.type")
-    if (choice.name is not None) != (choice.type == "tool"):
-        raise BadRequest("tool_choice.name: belongs to the type tool, which needs it", param="tool_choice.name")
-    return request_tools.choose(made, _CHOICES[choice.type], choice.name, not choice.disable_parallel_tool_use)
-
-
-def _tool(where: str, raw: msgspec.Raw) -> Tool:
-    kind = request_tools.at(where, raw, request_tools.Kind).type
-    if kind not in (None, "custom"):
-        raise BadRequest(
-            f"{where}.type: {kind[:64]} is a tool that a server runs, and there are none here",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    given: CustomTool = request_tools.at(where, raw, CustomTool)
-    for name, value in (
-        ("input_examples", given.input_examples),
-        ("defer_loading", given.defer_loading),
-        ("allowed_callers", given.allowed_callers not in (None, [], ["direct"])),
-    ):
-        if value:
-            place = f"{where}.{name}"
-            raise BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter")
-    return request_tools.tool(where, given.name, given.description, given.input_schema, given.strict, "input_schema")

@@ -383,6 +383,53 @@ async def test_the_form_of_the_answer():
         assert completer.asked[0][1] == Constraint(kind="json_schema", text='{"type":"object"}', param=param)
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+LATER = TIME | {"defer_loading": True}
+FOUND = {"type": "tool_reference", "tool_name": "time", "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "shown", "begins"),
+    [
+        ([WEATHER, SEARCH], None, ["weather"], ["tools.1: web_search_20250305 is a tool that a server runs"]),
+        ([SEARCH, WEATHER], "any", ["weather"], ["tools.0: web_search_20250305 is a tool that a server runs"]),
+        ([SEARCH], "auto", [], ["tools.0: web_search_20250305 is a tool that a server runs"]),
+        ([SEARCH, WEATHER], "none", [], []),
+        ([WEATHER, LATER], None, ["weather"], []),
+        ([LATER], "auto", [], []),
+        (
+            [{"type": "tool_search_tool_regex_20251119", "name": "search"}, WEATHER, LATER],
+            None,
+            ["weather", "time"],
+            ["tools.0: tool_search_tool_regex_20251119 is a tool that a server runs", "tools: nothing can search"],
+        ),
+    ],
+)
+async def test_tools_that_are_not_shown(tools: list[Any], choice: str | None, shown: list[str], begins: list[str]):
+    completer = caller(script(Chunk(text="ok")))
+    body = await answer(completer, tools=tools, **({"tool_choice": {"type": choice}} if choice else {}))
+    assert [one.name for one in completer.asked[0][0].tools] == shown
+    assert [s["function"]["name"] for s in completer.rendered[0][1].get("tools", [])] == shown
+    notes = body.get("quire", {"notes": []})["notes"]
+    assert len(notes) == len(begins) and all(n.startswith(b) for n, b in zip(notes, begins, strict=True)), notes
+
+
+@pytest.mark.parametrize("found", [False, True])
+async def test_a_deferred_tool_is_shown_once_a_result_refers_to_it(found: bool):
+    completer = caller(script(Chunk(text="ok")))
+    content = [{"type": "text", "text": "found"}, FOUND, FOUND] if found else "nothing"
+    body = await answer(completer, tools=[LATER, WEATHER], **turn(RESULT | {"content": content}))
+    assert [one.name for one in completer.asked[0][0].tools] == (["time", "weather"] if found else ["weather"])
+    assert completer.rendered[0][0][-1]["content"] == ("found\ntime\ntime" if found else "nothing")
+    assert "quire" not in body
+
+
+async def test_a_deferred_tool_can_be_demanded():
+    completer = caller()
+    await answer(completer, tools=[LATER, WEATHER], tool_choice={"type": "tool", "name": "time"})
+    assert completer.asked[0][0].name == "time" and len(completer.asked[0][0].tools) == 2
+
+
 DEEP: Any = {"type": "object"}
 for _ in range(40):
     DEEP = {"type": "object", "properties": {"x": DEEP}}
@@ -407,11 +454,17 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"tools": [TIME | {"description": "x" * 70_000}]}, "tools.0.description has 70000 characters"),
         ({"tools": [TIME] * 5000}, "tools has 5000 items"),
         (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "tools.0.type: web_search_20250305 is a tool",
+            {"tools": [TIME, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tools.1.type: web_search_20250305 is a tool that a server runs",
         ),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tools.0.type: web_search_20250305 is a tool that a"),
+        ({"tools": [SEARCH, {"name": "web_search", "input_schema": {}}]}, "tools.1.name: there is a tool 'web_search'"),
+        ({"tools": [{"type": "web_search_20250305"}]}, "tools.0.name: Field required"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: bash_20250124: its schema is not here"),
+        ({"tools": [{"type": "mcp_toolset", "name": "x"}]}, "tools.0.type: mcp_toolset: there are no such tools here"),
         ({"tools": [TIME | {"input_examples": [{}]}]}, "tools.0.input_examples: not supported yet"),
-        ({"tools": [TIME | {"defer_loading": True}]}, "tools.0.defer_loading: not supported yet"),
+        ({"tools": [TIME | {"allowed_callers": ["code"]}]}, "tools.0.allowed_callers: not supported yet"),
+        ({"tools": [LATER], "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type: must be one of"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: belongs to the type tool"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names 'x'"),
@@ -426,8 +479,13 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ),
         (
             turn(RESULT | {"content": [{"type": "tool_reference"}]}),
-            "messages.2.content.0.content.0.type: tool_reference blocks",
+            "messages.2.content.0.content.0.tool_name: Field required",
         ),
+        (
+            turn(RESULT | {"content": [FOUND | {"tool_name": "lost"}]}),
+            "messages.2.content.0.content.0.tool_name: there is no tool 'lost'",
+        ),
+        (turn(FOUND), "messages.2.content.0.type: this model takes text only"),
         (turn(RESULT | {"x": 1}), "messages.2.content.0.x: Extra inputs"),
         (turn({"type": "tool_result"}), "messages.2.content.0.tool_use_id: Field required"),
         (turn(USE), "messages.2.content.0.type: tool_use blocks belong in messages of the role assistant"),
