@@ -1,7 +1,8 @@
 """Requests of Anthropic's Messages API: their fields, and the conversation, sampling parameters and tools made of them.
 
-Owns the request structs and the table of fields that are taken without effect. Messages and the texts of errors are
-`turns.py`. Knows nothing of answers or streams: those are `answers.py`.
+Owns the request structs and the tables of fields that are taken without effect. Messages and the texts of errors are
+`turns.py`, tools `tools.py`, reasoning `thinking.py`, and what shortens a conversation `editing.py`. Notes on what has no effect are
+collected here and told in answers. Knows nothing of answers or streams: those are `answers.py`.
 """
 
 from __future__ import annotations
