@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config import DEFAULT_MODEL
 from tests.e2e.conftest import Server, wait_until
+from tests.unit.server.anthropic.claude_code import BETAS, BODY, COUNTED, HEADERS
 
 anthropic = pytest.importorskip("anthropic", reason="needs the anthropic client (the test extra has it)")
 
@@ -141,7 +143,7 @@ def test_errors_are_the_clients_own(claude: Any):
         (anthropic.BadRequestError, "invalid_request", {"max_tokens": 0}),
         (anthropic.BadRequestError, "unsupported_parameter", {"tools": [{"name": "f", "input_schema": {}}]}),
         (anthropic.BadRequestError, "unknown_parameter", {"extra_body": {"seed": 7}}),
-        (anthropic.BadRequestError, "unsupported_parameter", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        (anthropic.BadRequestError, "unsupported_parameter", {"extra_body": {"container": "x"}}),
         (
             anthropic.BadRequestError,
             "context_length_exceeded",
@@ -172,6 +174,41 @@ def test_the_context_ends_an_answer_that_may_be_longer(start: Callable[..., Serv
         r = create(client, messages=STORY, max_tokens=100_000)
         assert r.stop_reason == "model_context_window_exceeded"
         assert r.usage.input_tokens + r.usage.cache_read_input_tokens + r.usage.output_tokens == 64
+
+
+def test_claude_codes_request(start: Callable[..., Server], shared_data: Path):
+    """The model has no tools of its own; with a template that has, it is asked as Claude Code asks, by its own client."""
+    template = shared_data / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
+    server = start("--chat-template", str(template), "--context", "4096")
+    extra = {"temperature": 0, "stream": True}
+    body = {k: v for k, v in BODY.items() if k not in extra} | {"model": DEFAULT_MODEL, "max_tokens": 12}
+    more: dict[str, Any] = {"betas": BETAS, "extra_headers": HEADERS}
+    with client_of(server) as client:
+        counted = client.beta.messages.count_tokens(**COUNTED | {"model": DEFAULT_MODEL}, **more)
+        cached: list[int] = []
+        for _ in range(2):  # computed, then from the cache
+            found = list(client.beta.messages.create(**body, extra_body=extra, stream=True, **more))
+            assert found[0].type == "message_start" and found[-1].type == "message_stop"
+            start_usage, delta = found[0].message.usage, found[-2]
+            assert (start_usage.cache_read_input_tokens, start_usage.cache_creation_input_tokens) == (0, 0)
+            assert delta.context_management.applied_edits == []
+            assert delta.usage.input_tokens + delta.usage.cache_read_input_tokens == counted.input_tokens
+            notes = found[0].message.quire["notes"]
+            assert [note.split(" ")[0] for note in notes] == ["output_config.effort", "thinking:"]
+            cached.append(delta.usage.cache_read_input_tokens)
+        assert cached[1] > 100
+        results = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 1}}
+        results["keep"] = {"type": "tool_uses", "value": 1}
+        long = "a line of the file\n" * 40
+        messages = [turn if i != 2 else _read(long) for i, turn in enumerate(BODY["messages"])]
+        fields = body | {"messages": messages, "context_management": {"edits": [results]}}
+        whole = client.beta.messages.create(**fields, extra_body={"temperature": 0}, **more)
+        (edit,) = whole.context_management.applied_edits
+        assert edit.cleared_tool_uses == 1 and edit.cleared_input_tokens > 100
+
+
+def _read(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_01A", "content": text}]}
 
 
 def test_the_key_comes_in_anthropics_header(start: Callable[..., Server]):

@@ -22,7 +22,8 @@ PING = {"type": "ping"}
 class Blocks:
     """Content blocks of one answer, in the order in which they were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, omits: bool = False) -> None:
+        self.omits = omits  # thinking is a block without its text
         self.content: list[dict[str, Any]] = []  # whole blocks, as a body has them
         self._kind = ""  # of the block that is open, if one is
         self._parts: list[str] = []  # of it
@@ -32,7 +33,8 @@ class Blocks:
         if chunk.reasoning:
             if self._kind != "thinking":
                 yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._more({"type": "thinking_delta", "thinking": chunk.reasoning}, chunk.reasoning)
+            if not self.omits:
+                yield self._more({"type": "thinking_delta", "thinking": chunk.reasoning}, chunk.reasoning)
         if chunk.text:
             if self._kind != "text":
                 yield from self._start({"type": "text", "text": ""})
@@ -80,24 +82,33 @@ class Blocks:
         yield {"type": "content_block_stop", "index": index}
 
 
+def told(notes: list[str]) -> dict[str, Any]:
+    """Quire's own field, which is there where there is something to tell."""
+    return {"quire": {"notes": notes}} if notes else {}
+
+
 class Answer:
     """What both answers say, whatever their form."""
 
-    def __init__(self, model: str, prompt: int, overlong: bool):
+    def __init__(
+        self, model: str, prompt: int, overlong: bool, notes: list[str], applied: list[dict[str, Any]] | None = None
+    ):
         self.id = f"msg_{secrets.token_hex(12)}"
         self.model = model
         self.prompt = prompt  # tokens
         self.overlong = overlong  # max_tokens is over what the context leaves
+        self.notes = notes  # what of the request has no effect
+        self.edits = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
     def message(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         """The message object."""
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
-        return {**head, "content": content, **stop, "usage": usage}
+        return {**head, "content": content, **stop, "usage": usage, **told(self.notes)}
 
     def opening(self) -> dict[str, Any]:
-        """The answer before its first token. What the cache gave is told at the end, so it is not known here."""
+        """The answer before its first token. What the cache gives is not known yet: clients add numbers up, so it is 0 until the end."""
         usage = {"input_tokens": self.prompt, "output_tokens": 0}
-        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": None}
+        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         return self.message([], {"stop_reason": None, "stop_sequence": None}, usage)
 
     def stop(self, said: Partial) -> dict[str, Any]:
@@ -129,10 +140,10 @@ class Answer:
 class Stream:
     """Events of an answer: its start, blocks in pieces, why it stopped and what it cost."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, omits: bool = False):
         self.answer = answer
         self.said = Partial()
-        self.blocks = Blocks()
+        self.blocks = Blocks(omits)
 
     def opening(self) -> Iterable[object]:
         yield {"type": "message_start", "message": self.answer.opening()}
@@ -145,11 +156,13 @@ class Stream:
 
     def closing(self) -> Iterable[object]:
         yield from self.blocks.end()
-        yield {"type": "message_delta", "delta": self.answer.stop(self.said), "usage": self.answer.usage(self.said)}
+        stop, usage = self.answer.stop(self.said), self.answer.usage(self.said)
+        yield {"type": "message_delta", "delta": stop, "usage": usage, **self.answer.edits}
         yield {"type": "message_stop"}
 
     def whole(self) -> dict[str, Any]:
         """The answer as one body, once all news have come."""
         for _ in self.blocks.end():
             pass
-        return self.answer.message(self.blocks.content, self.answer.stop(self.said), self.answer.usage(self.said))
+        stop, usage = self.answer.stop(self.said), self.answer.usage(self.said)
+        return self.answer.message(self.blocks.content, stop, usage) | self.answer.edits

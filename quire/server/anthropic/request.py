@@ -1,24 +1,27 @@
 """Requests of Anthropic's Messages API: their fields, and the conversation, sampling parameters and tools made of them.
 
-Owns the request structs and the table of fields that are taken without effect. Messages and the texts of errors are
-`turns.py`. Knows nothing of answers or streams: those are `answers.py`.
+Owns the request structs and the tables of fields that are taken without effect. Messages and the texts of errors are
+`turns.py`, tools `tools.py`, reasoning `thinking.py`, and what shortens a conversation `editing.py`. Notes on what has no effect are
+collected here and told in answers. Knows nothing of answers or streams: those are `answers.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from quire.chat.tools.types import Tool, Tools
 from quire.engine.constraints.grammar import JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
+from quire.server.anthropic.editing import ContextManagement, Edit, edits
+from quire.server.anthropic.thinking import Thinking, keywords
+from quire.server.anthropic.tools import ToolChoice, chosen
 from quire.server.anthropic.turns import Turn, reworded, turns
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
-from quire.server.shared import tools as request_tools
 from quire.server.shared.conversation import Conversation
 from quire.server.shared.sampling import sampling
 
@@ -26,47 +29,16 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED = frozenset({"cache_control"})  # prefixes are shared without being told
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "service_tier": (None, "auto", "standard_only"),
-    "speed": (None, "standard"),
     "container": (None,),
-    "context_management": (None,),
-    "diagnostics": (None,),
-    "inference_geo": (None,),
     "mcp_servers": (None, []),
 }
-_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+# Hints on how to serve a request: the values that ask for nothing, and why any other has no effect here.
+HINTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "service_tier": (("auto", "standard_only"), "every request is served alike"),
+    "speed": (("standard",), "there is one speed"),
+    "inference_geo": ((), "the model runs where this server does"),
+}
 _NULL = msgspec.Raw(b"null")
-
-
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """`tool_choice`."""
-
-    type: str
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool of the client's own; those that Anthropic runs are refused by their type."""
-
-    name: str
-    input_schema: msgspec.Raw
-    description: str | None = None
-    type: str | None = None
-    strict: bool | None = None
-    cache_control: msgspec.Raw = _NULL
-    eager_input_streaming: bool | None = None  # arguments always come as they are made
-    input_examples: list[Any] | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-
-
-class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """`thinking`."""
-
-    type: str
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class Format(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,6 +53,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
     effort: str | None = None
     format: Format | None = None
+    task_budget: msgspec.Raw = _NULL
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,6 +73,24 @@ class Prompt(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
+    service_tier: str | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
+    diagnostics: msgspec.Raw = _NULL
+    context_management: ContextManagement | None = None
+
+    def hints(self) -> list[str]:
+        """What is sent and has no effect on any model, with the reason."""
+        notes: list[str] = []
+        for name, (usual, why) in HINTS.items():
+            value = getattr(self, name)
+            if value is not None and value not in usual:
+                notes.append(f"{name} is {value[:64]!r}: {why}; no effect")
+        if bytes(self.diagnostics) != b"null":
+            notes.append("diagnostics: none are made here; no effect")
+        if self.output_config is not None and bytes(self.output_config.task_budget) != b"null":
+            notes.append("output_config.task_budget: no model here is told of it; no effect")
+        return notes
 
     def constraint(self) -> Constraint | None:
         """What the answer's text must be."""
@@ -146,11 +137,19 @@ def parse(body: bytes, shape: type[T]) -> T:
         raise reworded(error) from None
 
 
-def conversation_of(served: Served, asked: Prompt) -> Conversation:
-    """The conversation that a request asks for."""
+def edits_of(asked: Prompt) -> list[Edit]:
+    """The edits that a request asks for."""
     try:
-        tools = _chosen(asked)
-        said = turns(asked.messages, asked.system)
+        return edits(asked.context_management)
+    except BadRequest as error:
+        raise reworded(error) from None
+
+
+def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
+    """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
+    try:
+        said, references = turns(asked.messages, asked.system)
+        tools = chosen(asked.tools, asked.tool_choice, references, notes)
     except BadRequest as error:
         raise reworded(error) from None
     if not said:
@@ -165,13 +164,35 @@ def conversation_of(served: Served, asked: Prompt) -> Conversation:
         )
     if continues and asked.thinking is not None and asked.thinking.type == "enabled":
         raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
-    return Conversation(said, tools, _thinking(served, asked), continues=continues)
+    effort = None if asked.output_config is None else asked.output_config.effort
+    return Conversation(said, tools, keywords(served, asked.thinking, effort, notes), continues=continues)
 
 
-async def encode(served: Served, asked: Conversation) -> list[int]:
-    """Tokens of the conversation, through the model's own template."""
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt, and what became of the edits that were to make it shorter."""
+
+    tokens: list[int]
+    before: int  # how many tokens there were before the edits
+    applied: list[dict[str, Any]]  # edits that cleared something, as an answer tells them
+
+
+async def encode(served: Served, said: Conversation, wanted: list[Edit]) -> Encoded:
+    """Tokens of the conversation, through the model's own template, after the edits that clear something in it."""
     try:
-        return await conversation.encode(served, asked)
+        tokens = await conversation.encode(served, said)
+        before, applied = len(tokens), []
+        for edit in wanted:
+            edited = edit.edited(said.turns, len(tokens))
+            if edited is None:
+                continue
+            shorter = replace(said, turns=edited.turns)
+            fewer = await conversation.encode(served, shorter)
+            saved = len(tokens) - len(fewer)
+            if saved >= edited.at_least:
+                said, tokens = shorter, fewer
+                applied.append({"type": edit.asked.type, **edited.cleared, "cleared_input_tokens": saved})
+        return Encoded(tokens, before, applied)
     except BadRequest as error:
         if error.code == "context_length_exceeded":  # the words that clients look for
             error.message = f"prompt is too long: {error.message}"
@@ -185,66 +206,3 @@ def room(served: Served, prompt: list[int]) -> int:
     if len(prompt) > most:
         raise BadRequest(f"prompt is too long: {len(prompt)} tokens > {most} maximum", code="context_length_exceeded")
     return most + 1 - len(prompt)
-
-
-def _chosen(asked: Prompt) -> Tools:
-    items = asked.tools or []
-    request_tools.check_count(items)
-    made = [_tool(f"tools[{i}]", raw) for i, raw in enumerate(items)]
-    request_tools.check_distinct(made)
-    choice = asked.tool_choice
-    if choice is None:
-        return request_tools.choose(made, None)
-    if choice.type not in _CHOICES:
-        raise BadRequest(f"tool_choice.type: must be one of {', '.join(_CHOICES)}", param="tool_choice.type")
-    if (choice.name is not None) != (choice.type == "tool"):
-        raise BadRequest("tool_choice.name: belongs to the type tool, which needs it", param="tool_choice.name")
-    return request_tools.choose(made, _CHOICES[choice.type], choice.name, not choice.disable_parallel_tool_use)
-
-
-def _tool(where: str, raw: msgspec.Raw) -> Tool:
-    kind = request_tools.at(where, raw, request_tools.Kind).type
-    if kind not in (None, "custom"):
-        raise BadRequest(
-            f"{where}.type: {kind[:64]} is a tool that a server runs, and there are none here",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    given: CustomTool = request_tools.at(where, raw, CustomTool)
-    for name, value in (
-        ("input_examples", given.input_examples),
-        ("defer_loading", given.defer_loading),
-        ("allowed_callers", given.allowed_callers not in (None, [], ["direct"])),
-    ):
-        if value:
-            place = f"{where}.{name}"
-            raise BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter")
-    return request_tools.tool(where, given.name, given.description, given.input_schema, given.strict, "input_schema")
-
-
-def _thinking(served: Served, asked: Prompt) -> dict[str, Any]:
-    """Keywords for the template. No word means no thinking, as it does for Anthropic, where that can be said."""
-    effort = None if asked.output_config is None else asked.output_config.effort
-    made = {} if effort is None else conversation.thinking(served, None, effort, "output_config.effort")
-    wanted = asked.thinking
-    if wanted is None:
-        return made or (
-            conversation.thinking(served, False, None, "thinking") if conversation.can_switch(served) else {}
-        )
-    if wanted.display not in (None, "summarized"):
-        raise BadRequest(
-            "thinking.display: not supported: thinking is shown", param="thinking.display", code="unsupported_parameter"
-        )
-    if wanted.type == "disabled":
-        return made | conversation.thinking(served, False, None, "thinking")
-    if wanted.type == "adaptive":  # as much as the model will, which may be nothing
-        return made | (conversation.thinking(served, True, None, "thinking") if conversation.can_switch(served) else {})
-    if wanted.type != "enabled":
-        raise BadRequest("thinking.type: must be enabled, disabled or adaptive", param="thinking.type")
-    if wanted.budget_tokens is None:
-        raise BadRequest("thinking.budget_tokens: Field required", param="thinking.budget_tokens")
-    if wanted.budget_tokens < 1:
-        raise BadRequest("thinking.budget_tokens: must be at least 1", param="thinking.budget_tokens")
-    if "thinking_budget" in conversation.template_reads(served):
-        made["thinking_budget"] = wanted.budget_tokens
-    return made | conversation.thinking(served, True, None, "thinking")

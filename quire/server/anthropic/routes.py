@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -17,13 +18,15 @@ from starlette.responses import Response
 from quire.chat.types import Generation
 from quire.observe.errors import QuireError
 from quire.server import errors
-from quire.server.anthropic.answers import PING, Answer, Stream
+from quire.server.anthropic.answers import PING, Answer, Stream, told
 from quire.server.anthropic.request import (
+    HINTS,
     IGNORED,
     NEUTRAL,
     MessagesRequest,
     Prompt,
     conversation_of,
+    edits_of,
     encode,
     parse,
     room,
@@ -57,16 +60,20 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         sampling = asked.params(served.info.vocab_size)
-        said = conversation_of(served, asked)
+        notes = asked.hints()
+        said = conversation_of(served, asked, notes)
         wanted = asked.constraint()
-        prompt = await encode(served, said)
+        encoded = await encode(served, said, edits_of(asked))
+        prompt = encoded.tokens
         left = room(served, prompt)
         # max_tokens must be sent here, and clients send large ones: the context may end the answer first, and says so.
         sampling = msgspec.structs.replace(sampling, max_tokens=min(asked.max_tokens, left))
         reading, constraint = await conversation.answering(served, prompt, said.tools, wanted)
         made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
         feed = Feed(served, [made], request.receive, arrived)
-        stream = Stream(Answer(served.name, len(prompt), asked.max_tokens > left))
+        applied = None if asked.context_management is None else encoded.applied
+        answer = Answer(served.name, len(prompt), asked.max_tokens > left, notes, applied)
+        stream = Stream(answer, asked.thinking is not None and asked.thinking.omits)
         if asked.stream:
             return _NamedEvents(feed, stream)
         async with feed:
@@ -79,7 +86,12 @@ def register(app: FastAPI, server: Server) -> None:
         asked = parse(await read_json(request), Prompt)
         served = await server.resolve(request, asked.model)
         served.generates()
-        return reply({"input_tokens": len(await encode(served, conversation_of(served, asked)))})
+        notes = asked.hints()
+        encoded = await encode(served, conversation_of(served, asked, notes), edits_of(asked))
+        more: dict[str, Any] = {}
+        if asked.context_management is not None:
+            more["context_management"] = {"original_input_tokens": encoded.before}
+        return reply({"input_tokens": len(encoded.tokens), **more, **told(notes)})
 
     app.add_api_route(PATH, messages, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/count_tokens", count_tokens, methods=["POST"], response_model=None)
@@ -104,6 +116,12 @@ class _NamedEvents(EventStream):
     done = b""
 
 
+_HINTS = dict.fromkeys(HINTS, "a hint; no effect, told in `quire.notes`") | {
+    "diagnostics": "none are made; no effect, told in `quire.notes`"
+}
+_EDITS = {
+    "context_management": "old results of tools and old thinking are cleared; compaction is refused when it is due"
+}
 _USER = [{"role": "user", "content": "hi"}]
 COMPAT = (
     Endpoint(
@@ -121,11 +139,13 @@ COMPAT = (
                     "metadata": "`user_id`; without effect",
                     "system": "text or text blocks",
                     "messages": "text, tool_use, tool_result and thinking blocks; an assistant's last message is continued",
-                    "tools": "the client's own; of a model whose template has tools",
+                    "tools": "the client's own; of a model whose template has tools. Those that Anthropic runs are left out, told in `quire.notes`",
                     "tool_choice": "`any` and `tool` are enforced",
-                    "thinking": "`enabled` of a model that reasons; the budget is a target",
-                    "output_config": "`format` is enforced; `effort` as the template can be told it",
+                    "thinking": "of a model that reasons, else no effect, told in `quire.notes`; the budget is a target",
+                    "output_config": "`format` is enforced; `effort` as the template can be told it, else no effect, told in `quire.notes`",
                     "output_format": "the older place of `output_config.format`",
+                    **_HINTS,
+                    **_EDITS,
                 },
             ),
         ),
@@ -137,7 +157,7 @@ COMPAT = (
         method="POST",
         path="/v1/messages/count_tokens",
         what="Renders and counts the same prompt, and runs nothing.",
-        fields=(Fields(shape=Prompt, ignored=IGNORED, neutral=NEUTRAL),),
+        fields=(Fields(shape=Prompt, ignored=IGNORED, neutral=NEUTRAL, notes=_HINTS | _EDITS),),
         example={"model": "", "messages": _USER},
         surface="model messages system tools tool_choice thinking",
     ),

@@ -28,7 +28,6 @@ LATER = frozenset(
         "bash_code_execution_tool_result",
         "text_editor_code_execution_tool_result",
         "tool_search_tool_result",
-        "tool_reference",
         "mcp_tool_use",
         "mcp_tool_result",
         "container_upload",
@@ -97,11 +96,20 @@ class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True):
     toolset_name: str | None = None
 
 
-def turns(messages: list[Turn], system: str | list[msgspec.Raw] | None) -> list[dict[str, Any]]:
-    """The conversation for the template; empty where there are no messages."""
+class ToolReference(msgspec.Struct, forbid_unknown_fields=True):
+    """In the result of a search for tools: one that was found."""
+
+    type: str
+    tool_name: str
+    cache_control: msgspec.Raw = _NULL
+
+
+def turns(messages: list[Turn], system: str | list[msgspec.Raw] | None) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The conversation for the template, which is empty where there are no messages; and the tools that results refer to, and where."""
     check_count(messages)
     made: list[dict[str, Any]] = []
     history = History()
+    references: dict[str, str] = {}
     if system is not None and messages:
         _add(made, {"role": "system", "content": _plain("system", system)})
     for i, turn in enumerate(messages):
@@ -114,10 +122,10 @@ def turns(messages: list[Turn], system: str | list[msgspec.Raw] | None) -> list[
         elif isinstance(turn.content, str):
             _add(made, {"role": turn.role, "content": turn.content})
         elif turn.role == "user":
-            _add_user(made, where, turn.content, history)
+            _add_user(made, where, turn.content, history, references)
         else:
             _add(made, _assistant(where, turn.content, history))
-    return made
+    return made, references
 
 
 def _add(made: list[dict[str, Any]], turn: dict[str, Any]) -> None:
@@ -138,7 +146,9 @@ def _add(made: list[dict[str, Any]], turn: dict[str, Any]) -> None:
         last["tool_calls"] = [*last.get("tool_calls", []), *turn["tool_calls"]]
 
 
-def _add_user(made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw], history: History) -> None:
+def _add_user(
+    made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw], history: History, references: dict[str, str]
+) -> None:
     """Results of tools and texts in their order; texts that follow each other are one turn."""
     if not blocks:
         _add(made, {"role": "user", "content": ""})
@@ -146,21 +156,35 @@ def _add_user(made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw],
         place = f"{where}.{j}"
         block = _block(place, raw, "user")
         if isinstance(block, ToolResultBlock):
-            text = _result(f"{place}.content", block)
+            text = _result(f"{place}.content", block, references)
             _add(made, history.answered(f"{place}.tool_use_id", block.tool_use_id, text))
         elif isinstance(block, TextBlock):
             _add(made, {"role": "user", "content": block.text})
 
 
-def _result(where: str, block: ToolResultBlock) -> str:
-    """What a tool said. No template knows of errors, so a failure says so itself."""
+def _result(where: str, block: ToolResultBlock, references: dict[str, str]) -> str:
+    """What a tool said; a tool that it found is its name. No template knows of errors, so a failure says so itself."""
     content = block.content or ""
-    text = (
-        content if isinstance(content, str) else "\n".join(_text(f"{where}.{k}", raw) for k, raw in enumerate(content))
-    )
+    if isinstance(content, str):
+        text = content
+    else:
+        text = "\n".join(_said(f"{where}.{k}", raw, references) for k, raw in enumerate(content))
     if block.is_error and not text.lower().startswith("error"):
         return f"Error: {text}" if text else "Error"
     return text
+
+
+def _said(where: str, raw: msgspec.Raw, references: dict[str, str]) -> str:
+    """The text of a block in a result."""
+    try:
+        kind = bodies.decode(raw, Block).type
+        found = bodies.decode(raw, ToolReference) if kind == "tool_reference" else None
+    except BadRequest as error:
+        raise reworded(error, where) from None
+    if found is None:
+        return _text(where, raw)
+    references.setdefault(found.tool_name, f"{where}.tool_name")
+    return found.tool_name
 
 
 def _assistant(where: str, blocks: list[msgspec.Raw], history: History) -> dict[str, Any]:

@@ -93,7 +93,7 @@ async def test_every_event_of_a_stream():
             "input_tokens": PROMPT,
             "output_tokens": 0,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": None,
+            "cache_read_input_tokens": 0,
         },
     }
     assert block == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
@@ -233,6 +233,49 @@ async def test_what_the_template_is_given(fields: dict[str, Any], rendered: list
     usage = answer.json()["usage"]
     assert count.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     assert len(completer.rendered) == 2
+
+
+async def test_betas_and_names_of_users_change_nothing():
+    completer = FakeCompleter()
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,no-such-beta-2099-01-01"}
+    async with client_for(completer) as http:
+        plain = (await http.post(MESSAGES, json=ask())).json()
+        for user in ("u" * 300, '{"device_id":"x","session_id":"y"}', "", None):
+            r = await http.post(
+                MESSAGES, params={"beta": "true"}, headers=headers, json=ask(metadata={"user_id": user})
+            )
+            assert r.status_code == 200, r.text
+            assert r.json() == plain | {"id": r.json()["id"]}
+        r = await http.post(COUNT, params={"beta": "true"}, headers=headers, json={"model": MODEL, "messages": USER})
+        assert r.json() == {"input_tokens": PROMPT}
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"service_tier": "auto", "speed": "standard", "inference_geo": None, "diagnostics": None}, []),
+        ({"service_tier": "priority"}, ["service_tier is 'priority': "]),
+        ({"speed": "fast"}, ["speed is 'fast': "]),
+        ({"inference_geo": "us", "speed": "fast"}, ["speed is 'fast': ", "inference_geo is 'us': "]),
+        ({"diagnostics": {"previous_message_id": "msg_1"}}, ["diagnostics: "]),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9000}}}, ["output_config.task_budget: "]),
+    ],
+)
+async def test_hints_have_no_effect_and_are_told(fields: dict[str, Any], begins: list[str]):
+    completer = FakeCompleter()
+    body = {"model": MODEL, "messages": USER} | fields
+    async with client_for(completer) as http:
+        plain = await http.post(MESSAGES, json=ask())
+        whole = await http.post(MESSAGES, json=ask(**fields))
+        stream = await http.post(MESSAGES, json=ask(stream=True, **fields))
+        count = await http.post(COUNT, json=body)
+    assert whole.json()["content"] == plain.json()["content"]
+    assert len({str((g.prompt, g.sampling, g.constraint)) for g in completer.seen}) == 1
+    for answer in (whole.json(), events(stream.text)[0]["message"], count.json()):
+        notes = answer.get("quire", {"notes": []})["notes"]
+        assert ("quire" in answer) == bool(begins) and len(notes) == len(begins), notes
+        for note, beginning in zip(notes, begins, strict=True):
+            assert note.startswith(beginning) and note.endswith("; no effect")
 
 
 async def test_counting_runs_nothing_and_has_no_bound_but_work():

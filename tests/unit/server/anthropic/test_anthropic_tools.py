@@ -307,14 +307,11 @@ ENABLED = {"type": "enabled", "budget_tokens": 2000}
         (LEVEL, True, {"output_config": {"effort": "low"}, "thinking": ENABLED}, {"reasoning_effort": "low"}),
         (LEVEL, True, {"thinking": ENABLED}, {}),  # it does in any case
         (LEVEL, True, {"thinking": {"type": "disabled"}}, "thinking"),
-        ("{{ messages }}", False, {"thinking": {"type": "adaptive"}}, {}),
         ("{{ messages }}", False, {"thinking": {"type": "disabled"}}, {}),
-        ("{{ messages }}", False, {"thinking": ENABLED}, "thinking"),
-        ("{{ messages }}", False, {"output_config": {"effort": "low"}}, "output_config.effort"),
         (SWITCH, True, {"output_config": {"effort": "x"}}, "output_config.effort"),
         (SWITCH, True, {"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         (SWITCH, True, {"thinking": ENABLED | {"budget_tokens": 0}}, "thinking.budget_tokens"),
-        (SWITCH, True, {"thinking": ENABLED | {"display": "omitted"}}, "thinking.display"),
+        (SWITCH, True, {"thinking": ENABLED | {"display": "loud"}}, "thinking.display"),
         (SWITCH, True, {"thinking": {"type": "between_tools"}}, "thinking.type"),
         (SWITCH, True, {"thinking": {"type": "enabled", "x": 1}}, "thinking.x"),
     ],
@@ -331,6 +328,48 @@ async def test_thinking(source: str, reasons: bool, fields: dict[str, Any], kwar
         return
     assert r.status_code == 200, r.text
     assert completer.rendered[0][1] == kwargs | {"add_generation_prompt": True}
+    assert "quire" not in r.json()
+
+
+@pytest.mark.parametrize(
+    ("source", "reasons", "fields", "begins"),
+    [
+        ("", False, {"output_config": {"effort": "low"}}, ["output_config.effort is low"]),
+        ("", True, {"output_config": {"effort": "high"}}, ["output_config.effort is high"]),  # as much as it will
+        ("", True, {"output_config": {"effort": "minimal"}}, ["output_config.effort: the reasoning of"]),
+        ("", False, {"thinking": ENABLED}, ["thinking: "]),
+        ("", False, {"thinking": {"type": "adaptive"}}, ["thinking: "]),
+        ("", False, {"thinking": ENABLED, "output_config": {"effort": "max"}}, ["output_config.effort", "thinking: "]),
+        (LEVEL, False, {"thinking": {"type": "adaptive"}}, ["thinking: "]),
+    ],
+)
+async def test_reasoning_that_a_model_cannot_do_is_told(
+    source: str, reasons: bool, fields: dict[str, Any], begins: list[str]
+):
+    completer = caller(script(Chunk(text="ok")))
+    completer.template = FakeTemplate("{{ messages }}" + source)
+    completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
+    whole = await answer(completer, **fields)
+    stream = await answer(completer, stream=True, **fields)
+    async with client_for(completer) as http:
+        count = await http.post(COUNT, json={k: v for k, v in ask(**fields).items() if k != "max_tokens"})
+    for body in (whole, stream[0]["message"], count.json()):
+        notes = body["quire"]["notes"]
+        assert len(notes) == len(begins)
+        for note, beginning in zip(notes, begins, strict=True):
+            assert note.startswith(beginning) and note.endswith("; no effect")
+    assert all(kwargs.keys() <= {"tools", "add_generation_prompt"} for _, kwargs in completer.rendered)
+
+
+async def test_thinking_that_is_omitted_is_a_block_without_text():
+    omitted = ENABLED | {"display": "omitted"}
+    whole = await answer(caller(), thinking=omitted)
+    streamed = await answer(caller(), thinking=omitted, stream=True)
+    assert whole["content"][0] == {"type": "thinking", "thinking": "", "signature": signature("")}
+    assert [b["type"] for b in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert assembled(streamed) == whole["content"] and "Let me see" not in json.dumps([whole, streamed])
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
+    assert [note[:17] for note in whole["quire"]["notes"]] == ["thinking.display:"]
 
 
 async def test_the_form_of_the_answer():
@@ -342,6 +381,53 @@ async def test_the_form_of_the_answer():
         completer = caller()
         await answer(completer, **fields)
         assert completer.asked[0][1] == Constraint(kind="json_schema", text='{"type":"object"}', param=param)
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+LATER = TIME | {"defer_loading": True}
+FOUND = {"type": "tool_reference", "tool_name": "time", "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "shown", "begins"),
+    [
+        ([WEATHER, SEARCH], None, ["weather"], ["tools.1: web_search_20250305 is a tool that a server runs"]),
+        ([SEARCH, WEATHER], "any", ["weather"], ["tools.0: web_search_20250305 is a tool that a server runs"]),
+        ([SEARCH], "auto", [], ["tools.0: web_search_20250305 is a tool that a server runs"]),
+        ([SEARCH, WEATHER], "none", [], []),
+        ([WEATHER, LATER], None, ["weather"], []),
+        ([LATER], "auto", [], []),
+        (
+            [{"type": "tool_search_tool_regex_20251119", "name": "search"}, WEATHER, LATER],
+            None,
+            ["weather", "time"],
+            ["tools.0: tool_search_tool_regex_20251119 is a tool that a server runs", "tools: nothing can search"],
+        ),
+    ],
+)
+async def test_tools_that_are_not_shown(tools: list[Any], choice: str | None, shown: list[str], begins: list[str]):
+    completer = caller(script(Chunk(text="ok")))
+    body = await answer(completer, tools=tools, **({"tool_choice": {"type": choice}} if choice else {}))
+    assert [one.name for one in completer.asked[0][0].tools] == shown
+    assert [s["function"]["name"] for s in completer.rendered[0][1].get("tools", [])] == shown
+    notes = body.get("quire", {"notes": []})["notes"]
+    assert len(notes) == len(begins) and all(n.startswith(b) for n, b in zip(notes, begins, strict=True)), notes
+
+
+@pytest.mark.parametrize("found", [False, True])
+async def test_a_deferred_tool_is_shown_once_a_result_refers_to_it(found: bool):
+    completer = caller(script(Chunk(text="ok")))
+    content = [{"type": "text", "text": "found"}, FOUND, FOUND] if found else "nothing"
+    body = await answer(completer, tools=[LATER, WEATHER], **turn(RESULT | {"content": content}))
+    assert [one.name for one in completer.asked[0][0].tools] == (["time", "weather"] if found else ["weather"])
+    assert completer.rendered[0][0][-1]["content"] == ("found\ntime\ntime" if found else "nothing")
+    assert "quire" not in body
+
+
+async def test_a_deferred_tool_can_be_demanded():
+    completer = caller()
+    await answer(completer, tools=[LATER, WEATHER], tool_choice={"type": "tool", "name": "time"})
+    assert completer.asked[0][0].name == "time" and len(completer.asked[0][0].tools) == 2
 
 
 DEEP: Any = {"type": "object"}
@@ -368,11 +454,17 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"tools": [TIME | {"description": "x" * 70_000}]}, "tools.0.description has 70000 characters"),
         ({"tools": [TIME] * 5000}, "tools has 5000 items"),
         (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "tools.0.type: web_search_20250305 is a tool",
+            {"tools": [TIME, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tools.1.type: web_search_20250305 is a tool that a server runs",
         ),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tools.0.type: web_search_20250305 is a tool that a"),
+        ({"tools": [SEARCH, {"name": "web_search", "input_schema": {}}]}, "tools.1.name: there is a tool 'web_search'"),
+        ({"tools": [{"type": "web_search_20250305"}]}, "tools.0.name: Field required"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: bash_20250124: its schema is not here"),
+        ({"tools": [{"type": "mcp_toolset", "name": "x"}]}, "tools.0.type: mcp_toolset: there are no such tools here"),
         ({"tools": [TIME | {"input_examples": [{}]}]}, "tools.0.input_examples: not supported yet"),
-        ({"tools": [TIME | {"defer_loading": True}]}, "tools.0.defer_loading: not supported yet"),
+        ({"tools": [TIME | {"allowed_callers": ["code"]}]}, "tools.0.allowed_callers: not supported yet"),
+        ({"tools": [LATER], "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type: must be one of"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: belongs to the type tool"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names 'x'"),
@@ -387,8 +479,13 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ),
         (
             turn(RESULT | {"content": [{"type": "tool_reference"}]}),
-            "messages.2.content.0.content.0.type: tool_reference blocks",
+            "messages.2.content.0.content.0.tool_name: Field required",
         ),
+        (
+            turn(RESULT | {"content": [FOUND | {"tool_name": "lost"}]}),
+            "messages.2.content.0.content.0.tool_name: there is no tool 'lost'",
+        ),
+        (turn(FOUND), "messages.2.content.0.type: this model takes text only"),
         (turn(RESULT | {"x": 1}), "messages.2.content.0.x: Extra inputs"),
         (turn({"type": "tool_result"}), "messages.2.content.0.tool_use_id: Field required"),
         (turn(USE), "messages.2.content.0.type: tool_use blocks belong in messages of the role assistant"),
