@@ -268,7 +268,8 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
 
 def _without_effect(ready: Prepared) -> dict[str, Any]:
     """What the request asked for and got nothing of, for its answer; no word of it where there is nothing."""
-    return {"quire": {"no_effect": ready.no_effect}} if ready.no_effect else {}
+    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()]
+    return {"quire": {"notes": notes}} if notes else {}
 
 
 def _spend(events: Any) -> None:

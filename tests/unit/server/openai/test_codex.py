@@ -11,7 +11,7 @@ import msgspec
 
 from quire.chat.types import CallPart, Chunk
 from tests.unit.server.fakes import client_for
-from tests.unit.server.openai.test_responses import DONE, caller, kinds, told
+from tests.unit.server.openai.test_responses import DONE, caller, kinds, noted, told
 
 BODY: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "codex.json").read_text())
 SCRIPT = (
@@ -33,7 +33,7 @@ async def test_a_whole_body_of_a_model_that_reasons():
     events = told(r.text)
     assert kinds(events)[-1] == kinds(told(again.text))[-1] == "completed"
     response = events[-1]["response"]
-    assert list(response["quire"]["no_effect"]) == ["text.verbosity", "service_tier", "tools[2]"]
+    assert noted(response) == ["text.verbosity", "service_tier", "tools[2]"]
     thought, said, call = response["output"]
     assert thought["encrypted_content"] and thought["summary"][0]["text"] == "Again."
     assert said["content"][0]["text"] == "Reading."
@@ -54,7 +54,7 @@ async def test_a_whole_body_of_a_model_that_only_calls():
     async with client_for(completer) as http:
         events = told((await http.post("/v1/responses", json=BODY)).text)
     assert kinds(events)[-1] == "completed"
-    assert list(events[0]["response"]["quire"]["no_effect"]) == [
+    assert noted(events[0]["response"]) == [
         *("reasoning.effort", "reasoning.summary", "text.verbosity", "service_tier", "tools[2]")
     ]
     assert events[-1]["response"]["reasoning"] == {"effort": None, "summary": None}

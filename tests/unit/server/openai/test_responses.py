@@ -78,6 +78,12 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
     return [k for i, k in enumerate(short) if i == 0 or short[i - 1] != k]
 
 
+def noted(body: dict[str, Any]) -> list[str]:
+    """The fields that the answer says had no effect."""
+    assert all(note.endswith("; no effect") for note in body["quire"]["notes"])
+    return [note.partition(": ")[0] for note in body["quire"]["notes"]]
+
+
 async def post(http: Any, **more: Any) -> dict[str, Any]:
     r = await http.post("/v1/responses", json=HI | more)
     assert r.status_code == 200, r.text
@@ -382,7 +388,7 @@ async def test_a_hint_that_has_no_effect_is_told():
         plain = await post(http, reasoning={"effort": "none"}, text={"verbosity": "medium"}, service_tier="default")
         for more, name in HINTS:
             body = await post(http, **more)
-            assert list(body["quire"]["no_effect"]) == [name] and body["quire"]["no_effect"][name], more
+            assert noted(body) == [name], more
             assert (body["reasoning"]["summary"], body["text"]["verbosity"]) == (None, "medium")
             assert body["reasoning"]["effort"] is None and body["service_tier"] == "default"
             stored = (await http.get(f"/v1/responses/{body['id']}")).json()
@@ -393,7 +399,7 @@ async def test_a_hint_that_has_no_effect_is_told():
         counted = await http.post("/v1/responses/input_tokens", json=HI | HINTS[1][0])
     assert "quire" not in plain and plain["reasoning"]["effort"] == "none"
     for quire in (events[0]["response"]["quire"], events[-1]["response"]["quire"], counted.json()["quire"]):
-        assert MODEL in quire["no_effect"]["reasoning.effort"]
+        assert quire["notes"][0].startswith(f"reasoning.effort: {MODEL} does not reason")
     assert events[-1]["response"]["quire"]["receipts"]
     assert len({str((g.prompt, g.constraint)) for g in completer.seen}) == 1
     assert all(list(kwargs) == ["add_generation_prompt"] for _, kwargs in completer.rendered)
@@ -408,7 +414,7 @@ async def test_hints_of_a_model_that_reasons():
         short = await http.post("/v1/responses", json=HI | {"reasoning": {"summary": "concise"}})
         completer.template = FakeTemplate("{{ messages }} tools reasoning_effort")
         heard = await post(http, reasoning={"effort": "high"})
-    assert "always reasons" in body["quire"]["no_effect"]["reasoning.effort"]
+    assert "always reasons" in body["quire"]["notes"][0]
     assert body["reasoning"] == {"effort": None, "summary": "auto"} and body["output"][0]["summary"]
     assert [r.json()["error"]["param"] for r in (off, short)] == ["reasoning.effort", "reasoning.summary"]
     assert "quire" not in heard and completer.rendered[-1][1]["reasoning_effort"] == "high"

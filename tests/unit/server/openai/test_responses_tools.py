@@ -9,7 +9,7 @@ import pytest
 
 from quire.chat.types import CallPart, Chunk
 from tests.unit.server.fakes import FakeCompleter, client_for
-from tests.unit.server.openai.test_responses import DONE, HI, TOOL, caller, post, told
+from tests.unit.server.openai.test_responses import DONE, HI, TOOL, caller, noted, post, told
 
 OBJECT = {"type": "object", "properties": {}}
 
@@ -138,7 +138,7 @@ async def test_a_web_search_is_left_out_and_told(kind: str):
         assert all([one.name for one in tools.tools] == ["weather"] for tools, _ in completer.asked)
     async with client_for(silent) as http:
         alone = await post(http, tools=[search])  # of a model that calls nothing, too
-    assert body["quire"]["no_effect"] == {"tools[0]": f"{kind} is left out: nothing here searches the web"}
+    assert body["quire"]["notes"] == [f"tools[0]: {kind} is left out: nothing here searches the web; no effect"]
     assert [one["type"] for one in body["tools"]] == ["function"]
     assert alone["quire"] == body["quire"] and alone["tools"] == []
 
@@ -148,7 +148,7 @@ async def test_deferred_functions_are_shown_and_that_is_told():
     async with client_for(completer) as http:
         body = await post(http, tools=[namespace("crm", function("find", defer_loading=True))])
     assert shown(completer) == ["crm__find"]
-    assert list(body["quire"]["no_effect"]) == ["tools[0].tools[0].defer_loading"]
+    assert noted(body) == ["tools[0].tools[0].defer_loading"]
 
 
 SEARCH = {"type": "web_search"}
