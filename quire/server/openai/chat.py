@@ -264,6 +264,8 @@ class Stream:
 
     def opening(self) -> Iterable[object]:
         more = self.more | ({"prompt_token_ids": self.prompt} if self.asked.return_token_ids else {})
+        if self.asked.counts_chunks:
+            more["usage"] = self.usage.so_far(0, 0)
         for index in range(len(self.said)):
             yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more)
 
@@ -274,6 +276,8 @@ class Stream:
             if chunk.prompt_logprobs:
                 more["prompt_logprobs"] = token_logprobs.prompt(chunk.prompt_logprobs, len(self.prompt))
             delta = self._delta(chunk)
+            if self.asked.counts_chunks:
+                more["usage"] = self.usage.so_far(0, len(self.said[chunk.index].tokens))
             says = delta or chunk.finish or more.keys() - self.more.keys()
             if self.asked.timings_per_token:
                 more["timings"] = self.paces[chunk.index].add(chunk)

@@ -210,10 +210,12 @@ class _Answer:
     def news(self, items: list[News]) -> Iterable[object]:
         for prompt, chunk in items:
             for item, receipt in self.take(prompt, chunk):
+                more = dict(self.more)
+                if self.asked.counts_chunks:
+                    more["usage"] = self.usage.so_far(prompt, self.choices[item["index"]].delivered)
                 if receipt is not None and self.asked.receipts:
-                    yield self.head.wrap([item], **self.more, quire={"receipts": [receipt]})
-                else:
-                    yield self.head.wrap([item], **self.more)
+                    more["quire"] = {"receipts": [receipt]}
+                yield self.head.wrap([item], **more)
 
     def closing(self) -> Iterable[object]:
         if self.asked.wants_usage:

@@ -141,7 +141,7 @@ SAMPLING: dict[str, str] = {
     "n": "1 to 64",
     "prompt_logprobs": "0 to 20",
     "skip_special_tokens": "true by default",
-    "stream_options": "`include_usage`; `include_obfuscation` and `continuous_usage_stats` only false",
+    "stream_options": "`include_usage`, and with it vLLM's `continuous_usage_stats`; `include_obfuscation` only false",
     "priority": "lower runs first",
     "cache_salt": "requests with different salts never share cached prefixes",
     "request_id": "becomes part of the answer's id",

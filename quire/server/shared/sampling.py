@@ -184,8 +184,6 @@ class Sampling(Structured, kw_only=True):
             raise BadRequest("stream_options needs stream to be true", param="stream_options")
         if options is not None and options.include_obfuscation:
             raise BadRequest("include_obfuscation is not supported", param="stream_options.include_obfuscation")
-        if options is not None and options.continuous_usage_stats:
-            raise BadRequest("continuous_usage_stats is not supported", param="stream_options.continuous_usage_stats")
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise BadRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT:
@@ -199,6 +197,11 @@ class Sampling(Structured, kw_only=True):
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_chunks(self) -> bool:
+        """Whether every chunk has the usage so far: vLLM's `continuous_usage_stats`, which load generators ask for."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -> Generation:

@@ -204,6 +204,28 @@ async def test_a_stream_with_usage_logprobs_and_receipts():
     assert not any("quire" in c for c in chunks[:-1])
 
 
+async def test_usage_so_far_in_every_chunk_for_who_asks():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with client_for() as http:
+        found = events(
+            (await http.post("/v1/chat/completions", json=HI | {"stream": True, "stream_options": options})).text
+        )
+        alone = HI | {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+        without = events((await http.post("/v1/chat/completions", json=alone)).text)
+    *chunks, last, done = found
+    assert done == "[DONE]"
+    counts = [c["usage"]["completion_tokens"] for c in chunks]
+    text = ["".join(c["choices"][0]["delta"].get("content", "") for c in chunks[: i + 1]) for i in range(len(chunks))]
+    assert counts[0] == 0
+    # A byte is a token here, and what is held back of a character is counted when it comes.
+    assert counts == [len(said.encode()) for said in text]
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert chunk["usage"]["total_tokens"] == chunk["usage"]["prompt_tokens"] + chunk["usage"]["completion_tokens"]
+    assert last["usage"]["completion_tokens"] == counts[-1] == 13
+    assert all("usage" not in c for c in without[:-1])  # as vLLM: it goes with include_usage
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_is_429_with_retry_after(stream: bool):
     completer = FakeCompleter()
