@@ -67,10 +67,14 @@ class Busy(QuireError):
 
 
 class Unavailable(QuireError):
-    """The server is starting, draining or restarting its engine."""
+    """The server is starting, draining or restarting its engine. `retry_after` is in seconds; None: nobody can say, or never."""
 
     code = "unavailable"
     status = 503
+
+    def __init__(self, message: str, *, retry_after: float | None = None, cure: str = ""):
+        super().__init__(message, cure=cure)
+        self.retry_after = retry_after
 
 
 class EngineDead(QuireError):

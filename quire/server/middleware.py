@@ -31,8 +31,8 @@ from quire.server.server import Server
 
 log = logging.getLogger("quire.access")
 
-PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})
-OPEN = frozenset({"/health", "/ready"})
+PROBES = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
+OPEN = frozenset({"/live", "/health", "/ready"})
 ALLOWED = b"authorization, content-type, x-request-id, x-api-key, anthropic-version, anthropic-beta"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 BODY_SECONDS = 20.0  # a body has this long to come whole, and

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,6 +43,38 @@ class Running(Protocol):
     def fail(self, error: BaseException) -> None: ...
 
 
+class Progress:
+    """How far a model's loading is, by a clock: what is left of it goes by the part that is done, or by how long it took before."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._began: float | None = None
+        self._took: float | None = None  # seconds of the last load that came to its end
+        self._done = 0.0  # the part of it
+
+    def begin(self) -> None:
+        """Loading starts, perhaps again."""
+        self._began, self._done = self._clock(), 0.0
+
+    def note(self, done: int, total: int) -> None:
+        """So many bytes of all are read."""
+        self._done = min(1.0, done / total) if total > 0 else 0.0
+
+    def end(self) -> None:
+        """The model is loaded."""
+        if self._began is not None:
+            self._took, self._began = self._clock() - self._began, None
+
+    def left(self) -> float | None:
+        """Seconds that are left, at least one; None: nobody can say."""
+        spent = 0.0 if self._began is None else self._clock() - self._began
+        if self._took is not None:
+            return max(1.0, self._took - spent)
+        if self._began is None:
+            return None
+        return max(1.0, spent * (1 - self._done) / self._done) if self._done else 1.0
+
+
 class Model:
     """One model of a server, from before it is loaded. Stages: loading -> ready <-> restarting -> failed, and draining at the end."""
 
@@ -55,6 +87,7 @@ class Model:
         self.metrics: ModelMetrics | None = None
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
+        self.loading = Progress()
         self.path: str | None = None  # the model's file or folder, once it is known
         self.expected = frozenset(expected)  # adapters that will be there once the model is loaded
         self.private: set[str] = set()  # adapters that requests may name only where a dialect says so
@@ -88,10 +121,16 @@ class Model:
         return str(getattr(self.client, "why", "")) if stage in ("restarting", "failed") else ""
 
     @property
+    def retry_after(self) -> float | None:
+        """Seconds until it is worth asking again; None: nobody can say."""
+        return self.loading.left() if self.stage in ("loading", "restarting") else None
+
+    @property
     def info(self) -> EngineInfo:
         """The engine's decisions; only once loaded."""
         if self.completer is None:
-            raise Unavailable(f"the model is {self.stage}", cure="wait until GET /ready answers 200")
+            wait = "wait until GET /ready answers 200"
+            raise Unavailable(f"the model is {self.stage}", retry_after=self.retry_after, cure=wait)
         return self.completer.info
 
     def attach(self, client: EngineClient, completer: Completer, metrics: ModelMetrics) -> None:
@@ -100,6 +139,7 @@ class Model:
         self.metrics = metrics
         self.client = client
         self.completer = completer
+        self.loading.end()
         self._settled.set()
 
     def drain(self) -> None:
@@ -122,7 +162,7 @@ class Model:
                 "draining": "the server is shutting down",
             }
             again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
-            raise Unavailable(what[stage], cure=again)
+            raise Unavailable(what[stage], retry_after=self.retry_after, cure=again)
         return self.completer
 
     @property

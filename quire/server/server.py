@@ -75,6 +75,18 @@ class Server:
         return "restarting" if "restarting" in stages else "failed"
 
     @property
+    def health(self) -> str:
+        """loading (until every model that was named has loaded once), failed (none comes back), or ok."""
+        if any(model.completer is None for model in self.models):
+            return "ok" if self.draining else "loading"
+        return "failed" if self.stage == "failed" else "ok"
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds until a model more may answer; None: nobody can say."""
+        return min((s for model in self.models if (s := model.retry_after) is not None), default=None)
+
+    @property
     def takes_requests(self) -> bool:
         """Whether a request sent now would be taken, for one of the models at least."""
         return self.stage in ("ready", "degraded")

@@ -21,7 +21,7 @@ IDS = [f"{e.method} {e.path}" for e in WITH_FIELDS]
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "compat.md"
 ASKS = {"x": 1}  # no neutral value is this
 # Routes without a body that stand on no page of the table, or whose body is not JSON.
-PLAIN = {"/health", "/ready", "/version", "/metrics", "/debug/steps"}
+PLAIN = {"/live", "/health", "/ready", "/version", "/metrics", "/debug/steps"}
 
 
 def test_the_page_is_what_the_table_writes():
