@@ -124,6 +124,7 @@ class ServerConfig:
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
+    any_model_name: bool = False  # requests may name any model: the first answers where no model has the name
     state_dir: Path | None = None  # files, batches and stored responses; None: no files, responses in memory
     max_file: int = 512 * 1024 * 1024
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences

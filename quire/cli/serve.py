@@ -42,6 +42,12 @@ def command(
     host: Annotated[str, typer.Option(help=HOST)] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[list[str] | None, typer.Option(help=NAMES)] = None,
+    any_model_name: Annotated[
+        bool,
+        typer.Option(
+            "--any-model-name", help="Answer requests for unknown models with the first one, which the answer names."
+        ),
+    ] = DEFAULTS.any_model_name,
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
@@ -120,6 +126,7 @@ def command(
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         runtime_lora=runtime_lora,
+        any_model_name=any_model_name,
         state_dir=_state_dir(store.home, state_dir, wanted[0].name),
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,

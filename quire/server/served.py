@@ -249,9 +249,13 @@ class Served:
 
 
 class Models:
-    """The models of one server, in the order they were named. Names are the same in every dialect."""
+    """The models of one server, in the order they were named. Names are the same in every dialect.
 
-    def __init__(self, models: Iterable[Model]):
+    With `any_name` a name that means nothing means the first model: for clients that send one name whatever they speak to.
+    """
+
+    def __init__(self, models: Iterable[Model], *, any_name: bool = False):
+        self._any_name = any_name
         self._models: list[Model] = []
         for model in models:
             self.add(model)
@@ -273,6 +277,11 @@ class Models:
     def first(self) -> Model:
         """The one that answers where a dialect has no field for a model's name."""
         return self._models[0]
+
+    @property
+    def instead(self) -> Model | None:
+        """The model that answers where a name means nothing; None: such a request is refused."""
+        return self.first if self._any_name else None
 
     @property
     def names(self) -> str:
@@ -307,6 +316,8 @@ class Models:
                 code="model_required",
             )
         found = self.find(name)
+        if found is None and self.instead is not None:
+            return self.instead, ""
         if found is None:
             raise NotFound(
                 "that model is not served here",

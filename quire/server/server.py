@@ -49,7 +49,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, models: Iterable[Model]):
         self.config = config
-        self.models = Models(models)
+        self.models = Models(models, any_name=config.any_model_name)
         self.metrics = Metrics()
         self.store: Store | None = None  # the models of this machine, where clients may see them
         self.state = State(config.state_dir)
@@ -148,4 +148,6 @@ class Server:
         """Let go of what is on disk."""
         for close in self.closing:
             close()
+        if all(model.completer is None for model in self.models):
+            self.state.unused()
         self.state.close()

@@ -78,6 +78,9 @@ class Names:
         model = self.get(name)
         if model is not None and (made is None or made[0].path == model.path or name in model.names):
             return model, "", made[1] if made is not None and made[0].path == model.path else None
+        instead = self.server.models.instead
+        if made is None and instead is not None:
+            return instead, "", None
         if made is None:
             raise NotFound(
                 f"model {name[:128]!r} is not served here",

@@ -112,7 +112,8 @@ def register(app: FastAPI, server: Server) -> None:
             return EventStream(feed, Stream(asked, head, prompt, sampling.n))
         return Response(await whole(feed, asked, head, prompt), media_type="application/json")
 
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        app.add_api_route(path, chat_completions, methods=["POST"], response_model=None)
 
 
 def _check(asked: ChatRequest) -> None:
@@ -334,7 +335,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path="/v1/chat/completions",
-        what="OpenAI's fields, and vLLM's and llama.cpp's beside them.",
+        what="Also `/chat/completions`. OpenAI's fields, and vLLM's and llama.cpp's beside them.",
         fields=(
             Fields(
                 shape=ChatRequest,

@@ -68,7 +68,8 @@ def register(app: FastAPI, server: Server) -> None:
         body = {"object": "list", "data": data, "model": served.name, "usage": usage(made), **cut(made)}
         return reply(body)
 
-    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], response_model=None)
+    for path in ("/v1/embeddings", "/embeddings"):
+        app.add_api_route(path, embeddings, methods=["POST"], response_model=None)
 
 
 def _inputs(given: str | list[str | int | list[int]]) -> list[Input]:
@@ -98,7 +99,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path="/v1/embeddings",
-        what="Of a model that embeds or generates.",
+        what="Also `/embeddings`. Of a model that embeds or generates.",
         fields=(
             Fields(
                 shape=EmbeddingRequest,

@@ -28,7 +28,8 @@ def register(app: FastAPI, server: Server) -> None:
         found, adapter = server.models.choose(request.path_params["model_id"])
         return reply(_card(found, adapter or found.name, not adapter))
 
-    app.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
+    for path in ("/v1/models", "/models"):
+        app.add_api_route(path, models, methods=["GET"], response_model=None)
     # A model's name may hold slashes.
     app.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"], response_model=None)
 
@@ -53,7 +54,7 @@ COMPAT = (
         dialect="OpenAI",
         method="GET",
         path="/v1/models",
-        what="The served models, with vLLM's `max_model_len`; `quire.tasks` is what each does: `generate`, `embed`, `score`.",
+        what="Also `/models`. The served models, with vLLM's `max_model_len`; `quire.tasks` is what each does: `generate`, `embed`, `score`.",
     ),
     Endpoint(dialect="OpenAI", method="GET", path="/v1/models/{model_id:path}"),
 )

@@ -125,7 +125,9 @@ async def test_half_characters_wait():
     a, b = ids("é")
     made, _ = completer([Event(id="", tokens=[a]), Event(id="", tokens=[b]), finish()])
     assert [c.text for c in await collect(made, generation())] == ["", "é", ""]
-    made, _ = completer([Event(id="", tokens=[a]), finish("stop")])  # the model ended there: these bytes are no character
+    made, _ = completer(
+        [Event(id="", tokens=[a]), finish("stop")]
+    )  # the model ended there: these bytes are no character
     assert "".join(c.text for c in await collect(made, generation())) == "\ufffd"
     for cut in ("length", "abort"):  # the next token might have been the rest: the text ends before it
         made, _ = completer([word("x"), Event(id="", tokens=[a]), finish(cut)])

@@ -128,6 +128,32 @@ async def test_when_to_ask_again_goes_by_how_far_loading_is():
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "8")
 
 
+async def test_routes_without_v1_are_the_same():
+    async with client_for() as http:
+        assert (await http.get("/models")).json() == (await http.get("/v1/models")).json()
+        assert (await http.post("/chat/completions", json=HI)).json()["object"] == "chat.completion"
+        assert (await http.post("/responses", json={"input": "hi"})).json()["object"] == "response"
+        refused = await http.post("/embeddings", json={"input": "hi", "nonsense": 1})
+        assert (
+            refused.json()["error"]["param"]
+            == (await http.post("/v1/embeddings", json={"input": "hi", "nonsense": 1})).json()["error"]["param"]
+        )
+
+
+async def test_any_model_name_is_answered_by_the_first_where_that_was_asked_for():
+    completer = FakeCompleter()
+    ask = HI | {"model": "gpt-4o"}
+    async with client_for(service=service_over(completer)) as http:
+        assert (await http.post(CHAT, json=ask)).status_code == 404
+    service = Server(ServerConfig(any_model_name=True), [Model(MODEL)])
+    service.attach(service.models.first, completer.client, completer)
+    async with client_for(service=service) as http:
+        told = (await http.post(CHAT, json=ask)).json()
+        assert told["model"] == MODEL  # who answered, not who was asked for
+        assert (await http.post("/api/chat", json=ask | {"stream": False})).json()["model"] == MODEL
+        assert [m["id"] for m in (await http.get("/v1/models")).json()["data"]] == [MODEL]
+
+
 async def test_models():
     async with client_for() as http:
         listed = (await http.get("/v1/models")).json()

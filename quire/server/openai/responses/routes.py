@@ -56,7 +56,8 @@ def register(app: FastAPI, server: Server) -> None:
     """Add the routes."""
     responses = _Responses(server)
     server.closing.append(responses.stored.close)
-    app.add_api_route(PATH, responses.create, methods=["POST"], response_model=None)
+    for path in (PATH, "/responses"):
+        app.add_api_route(path, responses.create, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/input_tokens", responses.count, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/compact", _compact, methods=["POST"], response_model=None)
     one = PATH + "/{response}"
@@ -313,7 +314,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path=PATH,
-        what="With vLLM's sampling fields. See responses.md, also for `/v1/responses/{response}`, `/v1/responses/{response}/cancel` and "
+        what="Also `/responses`. With vLLM's sampling fields. See responses.md, also for `/v1/responses/{response}`, `/v1/responses/{response}/cancel` and "
         "`/v1/responses/{response}/input_items`.",
         fields=(Fields(shape=ResponseRequest, ignored=IGNORED, neutral=NEUTRAL, refused=ELSEWHERE, notes=_NOTES),),
         example={"input": "hi"},
