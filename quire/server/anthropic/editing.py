@@ -14,6 +14,7 @@ import msgspec
 
 from quire.observe.errors import BadRequest
 from quire.server.anthropic.turns import dotted
+from quire.server.shared import bodies
 from quire.server.shared.tools import Kind, at
 
 CLEARED = "[This tool result was cleared to make room.]"
@@ -92,12 +93,13 @@ class Edit:
         most = 150_000 if self.asked.trigger is None else self.asked.trigger.value
         if tokens > most:
             where = dotted(self.where)
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{where}: the prompt has {tokens} tokens, which is over the trigger of {most}, and compaction is not supported",
                 cure="leave the edit out, and shorten the conversation in the client",
                 param=where,
                 code="unsupported_parameter",
             )
+            bodies.excuse(refusal)
         return None
 
 
@@ -108,11 +110,13 @@ def edits(asked: ContextManagement | None) -> list[Edit]:
         where = f"context_management.edits[{i}]"
         kind = at(where, raw, Kind).type
         if kind is None or kind not in _KINDS:
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{where}.type: must be one of {', '.join(_KINDS)}",
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
+            bodies.excuse(refusal)
+            continue
         if any(kind == one.asked.type for one in made):
             raise BadRequest(f"{where}.type: there is an edit of the type {kind} already", param=f"{where}.type")
         shape, check = _KINDS[kind]

@@ -114,6 +114,7 @@ class _NamedEvents(EventStream):
     frame = staticmethod(named_event)
     waiting = named_event(PING)
     done = b""
+    notes_in = "message"
 
 
 _HINTS = dict.fromkeys(HINTS, "a hint; no effect, told in `quire.notes`") | {

@@ -178,7 +178,7 @@ def _said(where: str, raw: msgspec.Raw, references: dict[str, str]) -> str:
     """The text of a block in a result."""
     try:
         kind = bodies.decode(raw, Block).type
-        found = bodies.decode(raw, ToolReference) if kind == "tool_reference" else None
+        found = bodies.decode(raw, ToolReference, where) if kind == "tool_reference" else None
     except BadRequest as error:
         raise reworded(error, where) from None
     if found is None:
@@ -229,12 +229,12 @@ def _block(
     try:
         kind = bodies.decode(raw, Block).type
         if kind == "text":
-            block = bodies.decode(raw, TextBlock)
+            block = bodies.decode(raw, TextBlock, where)
             if not block.citations:
                 return block
             raise BadRequest("citations: not supported yet", param="citations")
         if kind in shapes and role is not None and OWNERS[kind] == role:
-            return bodies.decode(raw, shapes[kind])
+            return bodies.decode(raw, shapes[kind], where)
     except BadRequest as error:
         raise reworded(error, where) from None
     if kind in LATER:

@@ -8,7 +8,7 @@ alone unless `exclude_input_in_output` is false.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from quire.chat.types import Generation
 from quire.config import VERSION
 from quire.observe.errors import BadRequest, NotFound, QuireError
-from quire.server import errors
+from quire.server import errors, ignored
 from quire.server.errors import UnsupportedMedia
 from quire.server.feed import Feed, News
 from quire.server.kserve import tensors
@@ -187,7 +187,9 @@ async def _infer(server: Server, served: Served, request: Request, arrived: floa
     if fields.exclude_input_in_output is False:
         answers = [before + after for before, after in zip(texts, answers, strict=True)]
     output: dict[str, Any] = {"name": "text_output", "datatype": "BYTES", "shape": [len(answers)]}
-    told = _head(served, asked.id) | {"outputs": [output] if wants else []}
+    told: dict[str, Any] = _head(served, asked.id) | {"outputs": [output] if wants else []}
+    if notes := ignored.take(request.scope):
+        told["quire"] = {"notes": notes}
     if not packed:
         output["data"] = answers
         return reply(told)
@@ -208,12 +210,19 @@ def _outputs(asked: InferRequest) -> tuple[bool, bool]:
             )
         more = dict(output.parameters or {})
         packed, wanted = more.pop("binary_data", packed), True
-        if more:
-            name = next(iter(more))[:64]
-            raise BadRequest(f"outputs[{i}].parameters.{name} is not supported", param=f"outputs[{i}].parameters")
+        for name in more:
+            _unknown(f"outputs[{i}].parameters", name, ("binary_data",))
     if not isinstance(packed, bool):
         raise BadRequest("binary_data must be true or false", param="parameters")
     return wanted or not asked.outputs, packed
+
+
+def _unknown(where: str, name: str, known: Collection[str]) -> None:
+    """A parameter that is not known: refused by its place, or ignored and told."""
+    try:
+        bodies.unknown(name, known, where)
+    except BadRequest as error:
+        raise BadRequest(f"{where}.{name[:64]} is not supported", cure=error.cure, param=where) from None
 
 
 def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]]) -> Fields:
@@ -243,10 +252,13 @@ def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]]) -> Fie
         raise BadRequest("parameters cannot be read", param="parameters") from None
     fields = bodies.parse(body, Fields)
     if fields.n not in (None, 1):
-        raise BadRequest("n is not supported here: one answer for each text", param="n")
+        bodies.excuse(BadRequest("n is not supported here: one answer for each text", param="n"))
+        fields.n = None
     for name in UNTOLD:
         if getattr(fields, name) not in (None, False):
-            raise BadRequest(f"{name} is not supported here: the answer has no place for it", param=name)
+            refusal = BadRequest(f"{name} is not supported here: the answer has no place for it", param=name)
+            bodies.excuse(refusal)
+            setattr(fields, name, None)
     return fields
 
 

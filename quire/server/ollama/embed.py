@@ -20,6 +20,7 @@ from quire.server.ollama import requests
 from quire.server.ollama.names import Names
 from quire.server.replies import reply
 from quire.server.served import Served
+from quire.server.shared import bodies
 from quire.server.shared.compat import Endpoint, Fields
 from quire.server.shared.embedded import MAX_INPUTS, count, cut
 
@@ -92,12 +93,13 @@ async def _begin(names: Names, request: Request, asked: Common) -> tuple[Served,
     served, _ = await names.resolve(request, asked.model)
     context = served.info.context
     if options.num_ctx is not None and options.num_ctx < context:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: num_ctx is {options.num_ctx:g}: texts are taken up to the model's own {context} tokens",
             cure="leave it out",
             param="options.num_ctx",
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
     served.embedder().embeds()
     return served, time.monotonic() - began
 

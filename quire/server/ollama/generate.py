@@ -21,6 +21,7 @@ from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
+from quire.server import ignored
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
 from quire.server.ollama import created, requests
@@ -117,7 +118,7 @@ def register(app: FastAPI, names: Names) -> None:
         whole = Conversation(said, tools, requests.thinking(served, asked.think))
         prompt = await conversation.encode(served, whole)
         lines = _Lines(served, asked, prompt, clock, False, chat=True)
-        return await _answer(served, request, lines, options, tools, "messages")
+        return await _answer(served, request, lines, options, whole.tools, "messages")
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
@@ -244,6 +245,7 @@ async def _answer(
     if tools is not None:
         reading, constraint = await conversation.answering(served, prompt, tools, constraint)
     made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+    lines.notes += ignored.take(request.scope)
     feed = Feed(served, [made], request.receive, lines.clock.arrived)
     if asked.stream is None or asked.stream:
         return LineStream(feed, lines)

@@ -89,7 +89,7 @@ def read_options(raw: msgspec.Raw) -> Options:
     if bytes(raw) == b"null":
         return Options()
     try:
-        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS)
+        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS, "options")
     except BadRequest as error:
         raise _within_options(error) from None
 
@@ -135,12 +135,13 @@ def _check_window(options: Options) -> None:
     last = _whole("repeat_last_n", options.repeat_last_n)
     penalised = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
     if last not in (None, -1) and penalised:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: repeat_last_n is {last}: penalties look at the whole text here",
             cure="leave it out, or send -1",
             param="options.repeat_last_n",
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
 
 
 def context_of(served: Served, options: Options) -> int:
@@ -149,12 +150,14 @@ def context_of(served: Served, options: Options) -> int:
     if asked is None:
         return most
     if asked > most:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: num_ctx is {asked}: {served.model.name} is served with a context of {most}",
             cure=f"send at most {most}, or start the server with a longer --context",
             param="options.num_ctx",
             code="context_length_exceeded",
         )
+        bodies.excuse(refusal)
+        return most
     if asked < 2:
         raise BadRequest(f"options: num_ctx is {asked}: it must be at least 2", param="options.num_ctx")
     return asked

@@ -21,7 +21,7 @@ from quire.chat.types import CallPart, Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.feed import Feed, News
-from quire.server.replies import EventStream
+from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import bodies, conversation
@@ -110,7 +110,7 @@ def register(app: FastAPI, server: Server) -> None:
         head = envelope(served, asked, "chatcmpl", kind)
         if asked.stream:
             return EventStream(feed, Stream(asked, head, prompt, sampling.n))
-        return Response(await whole(feed, asked, head, prompt), media_type="application/json")
+        return reply(await whole(feed, asked, head, prompt))
 
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
 
@@ -125,22 +125,24 @@ def _check(asked: ChatRequest) -> None:
                 f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
             )
     if asked.service_tier not in TIERS:
-        raise BadRequest(
+        refusal = BadRequest(
             "service_tier is not supported: the only accepted value is auto or default",
             param="service_tier",
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
     if (
         bytes(asked.prediction) not in (b"", b"null")
         and at("prediction", asked.prediction, Prediction).type != "content"
     ):
         raise BadRequest("prediction.type must be content", param="prediction.type")
     if asked.echo:
-        raise BadRequest("echo is for /v1/completions", param="echo")
+        bodies.excuse(BadRequest("echo is for /v1/completions", param="echo"))
     if asked.add_special_tokens:
-        raise BadRequest(
+        refusal = BadRequest(
             "add_special_tokens is not supported here: the template writes them", param="add_special_tokens"
         )
+        bodies.excuse(refusal)
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
@@ -219,7 +221,7 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     return body
 
 
-async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> bytes:
+async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> dict[str, Any]:
     """The answer as one body."""
     choices, prompt_logprobs = await collect(feed)
     usage = Usage([len(prompt)])
@@ -246,7 +248,7 @@ async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int
         more["timings"] = timings(choices[0, 0].receipt)
     if asked.receipts:
         more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
-    return msgspec.json.encode(head.wrap(body, **more))
+    return head.wrap(body, **more)
 
 
 class Stream:

@@ -21,7 +21,7 @@ from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.feed import Feed, News
-from quire.server.replies import EventStream
+from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import bodies
@@ -100,7 +100,7 @@ def register(app: FastAPI, server: Server) -> None:
         answer = _Answer(served, asked, envelope(served, asked, "cmpl", "text_completion"), encoded, score_only)
         if asked.stream:
             return EventStream(feed, answer)
-        return Response(await _whole(feed, answer), media_type="application/json")
+        return reply(await _whole(feed, answer))
 
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
 
@@ -299,7 +299,7 @@ def _best(entries: list[TokenLogprob], k: int) -> list[TokenLogprob]:
     return [TokenLogprob(e.token, e.logprob, e.rank, e.top[:k]) for e in entries]
 
 
-async def _whole(feed: Feed, answer: _Answer) -> bytes:
+async def _whole(feed: Feed, answer: _Answer) -> dict[str, Any]:
     receipts: list[dict[str, Any]] = []
     async with feed:
         async for items in feed.batches():
@@ -314,7 +314,7 @@ async def _whole(feed: Feed, answer: _Answer) -> bytes:
     if answer.asked.receipts:
         by_index = {r["index"]: r for r in receipts}
         more["quire"] = {"receipts": [by_index[i] | {"index": index} for index, i in enumerate(kept)]}
-    return msgspec.json.encode(answer.head.wrap(body, **more))
+    return answer.head.wrap(body, **more)
 
 
 def _kept(answer: _Answer) -> list[int]:

@@ -6,7 +6,10 @@ into a msgspec struct, with errors that name the field. `parse` does so for a re
     honoured   a field of the route's struct
     IGNORED    cannot change the tokens: accepted with any value
     NEUTRAL    would change the answer: accepted only with a value that asks for nothing, else 400 naming the field
-    (others)   unknown: 400 "Unrecognized request argument supplied", as OpenAI does
+    (others)   unknown: ignored and told in the answer, or a 400 that names it where the server or the request is strict
+
+What is unknown, here and in the objects of a body, is `lenient.py`'s to judge, by the request that this one remembers: `decode` is called in many
+places that read a part of a body and know no request.
 
 IGNORED and NEUTRAL are the fields that OpenAI, vLLM or llama.cpp know and Quire does not act on; a dialect may have tables of its own.
 """
@@ -15,15 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Scope
 
 from quire.observe.errors import BadRequest
 from quire.server.errors import ClientGone, UnsupportedMedia
@@ -35,6 +39,8 @@ KEYS_MOST = 1 << 20  # ... and beyond which they are not: of keys that come twic
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
+# The request whose body is read in this task; none: what is read came from elsewhere, and is read strictly.
+READING: ContextVar[Scope | None] = ContextVar("reading", default=None)
 _TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})")
@@ -74,6 +80,7 @@ _KEYS = json.JSONDecoder(object_pairs_hook=_distinct)
 
 async def read_body(request: Request) -> bytes:
     """The whole body, whatever it says it is."""
+    READING.set(request.scope)
     parts: list[bytes] = []
     while True:
         message = await request.receive()
@@ -89,9 +96,23 @@ def top_level(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     return _decode(_TOP, body)
 
 
-def decode(body: bytes | msgspec.Raw, shape: type[T]) -> T:
-    """`body` as a struct; BadRequest names the field that does not fit."""
-    return _decode(_decoder(shape), body)
+def decode(body: bytes | msgspec.Raw, shape: type[T], where: str = "") -> T:
+    """`body` as a struct; BadRequest names the field that does not fit. `where` is the body's place in the request's own, for what is told of it."""
+    try:
+        return _decode(_decoder(shape), body)
+    except UnknownField as error:
+        scope = READING.get()
+        if scope is None:
+            raise
+        from quire.server.shared import lenient
+
+        if lenient.level(scope) == "strict":
+            raise error from None
+        return _decode(_decoder(shape), lenient.pruned(scope, body, shape, where))
+
+
+class UnknownField(BadRequest):
+    """A struct that forbids unknown fields met one."""
 
 
 @cache
@@ -108,7 +129,8 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
         said = f"{where}: {what}" if where else what
         if named := _FIELD.search(what):
             where = f"{where}.{named[1]}" if where else named[1]
-        raise BadRequest(said.replace("`", "").strip(), param=where or None) from None
+        kind = UnknownField if "contains unknown field" in what else BadRequest
+        raise kind(said.replace("`", "").strip(), param=where or None) from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     except RecursionError:
@@ -117,14 +139,18 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
         raise BadRequest("the body is not valid UTF-8", code="invalid_json") from None
 
 
-def unknown_field(name: str, known: list[str]) -> BadRequest:
-    """The refusal of a field nobody knows, with the one that was probably meant."""
-    name = name[:64]
-    near = difflib.get_close_matches(name, known, n=1)
-    cure = f"did you mean {near[0]}?" if near else ""
-    return BadRequest(
-        f"Unrecognized request argument supplied: {name}", cure=cure, param=name, code="unknown_parameter"
-    )
+def unknown(name: str, known: Collection[str], where: str = "") -> None:
+    """A field that is not known here: a BadRequest, or ignored and told, as the request and the server want it."""
+    from quire.server.shared import lenient
+
+    lenient.unknown(READING.get(), name, sorted(known), where)
+
+
+def excuse(error: BadRequest, where: str = "") -> None:
+    """A known field that cannot be honoured: the refusal is raised, unless the request or the server is lenient; then it is told."""
+    from quire.server.shared import lenient
+
+    lenient.excuse(READING.get(), error, where)
 
 
 def bounded(name: str, value: Any) -> None:
@@ -235,30 +261,33 @@ def parse(
     shape: type[S],
     ignored: Collection[str] = IGNORED,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    where: str = "",
 ) -> S:
-    """The request as `shape`, every field of it accounted for."""
+    """The request, or the object `where` of it, as `shape`, every field of it accounted for."""
     honoured = _honoured(shape)
     given = top_level(body)
     for name, raw in given.items():
         if name in honoured or name in ignored:
             continue
         if name not in neutral:
-            raise unknown_field(name, sorted(honoured))
-        check(name, decode(raw, object), neutral[name])
-    return decode(body, shape)
+            unknown(name, honoured, where)
+        else:
+            check(name, decode(raw, object), neutral[name], where)
+    return decode(body, shape, where)
 
 
-def check(name: str, value: object, neutral: tuple[object, ...]) -> None:
-    """Refuse a value that asks for something."""
+def check(name: str, value: object, neutral: tuple[object, ...], where: str = "") -> None:
+    """Refuse a value that asks for something, or tell that it is ignored."""
     if any(type(value) is type(n) and value == n for n in neutral):
         return
     asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in neutral)
-    raise BadRequest(
+    refusal = BadRequest(
         f"{name} is not supported: the only accepted value is {asks_nothing}",
         cure=INSTEAD.get(name, ""),
         param=name,
         code="unsupported_parameter",
     )
+    excuse(refusal, where)
 
 
 @cache

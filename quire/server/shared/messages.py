@@ -19,11 +19,17 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 ECHOED = ("refusal", "annotations", "audio", "function_call")  # of an answer: only empty ones are taken
 
 
-class Part(msgspec.Struct):
-    """One piece of a message's content."""
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message's content. What holds media is known, so that a refusal of the type is what a client reads."""
 
     type: str
     text: str | None = None
+    cache_control: msgspec.Raw = msgspec.Raw()  # of no effect: prefixes are shared without being told
+    refusal: msgspec.Raw = msgspec.Raw()
+    image_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
+    video_url: msgspec.Raw = msgspec.Raw()
+    file: msgspec.Raw = msgspec.Raw()
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,20 +49,21 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     provider_specific_fields: Any = None  # litellm's notes on an answer, which it sends back: of no effect
 
 
-class CalledFunction(msgspec.Struct):
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_calls[].function`."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_calls[]`."""
 
     function: CalledFunction
     id: str | None = None
     type: str | None = None
     index: int | None = None  # of a stream
+    provider_specific_fields: Any = None  # litellm's notes, of no effect
 
 
 class _Kind(msgspec.Struct):

@@ -114,7 +114,7 @@ def _schema(where: str, raw: Raw) -> dict[str, Any] | None:
 def at(where: str, raw: Raw, shape: Any) -> Any:
     """`raw` as `shape`; a refusal names the place within the whole request."""
     try:
-        return bodies.decode(raw, shape)
+        return bodies.decode(raw, shape, where)
     except BadRequest as error:
         if error.code == "invalid_json":
             said = error.message.replace("the body", where, 1)
@@ -177,16 +177,21 @@ def shown(tools: Tools) -> list[dict[str, Any]]:
     ]
 
 
-def check_callable(served: Served, tools: Tools, param: str = "tools") -> None:
-    """Refuse tools where the model has no way to call them."""
+def callable_tools(served: Served, tools: Tools, param: str = "tools") -> Tools:
+    """The tools, refused where the model has no way to call them; none, where that is excused and no call is demanded."""
     answers = served.completer.answer_format
-    if tools.tools and (answers is None or not answers.calls):
-        raise BadRequest(
-            f"{param}: {served.model.name} cannot call tools: its chat template has no place for them",
-            cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
-            param=param,
-            code="unsupported_parameter",
-        )
+    if not tools.tools or (answers is not None and answers.calls):
+        return tools
+    refusal = BadRequest(
+        f"{param}: {served.model.name} cannot call tools: its chat template has no place for them",
+        cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
+        param=param,
+        code="unsupported_parameter",
+    )
+    if tools.choice != "auto":
+        raise refusal
+    bodies.excuse(refusal)
+    return NO_TOOLS
 
 
 # OpenAI's shape
@@ -201,11 +206,13 @@ def openai_tools(items: Sequence[Raw] | None) -> list[Tool]:
         where = f"tools[{i}]"
         kind = at(where, raw, Kind).type
         if kind not in (None, "function"):
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{where}.type is {kind[:64]!r}: only function tools are supported",
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
+            bodies.excuse(refusal)
+            continue
         given = at(where, raw, FunctionTool).function
         made.append(tool(f"{where}.function", given.name, given.description, given.parameters, given.strict))
     check_distinct(made, "tools[{}].function.name")

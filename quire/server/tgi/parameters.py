@@ -75,7 +75,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             text = _string(value, f"{name}.value") if value.startswith(b'"') else value.decode(errors="replace")
             return Constraint(kind=JSON_SCHEMA, text=text, param=name)
         if kind == "json_schema":
-            named = bodies.parse(self.grammar.value, Named, (), {})
+            named = bodies.parse(self.grammar.value, Named, (), {}, f"{name}.value")
             return Constraint(kind=JSON_SCHEMA, text=bytes(named.schema).decode(errors="replace"), param=name)
         raise BadRequest(f"{name}.type must be json, regex or json_schema", param=f"{name}.type")
 
@@ -105,7 +105,7 @@ def read_parameters(raw: msgspec.Raw) -> Parameters:
     if bytes(raw) == b"null":
         return Parameters()
     try:
-        return bodies.parse(raw, Parameters, (), NEUTRAL)
+        return bodies.parse(raw, Parameters, (), NEUTRAL, "parameters")
     except BadRequest as error:
         where = f"parameters.{error.param}" if error.param else "parameters"
         message = error.message if error.param is None else f"parameters: {error.message}"

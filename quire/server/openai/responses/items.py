@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
 from quire.observe.errors import BadRequest
 from quire.server.served import Served
+from quire.server.shared import bodies
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
 from quire.server.shared.tools import at
 
@@ -32,6 +33,7 @@ FIELDS: dict[str, frozenset[str]] = {
     "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
     "item_reference": frozenset({"type", "id"}),
 }
+PARTS = frozenset({"type", "text", "refusal", "annotations", "logprobs"})  # of a message's content
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 SEAL = b"quire-reasoning:"
 MAX_ID = 128
@@ -64,8 +66,7 @@ def _item(where: str, item: dict[str, Any]) -> Item:
         )
     for name, value in item.items():
         if name not in FIELDS[kind] and value and not (name == "caller" and value == {"type": "direct"}):
-            place = f"{where}.{name[:64]}"
-            raise BadRequest(f"{place} is not supported", param=place, code="unsupported_content")
+            _not_known(where, name, FIELDS[kind])
     made = _MAKERS[kind](where, item)
     if kind != "item_reference":
         given = _text(where, item, "id", optional=True)
@@ -73,6 +74,17 @@ def _item(where: str, item: dict[str, Any]) -> Item:
             raise BadRequest(f"{where}.id must have 1 to {MAX_ID} characters", param=f"{where}.id")
         made["id"] = given or new_id(kind)
     return made
+
+
+def _not_known(where: str, name: str, known: Collection[str]) -> None:
+    """A field that an item, or a part of one, does not have here: refused by its place, or ignored and told."""
+    try:
+        bodies.unknown(name, known, where)
+    except BadRequest as error:
+        place = f"{where}.{name[:64]}"
+        raise BadRequest(
+            f"{place} is not supported", cure=error.cure, param=place, code="unsupported_content"
+        ) from None
 
 
 def _text(where: str, item: dict[str, Any], name: str, optional: bool = False) -> Any:
@@ -117,6 +129,9 @@ def _parts(where: str, content: Any, kinds: tuple[str, ...]) -> list[dict[str, A
                 param=f"{place}.type",
                 code="unsupported_content",
             )
+        for name, value in part.items():
+            if name not in PARTS and value:
+                _not_known(place, name, PARTS)
         name = "refusal" if kind == "refusal" else "text"
         more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         made.append({"type": kind, name: _text(place, part, name), **more})

@@ -175,13 +175,16 @@ def _checked(asked: ResponseRequest) -> ResponseRequest:
     for name, (_, cure) in ELSEWHERE.items():
         value = getattr(asked, name)
         if value is not None and value is not False and not (name == "n" and value == 1):
-            raise BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
+            refusal = BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
+            bodies.excuse(refusal)
+            setattr(asked, name, None)
     if asked.truncation not in (None, "disabled"):
-        raise BadRequest(
+        refusal = BadRequest(
             "truncation is not supported: the only accepted value is disabled, because nothing is cut here",
             param="truncation",
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
     if asked.text is not None:
         _only("text.verbosity", asked.text.verbosity, *VERBOSITIES)
         _format(asked.text.format)
@@ -222,11 +225,12 @@ def check(asked: ResponseRequest) -> None:
 
 def _only(name: str, value: str | None, *allowed: str) -> None:
     if value is not None and value not in allowed:
-        raise BadRequest(
+        refusal = BadRequest(
             f"{name} is not supported: the only accepted value is {' or '.join(allowed)}",
             param=name,
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
 
 
 def _hints(served: Served, asked: ResponseRequest) -> dict[str, str]:
@@ -240,11 +244,12 @@ def _hints(served: Served, asked: ResponseRequest) -> dict[str, str]:
             f"{served.model.name} does not reason apart from its answers: there is nothing to tell"
         )
     elif asked.summary == "concise":
-        raise BadRequest(
+        refusal = BadRequest(
             "reasoning.summary must be auto or detailed: nothing here writes a shorter one than the reasoning itself",
             param="reasoning.summary",
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
     if asked.text is not None and asked.text.verbosity not in (None, "medium"):
         made["text.verbosity"] = "a model here cannot be told how much to write but in words"
     if asked.service_tier not in (None, "auto", "default"):
@@ -315,7 +320,9 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
     turns = response_items.turns(served, asked.instructions, items, len(before), tools.known_as)
-    prompt = await conversation.encode(served, Conversation(turns, tools.choice, kwargs), "input")
+    said = Conversation(turns, tools.choice, kwargs)
+    prompt = await conversation.encode(served, said, "input")
+    tools.choice = said.tools
     return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect)
 
 

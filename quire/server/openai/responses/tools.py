@@ -16,6 +16,7 @@ import msgspec
 
 from quire.chat.tools.types import Tool, Tools
 from quire.observe.errors import BadRequest
+from quire.server.shared import bodies
 from quire.server.shared.tools import (
     MAX_DESCRIPTION,
     MAX_NAME,
@@ -124,8 +125,7 @@ def read(items: Sequence[Raw], choice: Raw, parallel: bool | None) -> Toolset:
         elif kind in WEB_SEARCH:
             made.left_out.add(kind)
             made.no_effect[where] = f"{kind} is left out: {NO_SEARCH}"
-        else:
-            one = _function(where, kind, raw, made)
+        elif (one := _function(where, kind, raw, made)) is not None:
             functions.append((where, None, one))
             made.told.append(_told(one))
     check_count(functions)
@@ -150,16 +150,20 @@ def _namespace(where: str, raw: Raw) -> NamespaceTool:
 def _functions(where: str, space: NamespaceTool, made: Toolset) -> Iterator[tuple[str, Tool]]:
     for i, raw in enumerate(space.tools):
         place = f"{where}.tools[{i}]"
-        yield place, _function(place, at(place, raw, Kind).type, raw, made)
+        if (one := _function(place, at(place, raw, Kind).type, raw, made)) is not None:
+            yield place, one
 
 
-def _function(where: str, kind: str | None, raw: Raw, made: Toolset) -> Tool:
+def _function(where: str, kind: str | None, raw: Raw, made: Toolset) -> Tool | None:
+    """A function; none, where a tool of another kind is excused."""
     if kind != "function":
-        raise BadRequest(
+        refusal = BadRequest(
             f"{where}.type is {str(kind)[:64]!r}: only function tools are supported",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
+        bodies.excuse(refusal)
+        return None
     given = at(where, raw, FunctionTool)
     if given.defer_loading:
         made.no_effect[f"{where}.defer_loading"] = "every function is shown at once"
