@@ -149,9 +149,11 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
     if on is None:
         return made
     if not switches and level not in made and on != reasons:
-        why = "does not reason apart from its answers" if on else "cannot be told not to reason"
+        name = served.model.name
         refusal = BadRequest(
-            f"{param}: {served.model.name} {why}",
+            f"{param}: {name} does not reason apart from its answers"
+            if on
+            else f"{param}: the reasoning of {name} cannot be turned off",
             cure="leave it out" if on else "",
             param=param,
             code="unsupported_parameter",

@@ -13,6 +13,7 @@ unknown fields: it takes those out, at any depth, and leaves every other byte as
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
@@ -25,27 +26,34 @@ from quire.server import ignored
 
 Level = Literal["strict", "tell", "lenient"]
 HEADERS: dict[bytes, Level] = {b"x-quire-strict": "strict", b"x-quire-lenient": "lenient"}
+TELL: Level = "tell"
+_LEVEL = "quire.level"  # where a scope has its level, once it was asked for
 _WORDS = {b"true": True, b"1": True, b"false": False, b"0": False}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def level(scope: Scope | None) -> Level:
-    """How a request is read. What no request brought is read strictly."""
+    """How a request is read, found out once. What no request brought is read strictly."""
     if scope is None:
         return "strict"
-    chosen: Level = scope["app"].state.server.config.fields
-    given = {name: value.strip().lower() for name, value in scope["headers"] if name in HEADERS}
+    if (found := scope.get(_LEVEL)) is None:
+        found = scope[_LEVEL] = _level(scope["app"].state.server.config.fields, scope["headers"])
+    return found
+
+
+def _level(chosen: Level, headers: Iterable[tuple[bytes, bytes]]) -> Level:
+    given = {name: value.strip().lower() for name, value in headers if name in HEADERS}
     for name, value in given.items():
         if value not in _WORDS:
             raise BadRequest(f"the header {name.decode()} must be true or false")
-    asked = [HEADERS[name] for name, value in given.items() if _WORDS[value]]
+    asked: list[Level] = [HEADERS[name] for name, value in given.items() if _WORDS[value]]
     if len(asked) > 1:
         raise BadRequest("a request cannot be strict and lenient: send one of the headers")
     if asked:
         return asked[0]
     if any(HEADERS[name] == chosen for name in given):  # the header takes the option back
-        return "tell"
+        return TELL
     return chosen
 
 
