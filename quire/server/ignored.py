@@ -9,15 +9,11 @@ A request without such a field has no `Ignored`, and pays for none of this.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Scope
-
-if TYPE_CHECKING:
-    from quire.server.feed import News
-    from quire.server.replies import Encoder
 
 KEY = "quire.ignored"  # where a scope has its Ignored
 HEADER = b"x-quire-ignored"
@@ -85,25 +81,3 @@ def noted(value: Any, scope: Scope, inside: str = "") -> Any:
         return {**value, inside: noted(value[inside], scope)}
     own = value.get("quire") or {}
     return {**value, "quire": {**own, "notes": [*own.get("notes", ()), *found.told()]}}
-
-
-class Noting:
-    """An encoder of a stream whose first event has the notes."""
-
-    def __init__(self, encoder: Encoder, tell: Callable[[object], object]):
-        self.encoder = encoder
-        self.tell: Callable[[object], object] | None = tell
-
-    def opening(self) -> Iterable[object]:
-        return self._told(self.encoder.opening())
-
-    def news(self, items: list[News]) -> Iterable[object]:
-        return self._told(self.encoder.news(items))
-
-    def closing(self) -> Iterable[object]:
-        return self._told(self.encoder.closing())
-
-    def _told(self, values: Iterable[object]) -> Iterable[object]:
-        for value in values:
-            tell, self.tell = self.tell, None
-            yield value if tell is None else tell(value)

@@ -7,7 +7,7 @@ have no comments, so a long wait is silent there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -71,6 +71,28 @@ class Encoder(Protocol):
     def closing(self) -> Iterable[object]: ...
 
 
+class _Noting:
+    """An encoder of a stream whose first event has the notes."""
+
+    def __init__(self, encoder: Encoder, tell: Callable[[object], object]):
+        self.encoder = encoder
+        self.tell: Callable[[object], object] | None = tell
+
+    def opening(self) -> Iterable[object]:
+        return self._told(self.encoder.opening())
+
+    def news(self, items: list[News]) -> Iterable[object]:
+        return self._told(self.encoder.news(items))
+
+    def closing(self) -> Iterable[object]:
+        return self._told(self.encoder.closing())
+
+    def _told(self, values: Iterable[object]) -> Iterable[object]:
+        for value in values:
+            tell, self.tell = self.tell, None
+            yield value if tell is None else tell(value)
+
+
 def event(value: object) -> bytes:
     """One `data:` event."""
     return b"data: " + on_one_line(value) + b"\n\n"
@@ -105,7 +127,7 @@ class EventStream(Response):
 
         started, encoder = False, self.encoder
         if ignored.KEY in scope:
-            encoder = ignored.Noting(encoder, lambda value: ignored.noted(value, scope, self.notes_in))
+            encoder = _Noting(encoder, lambda value: ignored.noted(value, scope, self.notes_in))
         try:
             async with self.feed as feed:
                 await feed.first(FIRST_SECONDS)

@@ -14,7 +14,7 @@ import msgspec
 
 from quire.observe.errors import BadRequest
 from quire.server.anthropic.turns import dotted
-from quire.server.shared import bodies
+from quire.server.reading import Reading
 from quire.server.shared.tools import Kind, at
 
 CLEARED = "[This tool result was cleared to make room.]"
@@ -93,17 +93,16 @@ class Edit:
         most = 150_000 if self.asked.trigger is None else self.asked.trigger.value
         if tokens > most:
             where = dotted(self.where)
-            refusal = BadRequest(
+            raise BadRequest(
                 f"{where}: the prompt has {tokens} tokens, which is over the trigger of {most}, and compaction is not supported",
                 cure="leave the edit out, and shorten the conversation in the client",
                 param=where,
                 code="unsupported_parameter",
             )
-            bodies.excuse(refusal)
         return None
 
 
-def edits(asked: ContextManagement | None) -> list[Edit]:
+def edits(asked: ContextManagement | None, reading: Reading) -> list[Edit]:
     """The edits of a request, each type at most once."""
     made: list[Edit] = []
     for i, raw in enumerate((asked and asked.edits) or ()):
@@ -115,12 +114,12 @@ def edits(asked: ContextManagement | None) -> list[Edit]:
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
-            bodies.excuse(refusal)
+            reading.excuse(refusal)
             continue
         if any(kind == one.asked.type for one in made):
             raise BadRequest(f"{where}.type: there is an edit of the type {kind} already", param=f"{where}.type")
         shape, check = _KINDS[kind]
-        one = at(where, raw, shape)
+        one = at(where, raw, shape, reading)
         check(where, one)
         made.append(Edit(where, one))
     return made

@@ -63,7 +63,7 @@ def register(app: FastAPI, server: Server) -> None:
         notes = asked.hints()
         said = conversation_of(served, asked, notes)
         wanted = asked.constraint()
-        encoded = await encode(served, said, edits_of(asked))
+        encoded = await encode(served, said, edits_of(served, asked))
         prompt = encoded.tokens
         left = room(served, prompt)
         # max_tokens must be sent here, and clients send large ones: the context may end the answer first, and says so.
@@ -87,7 +87,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         notes = asked.hints()
-        encoded = await encode(served, conversation_of(served, asked, notes), edits_of(asked))
+        encoded = await encode(served, conversation_of(served, asked, notes), edits_of(served, asked))
         more: dict[str, Any] = {}
         if asked.context_management is not None:
             more["context_management"] = {"original_input_tokens": encoded.before}

@@ -18,9 +18,9 @@ from quire.observe.errors import BadRequest
 from quire.server.feed import while_connected
 from quire.server.ollama import requests
 from quire.server.ollama.names import Names
+from quire.server.reading import Reading
 from quire.server.replies import reply
 from quire.server.served import Served
-from quire.server.shared import bodies
 from quire.server.shared.compat import Endpoint, Fields
 from quire.server.shared.embedded import MAX_INPUTS, count, cut
 
@@ -87,7 +87,7 @@ def register(app: FastAPI, names: Names) -> None:
 async def _begin(names: Names, request: Request, asked: Common) -> tuple[Served, float]:
     """What both routes check before anything is computed; how long they waited for a model that was still loading."""
     names.choose(asked.model)
-    options = requests.read_options(asked.options)
+    options = requests.read_options(asked.options, Reading(request.scope))
     requests.seconds(asked.keep_alive)
     began = time.monotonic()
     served, _ = await names.resolve(request, asked.model)
@@ -99,7 +99,7 @@ async def _begin(names: Names, request: Request, asked: Common) -> tuple[Served,
             param="options.num_ctx",
             code="unsupported_parameter",
         )
-        bodies.excuse(refusal)
+        served.reading.excuse(refusal)
     served.embedder().embeds()
     return served, time.monotonic() - began
 

@@ -28,6 +28,7 @@ from quire.server.ollama import created, requests
 from quire.server.ollama.names import Names
 from quire.server.ollama.turns import Message, turns
 from quire.server.ollama.turns import told as tell_call
+from quire.server.reading import Reading
 from quire.server.replies import LineStream, reply
 from quire.server.served import Served
 from quire.server.shared import conversation
@@ -113,7 +114,7 @@ def register(app: FastAPI, names: Names) -> None:
         served, options, made = await _begin(names, request, asked, clock)
         if not asked.messages:
             return _only_loaded(served, asked, clock, {"message": {"role": "assistant", "content": ""}})
-        tools = choose(openai_tools(asked.tools), None)
+        tools = choose(openai_tools(asked.tools, served.reading), None)
         said = created.conversation(made, turns(asked.messages))
         whole = Conversation(said, tools, requests.thinking(served, asked.think))
         prompt = await conversation.encode(served, whole)
@@ -133,7 +134,7 @@ async def _begin(
     if asked.model and names.get(asked.model) is None:
         await names.settled(asked.model)
     _, _, made = names.choose(asked.model)
-    options = requests.read_options(created.options(made, asked.options))
+    options = requests.read_options(created.options(made, asked.options), Reading(request.scope))
     requests.constraint(asked.format)
     requests.seconds(asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
@@ -238,7 +239,7 @@ async def _answer(
             code="context_length_exceeded",
         )
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    sampling = requests.params(options, served.info.vocab_size, context - len(prompt), logprobs)
+    sampling = requests.params(served, options, context - len(prompt), logprobs)
     if ends:
         sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
     reading, constraint = None, requests.constraint(asked.format)

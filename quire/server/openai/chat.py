@@ -21,6 +21,7 @@ from quire.chat.types import CallPart, Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.feed import Feed, News
+from quire.server.reading import Reading
 from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
@@ -92,7 +93,7 @@ def register(app: FastAPI, server: Server) -> None:
         asked = parse(await read_json(request), ChatRequest)
         served = await server.resolve(request, asked.model)
         served.generates()
-        _check(asked)
+        _check(asked, served.reading)
         sampling = asked.params(
             served.info.vocab_size,
             max_tokens=_max_tokens(asked),
@@ -115,8 +116,8 @@ def register(app: FastAPI, server: Server) -> None:
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
 
 
-def _check(asked: ChatRequest) -> None:
-    asked.check()
+def _check(asked: ChatRequest, reading: Reading) -> None:
+    asked.check(reading)
     if asked.top_logprobs is not None:
         if not asked.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -130,19 +131,19 @@ def _check(asked: ChatRequest) -> None:
             param="service_tier",
             code="unsupported_parameter",
         )
-        bodies.excuse(refusal)
+        reading.excuse(refusal)
     if (
         bytes(asked.prediction) not in (b"", b"null")
-        and at("prediction", asked.prediction, Prediction).type != "content"
+        and at("prediction", asked.prediction, Prediction, reading).type != "content"
     ):
         raise BadRequest("prediction.type must be content", param="prediction.type")
     if asked.echo:
-        bodies.excuse(BadRequest("echo is for /v1/completions", param="echo"))
+        reading.excuse(BadRequest("echo is for /v1/completions", param="echo"))
     if asked.add_special_tokens:
         refusal = BadRequest(
             "add_special_tokens is not supported here: the template writes them", param="add_special_tokens"
         )
-        bodies.excuse(refusal)
+        reading.excuse(refusal)
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
@@ -173,7 +174,7 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
         kwargs = conversation.thinking(served, None, effort, "reasoning_effort") | kwargs
     return Conversation(
         turns(served, asked.messages),
-        _tools(asked),
+        _tools(asked, served.reading),
         kwargs,
         asked.add_generation_prompt is not False,
         continues,
@@ -181,10 +182,10 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
     )
 
 
-def _tools(asked: ChatRequest) -> Tools:
+def _tools(asked: ChatRequest, reading: Reading) -> Tools:
     if asked.tools is None and asked.tool_choice is NOTHING:
         return NO_TOOLS
-    return openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls)
+    return openai_choice(openai_tools(asked.tools, reading), asked.tool_choice, asked.parallel_tool_calls, reading)
 
 
 def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:

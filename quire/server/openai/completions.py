@@ -21,6 +21,7 @@ from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.feed import Feed, News
+from quire.server.reading import Reading
 from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
@@ -69,7 +70,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         prompts = _prompts(asked, server.config.max_prompts)
-        _check(asked, len(prompts))
+        _check(asked, len(prompts), served.reading)
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         score_only = max_tokens == 0
         scores = asked.logprobs if asked.echo else None
@@ -142,8 +143,8 @@ def _until_filled(served: Served, sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, stop_token_ids=ends)
 
 
-def _check(asked: CompletionRequest, prompts: int) -> None:
-    asked.check()
+def _check(asked: CompletionRequest, prompts: int, reading: Reading) -> None:
+    asked.check(reading)
     n = 1 if asked.n is None else asked.n
     if asked.best_of is not None and n >= 1:  # an n that is none is refused with the other bounds
         if not n <= asked.best_of <= MAX_N:

@@ -8,8 +8,7 @@ into a msgspec struct, with errors that name the field. `parse` does so for a re
     NEUTRAL    would change the answer: accepted only with a value that asks for nothing, else 400 naming the field
     (others)   unknown: ignored and told in the answer, or a 400 that names it where the server or the request is strict
 
-What is unknown, here and in the objects of a body, is `lenient.py`'s to judge, by the request that this one remembers: `decode` is called in many
-places that read a part of a body and know no request.
+A body comes with its `Reading`, which says what becomes of an unknown field of it and of the objects in it.
 
 IGNORED and NEUTRAL are the fields that OpenAI, vLLM or llama.cpp know and Quire does not act on; a dialect may have tables of its own.
 """
@@ -21,16 +20,15 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Scope
 
 from quire.observe.errors import BadRequest
 from quire.server.errors import ClientGone, UnsupportedMedia
+from quire.server.reading import STRICT, Reading
 
 MAX_DEPTH = 32  # of nested JSON in fields whose shape is open
 MAX_NODES = 10_000
@@ -39,14 +37,19 @@ KEYS_MOST = 1 << 20  # ... and beyond which they are not: of keys that come twic
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-# The request whose body is read in this task; none: what is read came from elsewhere, and is read strictly.
-READING: ContextVar[Scope | None] = ContextVar("reading", default=None)
+B = TypeVar("B", bound=bytes)
 _TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})")
 
 
-async def read_json(request: Request) -> bytes:
+class Body(bytes):
+    """A body, and how it is read."""
+
+    reading: Reading
+
+
+async def read_json(request: Request) -> Body:
     """The whole body. A body that does not say it is JSON is refused: a web page cannot send one that does unasked."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -54,7 +57,7 @@ async def read_json(request: Request) -> bytes:
     return await checked_keys(await read_body(request))
 
 
-async def checked_keys(body: bytes) -> bytes:
+async def checked_keys(body: B) -> B:
     """The body, unless an object in it has a key twice: which value was meant is not ours to guess. What is no JSON passes; `decode` says why."""
     if len(body) <= KEYS_MOST:
         await asyncio.to_thread(_look, body) if len(body) > KEYS_THREAD else _look(body)
@@ -78,9 +81,8 @@ def _distinct(pairs: list[tuple[str, object]]) -> None:
 _KEYS = json.JSONDecoder(object_pairs_hook=_distinct)
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> Body:
     """The whole body, whatever it says it is."""
-    READING.set(request.scope)
     parts: list[bytes] = []
     while True:
         message = await request.receive()
@@ -88,7 +90,9 @@ async def read_body(request: Request) -> bytes:
             raise ClientGone
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
-            return b"".join(parts)
+            body = Body(b"".join(parts))
+            body.reading = Reading(request.scope)
+            return body
 
 
 def top_level(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
@@ -96,19 +100,16 @@ def top_level(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     return _decode(_TOP, body)
 
 
-def decode(body: bytes | msgspec.Raw, shape: type[T], where: str = "") -> T:
-    """`body` as a struct; BadRequest names the field that does not fit. `where` is the body's place in the request's own, for what is told of it."""
+def decode(body: bytes | msgspec.Raw, shape: type[T], where: str = "", reading: Reading = STRICT) -> T:
+    """`body` as a struct; BadRequest names the field that does not fit. `where` is its place in the whole body, for what is told of it."""
     try:
         return _decode(_decoder(shape), body)
-    except UnknownField as error:
-        scope = READING.get()
-        if scope is None:
-            raise
+    except UnknownField:
         from quire.server.shared import lenient
 
-        if lenient.level(scope) == "strict":
-            raise error from None
-        return _decode(_decoder(shape), lenient.pruned(scope, body, shape, where))
+        if lenient.level(reading.scope) == "strict":
+            raise
+        return _decode(_decoder(shape), lenient.pruned(reading.unknown, body, shape, where))
 
 
 class UnknownField(BadRequest):
@@ -137,20 +138,6 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
         raise BadRequest("the body is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError:
         raise BadRequest("the body is not valid UTF-8", code="invalid_json") from None
-
-
-def unknown(name: str, known: Collection[str], where: str = "") -> None:
-    """A field that is not known here: a BadRequest, or ignored and told, as the request and the server want it."""
-    from quire.server.shared import lenient
-
-    lenient.unknown(READING.get(), name, sorted(known), where)
-
-
-def excuse(error: BadRequest, where: str = "") -> None:
-    """A known field that cannot be honoured: the refusal is raised, unless the request or the server is lenient; then it is told."""
-    from quire.server.shared import lenient
-
-    lenient.excuse(READING.get(), error, where)
 
 
 def bounded(name: str, value: Any) -> None:
@@ -262,21 +249,24 @@ def parse(
     ignored: Collection[str] = IGNORED,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
     where: str = "",
+    reading: Reading | None = None,
 ) -> S:
-    """The request, or the object `where` of it, as `shape`, every field of it accounted for."""
+    """The request, or the object `where` of it, as `shape`, every field of it accounted for. A whole body brings its own `reading`."""
+    if reading is None:
+        reading = body.reading if isinstance(body, Body) else STRICT
     honoured = _honoured(shape)
     given = top_level(body)
     for name, raw in given.items():
         if name in honoured or name in ignored:
             continue
         if name not in neutral:
-            unknown(name, honoured, where)
+            reading.unknown(name, honoured, where)
         else:
-            check(name, decode(raw, object), neutral[name], where)
-    return decode(body, shape, where)
+            check(name, decode(raw, object), neutral[name], where, reading)
+    return decode(body, shape, where, reading)
 
 
-def check(name: str, value: object, neutral: tuple[object, ...], where: str = "") -> None:
+def check(name: str, value: object, neutral: tuple[object, ...], where: str, reading: Reading) -> None:
     """Refuse a value that asks for something, or tell that it is ignored."""
     if any(type(value) is type(n) and value == n for n in neutral):
         return
@@ -287,7 +277,7 @@ def check(name: str, value: object, neutral: tuple[object, ...], where: str = ""
         param=name,
         code="unsupported_parameter",
     )
-    excuse(refusal, where)
+    reading.excuse(refusal, where)
 
 
 @cache

@@ -143,7 +143,7 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
                 param=param,
                 code="unsupported_parameter",
             )
-            bodies.excuse(refusal)
+            served.reading.excuse(refusal)
             return {}
         on = not off if level not in made or not off else on
     if on is None:
@@ -158,7 +158,7 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
             param=param,
             code="unsupported_parameter",
         )
-        bodies.excuse(refusal)
+        served.reading.excuse(refusal)
     return made | {name: SWITCHES[name][on] for name in switches}
 
 
@@ -254,7 +254,8 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
     """Tokens of a conversation, through the model's own template. Tools that it cannot call are left out of `said` where that is excused."""
     completer = served.completer
     tools = None
-    said.tools = callable_tools(served, said.tools)
+    if said.tools.tools:
+        said.tools = callable_tools(served, said.tools)
     if said.tools.tools:
         tools = shown(said.tools)
         check_text(served, msgspec.json.encode(tools).decode(), "tools")
@@ -270,7 +271,7 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
                 param="documents",
                 code="unsupported_parameter",
             )
-            bodies.excuse(refusal)
+            served.reading.excuse(refusal)
         else:
             check_text(served, "".join(_texts(said.documents)), "documents")
             kwargs["documents"] = said.documents

@@ -13,9 +13,9 @@ unknown fields: it takes those out, at any depth, and leaves every other byte as
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import inspect
@@ -30,6 +30,7 @@ TELL: Level = "tell"
 _LEVEL = "quire.level"  # where a scope has its level, once it was asked for
 _WORDS = {b"true": True, b"1": True, b"false": False, b"0": False}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+Tell: TypeAlias = Callable[[str, Iterable[str], str], None]  # a field, those that are known, and the object that has it
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -57,7 +58,7 @@ def _level(chosen: Level, headers: Iterable[tuple[bytes, bytes]]) -> Level:
     return chosen
 
 
-def unknown(scope: Scope | None, name: str, known: list[str], where: str = "") -> None:
+def unknown(scope: Scope | None, name: str, known: Iterable[str], where: str = "") -> None:
     """A field that nobody here knows: refused, or ignored and told with the one that was probably meant."""
     if scope is None or level(scope) == "strict":
         name = name[:64]
@@ -89,17 +90,17 @@ def within(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-def _meant(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name[:64], known, n=1)
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name[:64], sorted(known), n=1)
     return f"did you mean {near[0]}?" if near else ""
 
 
 # Objects in a body
 
 
-def pruned(scope: Scope, raw: bytes | msgspec.Raw, shape: Any, where: str = "") -> msgspec.Raw:
+def pruned(tell: Tell, raw: bytes | msgspec.Raw, shape: Any, where: str = "") -> msgspec.Raw:
     """JSON for `shape` without the fields that its structs forbid; they are told by their paths. What is no JSON comes back as it is."""
-    return _pruned(scope, msgspec.Raw(bytes(raw)), _type(shape), where)
+    return _pruned(tell, msgspec.Raw(bytes(raw)), _type(shape), where)
 
 
 @cache
@@ -107,12 +108,12 @@ def _type(shape: Any) -> inspect.Type:
     return inspect.type_info(shape)
 
 
-def _pruned(scope: Scope, raw: msgspec.Raw, kind: inspect.Type, where: str) -> msgspec.Raw:
+def _pruned(tell: Tell, raw: msgspec.Raw, kind: inspect.Type, where: str) -> msgspec.Raw:
     first = bytes(raw).lstrip()[:1]
     if first == b"{":
-        return _object(scope, raw, _member(kind, inspect.StructType, inspect.DictType), where)
+        return _object(tell, raw, _member(kind, inspect.StructType, inspect.DictType), where)
     if first == b"[":
-        return _items(scope, raw, _member(kind, inspect.ListType), where)
+        return _items(tell, raw, _member(kind, inspect.ListType), where)
     return raw
 
 
@@ -122,7 +123,7 @@ def _member(kind: inspect.Type, *classes: type[inspect.Type]) -> inspect.Type | 
     return next((one for one in options if isinstance(one, classes)), None)
 
 
-def _object(scope: Scope, raw: msgspec.Raw, kind: inspect.Type | None, where: str) -> msgspec.Raw:
+def _object(tell: Tell, raw: msgspec.Raw, kind: inspect.Type | None, where: str) -> msgspec.Raw:
     if kind is None or not _holds(kind):
         return raw
     try:
@@ -134,17 +135,17 @@ def _object(scope: Scope, raw: msgspec.Raw, kind: inspect.Type | None, where: st
     for name, value in given.items():
         if fields is None:
             assert isinstance(kind, inspect.DictType)
-            made[name] = _pruned(scope, value, kind.value_type, within(where, name[:64]))
+            made[name] = _pruned(tell, value, kind.value_type, within(where, name[:64]))
         elif name in fields:
-            made[name] = _pruned(scope, value, fields[name], within(where, name))
+            made[name] = _pruned(tell, value, fields[name], within(where, name))
         elif isinstance(kind, inspect.StructType) and kind.forbid_unknown_fields:
-            unknown(scope, name, list(fields), where)
+            tell(name, fields, where)
         else:
             made[name] = value
     return msgspec.Raw(msgspec.json.encode(made))
 
 
-def _items(scope: Scope, raw: msgspec.Raw, kind: inspect.Type | None, where: str) -> msgspec.Raw:
+def _items(tell: Tell, raw: msgspec.Raw, kind: inspect.Type | None, where: str) -> msgspec.Raw:
     if not isinstance(kind, inspect.ListType) or not _holds(kind):
         return raw
     try:
@@ -152,7 +153,7 @@ def _items(scope: Scope, raw: msgspec.Raw, kind: inspect.Type | None, where: str
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return raw
     return msgspec.Raw(
-        msgspec.json.encode([_pruned(scope, one, kind.item_type, f"{where}[{i}]") for i, one in enumerate(given)])
+        msgspec.json.encode([_pruned(tell, one, kind.item_type, f"{where}[{i}]") for i, one in enumerate(given)])
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
 from quire.server.shared.tools import at
@@ -78,10 +79,10 @@ def turns(served: Served, messages: list[ChatMessage]) -> list[dict[str, Any]]:
     # A template that was never taught "developer" would drop or refuse it; its meaning is "system".
     knows_developer = "developer" in str(getattr(served.completer.template, "source", ""))
     history = History()
-    return [_turn(i, message, knows_developer, history) for i, message in enumerate(messages)]
+    return [_turn(i, message, knows_developer, history, served.reading) for i, message in enumerate(messages)]
 
 
-def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History) -> dict[str, Any]:
+def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History, reading: Reading) -> dict[str, Any]:
     where, role = f"messages[{i}]", message.role
     if role == "function":
         raise BadRequest(
@@ -112,7 +113,7 @@ def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History)
         if thought := _reasoning(where, message):
             body["reasoning_content"] = thought
         if message.tool_calls:
-            body["tool_calls"] = _calls(where, message.tool_calls, history)
+            body["tool_calls"] = _calls(where, message.tool_calls, history, reading)
     return body
 
 
@@ -124,7 +125,7 @@ def _reasoning(where: str, message: ChatMessage) -> str | None:
     return old or new
 
 
-def _calls(where: str, items: list[msgspec.Raw], history: History) -> list[dict[str, Any]]:
+def _calls(where: str, items: list[msgspec.Raw], history: History, reading: Reading) -> list[dict[str, Any]]:
     if len(items) > MAX_CALLS:
         raise BadRequest(
             f"{where}.tool_calls has {len(items)} items: at most {MAX_CALLS} are taken", param=f"{where}.tool_calls"
@@ -139,7 +140,7 @@ def _calls(where: str, items: list[msgspec.Raw], history: History) -> list[dict[
                 param=f"{place}.type",
                 code="unsupported_content",
             )
-        call: ToolCall = at(place, raw, ToolCall)
+        call: ToolCall = at(place, raw, ToolCall, reading)
         text = arguments_text(f"{place}.function.arguments", call.function.arguments)
         made.append(history.called(f"{place}.function", call.id, call.function.name, text))
     return made

@@ -90,7 +90,7 @@ class _Responses:
         asked = parse(await read_json(request))
         served = await self.server.resolve(request, asked.model)
         served.generates()
-        check(asked)
+        check(asked, served.reading)
         if asked.background:
             self.runs.check_room()
         ready = await prepare(served, self.stored, asked)
