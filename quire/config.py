@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from quire.machine import available_cores as available_cores
 from quire.machine import available_memory as available_memory
@@ -129,6 +130,7 @@ class ServerConfig:
     max_file: int = 512 * 1024 * 1024
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
+    fields: Literal["strict", "tell", "lenient"] = "tell"  # unknown ones in bodies: refused, or ignored and told
 
 
 def within_openmp(threads: int) -> int:

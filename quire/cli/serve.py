@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -100,6 +100,15 @@ def command(
     batch_lines: Annotated[
         int, typer.Option(min=0, help="Most lines of batches that run at once; 0: a quarter of --max-seqs.")
     ] = DEFAULTS.batch_lines,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Refuse requests with fields that are not known, instead of telling that they are ignored."
+        ),
+    ] = False,
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="Ignore and tell known fields, too, where they cannot be honoured.")
+    ] = False,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -130,6 +139,7 @@ def command(
         state_dir=_state_dir(store.home, state_dir, wanted[0].name),
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
+        fields=_fields(strict, lenient),
     )
     adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
     engine = replace(engine, task=task, isa=env.isa, max_waiting=max_waiting, memory_share=1 / len(wanted), **adapters)
@@ -143,6 +153,12 @@ def _key(given: str | None) -> str | None:
     if given is not None and not given.strip():
         raise typer.BadParameter("the key is empty: leave the option out to ask for none", param_hint="--api-key")
     return given
+
+
+def _fields(strict: bool, lenient: bool) -> Literal["strict", "tell", "lenient"]:
+    if strict and lenient:
+        raise typer.BadParameter("a server cannot be strict and lenient: send one", param_hint="--lenient")
+    return "strict" if strict else "lenient" if lenient else "tell"
 
 
 def _template(path: Path | None) -> str | None:

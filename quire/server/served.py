@@ -25,6 +25,7 @@ from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, QuireError, Unavailable
 from quire.observe.metrics import ModelMetrics
 from quire.server.callers import NOBODY, Caller
+from quire.server.reading import STRICT, Reading
 from quire.weights.store.catalogue import look_up
 
 if TYPE_CHECKING:
@@ -180,20 +181,21 @@ class Model:
         """Whether requests may name that adapter; while the model loads, whether they will."""
         return name in (self.adapters if self.client is not None else self.expected)
 
-    def served(self, adapter: str = "", caller: Caller = NOBODY) -> Served:
+    def served(self, adapter: str = "", caller: Caller = NOBODY, reading: Reading = STRICT) -> Served:
         """What a request for it is answered by; 503 while it cannot be."""
-        return Served(self, self.ready(), adapter or self.name, adapter, caller)
+        return Served(self, self.ready(), adapter or self.name, adapter, caller, reading)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one request is answered by: a model, how the request called it, and who asks."""
+    """What one request is answered by: a model, how the request called it, who asks, and how its body is read."""
 
     model: Model
     completer: Completer  # the model's own, or one with the template that the request's name has
     name: str  # what the answer calls it: the model's name, or the adapter's
     adapter: str = ""  # empty: the model as it is
     caller: Caller = field(default=NOBODY)
+    reading: Reading = STRICT  # how the request's body is read
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -327,10 +329,12 @@ class Models:
             )
         return found
 
-    async def resolve(self, name: str | None, caller: Caller = NOBODY, *, first: bool = False) -> Served:
+    async def resolve(
+        self, name: str | None, caller: Caller = NOBODY, *, first: bool = False, reading: Reading = STRICT
+    ) -> Served:
         """What a request is answered by. 404 and 400 as `choose` has them, 503 while the model cannot answer."""
         model, adapter = self.choose(name, first=first)
-        return model.served(adapter, caller)
+        return model.served(adapter, caller, reading)
 
 
 def forms(name: str) -> Iterator[str]:

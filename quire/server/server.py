@@ -17,6 +17,7 @@ from quire.engine.transport.client import EngineClient
 from quire.observe.errors import Unavailable
 from quire.observe.metrics import Metrics
 from quire.server.callers import NOBODY, SCOPE
+from quire.server.reading import Reading
 from quire.server.served import Model, Models, Running, Served
 from quire.server.state import State
 
@@ -93,7 +94,8 @@ class Server:
 
     async def resolve(self, request: Request, name: str | None, *, first: bool = False) -> Served:
         """What the request is answered by, by the name it has for a model. See `Models.resolve`."""
-        return await self.models.resolve(name, request.scope.get(SCOPE, NOBODY), first=first)
+        scope = request.scope
+        return await self.models.resolve(name, scope.get(SCOPE, NOBODY), first=first, reading=Reading(scope))
 
     def attach(self, model: Model, client: EngineClient, completer: Completer) -> None:
         """A model is loaded: from now on its requests are taken."""

@@ -21,12 +21,14 @@ from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
+from quire.server import ignored
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
 from quire.server.ollama import created, requests
 from quire.server.ollama.names import Names
 from quire.server.ollama.turns import Message, turns
 from quire.server.ollama.turns import told as tell_call
+from quire.server.reading import Reading
 from quire.server.replies import LineStream, reply
 from quire.server.served import Served
 from quire.server.shared import conversation
@@ -112,12 +114,12 @@ def register(app: FastAPI, names: Names) -> None:
         served, options, made = await _begin(names, request, asked, clock)
         if not asked.messages:
             return _only_loaded(served, asked, clock, {"message": {"role": "assistant", "content": ""}})
-        tools = choose(openai_tools(asked.tools), None)
+        tools = choose(openai_tools(asked.tools, served.reading), None)
         said = created.conversation(made, turns(asked.messages))
         whole = Conversation(said, tools, requests.thinking(served, asked.think))
         prompt = await conversation.encode(served, whole)
         lines = _Lines(served, asked, prompt, clock, False, chat=True)
-        return await _answer(served, request, lines, options, tools, "messages")
+        return await _answer(served, request, lines, options, whole.tools, "messages")
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
@@ -132,7 +134,7 @@ async def _begin(
     if asked.model and names.get(asked.model) is None:
         await names.settled(asked.model)
     _, _, made = names.choose(asked.model)
-    options = requests.read_options(created.options(made, asked.options))
+    options = requests.read_options(created.options(made, asked.options), Reading(request.scope))
     requests.constraint(asked.format)
     requests.seconds(asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
@@ -239,13 +241,14 @@ async def _answer(
             code="context_length_exceeded",
         )
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    sampling = requests.params(options, served.info.vocab_size, context - len(prompt), logprobs)
+    sampling = requests.params(served, options, context - len(prompt), logprobs)
     if ends:
         sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
     reading, constraint = None, requests.constraint(asked.format)
     if tools is not None:
         reading, constraint = await conversation.answering(served, prompt, tools, constraint)
     made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+    lines.notes += ignored.take(request.scope)
     feed = Feed(served, [made], request.receive, lines.clock.arrived)
     if asked.stream is None or asked.stream:
         return LineStream(feed, lines)

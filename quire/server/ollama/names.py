@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server.callers import caller_of
+from quire.server.reading import Reading
 from quire.server.served import Model, Served, bare_name, canonical
 from quire.server.server import Server
 from quire.weights.store.manifest import Defaults, Manifest
@@ -107,7 +108,7 @@ class Names:
         """What the request is answered by, and what its name says by default."""
         model, adapter, made = self.choose(name)
         await model.settled()
-        served = model.served(adapter, caller_of(request.scope))
+        served = model.served(adapter, caller_of(request.scope), Reading(request.scope))
         return self._with_template(served, made), made
 
     def _with_template(self, served: Served, made: Defaults | None) -> Served:

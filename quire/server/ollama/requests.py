@@ -1,7 +1,6 @@
 """Shared by Ollama's routes: how a body is read, `options`, `keep_alive`, and errors as `{"error": text}`. How models are named is `names.py`.
 
-Ollama itself drops what it does not know; here a field is honoured, without effect on the tokens, or refused by name, as on every
-other route. Where an option is not sent, Ollama's default holds (DEFAULTS), but for its repeat penalty. Knows nothing of answers.
+A field is honoured, without effect on the tokens, refused by name, or unknown, which is told, as on every other route. Where an option is not sent, Ollama's default holds (DEFAULTS), but for its repeat penalty. Knows nothing of answers.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
 from quire.server.shared.bodies import checked_keys, read_body, read_json
@@ -84,12 +84,12 @@ class Options(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
 
 
-def read_options(raw: msgspec.Raw) -> Options:
+def read_options(raw: msgspec.Raw, reading: Reading) -> Options:
     """`options`, every one accounted for."""
     if bytes(raw) == b"null":
         return Options()
     try:
-        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS)
+        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS, "options", reading)
     except BadRequest as error:
         raise _within_options(error) from None
 
@@ -102,7 +102,7 @@ def _within_options(error: BadRequest) -> BadRequest:
     return BadRequest(f"options: {message}", cure=error.cure, param=where, code=error.code)
 
 
-def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -> SamplingParams:
+def params(served: Served, options: Options, room: int, logprobs: int | None) -> SamplingParams:
     """SamplingParams with Ollama's defaults, at most `room` tokens of answer."""
     asked = _whole("num_predict", options.num_predict)
     if asked is not None and asked < 1 and asked not in (-1, -2):  # both mean: as many as there is room for
@@ -112,7 +112,7 @@ def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -
     seed = _whole("seed", options.seed)
     top_k = _whole("top_k", options.top_k)
     stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
-    _check_window(options)
+    _check_window(options, served.reading)
     given: dict[str, Any] = {
         "temperature": options.temperature,
         "top_k": None if top_k is None else max(0, top_k),
@@ -127,20 +127,21 @@ def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -
         "stop": stop,
         "max_tokens": room if asked is None or asked < 0 else min(asked, room),
     }
-    return sampling(given, vocab_size, defaults=DEFAULTS, names=OURS, within="options")
+    return sampling(given, served.info.vocab_size, defaults=DEFAULTS, names=OURS, within="options")
 
 
-def _check_window(options: Options) -> None:
+def _check_window(options: Options, reading: Reading) -> None:
     """Penalties here look at everything; a window of some last tokens is fine only where there is no penalty."""
     last = _whole("repeat_last_n", options.repeat_last_n)
     penalised = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
     if last not in (None, -1) and penalised:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: repeat_last_n is {last}: penalties look at the whole text here",
             cure="leave it out, or send -1",
             param="options.repeat_last_n",
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
 
 
 def context_of(served: Served, options: Options) -> int:
@@ -149,12 +150,14 @@ def context_of(served: Served, options: Options) -> int:
     if asked is None:
         return most
     if asked > most:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: num_ctx is {asked}: {served.model.name} is served with a context of {most}",
             cure=f"send at most {most}, or start the server with a longer --context",
             param="options.num_ctx",
             code="context_length_exceeded",
         )
+        served.reading.excuse(refusal)
+        return most
     if asked < 2:
         raise BadRequest(f"options: num_ctx is {asked}: it must be at least 2", param="options.num_ctx")
     return asked

@@ -21,7 +21,8 @@ from quire.chat.types import CallPart, Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.feed import Feed, News
-from quire.server.replies import EventStream
+from quire.server.reading import Reading
+from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import bodies, conversation
@@ -92,7 +93,7 @@ def register(app: FastAPI, server: Server) -> None:
         asked = parse(await read_json(request), ChatRequest)
         served = await server.resolve(request, asked.model)
         served.generates()
-        _check(asked)
+        _check(asked, served.reading)
         sampling = asked.params(
             served.info.vocab_size,
             max_tokens=_max_tokens(asked),
@@ -110,14 +111,14 @@ def register(app: FastAPI, server: Server) -> None:
         head = envelope(served, asked, "chatcmpl", kind)
         if asked.stream:
             return EventStream(feed, Stream(asked, head, prompt, sampling.n))
-        return Response(await whole(feed, asked, head, prompt), media_type="application/json")
+        return reply(await whole(feed, asked, head, prompt))
 
     for path in ("/v1/chat/completions", "/chat/completions"):
         app.add_api_route(path, chat_completions, methods=["POST"], response_model=None)
 
 
-def _check(asked: ChatRequest) -> None:
-    asked.check()
+def _check(asked: ChatRequest, reading: Reading) -> None:
+    asked.check(reading)
     if asked.top_logprobs is not None:
         if not asked.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -126,22 +127,24 @@ def _check(asked: ChatRequest) -> None:
                 f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
             )
     if asked.service_tier not in TIERS:
-        raise BadRequest(
+        refusal = BadRequest(
             "service_tier is not supported: the only accepted value is auto or default",
             param="service_tier",
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
     if (
         bytes(asked.prediction) not in (b"", b"null")
-        and at("prediction", asked.prediction, Prediction).type != "content"
+        and at("prediction", asked.prediction, Prediction, reading).type != "content"
     ):
         raise BadRequest("prediction.type must be content", param="prediction.type")
     if asked.echo:
-        raise BadRequest("echo is for /v1/completions", param="echo")
+        reading.excuse(BadRequest("echo is for /v1/completions", param="echo"))
     if asked.add_special_tokens:
-        raise BadRequest(
+        refusal = BadRequest(
             "add_special_tokens is not supported here: the template writes them", param="add_special_tokens"
         )
+        reading.excuse(refusal)
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
@@ -172,7 +175,7 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
         kwargs = conversation.thinking(served, None, effort, "reasoning_effort") | kwargs
     return Conversation(
         turns(served, asked.messages),
-        _tools(asked),
+        _tools(asked, served.reading),
         kwargs,
         asked.add_generation_prompt is not False,
         continues,
@@ -180,10 +183,10 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
     )
 
 
-def _tools(asked: ChatRequest) -> Tools:
+def _tools(asked: ChatRequest, reading: Reading) -> Tools:
     if asked.tools is None and asked.tool_choice is NOTHING:
         return NO_TOOLS
-    return openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls)
+    return openai_choice(openai_tools(asked.tools, reading), asked.tool_choice, asked.parallel_tool_calls, reading)
 
 
 def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:
@@ -220,7 +223,7 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     return body
 
 
-async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> bytes:
+async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> dict[str, Any]:
     """The answer as one body."""
     choices, prompt_logprobs = await collect(feed)
     usage = Usage([len(prompt)])
@@ -247,7 +250,7 @@ async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int
         more["timings"] = timings(choices[0, 0].receipt)
     if asked.receipts:
         more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
-    return msgspec.json.encode(head.wrap(body, **more))
+    return head.wrap(body, **more)
 
 
 class Stream:

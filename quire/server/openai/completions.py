@@ -21,7 +21,8 @@ from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.feed import Feed, News
-from quire.server.replies import EventStream
+from quire.server.reading import Reading
+from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import bodies
@@ -69,7 +70,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         prompts = _prompts(asked, server.config.max_prompts)
-        _check(asked, len(prompts))
+        _check(asked, len(prompts), served.reading)
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         score_only = max_tokens == 0
         scores = asked.logprobs if asked.echo else None
@@ -100,7 +101,7 @@ def register(app: FastAPI, server: Server) -> None:
         answer = _Answer(served, asked, envelope(served, asked, "cmpl", "text_completion"), encoded, score_only)
         if asked.stream:
             return EventStream(feed, answer)
-        return Response(await _whole(feed, answer), media_type="application/json")
+        return reply(await _whole(feed, answer))
 
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
 
@@ -142,8 +143,8 @@ def _until_filled(served: Served, sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, stop_token_ids=ends)
 
 
-def _check(asked: CompletionRequest, prompts: int) -> None:
-    asked.check()
+def _check(asked: CompletionRequest, prompts: int, reading: Reading) -> None:
+    asked.check(reading)
     n = 1 if asked.n is None else asked.n
     if asked.best_of is not None and n >= 1:  # an n that is none is refused with the other bounds
         if not n <= asked.best_of <= MAX_N:
@@ -301,7 +302,7 @@ def _best(entries: list[TokenLogprob], k: int) -> list[TokenLogprob]:
     return [TokenLogprob(e.token, e.logprob, e.rank, e.top[:k]) for e in entries]
 
 
-async def _whole(feed: Feed, answer: _Answer) -> bytes:
+async def _whole(feed: Feed, answer: _Answer) -> dict[str, Any]:
     receipts: list[dict[str, Any]] = []
     async with feed:
         async for items in feed.batches():
@@ -316,7 +317,7 @@ async def _whole(feed: Feed, answer: _Answer) -> bytes:
     if answer.asked.receipts:
         by_index = {r["index"]: r for r in receipts}
         more["quire"] = {"receipts": [by_index[i] | {"index": index} for index, i in enumerate(kept)]}
-    return msgspec.json.encode(answer.head.wrap(body, **more))
+    return answer.head.wrap(body, **more)
 
 
 def _kept(answer: _Answer) -> list[int]:

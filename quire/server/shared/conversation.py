@@ -21,7 +21,7 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.server.served import Served
 from quire.server.shared import bodies
-from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
+from quire.server.shared.tools import NO_TOOLS, callable_tools, check_name, shown
 
 if TYPE_CHECKING:
     from quire.chat.tools.types import Reading
@@ -137,28 +137,28 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
         if level is not None and (not off or f'"{effort}"' in words or f"'{effort}'" in words):
             made[level] = effort
         elif not off and not switches:
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{param} is {effort}: {_no_place(served)}",
                 cure="leave it out",
                 param=param,
                 code="unsupported_parameter",
             )
+            served.reading.excuse(refusal)
+            return {}
         on = not off if level not in made or not off else on
     if on is None:
         return made
     if not switches and level not in made and on != reasons:
-        if on:
-            raise BadRequest(
-                f"{param}: {served.model.name} does not reason apart from its answers",
-                cure="leave it out",
-                param=param,
-                code="unsupported_parameter",
-            )
-        raise BadRequest(
-            f"{param}: the reasoning of {served.model.name} cannot be turned off",
+        name = served.model.name
+        refusal = BadRequest(
+            f"{param}: {name} does not reason apart from its answers"
+            if on
+            else f"{param}: the reasoning of {name} cannot be turned off",
+            cure="leave it out" if on else "",
             param=param,
             code="unsupported_parameter",
         )
+        served.reading.excuse(refusal)
     return made | {name: SWITCHES[name][on] for name in switches}
 
 
@@ -251,11 +251,12 @@ async def encode_text(served: Served, text: str, param: str, add_special: bool |
 
 
 async def encode(served: Served, said: Conversation, param: str = "messages") -> list[int]:
-    """Tokens of a conversation, through the model's own template."""
+    """Tokens of a conversation, through the model's own template. Tools that it cannot call are left out of `said` where that is excused."""
     completer = served.completer
     tools = None
     if said.tools.tools:
-        check_callable(served, said.tools)
+        said.tools = callable_tools(served, said.tools)
+    if said.tools.tools:
         tools = shown(said.tools)
         check_text(served, msgspec.json.encode(tools).decode(), "tools")
     check_text(served, "".join(_texts(said.turns)), param)
@@ -264,14 +265,16 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
         kwargs["tools"] = tools
     if said.documents:
         if "documents" not in template_reads(served):
-            raise BadRequest(
+            refusal = BadRequest(
                 f"documents: the chat template of {served.model.name} has no place for them",
                 cure="write them into a message",
                 param="documents",
                 code="unsupported_parameter",
             )
-        check_text(served, "".join(_texts(said.documents)), "documents")
-        kwargs["documents"] = said.documents
+            served.reading.excuse(refusal)
+        else:
+            check_text(served, "".join(_texts(said.documents)), "documents")
+            kwargs["documents"] = said.documents
     if said.continues:
         kwargs["continue_final_message"] = True
     try:

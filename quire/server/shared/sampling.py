@@ -20,6 +20,7 @@ from quire.engine.constraints.schemas import blanks_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
+from quire.server.reading import Reading
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT = 256
@@ -177,13 +178,14 @@ class Sampling(Structured, kw_only=True):
         }
         return sampling(asked | more, vocab_size)
 
-    def check(self) -> None:
+    def check(self, reading: Reading) -> None:
         """Rules between fields, and bounds that SamplingParams does not know."""
         options = self.stream_options
         if options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", param="stream_options")
         if options is not None and options.include_obfuscation:
-            raise BadRequest("include_obfuscation is not supported", param="stream_options.include_obfuscation")
+            refusal = BadRequest("include_obfuscation is not supported", param="stream_options.include_obfuscation")
+            reading.excuse(refusal)
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise BadRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT:

@@ -238,7 +238,7 @@ def check(status: int, body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("route", "body", "param"), FIELDS, ids=[f"{r}-{str(b)[:60]}" for r, b, _ in FIELDS])
 async def test_fields(route: str, body: Any, param: str | None):
     completer = FakeCompleter()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         with at_most(1.0):
             r = await http.post(route, json=body)
         error = check(r.status_code, r.json())
@@ -252,7 +252,7 @@ async def test_fields(route: str, body: Any, param: str | None):
 @pytest.mark.parametrize(("name", "body"), RAW, ids=[n for n, _ in RAW])
 @pytest.mark.parametrize("route", [CHAT, COMPLETE, "/tokenize", "/detokenize"])
 async def test_bodies(route: str, name: str, body: bytes):
-    async with client_for() as http:
+    async with client_for(strict=True) as http:
         r = await http.post(route, content=body, headers={"content-type": "application/json"})
         check(r.status_code, r.json())
         assert r.status_code == 400
@@ -260,7 +260,7 @@ async def test_bodies(route: str, name: str, body: bytes):
 
 
 async def test_unknown_fields_are_refused_with_a_hint():
-    async with client_for() as http:
+    async with client_for(strict=True) as http:
         error = (await http.post(CHAT, json=chat(max_token=5))).json()["error"]
     assert error["message"] == "Unrecognized request argument supplied: max_token (did you mean max_tokens?)"
     assert error["code"] == "unknown_parameter"

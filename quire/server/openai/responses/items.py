@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
 from quire.observe.errors import BadRequest
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
 from quire.server.shared.tools import at
@@ -32,6 +33,7 @@ FIELDS: dict[str, frozenset[str]] = {
     "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
     "item_reference": frozenset({"type", "id"}),
 }
+PARTS = frozenset({"type", "text", "refusal", "annotations", "logprobs"})  # of a message's content
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 SEAL = b"quire-reasoning:"
 MAX_ID = 128
@@ -42,17 +44,17 @@ def new_id(kind: str) -> str:
     return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
-def read(given: str | list[msgspec.Raw] | None) -> list[Item]:
+def read(given: str | list[msgspec.Raw] | None, reading: Reading) -> list[Item]:
     """`input` as items. References are left as they are."""
     if given is None:
         return []
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
     check_count(given, "input")
-    return [_item(f"input[{i}]", at(f"input[{i}]", raw, dict[str, Any])) for i, raw in enumerate(given)]
+    return [_item(f"input[{i}]", at(f"input[{i}]", raw, dict[str, Any]), reading) for i, raw in enumerate(given)]
 
 
-def _item(where: str, item: dict[str, Any]) -> Item:
+def _item(where: str, item: dict[str, Any], reading: Reading) -> Item:
     kind = item.get("type")
     if kind is None:  # a message, or a reference, in short
         kind = "message" if "role" in item else "item_reference"
@@ -64,15 +66,25 @@ def _item(where: str, item: dict[str, Any]) -> Item:
         )
     for name, value in item.items():
         if name not in FIELDS[kind] and value and not (name == "caller" and value == {"type": "direct"}):
-            place = f"{where}.{name[:64]}"
-            raise BadRequest(f"{place} is not supported", param=place, code="unsupported_content")
-    made = _MAKERS[kind](where, item)
+            _not_known(where, name, FIELDS[kind], reading)
+    made = _MAKERS[kind](where, item, reading)
     if kind != "item_reference":
         given = _text(where, item, "id", optional=True)
         if given is not None and not 1 <= len(given) <= MAX_ID:
             raise BadRequest(f"{where}.id must have 1 to {MAX_ID} characters", param=f"{where}.id")
         made["id"] = given or new_id(kind)
     return made
+
+
+def _not_known(where: str, name: str, known: Collection[str], reading: Reading) -> None:
+    """A field that an item, or a part of one, does not have here: refused by its place, or ignored and told."""
+    try:
+        reading.unknown(name, known, where)
+    except BadRequest as error:
+        place = f"{where}.{name[:64]}"
+        raise BadRequest(
+            f"{place} is not supported", cure=error.cure, param=place, code="unsupported_content"
+        ) from None
 
 
 def _text(where: str, item: dict[str, Any], name: str, optional: bool = False) -> Any:
@@ -90,15 +102,15 @@ def _message(role: str, content: list[dict[str, Any]], id: str = "") -> Item:
     return {**head, "role": role, "content": content}
 
 
-def _read_message(where: str, item: dict[str, Any]) -> Item:
+def _read_message(where: str, item: dict[str, Any], reading: Reading) -> Item:
     role = _text(where, item, "role")
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
-    return _message(role, _parts(f"{where}.content", item.get("content"), kinds))
+    return _message(role, _parts(f"{where}.content", item.get("content"), kinds, reading))
 
 
-def _parts(where: str, content: Any, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+def _parts(where: str, content: Any, kinds: tuple[str, ...], reading: Reading) -> list[dict[str, Any]]:
     """Content as a list of parts, each of one of these kinds; a string is a part of the first."""
     if isinstance(content, str):
         content = [{"type": kinds[0], "text": content}]
@@ -117,13 +129,16 @@ def _parts(where: str, content: Any, kinds: tuple[str, ...]) -> list[dict[str, A
                 param=f"{place}.type",
                 code="unsupported_content",
             )
+        for name, value in part.items():
+            if name not in PARTS and value:
+                _not_known(place, name, PARTS, reading)
         name = "refusal" if kind == "refusal" else "text"
         more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         made.append({"type": kind, name: _text(place, part, name), **more})
     return made
 
 
-def _read_call(where: str, item: dict[str, Any]) -> Item:
+def _read_call(where: str, item: dict[str, Any], reading: Reading) -> Item:
     space = _text(where, item, "namespace", optional=True)
     return {
         "id": "",
@@ -136,24 +151,24 @@ def _read_call(where: str, item: dict[str, Any]) -> Item:
     }
 
 
-def _read_output(where: str, item: dict[str, Any]) -> Item:
+def _read_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
     output = item.get("output")
     if not isinstance(output, str):
-        output = _parts(f"{where}.output", output, ("input_text",))
+        output = _parts(f"{where}.output", output, ("input_text",), reading)
     head = {"id": "", "type": "function_call_output", "status": "completed"}
     return {**head, "call_id": _text(where, item, "call_id"), "output": output}
 
 
-def _read_reasoning(where: str, item: dict[str, Any]) -> Item:
-    summary = _parts(f"{where}.summary", item.get("summary") or [], ("summary_text",))
-    content = _parts(f"{where}.content", item.get("content") or [], ("reasoning_text",))
+def _read_reasoning(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    summary = _parts(f"{where}.summary", item.get("summary") or [], ("summary_text",), reading)
+    content = _parts(f"{where}.content", item.get("content") or [], ("reasoning_text",), reading)
     sealed = _text(where, item, "encrypted_content", optional=True)
     if sealed and not content:
         content = [{"type": "reasoning_text", "text": unseal(f"{where}.encrypted_content", sealed)}]
     return {"id": "", "type": "reasoning", "status": "completed", "summary": summary, "content": content}
 
 
-def _read_reference(where: str, item: dict[str, Any]) -> Item:
+def _read_reference(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return {"type": "item_reference", "id": _text(where, item, "id")}
 
 

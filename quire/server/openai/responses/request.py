@@ -22,8 +22,10 @@ from quire.server.openai.responses import tools as response_tools
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.stored import UNFINISHED, StoredResponses
 from quire.server.openai.responses.tools import Toolset
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
+from quire.server.shared.bodies import Body
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
 from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import NOTHING, Raw, at
@@ -160,40 +162,43 @@ CountRequest = msgspec.defstruct(
 )
 
 
-def parse_count(body: bytes) -> ResponseRequest:
+def parse_count(body: Body) -> ResponseRequest:
     """A request to count, as the response that it would be."""
     counted = bodies.parse(body, CountRequest, IGNORED, NEUTRAL)
-    return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}))
+    return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}), body.reading)
 
 
-def parse(body: bytes) -> ResponseRequest:
+def parse(body: Body) -> ResponseRequest:
     """The request, every field of it accounted for."""
-    return _checked(bodies.parse(body, ResponseRequest, IGNORED, NEUTRAL))
+    return _checked(bodies.parse(body, ResponseRequest, IGNORED, NEUTRAL), body.reading)
 
 
-def _checked(asked: ResponseRequest) -> ResponseRequest:
+def _checked(asked: ResponseRequest, reading: Reading) -> ResponseRequest:
     for name, (_, cure) in ELSEWHERE.items():
         value = getattr(asked, name)
         if value is not None and value is not False and not (name == "n" and value == 1):
-            raise BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
+            refusal = BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
+            reading.excuse(refusal)
+            setattr(asked, name, None)
     if asked.truncation not in (None, "disabled"):
-        raise BadRequest(
+        refusal = BadRequest(
             "truncation is not supported: the only accepted value is disabled, because nothing is cut here",
             param="truncation",
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
     if asked.text is not None:
-        _only("text.verbosity", asked.text.verbosity, *VERBOSITIES)
+        _only(reading, "text.verbosity", asked.text.verbosity, *VERBOSITIES)
         _format(asked.text.format)
     if asked.reasoning is not None:
-        _only("reasoning.context", asked.reasoning.context, "auto", "all_turns")
-        _only("reasoning.mode", asked.reasoning.mode, "standard")
+        _only(reading, "reasoning.context", asked.reasoning.context, "auto", "all_turns")
+        _only(reading, "reasoning.mode", asked.reasoning.mode, "standard")
     return asked
 
 
-def check(asked: ResponseRequest) -> None:
+def check(asked: ResponseRequest, reading: Reading) -> None:
     """Rules between fields."""
-    asked.check()
+    asked.check(reading)
     metadata.check(asked.metadata)
     for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
         value = getattr(asked, name)
@@ -214,19 +219,20 @@ def check(asked: ResponseRequest) -> None:
         )
     if asked.max_tool_calls is not None and asked.max_tool_calls < 1:
         raise BadRequest("max_tool_calls must be at least 1", param="max_tool_calls")
-    _only("service_tier", asked.service_tier, *TIERS)
+    _only(reading, "service_tier", asked.service_tier, *TIERS)
     if asked.background and not asked.stored:
         raise BadRequest("background needs store to be true: nobody could ask for the answer", param="background")
-    _only("reasoning.summary", asked.summary, *SUMMARIES)
+    _only(reading, "reasoning.summary", asked.summary, *SUMMARIES)
 
 
-def _only(name: str, value: str | None, *allowed: str) -> None:
+def _only(reading: Reading, name: str, value: str | None, *allowed: str) -> None:
     if value is not None and value not in allowed:
-        raise BadRequest(
+        refusal = BadRequest(
             f"{name} is not supported: the only accepted value is {' or '.join(allowed)}",
             param=name,
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
 
 
 def _hints(served: Served, asked: ResponseRequest) -> dict[str, str]:
@@ -240,11 +246,12 @@ def _hints(served: Served, asked: ResponseRequest) -> dict[str, str]:
             f"{served.model.name} does not reason apart from its answers: there is nothing to tell"
         )
     elif asked.summary == "concise":
-        raise BadRequest(
+        refusal = BadRequest(
             "reasoning.summary must be auto or detailed: nothing here writes a shorter one than the reasoning itself",
             param="reasoning.summary",
             code="unsupported_parameter",
         )
+        served.reading.excuse(refusal)
     if asked.text is not None and asked.text.verbosity not in (None, "medium"):
         made["text.verbosity"] = "a model here cannot be told how much to write but in words"
     if asked.service_tier not in (None, "auto", "default"):
@@ -303,19 +310,21 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
         *before,
         *[
             await _resolved(stored, served.caller.owner, i, item)
-            for i, item in enumerate(response_items.read(asked.input))
+            for i, item in enumerate(response_items.read(asked.input, served.reading))
         ],
     ]
     if not items:
         raise BadRequest("input is missing", param="input")
-    tools = response_tools.read(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls)
+    tools = response_tools.read(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls, served.reading)
     kwargs = template_kwargs(asked.chat_template_kwargs)
     effort = asked.reasoning.effort if asked.reasoning else None
     no_effect = _hints(served, asked)
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
     turns = response_items.turns(served, asked.instructions, items, len(before), tools.known_as)
-    prompt = await conversation.encode(served, Conversation(turns, tools.choice, kwargs), "input")
+    said = Conversation(turns, tools.choice, kwargs)
+    prompt = await conversation.encode(served, said, "input")
+    tools.choice = said.tools
     return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect)
 
 

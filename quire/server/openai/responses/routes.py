@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
+from quire.server import ignored
 from quire.server.callers import caller_of
 from quire.server.database import Database
 from quire.server.errors import Unimplemented
@@ -90,13 +91,14 @@ class _Responses:
         asked = parse(await read_json(request))
         served = await self.server.resolve(request, asked.model)
         served.generates()
-        check(asked)
+        check(asked, served.reading)
         if asked.background:
             self.runs.check_room()
         ready = await prepare(served, self.stored, asked)
         generation = await generated(served, asked, ready)
+        notes = _told(ready, request)
         answer = Answer(
-            _head(served, asked, ready, generation.sampling.temperature, generation.sampling.top_p),
+            _head(served, asked, ready, generation.sampling.temperature, generation.sampling.top_p) | notes,
             len(ready.prompt),
             summarized=asked.summary is not None,
             logprobs=asked.includes(LOGPROBS),
@@ -133,7 +135,7 @@ class _Responses:
         served = await self.server.resolve(request, asked.model)
         served.generates()
         ready = await prepare(served, self.stored, asked)
-        return reply({"object": "response.input_tokens", "input_tokens": len(ready.prompt)} | _without_effect(ready))
+        return reply({"object": "response.input_tokens", "input_tokens": len(ready.prompt)} | _told(ready, request))
 
     async def retrieve(self, request: Request) -> Response:
         response, query, owner = request.path_params["response"], request.query_params, caller_of(request.scope).owner
@@ -263,13 +265,12 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
         "top_p": top_p,
         "truncation": "disabled",
         **({} if asked.user is None else {"user": asked.user}),
-        **_without_effect(ready),
     }
 
 
-def _without_effect(ready: Prepared) -> dict[str, Any]:
-    """What the request asked for and got nothing of, for its answer; no word of it where there is nothing."""
-    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()]
+def _told(ready: Prepared, request: Request) -> dict[str, Any]:
+    """What the request asked for and got nothing of, for its answer; no word of it where there is nothing. A response is kept with its notes."""
+    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()] + ignored.take(request.scope)
     return {"quire": {"notes": notes}} if notes else {}
 
 

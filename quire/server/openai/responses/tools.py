@@ -16,6 +16,7 @@ import msgspec
 
 from quire.chat.tools.types import Tool, Tools
 from quire.observe.errors import BadRequest
+from quire.server.reading import STRICT, Reading
 from quire.server.shared.tools import (
     MAX_DESCRIPTION,
     MAX_NAME,
@@ -81,6 +82,7 @@ class Toolset:
     told: list[dict[str, Any]] = field(default_factory=list)  # as the answer repeats them
     names: dict[Key, str] = field(default_factory=dict)  # the model's name of every function
     left_out: set[str] = field(default_factory=set)  # kinds of tools that are not here
+    reading: Reading = STRICT
     no_effect: dict[str, str] = field(default_factory=dict)  # what changes nothing, with why
 
     def known_as(self, namespace: str | None, name: str) -> str:
@@ -105,17 +107,17 @@ def _marked(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"[: MAX_NAME - len(mark) - 1] + f"_{mark}"
 
 
-def read(items: Sequence[Raw], choice: Raw, parallel: bool | None) -> Toolset:
+def read(items: Sequence[Raw], choice: Raw, parallel: bool | None, reading: Reading) -> Toolset:
     """The tools of a request, checked."""
     check_count(items)
-    made = Toolset()
+    made = Toolset(reading=reading)
     functions: list[tuple[str, str | None, Tool]] = []  # where it stands, its namespace
     about: dict[str, str] = {}  # namespaces, by their names
     for i, raw in enumerate(items):
         where = f"tools[{i}]"
         kind = at(where, raw, Kind).type
         if kind == "namespace":
-            space = _namespace(where, raw)
+            space = _namespace(where, raw, reading)
             inside = list(_functions(where, space, made))
             functions += [(place, space.name, one) for place, one in inside]
             about.setdefault(space.name, space.description or "")
@@ -124,8 +126,7 @@ def read(items: Sequence[Raw], choice: Raw, parallel: bool | None) -> Toolset:
         elif kind in WEB_SEARCH:
             made.left_out.add(kind)
             made.no_effect[where] = f"{kind} is left out: {NO_SEARCH}"
-        else:
-            one = _function(where, kind, raw, made)
+        elif (one := _function(where, kind, raw, made)) is not None:
             functions.append((where, None, one))
             made.told.append(_told(one))
     check_count(functions)
@@ -135,8 +136,8 @@ def read(items: Sequence[Raw], choice: Raw, parallel: bool | None) -> Toolset:
     return made
 
 
-def _namespace(where: str, raw: Raw) -> NamespaceTool:
-    space = at(where, raw, NamespaceTool)
+def _namespace(where: str, raw: Raw, reading: Reading) -> NamespaceTool:
+    space = at(where, raw, NamespaceTool, reading)
     check_name(f"{where}.name", space.name)
     check_count(space.tools, f"{where}.tools")
     if space.description is not None and len(space.description) > MAX_DESCRIPTION:
@@ -150,17 +151,21 @@ def _namespace(where: str, raw: Raw) -> NamespaceTool:
 def _functions(where: str, space: NamespaceTool, made: Toolset) -> Iterator[tuple[str, Tool]]:
     for i, raw in enumerate(space.tools):
         place = f"{where}.tools[{i}]"
-        yield place, _function(place, at(place, raw, Kind).type, raw, made)
+        if (one := _function(place, at(place, raw, Kind).type, raw, made)) is not None:
+            yield place, one
 
 
-def _function(where: str, kind: str | None, raw: Raw, made: Toolset) -> Tool:
+def _function(where: str, kind: str | None, raw: Raw, made: Toolset) -> Tool | None:
+    """A function; none, where a tool of another kind is excused."""
     if kind != "function":
-        raise BadRequest(
+        refusal = BadRequest(
             f"{where}.type is {str(kind)[:64]!r}: only function tools are supported",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    given = at(where, raw, FunctionTool)
+        made.reading.excuse(refusal)
+        return None
+    given = at(where, raw, FunctionTool, made.reading)
     if given.defer_loading:
         made.no_effect[f"{where}.defer_loading"] = "every function is shown at once"
     return tool(where, given.name, given.description, given.parameters, given.strict)
@@ -210,7 +215,7 @@ def _choice(made: Toolset, tools: list[Tool], raw: Raw, parallel: bool | None) -
         return worded
     kind = at(where, raw, Kind).type
     if kind == "function":
-        named = at(where, raw, NamedTool)
+        named = at(where, raw, NamedTool, made.reading)
         known = made.names.get((named.namespace, named.name))
         if known is None and tools:
             raise _unknown(where, named)
@@ -223,7 +228,7 @@ def _choice(made: Toolset, tools: list[Tool], raw: Raw, parallel: bool | None) -
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    allowed = at(where, raw, AllowedTools)
+    allowed = at(where, raw, AllowedTools, made.reading)
     if allowed.mode not in ("auto", "required"):
         raise BadRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
     check_count(allowed.tools, f"{where}.tools")
@@ -237,7 +242,7 @@ def _allowed(made: Toolset, where: str, raw: Raw) -> str | None:
     """The model's name of a tool that is allowed; None of one that is left out."""
     if at(where, raw, Kind).type in made.left_out:
         return None
-    named = at(where, raw, NamedTool)
+    named = at(where, raw, NamedTool, made.reading)
     known = made.names.get((named.namespace, named.name))
     if known is None:
         raise _unknown("tool_choice.tools", named)

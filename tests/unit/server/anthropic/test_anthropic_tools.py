@@ -320,7 +320,7 @@ async def test_thinking(source: str, reasons: bool, fields: dict[str, Any], kwar
     completer = caller()
     completer.template = FakeTemplate(source)
     completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         r = await http.post(MESSAGES, json=ask(tools=[], **fields))
     if isinstance(kwargs, str):
         assert r.status_code == 400
@@ -518,7 +518,7 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
 )
 async def test_refusals_in_anthropics_words(fields: dict[str, Any], begins: str):
     completer = caller()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         with at_most(2.0):
             r = await http.post(MESSAGES, json=ask(**fields))
     assert r.status_code == 400 and not completer.seen

@@ -110,6 +110,7 @@ async def test_what_cannot_be_honoured_is_a_400_that_names_it(
     body: dict[str, Any], param: str, tiny: tuple[Path, Any, Any]
 ):
     async with serving(tiny[0]) as http:
+        http.headers["x-quire-strict"] = "true"
         r = await http.post(EMBED, json=body)
         assert r.status_code == 400
         assert r.json()["error"]["param"] == param
@@ -295,6 +296,7 @@ async def test_ollamas_routes(tiny: tuple[Path, Any, Any]):
     path, model, theirs = tiny
     long = "the cat " * 60
     async with serving(path) as http:
+        http.headers["x-quire-strict"] = "true"
         ask = {"model": "tiny", "input": ["the cat", "dog"], "options": {"temperature": 0.1}, "keep_alive": "5m"}
         body = (await http.post("/api/embed", json=ask)).json()
         for text, vector in zip(ask["input"], body["embeddings"], strict=True):

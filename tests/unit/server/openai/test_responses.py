@@ -551,7 +551,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 async def test_what_cannot_be_honoured_is_refused_by_name():
     completer = FakeCompleter()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         for more, param in REFUSED:
             r = await http.post("/v1/responses", json=HI | more)
             assert r.status_code == 400, (more, r.text)

@@ -38,7 +38,7 @@ async def answer(completer: FakeCompleter, **fields: Any) -> Any:
 
 async def refused(fields: dict[str, Any], completer: FakeCompleter | None = None) -> dict[str, Any]:
     completer = completer or caller()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         r = await http.post(CHAT, json=HI | fields)
     assert r.status_code == 400, r.text
     assert not completer.seen
