@@ -145,7 +145,7 @@ async def _begin(
         )
     served, _ = await names.resolve(request, asked.model)
     served.generates()
-    if made is None and not served.adapter and names.get(asked.model) is None:
+    if made is None and not served.adapter and asked.model and names.get(asked.model) is None:
         asked.model = served.name  # a name that means nothing (--any-model-name): the answer tells who gives it
     clock.waited = time.monotonic() - began
     return served, options, made
