@@ -5,8 +5,8 @@ a step with prompts in it        d + e * (rows + tokens) + f * pairs + c * conte
 
 Each of the two lines is fitted by weighted least squares, in which an error counts by its share of the time. What was seen is
 kept in cells, by size and depth, and each cell forgets by itself: a hundred short chunks do not wear out what one long chunk
-has taught. On top of the line there is a ratio for each power of two of the size. It learns in a few steps what no line says: that
-tiles of kernels are filled or not, and that the machine is slower than it was. `spread` is what a step of a prompt takes at worst
+has taught. On top of the line are two ratios, which learn in a few steps what no line says: one for all sizes, that the machine is
+slower than it was, and one for each power of two of the size, that tiles of kernels are filled or not. `spread` is what a step of a prompt takes at worst
 (one in a hundred takes longer), as a multiple of what is predicted.
 
 The arithmetic is plain and in order, so the same steps teach the same. A step that took no time, or none that is a number,
@@ -23,7 +23,8 @@ SIZES = 20  # powers of two of a size
 TRUST = 3.0  # how far from what was predicted a step is believed to be
 SURE_AFTER = 4  # steps of a line, before any is disbelieved
 SETTLED, SOLVE_EVERY = 32, 8  # steps after which the line is fitted again at every eighth only: the ratios learn meanwhile
-NEAR, FAR = 0.25, 0.05  # how fast the ratio of a step's own size is learned, and those of all others
+ALL, OWN = 0.2, 0.05  # how fast the ratio of all sizes is learned, and that of a step's own size
+MOST = 8.0  # the largest of these ratios
 RISE, FALL = 0.04, 0.0004  # of the spread: it stands still where one step in a hundred takes longer
 WIDEST = 1.4  # the largest spread: where steps differ more than that, shorter ones would not help
 STATE = 1  # the form of what `state` gives
@@ -136,12 +137,13 @@ class Costs:
 class _Line:
     """Seconds as a line over a size and a number of pairs, and a ratio to it for each power of two of the size."""
 
-    __slots__ = ("_cells", "_coefficients", "_flat", "_ratios", "_solved", "base", "seen")
+    __slots__ = ("_cells", "_coefficients", "_flat", "_level", "_ratios", "_solved", "base", "seen")
 
     def __init__(self, flat: bool) -> None:
         """`flat`: of one size alone it is taken that the size does not matter, and otherwise that it is all that matters."""
         self._flat = flat
         self._cells: dict[tuple[int, int], list[float]] = {}  # weighted sums: 1 u v uu uv vv y uy vy
+        self._level = 1.0
         self._ratios = [1.0] * SIZES
         self._coefficients = (0.0, 0.0, 0.0)
         self._solved = True
@@ -157,25 +159,22 @@ class _Line:
         if not self._solved:
             self._solve()
         a, b, c = self._coefficients
-        return (a + b * u + c * v) * self._ratios[min(SIZES - 1, int(u).bit_length())]
+        return (a + b * u + c * v) * self._level * self._ratios[min(SIZES - 1, int(u).bit_length())]
 
     def depth_cost(self) -> float:
         """Seconds for each pair."""
         if not self._solved:
             self._solve()
-        return self._coefficients[2]
+        return self._coefficients[2] * self._level
 
     def learn(self, u: int, v: float, seconds: float) -> None:
         size = min(SIZES - 1, u.bit_length())
         if self.sure:
             expected = self.at(u, v)
             seconds = min(max(seconds, expected / TRUST), expected * TRUST)
-            ratios, line = self._ratios, expected / self._ratios[size]
-            own = min(max(seconds / line, 1 / 8), 8.0)
-            change = own / ratios[size]
-            for i in range(SIZES):
-                ratios[i] += FAR * (min(max(ratios[i] * change, 1 / 8), 8.0) - ratios[i])
-            ratios[size] += NEAR * (own - ratios[size])
+            off = seconds / expected - 1.0
+            self._level = min(max(self._level * (1.0 + ALL * off), 1 / MOST), MOST)
+            self._ratios[size] = min(max(self._ratios[size] * (1.0 + OWN * off), 1 / MOST), MOST)
         self.seen += 1
         w = 1.0 / (seconds * seconds)
         wu, wv, wy = w * u, w * v, w * seconds
@@ -192,6 +191,8 @@ class _Line:
     def _solve(self) -> None:
         """Fit the line to what is in the cells. Nothing in it is negative."""
         self._solved = True
+        if not self._cells:
+            return
         total = [sum(column) for column in zip(*self._cells.values(), strict=True)]
         n, u, v, uu, uv, vv, y, uy, vy = total
         if self._flat:
@@ -211,18 +212,20 @@ class _Line:
             del used[least]
 
     def state(self) -> dict[str, Any]:
+        self._solve()
         cells = [[*cell, *sums] for cell, sums in self._cells.items()]
-        return {"cells": cells, "ratios": list(self._ratios), "base": self.base, "seen": self.seen}
+        return {"cells": cells, "level": self._level, "ratios": list(self._ratios), "base": self.base, "seen": self.seen}
 
     def restore(self, state: dict[str, Any]) -> None:
         cells = {(int(c[0]), int(c[1])): [float(x) for x in c[2:]] for c in state["cells"]}
-        ratios = [float(x) for x in state["ratios"]]
+        ratios = [float(x) for x in (*state["ratios"], state["level"])]
         numbers = [float(state["base"]), *ratios, *(x for sums in cells.values() for x in sums)]
         known = all(0 <= size < SIZES and 0 <= depth < 8 and len(sums) == 9 for (size, depth), sums in cells.items())
-        if not known or len(ratios) != SIZES or not all(0.0 <= x < math.inf for x in numbers) or min(ratios) <= 0.0:
+        if not known or len(ratios) != SIZES + 1 or not all(0.0 <= x < math.inf for x in numbers) or min(ratios) <= 0.0:
             raise ValueError("these are no costs of steps: numbers are missing, or out of bounds")
-        self._cells, self._ratios, self.base, self.seen = cells, ratios, float(state["base"]), int(state["seen"])
-        self._solved = not cells
+        self._cells, self._ratios, self._level = cells, ratios[:SIZES], ratios[SIZES]
+        self.base, self.seen = float(state["base"]), int(state["seen"])
+        self._solve()
 
 
 def _solved(rows: list[list[float]]) -> list[float]:

@@ -249,6 +249,8 @@ class Order:
         self.settles = any(flight.load.ended or flight.load.late for flight in loads)  # which may give pages back
         self.returned = scheduler.tree.returned
         self.left = {s.key: s.left for s in scheduler._running if not s.sampling and s.left > 1}
+        running = [scheduler._keys[key] for key in self.left]
+        self.begun = {s.key: (s.whole - s.left if s.whole else 0, s.lent) for s in running}  # when they took their slots
         self.first = next((s for s in scheduler._running if s.key in self.left), None)
         waiting = [s for s in scheduler._keys.values() if s.status == "waiting" and s.waits_for is None]
         self.waiting = {id(s.tokens): s for s in waiting}
@@ -285,12 +287,12 @@ class Order:
         urgent = any(keys[key].order < first.order for key in given)
         enough = min(self.left[first.key], max(1, total // 5) if total > 4 else 0)
         expect(own >= enough, "the first of the prompts has less than a fifth", own, total)
-        account = self.accounts.setdefault(first.key, [0, 0])
+        account = self.accounts.setdefault(first.key, list(self.begun[first.key]))
         owed = account[0] / 4 > account[1] + 1  # later ones have had less than a fifth so far
         if not urgent:
             account[1] += total - own
-            most = account[0] / 4 + self.left[first.key] / 8 + 2
-            expect(own == self.left[first.key] or account[1] <= max(most, (account[0] + own) / 4 + 2), "too much was lent")
+            most = account[0] / 4 + self.left[first.key] / 8 + 3
+            expect(own == self.left[first.key] or account[1] <= max(most, (account[0] + own) / 4 + 3), "too much was lent")
         account[0] += own
         left = [s for s in self.waiting.values() if s.status == "waiting" and s.waits_for is None]
         if len(self.scheduler._slots) > 1 and not any(s.no_room for s in left):
