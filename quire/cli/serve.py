@@ -60,7 +60,9 @@ def command(
     ] = ENGINE.max_waiting,
     ttft_slo: Annotated[
         int,
-        typer.Option(min=0, help="Milliseconds to a first token: who cannot have it by then gets 429 at once; 0: nobody."),
+        typer.Option(
+            min=0, help="Milliseconds to a first token: who cannot have it by then gets 429 at once; 0: nobody."
+        ),
     ] = ENGINE.ttft_slo,
     lora: Annotated[
         list[str] | None,

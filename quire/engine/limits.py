@@ -50,6 +50,10 @@ class Limit(Protocol):
     def passed(self, count: int) -> None:
         """Count `count` sequences that were planned with a token each."""
 
+    def arrives(self, seq: Sequence) -> None:
+        """Note that a sequence is about to wait for a slot. Raises QuireError to refuse it, and then notes nothing: `ended` is not
+        called for it."""
+
     def opened(self, seq: Sequence) -> None:
         """Note that a sequence has taken a slot."""
 

@@ -71,6 +71,7 @@ class Scheduler:
         self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
         self._step_limits = tuple(limit for limit in self._limits if not limit.admission_only)
         self._learning = [limit for limit in self._limits if type(limit).learn is not Limit.learn]
+        self._arriving = [limit for limit in self._limits if type(limit).arrives is not Limit.arrives]
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
@@ -152,6 +153,8 @@ class Scheduler:
             raise BadRequest(f"max_tokens is {sampling.max_tokens}: it must be at least 1", param="max_tokens")
         seed = self._draw() if sampling.seed is None else sampling.seed
         seq = Sequence.of(request, self._arrivals, self._policy.rank(request), seed, self.context)
+        for limit in self._arriving:
+            limit.arrives(seq)
         self._arrivals += 1
         self._ids[request.id] = self._keys[seq.key] = seq
         self._queue.add(seq)

@@ -129,6 +129,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     stop_id: int | None = None  # the token that ended it, when finish is "stop"
     error: str | None = None
     param: str | None = None  # the field of the request that the error is about, when it is about one
+    busy: str = ""  # the error's code, of a request that was refused for the work there is, and may come again
+    retry_after: float = 0.0  # ... in so many seconds
     receipt: Receipt | None = None
 
 

@@ -22,7 +22,10 @@ MEMORY = 32  # steps that a cell remembers
 SIZES = 20  # powers of two of a size
 TRUST = 3.0  # how far from what was predicted a step is believed to be
 SURE_AFTER = 4  # steps of a line, before any is disbelieved
-SETTLED, SOLVE_EVERY = 32, 8  # steps after which the line is fitted again at every eighth only: the ratios learn meanwhile
+SETTLED, SOLVE_EVERY = (
+    32,
+    8,
+)  # steps after which the line is fitted again at every eighth only: the ratios learn meanwhile
 ALL, OWN = 0.2, 0.05  # how fast the ratio of all sizes is learned, and that of a step's own size
 MOST = 8.0  # the largest of these ratios
 RISE, FALL = 0.04, 0.0004  # of the spread: it stands still where one step in a hundred takes longer
@@ -214,7 +217,13 @@ class _Line:
     def state(self) -> dict[str, Any]:
         self._solve()
         cells = [[*cell, *sums] for cell, sums in self._cells.items()]
-        return {"cells": cells, "level": self._level, "ratios": list(self._ratios), "base": self.base, "seen": self.seen}
+        return {
+            "cells": cells,
+            "level": self._level,
+            "ratios": list(self._ratios),
+            "base": self.base,
+            "seen": self.seen,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         cells = {(int(c[0]), int(c[1])): [float(x) for x in c[2:]] for c in state["cells"]}

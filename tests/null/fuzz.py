@@ -250,7 +250,9 @@ class Order:
         self.returned = scheduler.tree.returned
         self.left = {s.key: s.left for s in scheduler._running if not s.sampling and s.left > 1}
         running = [scheduler._keys[key] for key in self.left]
-        self.begun = {s.key: (s.whole - s.left if s.whole else 0, s.lent) for s in running}  # when they took their slots
+        self.begun = {
+            s.key: (s.whole - s.left if s.whole else 0, s.lent) for s in running
+        }  # when they took their slots
         self.first = next((s for s in scheduler._running if s.key in self.left), None)
         waiting = [s for s in scheduler._keys.values() if s.status == "waiting" and s.waits_for is None]
         self.waiting = {id(s.tokens): s for s in waiting}
@@ -292,7 +294,9 @@ class Order:
         if not urgent:
             account[1] += total - own
             most = account[0] / 4 + self.left[first.key] / 8 + 3
-            expect(own == self.left[first.key] or account[1] <= max(most, (account[0] + own) / 4 + 3), "too much was lent")
+            expect(
+                own == self.left[first.key] or account[1] <= max(most, (account[0] + own) / 4 + 3), "too much was lent"
+            )
         account[0] += own
         left = [s for s in self.waiting.values() if s.status == "waiting" and s.waits_for is None]
         if len(self.scheduler._slots) > 1 and not any(s.no_room for s in left):

@@ -28,10 +28,11 @@ from quire.engine.construction.sizes import Sizes, pool_of, resolve_sizes
 from quire.engine.construction.tasks import declared
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.hooks import TextsBeside
-from quire.engine.limits import StepTime, standard
+from quire.engine.limits import Limit, StepTime, standard
 from quire.engine.pacing import Pace
 from quire.engine.pages import Pages
 from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence as Sequence_
 from quire.engine.spans import SpanHooks
 from quire.engine.types import EngineInfo
 from quire.models import Grouped, SeveralAxes
@@ -118,6 +119,7 @@ def build_writing(
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         *_drafts_line(config, drafts, step_drafts),
         pace.line,
+        *([f"first token: promised within {config.ttft_slo} ms (asked for)"] if config.ttft_slo else []),
         *pooling_lines,
     ]
     info = _info(config, parts, sizes, kv, pooling, lines)
@@ -218,17 +220,33 @@ def _scheduler(
     pace: Pace,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
+    promised = [] if not config.ttft_slo else [_promise(config, tree, pace)]
     return Scheduler(
         tree,
         slots=config.max_seqs,
         budget=StepTime(config.max_batch_tokens, pace),
         context=context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks.limit),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks.limit, *promised),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
         vectors=vectors,
     )
+
+
+def _promise(config: EngineConfig, tree: PrefixTree, pace: Pace) -> Limit:
+    """What refuses requests whose first token would come too late."""
+    from quire.engine.first_token import FirstToken
+
+    def cached(seq: Sequence_) -> int:
+        if not config.prefix_cache:
+            return 0
+        lease = tree.match(seq.request.namespace, seq.tokens, seq.reusable)
+        pages = lease.shared
+        tree.release(lease)
+        return pages * tree.page_size
+
+    return FirstToken(config.ttft_slo / 1000, pace, config.max_seqs, config.max_batch_tokens, cached)
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:

@@ -322,7 +322,9 @@ def test_nobody_overtakes_who_waits_for_pages() -> None:
     while not line.given[-1].get("wide"):
         line.step()
         assert len(line.given) < 60
-    assert all(at == len(line.given) for name, at in line.first.items() if name != "d"), "a few pages were free all the time"
+    assert all(at == len(line.given) for name, at in line.first.items() if name != "d"), (
+        "a few pages were free all the time"
+    )
     line.finish()
 
 
