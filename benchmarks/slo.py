@@ -41,7 +41,8 @@ class Beside:
     streams: int
     prompt: int
     bound_ms: float  # 0: none
-    alone_ms: float  # a step of decoding alone, just before
+    alone_ms: float  # a step of decoding alone, just before ...
+    alone_p99_ms: float  # ... and the slowest of these: what the machine's other work does to any step
     p50_ms: float
     p99_ms: float
     steps: int
@@ -82,12 +83,12 @@ class Bench:
         if done:
             self.steps.append((done[0].seconds, done[0].tokens))
 
-    def alone(self, steps: int = WARM) -> float:
-        """The median of steps of decoding alone."""
-        at = len(self.steps)
+    def alone(self, steps: int = WARM) -> tuple[float, float]:
+        """The median of steps of decoding alone, and the slowest."""
         for _ in range(steps):
             self.step()
-        return statistics.median(seconds for seconds, _ in self.steps[at + steps // 2 :])
+        found = [seconds for seconds, _ in self.steps[-steps:]]
+        return statistics.median(found), max(found)
 
     def mode(self, name: str, alone: float) -> float:
         """Take a mode up. Gives its bound in seconds."""
@@ -105,7 +106,7 @@ class Bench:
         names = [self.add(16, 1 << 13) for _ in range(streams)]
         while not all(self.said[name] for name in names):
             self.step()
-        alone = self.alone()
+        alone, slowest = self.alone()
         bound = self.mode(mode, alone)
         if mode != "tokens":  # a prompt that teaches, where the mode is new
             taught = self.add(TAUGHT, 1)
@@ -126,6 +127,7 @@ class Bench:
             prompt,
             1e3 * bound,
             1e3 * alone,
+            1e3 * slowest,
             statistics.median(gaps),
             gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))],
             len(gaps),
@@ -185,11 +187,17 @@ def main() -> None:
     options = {"context": asked.long + 1024} if asked.agent else {}
     bench = Bench(asked.model, {"backend": asked.backend, **options})
     found: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        found.append(row)
+        if asked.save:  # again after each row, so that stopping it loses nothing
+            save("slo-agent" if asked.agent else "slo", {"settings": vars(asked), "rows": found})
+
     for _ in range(asked.rounds):
         if asked.agent:
             for mode in [mode for mode in asked.modes if mode != "5 steps"]:
                 own = bench.agent(mode, asked.long, asked.short, asked.answer, asked.after, asked.most)
-                found.append({"mode": mode, **own})
+                keep({"mode": mode, **own})
                 print(mode, {name: round(value, 2) for name, value in own.items()}, flush=True)
             continue
         for streams in asked.streams:
@@ -199,15 +207,13 @@ def main() -> None:
                     one = bench.beside(mode, streams, prompt)
                     whole = one.prompt_seconds if mode == "tokens" else whole
                     slowed = one.prompt_seconds / whole if whole else 0.0
-                    found.append({**vars(one), "slowed": slowed})
+                    keep({**vars(one), "slowed": slowed})
                     print(
-                        f"{streams:3} streams, prompt {prompt:5}, {mode:7}: alone {one.alone_ms:5.1f} ms, bound {one.bound_ms:6.1f} ms, "
+                        f"{streams:3} streams, prompt {prompt:5}, {mode:7}: alone {one.alone_ms:5.1f} (to {one.alone_p99_ms:5.1f}) ms, bound {one.bound_ms:6.1f} ms, "
                         f"gaps p50 {one.p50_ms:6.1f} p99 {one.p99_ms:6.1f} ms, prompt {one.prompt_seconds:6.2f} s, slowed {slowed:4.2f}",
                         flush=True,
                     )
     bench.engine.close()
-    if asked.save:
-        print(save("slo-agent" if asked.agent else "slo", {"settings": vars(asked), "rows": found}))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,6 @@ class Echo:
 
 def test_a_client_is_told_as_it_is_of_a_full_queue() -> None:
     timed, _ = promised(3.0)
-    timed.add(2500)
     engine = Engine(timed.scheduler, Echo())
     told: Any = EngineInfo(
         model="m",
@@ -172,7 +171,7 @@ def test_a_client_is_told_as_it_is_of_a_full_queue() -> None:
         await client.close()
 
     def engine_is_full() -> None:
-        """The prompt that is in the queue already is never computed: nothing steps."""
+        """As if there were work for 5 seconds."""
         limit = next(own for own in timed.scheduler._limits if isinstance(own, FirstToken))
         limit._work[12] += 5.0
 
