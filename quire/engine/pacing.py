@@ -19,7 +19,8 @@ TIMES = 2.0  # ... or so many steps of decoding alone, where that is longer: str
 NEWCOMER = 0.5  # seconds of a step in which nobody decodes: a request that comes meanwhile waits for its end
 TILE = 16  # rows that matrix kernels compute together: a tile that is not full costs as much as a full one
 LEAST = 8  # prompt tokens that move in any case
-UNKNOWN = 64  # ... where nothing is known yet of what they cost
+ALONE = 64  # ... where nobody decodes: fewer would not be computed much sooner, and use a CPU badly
+UNKNOWN = 64  # prompt tokens of a step where nothing is known yet of what they cost
 KEPT = 256  # steps that are learned from, of those since the last time
 
 
@@ -92,7 +93,7 @@ class Pace:
         whole = (rows + tokens + m) // TILE * TILE - rows - tokens
         if whole >= LEAST:
             m = whole
-        return max(0, m) if tokens else min(n, max(LEAST, m))
+        return min(n, max(0, m, (LEAST if rows else ALONE) - tokens))
 
     def charge(self, start: int, n: int) -> None:
         """Count prompt tokens that were planned."""

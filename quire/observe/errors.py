@@ -56,7 +56,7 @@ class NotFound(QuireError):
 
 
 class Busy(QuireError):
-    """There is too much work: the queue is full, or a promise could not be kept. `retry_after` is in seconds."""
+    """The server has too much work: its queue is full, or a promise could not be kept. `retry_after` is in seconds."""
 
     code = "queue_full"
     status = 429

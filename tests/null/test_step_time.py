@@ -277,7 +277,7 @@ FAULTS = [
     Fault("depth is not looked at", "costs", "a + b * u + c * v) *", "a + b * u) *"),
     Fault("chunks that are not counted", "limits", "self._pace.charge(start, n)", "pass"),
     Fault("the bound of a newcomer beside streams", "pacing", "if not rows:", "if True:"),
-    Fault("no chunk but a whole tile", "pacing", "max(LEAST, m)", "min(LEAST, m)"),
+    Fault("no chunk but a whole tile", "pacing", "(LEAST if rows else ALONE) - tokens", "0"),
     Fault("all that is left", "limits", "if left < self.left:", "if False:"),
 ]
 
