@@ -97,6 +97,10 @@ class EngineConfig:
     max_seqs: int = 0  # sequences in a batch; 0: see resolve_step
     max_batch_tokens: int = 0  # tokens in a step; 0: see resolve_step
     max_waiting: int = 1024  # requests in the queue
+    itl_slo: int | None = (
+        None  # milliseconds between tokens that prompts may take from others; 0: no bound; None: see engine/pacing.py
+    )
+    ttft_slo: int = 0  # milliseconds to a first token: a request that cannot have it by then is refused; 0: none is
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
     speculate: str = "none"  # speculative decoding: the proposer whose draft tokens a step verifies: "ngram" (what the text said before)

@@ -258,6 +258,7 @@ class Completer:
                 index=i,
                 priority=generation.priority,
                 deadline=generation.deadline,
+                itl=generation.itl,
                 namespace=generation.namespace,
                 follows=None if i == 0 else first,
                 constraint=generation.constraint,

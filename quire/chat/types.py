@@ -21,6 +21,7 @@ class Generation:
     sampling: SamplingParams
     priority: int = 0
     deadline: float | None = None
+    itl: float = 0.0  # seconds between its tokens that it can bear; 0: what the server is set to
     namespace: str = ""
     constraint: Constraint | None = None  # what the answer must be
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text

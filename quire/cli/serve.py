@@ -64,6 +64,12 @@ def command(
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Most requests that wait; further ones get 429.")
     ] = ENGINE.max_waiting,
+    ttft_slo: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Milliseconds to a first token: who cannot have it by then gets 429 at once; 0: nobody."
+        ),
+    ] = ENGINE.ttft_slo,
     lora: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF), or NAME@MODEL=PATH; may be repeated."),
@@ -142,7 +148,15 @@ def command(
         fields=_fields(strict, lenient),
     )
     adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
-    engine = replace(engine, task=task, isa=env.isa, max_waiting=max_waiting, memory_share=1 / len(wanted), **adapters)
+    engine = replace(
+        engine,
+        task=task,
+        isa=env.isa,
+        max_waiting=max_waiting,
+        ttft_slo=ttft_slo,
+        memory_share=1 / len(wanted),
+        **adapters,
+    )
     loras = read_loras(lora or [], wanted)
     engines = [replace(engine, name=one.name, loras=loras.get(one.name, ())) for one in wanted]
     raise typer.Exit(_serve(store, wanted, server, engines))

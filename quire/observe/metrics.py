@@ -75,6 +75,8 @@ class Snapshot(Protocol):
     def accepted_tokens(self) -> int: ...
     @property
     def steps(self) -> int: ...
+    @property
+    def step_bound(self) -> float: ...
 
 
 def one_two_five(limit: int) -> list[int]:
@@ -323,6 +325,11 @@ class _EngineGauges(Collector):
             ("vllm:num_requests_running", "Sequences in the running batch.", s.running),
             ("vllm:num_requests_waiting", "Sequences waiting to be scheduled.", s.waiting),
             ("quire_num_requests_loading", "Of these, the ones whose pages are being loaded from a tier.", s.loading),
+            (
+                "quire_step_time_bound_seconds",
+                "What a step with prompts may take beside sequences that decode; 0: no bound.",
+                s.step_bound,
+            ),
             ("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.", used),
         )
         counters = (

@@ -147,4 +147,5 @@ SAMPLING: dict[str, str] = {
     "request_id": "becomes part of the answer's id",
     "return_token_ids": "",
     "receipts": "Quire's: what happened to the request",
+    "itl_slo_ms": "Quire's: milliseconds between two tokens that prompts of others may take; 1 to 60000",
 }

@@ -23,6 +23,7 @@ from quire.runner.params import SamplingParams
 from quire.server.reading import Reading
 
 MAX_PRIORITY = 2**31 - 1
+MAX_ITL = 60_000  # milliseconds between two tokens
 MAX_SALT = 256
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Raw = msgspec.Raw
@@ -151,6 +152,7 @@ class Sampling(Structured, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     receipts: bool | None = None
+    itl_slo_ms: float | None = None  # Quire's
 
     def params(self, vocab_size: int, **more: Any) -> SamplingParams:
         """SamplingParams, range-checked. `more` overrides what the request says."""
@@ -188,6 +190,8 @@ class Sampling(Structured, kw_only=True):
             reading.excuse(refusal)
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise BadRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
+        if self.itl_slo_ms is not None and not 1 <= self.itl_slo_ms <= MAX_ITL:
+            raise BadRequest(f"itl_slo_ms must be between 1 and {MAX_ITL}", param="itl_slo_ms")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT:
             raise BadRequest(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
         if self.request_id is not None and not _ID.fullmatch(self.request_id):
@@ -213,6 +217,7 @@ def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -
         prompt=prompt,
         sampling=sampling,
         priority=request.priority or 0,
+        itl=(request.itl_slo_ms or 0.0) / 1000,
         namespace=request.cache_salt or "",
         constraint=request.constraint(),
     )

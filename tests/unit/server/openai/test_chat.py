@@ -68,6 +68,7 @@ async def test_every_sampling_field_arrives():
         "prompt_logprobs": 2,
         "skip_special_tokens": False,
         "priority": -3,
+        "itl_slo_ms": 40,
         "cache_salt": "tenant",
         "request_id": "mine-1",
     }
@@ -83,7 +84,7 @@ async def test_every_sampling_field_arrives():
     assert (s.seed, s.stop, s.stop_token_ids, s.include_stop) == (42, ("a", "b"), (1, 2), True)
     assert (s.min_tokens, s.max_tokens, s.ignore_eos, s.n) == (1, 9, True, 2)
     assert (s.logprobs, s.prompt_logprobs, s.skip_special_tokens) == (3, 2, False)
-    assert (g.priority, g.namespace) == (-3, "tenant")
+    assert (g.priority, g.itl, g.namespace) == (-3, 0.04, "tenant")
     assert r.json()["id"] == "chatcmpl-mine-1"
     assert g.id != "mine-1"  # two clients may choose the same one
 
