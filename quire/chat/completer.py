@@ -106,6 +106,10 @@ class Completer:
                 param="messages",
                 cure="use completions (POST /v1/completions, LLM.generate, quire run --raw)",
             )
+        if (tools or _have_calls(messages)) and self.prompts_tools:
+            from quire.chat.tools import general
+
+            messages, tools = general.written(self.template, messages, tools), None
         conversation = self.template.conversation(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
         )
@@ -144,6 +148,19 @@ class Completer:
                     self._looked = True
         return self._answer_format
 
+    @property
+    def prompts_tools(self) -> bool:
+        """Whether tools are described to this model in words: its chat template has no place for them."""
+        return self.template is not None and (self.answer_format is None or not self.answer_format.calls)
+
+    def _format_for(self, tools: Tools) -> Format | None:
+        """The format of answers to a request with these tools."""
+        if not tools.tools or tools.choice == "none" or not self.prompts_tools:
+            return self.answer_format
+        from quire.chat.tools.general import general
+
+        return general(self.answer_format, self.tokenizer.controls)
+
     def score(self) -> Score | None:
         """The score of the format on what the template writes; takes a good part of a second, and is not needed to answer."""
         if self.answer_format is None or self.template is None:
@@ -159,13 +176,16 @@ class Completer:
 
         Raises BadRequest where the tools cannot be honoured."""
         ready = self._looked or self.template is None or not _shows_more(self.template)
-        form = self.answer_format if ready else await asyncio.to_thread(lambda: self.answer_format)
+        form = self._format_for(tools) if ready else await asyncio.to_thread(self._format_for, tools)
         if tools.choice != "none":
             _check_tools(tools, form)
         if form is None:
             return None, answer
         tail = self.tokenizer.decode(prompt[-TAIL:], at_start=False)
-        return form.reading(tail, tools), form.constraint(tail, tools, answer)
+        if form is self.answer_format:
+            return form.reading(tail, tools), form.constraint(tail, tools, answer)
+        # Every tool's schema is tried here, which takes its time.
+        return form.reading(tail, tools), await asyncio.to_thread(form.constraint, tail, tools, answer)
 
     def _kept(self) -> frozenset[int]:
         """Special tokens that a reading must see."""
@@ -275,9 +295,9 @@ def _check_tools(tools: Tools, form: Format | None) -> None:
         raise BadRequest(f"tool_choice names {tools.name!r}, which is not among the tools", param="tool_choice")
     if tools.tools and (form is None or not form.calls):
         raise BadRequest(
-            "this model's chat template writes no tool calls, so it cannot be given tools",
+            "this model has no chat template, so it cannot be given tools",
             param="tools",
-            cure="use a model with tools (quire show MODEL tells), or say in the prompt what it may ask for",
+            cure="use a model that chats (quire show MODEL tells)",
             code="unsupported_tools",
         )
 
@@ -297,6 +317,11 @@ def find_format(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format |
     from quire.chat.tools.detect import detect_format
 
     return detect_format(template, tokenizer)
+
+
+def _have_calls(messages: Sequence[Any]) -> bool:
+    """Whether a conversation has calls of tools, or results."""
+    return any(isinstance(m, Mapping) and (m.get("role") == "tool" or m.get("tool_calls")) for m in messages)
 
 
 def _shows_more(template: ChatTemplate) -> bool:

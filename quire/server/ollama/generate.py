@@ -117,6 +117,7 @@ def register(app: FastAPI, names: Names) -> None:
         whole = Conversation(said, tools, requests.thinking(served, asked.think))
         prompt = await conversation.encode(served, whole)
         lines = _Lines(served, asked, prompt, clock, False, chat=True)
+        lines.notes += whole.notes
         return await _answer(served, request, lines, options, tools, "messages")
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
@@ -378,7 +379,7 @@ COMPAT = (
             Fields(
                 shape=ChatRequest,
                 ignored=IGNORED,
-                notes=_NOTES | {"tools": "of a model whose template has tools; the model chooses"},
+                notes=_NOTES | {"tools": "the model chooses; described in the prompt where the template has no place for them"},
             ),
             _OPTIONS,
         ),

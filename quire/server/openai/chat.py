@@ -109,8 +109,8 @@ def register(app: FastAPI, server: Server) -> None:
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = envelope(served, asked, "chatcmpl", kind)
         if asked.stream:
-            return EventStream(feed, Stream(asked, head, prompt, sampling.n))
-        return Response(await whole(feed, asked, head, prompt), media_type="application/json")
+            return EventStream(feed, Stream(asked, head, prompt, sampling.n, said.notes))
+        return Response(await whole(feed, asked, head, prompt, said.notes), media_type="application/json")
 
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
 
@@ -219,7 +219,7 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     return body
 
 
-async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> bytes:
+async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int], notes: list[str]) -> bytes:
     """The answer as one body."""
     choices, prompt_logprobs = await collect(feed)
     usage = Usage([len(prompt)])
@@ -244,18 +244,23 @@ async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int
         more["prompt_token_ids"] = prompt
     if asked.timings_per_token:
         more["timings"] = timings(choices[0, 0].receipt)
+    told: dict[str, Any] = {"notes": notes} if notes else {}
     if asked.receipts:
-        more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
+        told["receipts"] = [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]
+    if told:
+        more["quire"] = told
     return msgspec.json.encode(head.wrap(body, **more))
 
 
 class Stream:
-    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for."""
+    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for. The first chunk has the
+    notes on the request."""
 
-    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int):
+    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int, notes: list[str]):
         self.asked = asked
         self.head = head
         self.prompt = prompt
+        self.notes = notes
         self.usage = Usage([len(prompt)])
         self.said = [Partial() for _ in range(n)]
         self.paces = [Pace() for _ in range(n)]
@@ -265,7 +270,8 @@ class Stream:
     def opening(self) -> Iterable[object]:
         more = self.more | ({"prompt_token_ids": self.prompt} if self.asked.return_token_ids else {})
         for index in range(len(self.said)):
-            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more)
+            told = {"quire": {"notes": self.notes}} if self.notes and index == 0 else {}
+            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more, **told)
 
     def news(self, items: list[News]) -> Iterable[object]:
         for _, chunk in items:
@@ -347,7 +353,7 @@ COMPAT = (
                     "top_logprobs": "0 to 20; needs `logprobs`",
                     "add_generation_prompt": "true by default",
                     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
-                    "tools": "functions, up to 1024; of a model whose template has tools",
+                    "tools": "functions, up to 1024; described in the prompt where the template has no place for them, told in `quire.notes`",
                     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
                     "parallel_tool_calls": "false: at most one call, enforced",
                     "reasoning_effort": "what the template can be told: an effort, or on and off; else refused",

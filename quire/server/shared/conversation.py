@@ -21,7 +21,7 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.server.served import Served
 from quire.server.shared import bodies
-from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
+from quire.server.shared.tools import NO_TOOLS, check_name, shown, told_in_words
 
 if TYPE_CHECKING:
     from quire.chat.tools.types import Reading
@@ -56,6 +56,7 @@ class Conversation:
     generation_prompt: bool = True  # ends with the beginning of an answer
     continues: bool = False  # the answer goes on with the last turn, which is the assistant's
     documents: list[dict[str, Any]] | None = None
+    notes: list[str] = field(default_factory=list)  # what became of it on its way into the prompt, for the answer to tell
 
 
 class History:
@@ -255,7 +256,6 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
     completer = served.completer
     tools = None
     if said.tools.tools:
-        check_callable(served, said.tools)
         tools = shown(said.tools)
         check_text(served, msgspec.json.encode(tools).decode(), "tools")
     check_text(served, "".join(_texts(said.turns)), param)
@@ -275,13 +275,16 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
     if said.continues:
         kwargs["continue_final_message"] = True
     try:
-        return await completer.encode_chat(
+        tokens = await completer.encode_chat(
             said.turns, add_generation_prompt=said.generation_prompt and not said.continues, **kwargs
         )
     except BadRequest as error:
         if error.param == "prompt":  # the text that the template wrote
             error.param = param
         raise
+    if (note := told_in_words(served, said.tools)) is not None and note not in said.notes:
+        said.notes.append(note)
+    return tokens
 
 
 async def answering(

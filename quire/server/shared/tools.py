@@ -177,16 +177,13 @@ def shown(tools: Tools) -> list[dict[str, Any]]:
     ]
 
 
-def check_callable(served: Served, tools: Tools, param: str = "tools") -> None:
-    """Refuse tools where the model has no way to call them."""
-    answers = served.completer.answer_format
-    if tools.tools and (answers is None or not answers.calls):
-        raise BadRequest(
-            f"{param}: {served.model.name} cannot call tools: its chat template has no place for them",
-            cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
-            param=param,
-            code="unsupported_parameter",
-        )
+def told_in_words(served: Served, tools: Tools) -> str | None:
+    """The note for an answer where the tools went into the prompt in words; None where the model's template has a place for them."""
+    if not tools.tools or not served.completer.prompts_tools:
+        return None
+    return (
+        f"tools: the chat template of {served.model.name} has no place for tools: they are described in the prompt (general prompt)"
+    )
 
 
 # OpenAI's shape

@@ -287,6 +287,7 @@ class Prepared:
     tools: Toolset
     prompt: list[int]
     no_effect: dict[str, str]  # what was asked for and changes nothing, with why
+    notes: list[str]  # what became of the conversation on its way into the prompt
 
     @property
     def input(self) -> list[Item]:
@@ -315,8 +316,9 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
     turns = response_items.turns(served, asked.instructions, items, len(before), tools.known_as)
-    prompt = await conversation.encode(served, Conversation(turns, tools.choice, kwargs), "input")
-    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect)
+    said = Conversation(turns, tools.choice, kwargs)
+    prompt = await conversation.encode(served, said, "input")
+    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect, said.notes)
 
 
 async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> Generation:

@@ -267,8 +267,9 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
 
 
 def _without_effect(ready: Prepared) -> dict[str, Any]:
-    """What the request asked for and got nothing of, for its answer; no word of it where there is nothing."""
-    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()]
+    """What the request asked for and got nothing of, and what became of its conversation, for the answer; no word of it where there is
+    nothing."""
+    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()] + ready.notes
     return {"quire": {"notes": notes}} if notes else {}
 
 
@@ -287,7 +288,7 @@ _NOTES = SAMPLING | {
     "instructions": "of this request alone",
     "previous_response_id": "a stored response that is over",
     "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` has no effect, and the answer says so",
-    "tools": "functions and namespaces of them, up to 1024 in all, of a model whose template has tools; web search is left out, and the answer says so",
+    "tools": "functions and namespaces of them, up to 1024 in all, described in the prompt where the template has no place for them; web search is left out, and the answer says so",
     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced; a web search cannot be demanded",
     "parallel_tool_calls": "false: at most one call, enforced",
     "reasoning": "`effort` as the template can be told it, `summary` auto or detailed; where the model has no place for them the answer says so",
