@@ -151,7 +151,9 @@ class Completer:
     @property
     def prompts_tools(self) -> bool:
         """Whether tools are described to this model in words: its chat template has no place for them."""
-        return self.template is not None and (self.answer_format is None or not self.answer_format.calls)
+        if self.template is None or self.info.task != "generate":
+            return False
+        return self.answer_format is None or not self.answer_format.calls
 
     def _format_for(self, tools: Tools) -> Format | None:
         """The format of answers to a request with these tools."""

@@ -520,7 +520,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
-    ({"tools": [TOOL]}, "tools"),  # this model has no way to call
     ({"tool_choice": "required"}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
